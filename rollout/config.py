@@ -1,0 +1,104 @@
+"""Settings of a worker: every key, its unit, its default.
+
+A setting comes from a TOML file, then the environment, then the command line; the later one wins (see
+`rollout.settings_sources`). A key that is not declared here is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSettings(_Section):
+    """Which weights to serve and how to hold them."""
+
+    path: str = Field("", description="local folder or Hugging Face hub id of the checkpoint")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub checkpoint")
+    load_format: Literal["auto", "random"] = Field(
+        "auto", description="auto reads the checkpoint's safetensors; random fills the real shapes for benchmarks"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto takes the checkpoint's own type, float32 on a CPU"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    cpu_threads: int = Field(1, ge=1, description="threads of a tensor operation on a CPU")
+    random_seed: int = Field(0, ge=0, description="seed of load_format=random")
+
+
+class EngineSettings(_Section):
+    """The two-slot pipeline, the rows and the KV pages."""
+
+    pipeline_depth: Literal[1, 2] = Field(2, description="steps in flight: 2 overlaps the host, 1 waits for each step")
+    max_rows: int = Field(32, ge=1, le=4096, description="sequences that decode at once")
+    page_size: int = Field(16, ge=1, le=1024, description="tokens of KV in a page")
+    kv_pages: int | None = Field(None, ge=2, description="pages in the KV pool; absent: sized from measured memory")
+    kv_memory_fraction: float = Field(
+        0.85, gt=0.0, le=0.98, description="share of the free memory for KV when kv_pages is absent"
+    )
+    kv_memory_max_gib: float | None = Field(None, gt=0, description="upper bound on the KV pool, GiB")
+    max_context_tokens: int | None = Field(
+        None, ge=2, description="prompt plus completion, tokens; absent: what the model was made for"
+    )
+    prefill_chunk_tokens: int = Field(2048, ge=1, description="prompt tokens in one prefill step")
+    prefix_cache: bool = Field(True, description="keep pages of finished prompts for reuse")
+    kv_on_swap: Literal["keep", "recompute"] = Field(
+        "keep", description="what happens to the KV of running rows when weights change"
+    )
+    stop_check_every: int = Field(4, ge=1, description="tokens between two looks for stop strings")
+
+
+class ServiceSettings(_Section):
+    """The ZeroMQ socket and the limits on what a message may ask for."""
+
+    bind: str = Field("tcp://127.0.0.1:5757", description="endpoint of the request socket; port 0 picks a free one")
+    max_queue: int = Field(4096, ge=1, description="requests that may wait")
+    max_n: int = Field(1024, ge=1, description="completions of one request")
+    max_prompt_tokens: int = Field(1 << 20, ge=1, description="tokens of one prompt")
+    max_message_bytes: int = Field(64 << 20, ge=1024, description="bytes of one message, all frames")
+    max_header_bytes: int = Field(16 << 20, ge=1024, description="bytes of one message header")
+    max_blobs: int = Field(256, ge=0, description="blobs of one message")
+    max_clients: int = Field(1024, ge=1, description="clients remembered at once")
+    heartbeat_s: float = Field(10.0, gt=0, description="interval of ZMTP heartbeats, seconds")
+    max_stream_buffer_bytes: int = Field(256 << 20, ge=1 << 16, description="unsent bytes kept for one slow client")
+    drain_s: float = Field(30.0, ge=0, description="seconds that a drain may take before rows are handed back as they are")
+
+
+class WeightsSettings(_Section):
+    """The worker's side of the weight bridge."""
+
+    bind: str = Field("tcp://127.0.0.1:0", description="endpoint of the weight transport; port 0 picks a free one")
+    initial_version: int = Field(0, ge=0, description="weights version of the checkpoint that is served first")
+    idle_s: float = Field(60.0, gt=0, description="seconds without data after which a half-sent update is dropped")
+
+
+class MetricsSettings(_Section):
+    """What the worker reports of itself."""
+
+    interval_s: float = Field(5.0, gt=0, description="seconds between two reports")
+    jsonl: str | None = Field(None, description="file that gets one JSON object a report")
+    wandb: bool = Field(True, description="log to Weights & Biases (offline when there is no key)")
+    wandb_project: str = Field("rollout", description="W&B project")
+    wandb_group: str | None = Field(None, description="W&B group, one for a job")
+    wandb_name: str | None = Field(None, description="W&B run name")
+    wandb_dir: str = Field("runs", description="folder of offline W&B runs")
+    timeline: str | None = Field(None, description="PNG picture of the last steps, written at the end")
+    timeline_steps: int = Field(40, ge=2, le=2000, description="steps in the timeline picture")
+
+
+class Settings(_Section):
+    """All settings of one worker."""
+
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    service: ServiceSettings = Field(default_factory=ServiceSettings)
+    weights: WeightsSettings = Field(default_factory=WeightsSettings)
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings)
+    ready_file: str | None = Field(None, description="file that gets the endpoints as JSON once the worker can serve")
+    exit_with_parent: bool = Field(False, description="end when the process that launched the worker ends")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line shown")

@@ -1,0 +1,217 @@
+"""Plain data that passes between the service and the engine.
+
+The service turns messages into commands and events into messages; the engine turns commands into steps and steps
+into events. Neither holds a reference to the other's objects.
+
+    service --Command--> engine.inbox          engine --Event--> service.outbox
+
+Both queues are FIFO and thread-safe. Every array in here is frozen by convention: nobody writes to it once sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+#: (client, request id): what identifies a request to cancel it, to find its result, to tell a duplicate.
+RequestKey = tuple[str, str]
+#: Runs of (weights version, number of tokens) that add up to the number of tokens.
+VersionRuns = list[tuple[int, int]]
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is drawn; the same for all completions of a request."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0  # 63 bits; of the request, or of the row itself when `Request.prior` is set
+
+    @property
+    def penalized(self) -> bool:
+        """True if a penalty needs the counts of the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def truncated(self) -> bool:
+        """True if top-k, top-p or min-p cut the distribution."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """What ends a completion before `max_tokens`."""
+
+    token_ids: tuple[int, ...] = ()  # eos ids included, unless ignored
+    strings: tuple[str, ...] = ()
+    min_tokens: int = 0  # no stop token is drawn, and no string looked for, before this many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """Tokens of an earlier partial completion that generation continues after."""
+
+    token_ids: np.ndarray  # int32 [k]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, `n` completions."""
+
+    key: RequestKey
+    prompt: np.ndarray  # int32 [prompt tokens], at least one
+    max_tokens: int  # of a completion, those of `prior` included
+    n: int = 1
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: StopParams = field(default_factory=StopParams)
+    priority: int = 0
+    deadline_s: float | None = None  # seconds from submission
+    stream_every: int = 0  # tokens between two deltas; 0: one delta, at the end
+    prior: Prior | None = None  # only with n == 1
+
+
+# --- commands: service -> engine -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Take a request. Answered by deltas and `RequestDone`, or by `Rejected`."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a request's sequences with what they have. A key that is unknown by now is ignored."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class StopAt:
+    """The text side found a stop string: end this completion, whose text is complete after `tokens` tokens."""
+
+    key: RequestKey
+    index: int
+    tokens: int
+    string: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Launch nothing until `Resume`. `abort` also ends every request as cancelled. Answered by `Done(token)`."""
+
+    mode: Literal["keep", "abort"]
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Launch again. Answered by `Done(token)`."""
+
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """`drain`: take nothing new, finish, end. `now`: end every request as cancelled, end. Answered by `Done(token)`."""
+
+    mode: Literal["drain", "now"]
+    token: int | None = None
+
+
+Command = Submit | Cancel | StopAt | Pause | Resume | Shutdown
+
+
+# --- events: engine -> service ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a completion ended."""
+
+    reason: FinishReason
+    stop: int | str | None = None  # the stop token's id, or the stop string
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one completion, in order and without gaps; the last one carries `finish`."""
+
+    key: RequestKey
+    index: int
+    offset: int  # position of the first new token in the completion, `prior` counted
+    token_ids: np.ndarray  # int32 [k]
+    logprobs: np.ndarray  # float32 [k]
+    raw_logprobs: np.ndarray  # float32 [k]
+    drawn_logprobs: np.ndarray | None  # float32 [k], where the drawn distribution is not the plain one
+    versions: VersionRuns
+    seed: int  # of this completion's row
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDone:
+    """All completions of a request have finished."""
+
+    key: RequestKey
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A request was not taken."""
+
+    key: RequestKey
+    code: Literal["too_long", "overloaded", "unavailable", "bad_request"]
+    message: str
+    field: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A control command took effect."""
+
+    token: int
+
+
+Event = Delta | RequestDone | Rejected | Done
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot of the engine, replaced as a whole a few times a second; what `status` answers from."""
+
+    state: Literal["serving", "paused", "draining", "asleep", "stale"] = "serving"
+    weights_version: int = 0
+    rows_running: int = 0
+    rows_max: int = 0
+    queue_waiting: int = 0
+    queue_max: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    slots_in_flight: int = 0
+    tokens_per_s: float = 0.0
+    gpu_active_pct: float = 0.0
+    reclaimed: int = 0
+    preemptions: int = 0
+    uptime_s: float = 0.0
