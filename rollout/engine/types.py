@@ -19,6 +19,10 @@ import numpy as np
 RequestKey = tuple[str, str]
 #: Runs of (weights version, number of tokens) that add up to the number of tokens.
 VersionRuns = list[tuple[int, int]]
+#: Entries of a request's logit bias, and stop token ids (eos ids included), at the most: rows hold them on the device.
+MAX_LOGIT_BIAS = 512
+MAX_STOP_IDS = 64
+
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
 
 

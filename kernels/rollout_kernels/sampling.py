@@ -1,0 +1,118 @@
+"""Sampling with exact log-probabilities: the torch twin, and the path on a CPU.
+
+Order of the changes to the logits, as in transformers' processors: logit bias, penalties, the ban on stop tokens
+before `min_tokens`; then temperature; then top-k, top-p, min-p, each on what the one before left.
+
+Three log-probabilities of the sampled token:
+    logprobs      log-softmax of logits / temperature (of the logits at temperature 0): what a trainer recomputes
+    raw           log-softmax of the logits
+    drawn         log-softmax of what was really drawn from, all changes included
+
+Legend: S rows that sample, V vocabulary, K entries of a padded list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout_kernels.philox import gumbel_noise
+
+#: Bit of a row's token count that says "occurs in the prompt"; the bits below count occurrences in the completion.
+PROMPT_BIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Settings and state of the rows that sample; the optional parts are None where no row needs them."""
+
+    temperature_S: torch.Tensor  # float32; 1 for greedy rows
+    noise_S: torch.Tensor | None  # float32, 1 to draw, 0 for greedy rows; None: all rows are greedy
+    seed_S: torch.Tensor  # int64
+    index_S: torch.Tensor  # int64, position of the sampled token in its completion
+    counts_SV: torch.Tensor | None = None  # int32, occurrences and PROMPT_BIT
+    repetition_S: torch.Tensor | None = None  # float32
+    presence_S: torch.Tensor | None = None
+    frequency_S: torch.Tensor | None = None
+    bias_ids_SK: torch.Tensor | None = None  # int64, padded with id 0
+    bias_SK: torch.Tensor | None = None  # float32, padded with 0
+    banned_ids_SK: torch.Tensor | None = None  # int64, padded with repetitions
+    banned_S: torch.Tensor | None = None  # bool: the ban applies to this row now
+    top_k_S: torch.Tensor | None = None  # int64, V where off
+    top_p_S: torch.Tensor | None = None  # float32
+    min_p_S: torch.Tensor | None = None  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token a row."""
+
+    tokens_S: torch.Tensor  # int64
+    logprobs_S: torch.Tensor  # float32
+    raw_logprobs_S: torch.Tensor  # float32
+    drawn_logprobs_S: torch.Tensor  # float32
+
+
+def sample(logits_SV: torch.Tensor, rows: SamplingRows) -> Sampled:
+    """Draw one token a row from float32 logits, which are left as they are."""
+    tempered_SV = logits_SV / rows.temperature_S[:, None]
+    changed_SV = change_logits(logits_SV, rows)
+    drawn_SV = tempered_SV if changed_SV is logits_SV else changed_SV / rows.temperature_S[:, None]
+    if rows.top_k_S is not None:
+        drawn_SV = truncate(drawn_SV, rows)
+    noisy_SV = drawn_SV
+    if rows.noise_S is not None:
+        noise_SV = gumbel_noise(rows.seed_S, rows.index_S, logits_SV.shape[1])
+        noisy_SV = torch.addcmul(drawn_SV, noise_SV, rows.noise_S[:, None])
+    tokens_S = noisy_SV.argmax(dim=1)
+    logprobs_S = logprob_of(tempered_SV, tokens_S)
+    return Sampled(
+        tokens_S,
+        logprobs_S,
+        logprob_of(logits_SV, tokens_S),
+        logprobs_S if drawn_SV is tempered_SV else logprob_of(drawn_SV, tokens_S),
+    )
+
+
+def logprob_of(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
+    """log-softmax of each row at its token, float32 [S]."""
+    return logits_SV.gather(1, tokens_S[:, None]).squeeze(1) - logits_SV.logsumexp(dim=1)
+
+
+def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Logits with bias, penalties and bans; the same tensor if there are none.
+
+    Repetition penalty (Keskar et al., CTRL, 2019) divides positive and multiplies negative logits of tokens that occur
+    in prompt or completion; presence and frequency penalties are subtracted for tokens of the completion only.
+    """
+    if rows.bias_SK is not None:
+        assert rows.bias_ids_SK is not None
+        logits_SV = logits_SV.scatter_add(1, rows.bias_ids_SK, rows.bias_SK)
+    if rows.counts_SV is not None:
+        assert rows.repetition_S is not None and rows.presence_S is not None and rows.frequency_S is not None
+        repetition_S1 = rows.repetition_S[:, None]
+        penalized_SV = torch.where(logits_SV > 0, logits_SV / repetition_S1, logits_SV * repetition_S1)
+        logits_SV = torch.where(rows.counts_SV != 0, penalized_SV, logits_SV)
+        counts_SV = rows.counts_SV & (PROMPT_BIT - 1)
+        logits_SV = logits_SV - rows.presence_S[:, None] * (counts_SV > 0) - rows.frequency_S[:, None] * counts_SV
+    if rows.banned_S is not None:
+        assert rows.banned_ids_SK is not None
+        banned_SV = torch.zeros_like(logits_SV, dtype=torch.bool)
+        banned_SV.scatter_(1, rows.banned_ids_SK, rows.banned_S[:, None].expand_as(rows.banned_ids_SK))
+        logits_SV = logits_SV.masked_fill(banned_SV, -torch.inf)
+    return logits_SV
+
+
+def truncate(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """-inf for all but the tokens that top-k, then top-p, then min-p keep; at least one token stays. Ties by index."""
+    assert rows.top_k_S is not None and rows.top_p_S is not None and rows.min_p_S is not None
+    sorted_SV, order_SV = logits_SV.sort(dim=1, descending=True, stable=True)
+    rank_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
+    sorted_SV = sorted_SV.masked_fill(rank_V >= rows.top_k_S[:, None], -torch.inf)
+    probs_SV = sorted_SV.softmax(dim=1)
+    before_SV = probs_SV.cumsum(dim=1) - probs_SV
+    drop_SV = (before_SV >= rows.top_p_S[:, None]) | (probs_SV < rows.min_p_S[:, None] * probs_SV[:, :1])
+    drop_SV[:, 0] = False
+    sorted_SV = sorted_SV.masked_fill(drop_SV, -torch.inf)
+    return torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)

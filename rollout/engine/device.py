@@ -1,0 +1,299 @@
+"""Streams and events with one interface on CUDA and on a CPU.
+
+A stream runs what it is given in order and returns to the caller at once. An event marks a place in a stream; other
+streams and the host can wait for it. On CUDA these are CUDA's own. On a CPU a stream is a thread that runs closures,
+so that overlap, ordering and races are as real there as on a GPU.
+
+    event.record on stream A      everything put on A before is done once the event fires
+    B.wait(event)                 B holds back what it is given after this; the host does not wait
+    event.synchronize()           the host waits
+
+A closure that raises poisons its stream, as a fault poisons a CUDA context: what follows is skipped, events still fire
+so that nobody waits for ever, and `check()` raises the first fault.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+
+class DeviceError(RuntimeError):
+    """Work on a device stream failed; what was in flight is lost and the engine can't go on."""
+
+
+class Event(Protocol):
+    """A place in a stream. `record` on a stream may be called again: later waits are for the newest record."""
+
+    def query(self) -> bool:
+        """True once the stream has reached the newest record."""
+
+    def synchronize(self) -> None:
+        """Block the host until the stream has reached the newest record."""
+
+    @property
+    def time_s(self) -> float:
+        """When the newest record was reached, in `time.perf_counter()` seconds; only after it was."""
+
+
+class Stream(Protocol):
+    """An ordered queue of device work."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Enqueue `work`."""
+
+    def record(self, event: Event) -> None:
+        """Enqueue the firing of `event`."""
+
+    def wait(self, event: Event) -> None:
+        """Hold back what is enqueued after this until the newest record of `event` has fired."""
+
+    def check(self) -> None:
+        """Raise DeviceError if work on this stream failed."""
+
+    def close(self) -> None:
+        """Finish what is enqueued and take no more."""
+
+
+class Device(Protocol):
+    """Where tensors live and steps run."""
+
+    torch_device: torch.device
+
+    def stream(self, name: str) -> Stream:
+        """A new stream."""
+
+    def event(self) -> Event:
+        """A new event, timed."""
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed host memory that a device can copy from and to in the background."""
+
+    def free_bytes(self) -> int:
+        """Memory that is free for tensors now."""
+
+
+def make_device(name: str) -> Device:
+    """The device for a `model.device` setting: `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    Raises ValueError when the name is none of these or names a device that is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r}: write auto, cpu, cuda or cuda:N") from error
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type != "cuda":
+        raise ValueError(f"device {name!r}: write auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r} is not there: {torch.cuda.device_count()} CUDA devices are visible")
+    return CudaDevice(torch.device("cuda", device.index or 0))
+
+
+# --- CPU -------------------------------------------------------------------------------------------------------------
+
+
+class _Ticket:
+    """One record of an event: a gate that opens once."""
+
+    __slots__ = ("fired", "gate", "time_s")
+
+    def __init__(self) -> None:
+        self.gate = threading.Lock()
+        self.gate.acquire()
+        self.fired = False
+        self.time_s = 0.0
+
+    def fire(self) -> None:
+        self.time_s = time.perf_counter()
+        self.fired = True
+        self.gate.release()
+
+    def wait(self) -> None:
+        if not self.fired:
+            with self.gate:  # opened by fire(); taking and giving it back lets every waiter through in turn
+                pass
+
+
+class CpuEvent:
+    """An event between CPU streams."""
+
+    def __init__(self) -> None:
+        self.ticket: _Ticket | None = None
+
+    def query(self) -> bool:
+        """True once the newest record was reached; an event that was never recorded counts as reached."""
+        return self.ticket is None or self.ticket.fired
+
+    def synchronize(self) -> None:
+        """Block until the newest record was reached."""
+        if self.ticket is not None:
+            self.ticket.wait()
+
+    @property
+    def time_s(self) -> float:
+        """When the newest record was reached, `time.perf_counter()` seconds."""
+        assert self.ticket is not None and self.ticket.fired, "an event has a time only after it fired"
+        return self.ticket.time_s
+
+
+class CpuStream:
+    """A thread that runs closures in order."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name=f"stream-{name}", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Enqueue `work`; skipped if earlier work failed."""
+        self._queue.put(work)
+
+    def record(self, event: CpuEvent) -> None:  # type: ignore[override]
+        """Enqueue the firing of `event`."""
+        ticket = event.ticket = _Ticket()
+        self._queue.put(ticket.fire)
+
+    def wait(self, event: CpuEvent) -> None:  # type: ignore[override]
+        """Hold back later work until the newest record of `event` has fired."""
+        if event.ticket is not None and not event.ticket.fired:
+            self._queue.put(event.ticket.wait)
+
+    def check(self) -> None:
+        """Raise DeviceError if a closure raised."""
+        if self._failure is not None:
+            raise DeviceError(f"{self._thread.name}: {self._failure}") from self._failure
+
+    def close(self) -> None:
+        """Run what is enqueued, then end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _main(self) -> None:
+        with torch.inference_mode():
+            while (work := self._queue.get()) is not None:
+                self._step(work)
+
+    def _step(self, work: Callable[[], object]) -> None:
+        is_event = isinstance(getattr(work, "__self__", None), _Ticket)
+        if self._failure is not None and not is_event:
+            return
+        try:
+            work()
+        except Exception as error:  # reported by check(): a stream has no caller to raise to
+            self._failure = error
+
+
+class CpuDevice:
+    """The CPU: a thread a stream."""
+
+    torch_device = torch.device("cpu")
+
+    def stream(self, name: str) -> CpuStream:
+        """A new stream."""
+        return CpuStream(name)
+
+    def event(self) -> CpuEvent:
+        """A new event."""
+        return CpuEvent()
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed memory."""
+        return torch.zeros(shape, dtype=dtype)
+
+    def free_bytes(self) -> int:
+        """Memory that the kernel says can be had without swapping, bytes."""
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+        raise OSError("/proc/meminfo has no MemAvailable line: set kv_pages")
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+class CudaEvent:
+    """A timed CUDA event whose times are mapped to the host's clock."""
+
+    def __init__(self, origin: torch.cuda.Event, origin_s: float) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self._origin, self._origin_s = origin, origin_s
+
+    def query(self) -> bool:
+        """True once the newest record was reached."""
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        """Block until the newest record was reached."""
+        self.event.synchronize()
+
+    @property
+    def time_s(self) -> float:
+        """When the newest record was reached, `time.perf_counter()` seconds."""
+        return self._origin_s + self._origin.elapsed_time(self.event) * 1e-3
+
+
+class CudaStream:
+    """A CUDA stream of its own; work is enqueued by running it on the host under that stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Run `work` on the host with this stream current, so that its kernels are enqueued here."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            work()
+
+    def record(self, event: CudaEvent) -> None:  # type: ignore[override]
+        """Enqueue the firing of `event`."""
+        event.event.record(self.stream)
+
+    def wait(self, event: CudaEvent) -> None:  # type: ignore[override]
+        """Hold back later work until the newest record of `event` has fired."""
+        self.stream.wait_event(event.event)
+
+    def check(self) -> None:
+        """CUDA raises at the next call by itself."""
+
+    def close(self) -> None:
+        """Wait for what is enqueued."""
+        self.stream.synchronize()
+
+
+class CudaDevice:
+    """One GPU."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        torch.cuda.set_device(torch_device)
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record()
+        self._origin.synchronize()
+        self._origin_s = time.perf_counter()
+
+    def stream(self, name: str) -> CudaStream:
+        """A new stream."""
+        return CudaStream(self.torch_device)
+
+    def event(self) -> CudaEvent:
+        """A new timed event."""
+        return CudaEvent(self._origin, self._origin_s)
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed pinned memory."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def free_bytes(self) -> int:
+        """What the driver says is free, plus what the allocator holds without using it, bytes."""
+        held = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return torch.cuda.mem_get_info(self.torch_device)[0] + held

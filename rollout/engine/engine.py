@@ -1,0 +1,285 @@
+"""The engine: one tick of the two-slot pipeline, and what may happen between two steps.
+
+    commands -> plan -> launch -> commit the oldest -> swap weights -> events
+
+Nothing here waits, except `runner.read` for the outputs of the oldest step, while the newest one runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Literal, Protocol
+
+from rollout.engine.device import Event
+from rollout.engine.pipeline import Pipeline, StepInFlight
+from rollout.engine.plan import Plan
+from rollout.engine.runner import Runner
+from rollout.engine.scheduler import Scheduler
+from rollout.engine.slot import Slot
+from rollout.engine.types import (
+    Cancel,
+    Command,
+    Delta,
+    Done,
+    EngineStatus,
+    Pause,
+    Rejected,
+    Resume,
+    Shutdown,
+    StopAt,
+    Submit,
+)
+from rollout.engine.types import Event as ServiceEvent
+from rollout.metrics.meter import Meter, StepRecord
+
+
+class StagedUpdate(Protocol):
+    """New weights, complete and checked, not yet in use."""
+
+    @property
+    def version(self) -> int:
+        """The weights version that they are."""
+
+    def copy_into(self) -> object:
+        """Copy every parameter; runs on the compute stream."""
+
+
+class Receiver(Protocol):
+    """The worker's side of the weight bridge, as the loop sees it."""
+
+    def take_ready(self) -> StagedUpdate | None:
+        """An update to apply now, or None."""
+
+    def applied(self, update: StagedUpdate, pause_s: float) -> None:
+        """The update is in use; the compute stream was busy with it for `pause_s`."""
+
+
+@dataclass(slots=True)
+class _Swap:
+    """A weights update that is enqueued on the compute stream."""
+
+    update: StagedUpdate
+    start: Event
+    end: Event
+
+
+class Engine:
+    """Scheduler, pipeline and runner, driven by `tick`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        runner: Runner,
+        meter: Meter,
+        emit: Callable[[list[ServiceEvent]], None],
+        receiver: Receiver | None = None,
+        recompute_on_swap: bool = False,
+        drain_s: float = 30.0,
+    ) -> None:
+        self.inbox: SimpleQueue[Command] = SimpleQueue()
+        self.scheduler = scheduler
+        self.pipeline = pipeline
+        self.runner = runner
+        self.meter = meter
+        self.state: Literal["serving", "paused", "draining"] = "serving"
+        self.stopped = False
+        self._emit = emit
+        self._receiver = receiver
+        self._recompute_on_swap = recompute_on_swap
+        self._drain_s = drain_s
+        self._drain_until_s = float("inf")
+        self._quiet_tokens: list[int] = []  # pauses to confirm once no step is in flight
+        self._end_token: int | None = None
+        self._swap: _Swap | None = None
+        self._started_s = time.perf_counter()
+
+    @property
+    def busy(self) -> bool:
+        """True while a tick has something to do without a new command."""
+        return self.pipeline.in_flight > 0 or self._swap is not None or not (self.scheduler.idle or self._paused)
+
+    @property
+    def _paused(self) -> bool:
+        return self.scheduler.paused
+
+    def tick(self) -> None:
+        """One turn: launch a step if there is one, commit the oldest if the pipeline is full or nothing was launched."""
+        self._take_commands()
+        self.scheduler.end_overdue()
+        planned_s = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._launch(plan, self.pipeline.acquire(), planned_s)
+        if self.pipeline.full or plan is None:
+            self._commit_oldest()
+        self._apply_if_ready()
+        self._report()
+
+    def _launch(self, plan: Plan, slot: Slot, planned_s: float) -> None:
+        launching_s = time.perf_counter()
+        self.runner.launch(plan, slot)
+        self.scheduler.launched(plan)
+        done_s = time.perf_counter()
+        self.pipeline.push(StepInFlight(plan, slot, planned_s, launching_s - planned_s, done_s - launching_s))
+
+    def _commit_oldest(self) -> None:
+        step = self.pipeline.oldest()
+        if step is None:
+            return
+        output = self.runner.read(step.plan, step.slot)
+        counters, committing_s = self.scheduler.counters, time.perf_counter()
+        tokens, zombies = counters.tokens, counters.zombie_rows
+        self.scheduler.commit(step.plan, output)
+        slot, commit_s = step.slot, time.perf_counter() - committing_s
+        self.meter.step(
+            StepRecord(
+                kind=step.plan.kind,
+                rows=len(step.plan.seqs),
+                zombie_rows=counters.zombie_rows - zombies,
+                tokens=counters.tokens - tokens,
+                plan_s=step.plan_s,
+                launch_s=step.launch_s,
+                commit_s=commit_s,
+                start_s=slot.start.time_s,
+                end_s=slot.end.time_s,
+                version=step.plan.version,
+                h2d=(slot.h2d_start.time_s, slot.h2d_done.time_s),
+                d2h=(slot.d2h_start.time_s, slot.d2h_done.time_s),
+                planned_at_s=step.planned_at_s,
+                committed_at_s=committing_s,
+            )
+        )
+        self.pipeline.retire(step)
+
+    def _apply_if_ready(self) -> None:
+        """Weights change here, between two steps, and nowhere else."""
+        if self._receiver is None:
+            return
+        swap = self._swap
+        if swap is not None and swap.end.query():
+            self._swap = None
+            self.runner.check()
+            pause_s = swap.end.time_s - swap.start.time_s
+            self.meter.swap(pause_s, swap.update.version)
+            self._receiver.applied(swap.update, pause_s)
+        if self._swap is None and (update := self._receiver.take_ready()) is not None:
+            self._swap = _Swap(update, self.runner.device.event(), self.runner.device.event())
+            self.runner.enqueue(update.copy_into, self._swap.start, self._swap.end)
+            self.scheduler.weights_changed(update.version, self._recompute_on_swap)
+
+    # --- commands and events -----------------------------------------------------------------------------------------
+
+    def _take_commands(self) -> None:
+        while True:
+            try:
+                command = self.inbox.get_nowait()
+            except Empty:
+                return
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        scheduler = self.scheduler
+        match command:
+            case Submit(request) if self.state == "draining":
+                message = "the worker is draining: send the request to another one"
+                scheduler.events.append(Rejected(request.key, "unavailable", message))
+            case Submit(request):
+                scheduler.submit(request)
+            case Cancel(key):
+                scheduler.end(key, "cancelled")
+            case StopAt(key, index, _, string):
+                scheduler.stop_at(key, index, string)
+            case Pause(mode, token):
+                scheduler.paused = True
+                self.state = "paused" if self.state == "serving" else self.state
+                self._quiet_tokens.append(token)
+                if mode == "abort":
+                    scheduler.end_all("cancelled")
+            case Resume(token):
+                scheduler.paused = False
+                self.state = "serving" if self.state == "paused" else self.state
+                scheduler.events.append(Done(token))
+            case Shutdown(mode, token):
+                self._begin_end(mode, token)
+
+    def _begin_end(self, mode: str, token: int | None) -> None:
+        self.state = "draining"
+        self.scheduler.paused = False  # what is paused could never finish
+        self._end_token = token if token is not None else self._end_token
+        self._drain_until_s = time.perf_counter() + self._drain_s
+        if mode == "now":
+            self.scheduler.end_all("cancelled")
+
+    def _report(self) -> None:
+        """Confirm what took effect; hand all events to the service at once."""
+        if self._quiet_tokens and self.pipeline.in_flight == 0:
+            self.scheduler.events += [Done(token) for token in self._quiet_tokens]
+            self._quiet_tokens = []
+        if self.state == "draining":
+            self._end_if_drained()
+        events, self.scheduler.events = self.scheduler.events, []
+        if events:
+            for event in events:
+                if isinstance(event, Delta) and event.finish is not None:
+                    self.meter.completion(event.offset + len(event.token_ids))
+            self._emit(events)
+
+    def _end_if_drained(self) -> None:
+        if time.perf_counter() >= self._drain_until_s:
+            self.scheduler.end_all("cancelled")
+        if self.scheduler.idle and self.pipeline.in_flight == 0:
+            self.stopped = True
+            if self._end_token is not None:
+                self.scheduler.events.append(Done(self._end_token))
+
+    def fail(self, message: str) -> None:
+        """A device fault: every request ends with what it has, and the engine stops."""
+        self.scheduler.end_all("error", message)
+        self.stopped = True
+        self._report()
+
+    # --- views -------------------------------------------------------------------------------------------------------
+
+    def status(self) -> EngineStatus:
+        """A snapshot of now."""
+        scheduler, pool = self.scheduler, self.scheduler.memory.pool
+        active_pct, tokens_per_s = self.meter.rates()
+        return EngineStatus(
+            state=self.state,
+            weights_version=scheduler.version,
+            rows_running=scheduler.running,
+            rows_max=scheduler.limits.max_rows,
+            queue_waiting=scheduler.waiting,
+            queue_max=scheduler.limits.max_queue,
+            pages_free=pool.free,
+            pages_cached=pool.cached,
+            pages_used=pool.used,
+            pages_total=pool.total,
+            slots_in_flight=self.pipeline.in_flight,
+            tokens_per_s=tokens_per_s,
+            gpu_active_pct=active_pct,
+            preemptions=scheduler.counters.preemptions,
+            uptime_s=time.perf_counter() - self._started_s,
+        )
+
+    def set_gauges(self) -> None:
+        """Give the meter the values that it reads off at report time."""
+        scheduler, pool, counters = self.scheduler, self.scheduler.memory.pool, self.scheduler.counters
+        self.meter.gauges(
+            rows=scheduler.running,
+            waiting=scheduler.waiting,
+            pages_used=pool.used,
+            pages_total=pool.total,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            preemptions=counters.preemptions,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that nothing leaked; only when drained."""
+        self.pipeline.check_integrity()
+        self.scheduler.check_integrity()

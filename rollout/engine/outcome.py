@@ -1,0 +1,61 @@
+"""From a sequence's state to the events that the service sees."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from rollout.engine.sequence import Group, Sequence
+from rollout.engine.types import Delta, RequestDone, VersionRuns
+
+
+def make_delta(seq: Sequence) -> Delta:
+    """The tokens of `seq` that no delta has carried yet; moves the mark."""
+    start, end = seq.flushed, len(seq.tokens)
+    seq.flushed = end
+    return Delta(
+        key=seq.group.key,
+        index=seq.index,
+        offset=start,
+        token_ids=_slice(seq.tokens, start, end),
+        logprobs=_slice(seq.logprobs, start, end),
+        raw_logprobs=_slice(seq.raw_logprobs, start, end),
+        drawn_logprobs=_slice(seq.drawn_logprobs, start, end) if seq.drawn_logprobs is not None else None,
+        versions=last_runs(seq.versions, end - start),
+        seed=seq.seed,
+        finish=seq.finish,
+    )
+
+
+def last_runs(runs: list[list[int]], count: int) -> VersionRuns:
+    """The runs that cover the last `count` tokens."""
+    taken: VersionRuns = []
+    for version, length in reversed(runs):
+        if count == 0:
+            break
+        used = min(length, count)
+        taken.append((version, used))
+        count -= used
+    assert count == 0, "every generated token has a version"
+    return taken[::-1]
+
+
+def make_request_done(group: Group, now_s: float) -> RequestDone:
+    """The closing event of a request, with where its time went."""
+    admitted = group.admitted_s if group.admitted_s is not None else now_s
+    first_token = group.first_token_s if group.first_token_s is not None else now_s
+    return RequestDone(
+        key=group.key,
+        prompt_tokens=len(group.request.prompt),
+        cached_tokens=group.cached_tokens,
+        preemptions=group.preemptions,
+        queued_s=admitted - group.arrived_s,
+        prefill_s=first_token - admitted,
+        decode_s=now_s - first_token,
+        total_s=now_s - group.arrived_s,
+    )
+
+
+def _slice(values: array, start: int, end: int) -> np.ndarray:
+    return np.array(values[start:end], dtype=np.int32 if values.typecode == "i" else np.float32)

@@ -1,0 +1,48 @@
+"""A plan: what one step does, as plain data. The scheduler makes it, the runner packs it, the commit reads it back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout.engine.sequence import Feature, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Part of a prompt: positions start..start+length-1 of a sequence."""
+
+    seq: Sequence
+    start: int
+    length: int
+    first: bool  # the row's state is set up by this step
+    final: bool  # the prompt is complete after this chunk: a token is sampled
+    copy: tuple[int, int] | None  # (source page, target page) to copy before anything is written
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. `seqs` are the rows in order; for prefill, the rows of `chunks`."""
+
+    kind: Literal["decode", "prefill"]
+    seqs: list[Sequence]
+    features: Feature
+    version: int  # weights version that the step is launched with
+    max_context: int  # longest context in the step, this step's tokens included
+    new_pages: list[int]  # decode: for each row the page that its token opens, 0 if it opens none
+    chunks: list[PromptChunk]  # prefill
+
+    @property
+    def tokens(self) -> int:
+        """Input tokens of the step."""
+        return sum(chunk.length for chunk in self.chunks) if self.chunks else len(self.seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step sampled, one entry a sampled row: every decode row, or every final chunk."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    drawn_logprobs: list[float]

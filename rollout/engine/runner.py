@@ -1,0 +1,262 @@
+"""Runs plans on the device: packs the upload, enqueues the step, reads its outputs.
+
+    host      launch: pack, enqueue                                              read: wait for d2h_done
+    h2d       h2d_start | copy | h2d_done
+    compute                       wait h2d_done | start | forward, sample, advance rows | end
+    d2h                                                                           wait end | copy | d2h_done
+
+`launch` never waits. The sampled token goes from the sampler into the row state on the device (carry-over): the next
+step reads it there, whether or not the host has seen it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from rollout_kernels import Sampled, SamplingRows, sample
+
+from rollout.engine.device import Device, Event
+from rollout.engine.plan import Plan, PromptChunk, StepOutput
+from rollout.engine.rows import (
+    FREQUENCY,
+    LAST,
+    LENGTH,
+    MIN_P,
+    MIN_TOKENS,
+    NOISE,
+    PRESENCE,
+    PROMPT,
+    REPETITION,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    RowState,
+    most_setup_words,
+    put_setup,
+    setup_words,
+)
+from rollout.engine.sequence import Feature, Sequence
+from rollout.engine.slot import Slot, Upload
+from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.decoder import Decoder
+
+
+class Runner:
+    """The model, its KV and row state, and the three streams."""
+
+    def __init__(self, device: Device, model: Decoder, kv: KVCache, rows: RowState) -> None:
+        self.device = device
+        self.model = model
+        self.kv = kv
+        self.rows = rows
+        self.h2d, self.compute, self.d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
+
+    def launch(self, plan: Plan, slot: Slot) -> None:
+        """Enqueue a step; returns without waiting for anything."""
+        slot.begin()
+        step = self._pack_decode(plan, slot) if plan.kind == "decode" else self._pack_prefill(plan, slot)
+        upload = slot.upload()
+        self.h2d.record(slot.h2d_start)
+        self.h2d.run(upload.copy)
+        self.h2d.record(slot.h2d_done)
+
+        self.compute.wait(slot.h2d_done)
+        self.compute.record(slot.start)
+        self.compute.run(functools.partial(step, upload, slot.output))
+        self.compute.record(slot.end)
+
+        self.d2h.wait(slot.end)
+        self.d2h.record(slot.d2h_start)
+        self.d2h.run(functools.partial(slot.output_host.copy_, slot.output, non_blocking=True))
+        self.d2h.record(slot.d2h_done)
+
+    def read(self, plan: Plan, slot: Slot) -> StepOutput:
+        """Wait for the outputs of a launched step. Raises DeviceError if anything on the device failed."""
+        slot.d2h_done.synchronize()
+        self.check()
+        count = len(plan.seqs) if plan.kind == "decode" else sum(chunk.final for chunk in plan.chunks)
+        output = slot.output_host[:, :count].numpy()
+        logprobs = output[1:].view(np.float32)
+        return StepOutput(output[0].tolist(), logprobs[0].tolist(), logprobs[1].tolist(), logprobs[2].tolist())
+
+    def enqueue(self, work: Callable[[], object], start: Event, end: Event) -> None:
+        """Run `work` on the compute stream between the last launched step and the next."""
+        self.compute.record(start)
+        self.compute.run(work)
+        self.compute.record(end)
+
+    def check(self) -> None:
+        """Raise DeviceError if work on a stream failed."""
+        for stream in (self.h2d, self.compute, self.d2h):
+            stream.check()
+
+    def close(self) -> None:
+        """Finish what is enqueued and end the streams."""
+        for stream in (self.h2d, self.compute, self.d2h):
+            stream.close()
+
+    # --- packing, on the host ----------------------------------------------------------------------------------------
+
+    def _pack_decode(self, plan: Plan, slot: Slot) -> Callable[[Upload, torch.Tensor], None]:
+        slot.put("rows", np.array([seq.row for seq in plan.seqs], dtype=np.int64))
+        slot.put("new_pages", np.array(plan.new_pages, dtype=np.int32))
+        return functools.partial(self._decode, plan.features, plan.max_context)
+
+    def _pack_prefill(self, plan: Plan, slot: Slot) -> Callable[[Upload, torch.Tensor], None]:
+        chunks = plan.chunks
+        put_setup(slot, [chunk.seq for chunk in chunks if chunk.first], self.rows.vocab)
+        if copies := [chunk.copy for chunk in chunks if chunk.copy is not None]:
+            slot.put("copies", np.array(copies, dtype=np.int32))
+        slot.put("tokens", np.concatenate([_chunk_tokens(chunk) for chunk in chunks]))
+        slot.put("positions", np.concatenate([_span(chunk) for chunk in chunks]))
+        slot.put("token_chunk", np.repeat(np.arange(len(chunks), dtype=np.int64), [c.length for c in chunks]))
+        slot.put("rows", np.array([chunk.seq.row for chunk in chunks], dtype=np.int64))
+        slot.put("ends", np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int64))
+        last = np.cumsum([chunk.length for chunk in chunks]) - 1
+        final = [i for i, chunk in enumerate(chunks) if chunk.final]
+        slot.put("sampled_rows", np.array([chunks[i].seq.row for i in final], dtype=np.int64))
+        slot.put("sampled_at", np.array([last[i] for i in final], dtype=np.int64))
+        starts = [int(end) + 1 - chunk.length for end, chunk in zip(last, chunks, strict=True)]
+        layout = tuple(Chunk(s, c.length, c.start + c.length) for s, c in zip(starts, chunks, strict=True))
+        return functools.partial(self._prefill, plan.features, plan.max_context, layout)
+
+    # --- steps, on the compute stream --------------------------------------------------------------------------------
+
+    def _decode(self, features: Feature, max_context: int, upload: Upload, output: torch.Tensor) -> None:
+        """One token for each row: its last token goes in at position `length`, the next one is sampled."""
+        rows_B, new_pages_B = upload["rows"], upload["new_pages"]
+        page_size = self.kv.page_size
+        ints_BI = self.rows.ints.index_select(0, rows_B)
+        positions_B = ints_BI[:, LENGTH]
+        columns_B = positions_B // page_size
+        pages_B = torch.where(new_pages_B > 0, new_pages_B, self.rows.pages[rows_B, columns_B])
+        self.rows.pages[rows_B, columns_B] = pages_B
+        ends_B = positions_B + 1
+        batch = AttentionBatch(
+            positions_T=positions_B,
+            kv_slots_T=pages_B * page_size + positions_B % page_size,
+            page_table_BP=self._page_table(rows_B, max_context),
+            context_lens_B=ends_B,
+            max_context=max_context,
+        )
+        hidden_BD = self.model(ints_BI[:, LAST], batch, self.kv)
+        self._sample(hidden_BD, rows_B, ints_BI, ends_B, features, output)
+
+    def _prefill(
+        self,
+        features: Feature,
+        max_context: int,
+        layout: tuple[Chunk, ...],
+        upload: Upload,
+        output: torch.Tensor,
+    ) -> None:
+        """Chunks of prompts; the rows whose prompt is complete sample their next token."""
+        self.rows.set_up(upload)
+        if "copies" in upload:
+            self._copy_pages(upload["copies"].long())
+        rows_C, ends_C, positions_T = upload["rows"], upload["ends"], upload["positions"]
+        page_table_CP = self._page_table(rows_C, max_context)
+        pages_T = page_table_CP[upload["token_chunk"], positions_T // self.kv.page_size]
+        batch = AttentionBatch(
+            positions_T=positions_T,
+            kv_slots_T=pages_T * self.kv.page_size + positions_T % self.kv.page_size,
+            page_table_BP=page_table_CP,
+            context_lens_B=ends_C,
+            max_context=max_context,
+            chunks=layout,
+        )
+        hidden_TD = self.model(upload["tokens"], batch, self.kv)
+        self.rows.ints[rows_C, LENGTH] = ends_C
+        sampled_S = upload["sampled_rows"]
+        if len(sampled_S):
+            ints_SI = self.rows.ints.index_select(0, sampled_S)
+            ends_S = ints_SI[:, LENGTH].clone()
+            self._sample(hidden_TD[upload["sampled_at"]], sampled_S, ints_SI, ends_S, features, output)
+
+    def _page_table(self, rows_B: torch.Tensor, max_context: int) -> torch.Tensor:
+        columns = -(-max_context // self.kv.page_size)
+        return self.rows.pages[:, :columns].index_select(0, rows_B)
+
+    def _copy_pages(self, copies_N2: torch.Tensor) -> None:
+        source_N, target_N = copies_N2.unbind(1)
+        for cache in (*self.kv.k, *self.kv.v):
+            cache.index_copy_(0, target_N, cache.index_select(0, source_N))
+
+    def _sample(
+        self,
+        hidden_SD: torch.Tensor,
+        rows_S: torch.Tensor,
+        ints_SI: torch.Tensor,
+        ends_S: torch.Tensor,
+        features: Feature,
+        output: torch.Tensor,
+    ) -> None:
+        """Draw a token a row, carry it over, advance the rows; `ends_S` is the number of tokens with KV now."""
+        settings = self._sampling_rows(rows_S, ints_SI, ends_S, features)
+        sampled = sample(self.model.compute_logits(hidden_SD), settings)
+        ints_SI[:, LAST] = sampled.tokens_S
+        ints_SI[:, LENGTH] = ends_S
+        self.rows.ints.index_copy_(0, rows_S, ints_SI)
+        if features & Feature.PENALIZE:
+            one = torch.ones((), dtype=torch.int32, device=rows_S.device)
+            self.rows.counts.index_put_((rows_S, sampled.tokens_S), one, accumulate=True)
+        _write_output(output, sampled)
+
+    def _sampling_rows(
+        self, rows_S: torch.Tensor, ints_SI: torch.Tensor, ends_S: torch.Tensor, features: Feature
+    ) -> SamplingRows:
+        state, index_S = self.rows, ends_S - ints_SI[:, PROMPT]
+        floats_SF = state.floats.index_select(0, rows_S)
+        penalize, bias = bool(features & Feature.PENALIZE), bool(features & Feature.BIAS)
+        ban, truncate = bool(features & Feature.MIN_TOKENS), bool(features & Feature.TRUNCATE)
+        return SamplingRows(
+            temperature_S=floats_SF[:, TEMPERATURE],
+            noise_S=floats_SF[:, NOISE] if features & Feature.DRAW else None,
+            seed_S=ints_SI[:, SEED],
+            index_S=index_S,
+            counts_SV=state.counts.index_select(0, rows_S) if penalize else None,
+            repetition_S=floats_SF[:, REPETITION] if penalize else None,
+            presence_S=floats_SF[:, PRESENCE] if penalize else None,
+            frequency_S=floats_SF[:, FREQUENCY] if penalize else None,
+            bias_ids_SK=state.bias_ids.index_select(0, rows_S) if bias else None,
+            bias_SK=state.bias.index_select(0, rows_S) if bias else None,
+            banned_ids_SK=state.banned.index_select(0, rows_S) if ban else None,
+            banned_S=index_S < ints_SI[:, MIN_TOKENS] if ban else None,
+            top_k_S=ints_SI[:, TOP_K] if truncate else None,
+            top_p_S=floats_SF[:, TOP_P] if truncate else None,
+            min_p_S=floats_SF[:, MIN_P] if truncate else None,
+        )
+
+
+def upload_words(seq: Sequence, length: int) -> int:
+    """Upper bound on the int32 words that a prefill chunk of `length` tokens adds to an upload."""
+    words = 5 * length + 16
+    if not seq.row_ready:
+        assert seq.prefill_tokens is not None
+        words += setup_words(seq, len(seq.prefill_tokens)) + 2
+    return words
+
+
+def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int) -> int:
+    """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
+    return max(4 * max_rows, 5 * chunk_tokens + most_setup_words(max_pages, max_context)) + 64 * max_rows + 1024
+
+
+def _chunk_tokens(chunk: PromptChunk) -> np.ndarray:
+    assert chunk.seq.prefill_tokens is not None
+    return chunk.seq.prefill_tokens[chunk.start : chunk.start + chunk.length].astype(np.int64)
+
+
+def _span(chunk: PromptChunk) -> np.ndarray:
+    return np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int64)
+
+
+def _write_output(output: torch.Tensor, sampled: Sampled) -> None:
+    count = len(sampled.tokens_S)
+    output[0, :count] = sampled.tokens_S
+    floats = output[1:, :count].view(torch.float32)
+    floats[0], floats[1], floats[2] = sampled.logprobs_S, sampled.raw_logprobs_S, sampled.drawn_logprobs_S

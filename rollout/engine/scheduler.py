@@ -1,0 +1,402 @@
+"""Who runs next, and what became of what ran.
+
+    submit/cancel/...   commands change the host's state only
+    plan()              the next step as plain data
+    launched(plan)      the step is in flight: refs go up, positions advance
+    commit(plan, out)   the step's tokens are here: refs go down, tokens are kept or, for zombies, dropped
+
+Rules that keep it right (tests/engine/test_invariants.py breaks each):
+- `inflight_refs` rises in `launched` and falls in `_landed`, nowhere else.
+- `_settle` is the one place where row and pages of a sequence go back: finalized or LEAVING, and refs 0.
+- A row whose last allowed token is in flight is not planned again.
+- Admission takes the prompt's pages and one more, never those of `max_tokens`; when pages run out, the lowest
+  priority, then the youngest, is preempted and starts again from its tokens.
+- Prefill and decode steps alternate while there is both, so that no decode waits longer than one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollout.engine.admission import Deadlines, SchedulerLimits, WaitingQueue, refusal
+from rollout.engine.memory import SequenceMemory
+from rollout.engine.outcome import make_delta, make_request_done
+from rollout.engine.plan import PromptChunk, Plan, StepOutput
+from rollout.engine.sequence import Feature, Group, Sequence, State
+from rollout.engine.types import Event, Finish, FinishReason, Request, RequestKey
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals since start."""
+
+    tokens: int = 0
+    zombie_rows: int = 0
+    decode_rows: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Scheduler:
+    """The host's state of all sequences."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        memory: SequenceMemory,
+        version: int,
+        clock: Callable[[], float],
+        upload_words: Callable[[Sequence, int], int] = lambda seq, length: 0,
+    ) -> None:
+        self.limits = limits
+        self.memory = memory
+        self.version = version
+        self.clock = clock
+        self.counters = Counters()
+        self.events: list[Event] = []  # what the service has not been told yet
+        self.groups: dict[RequestKey, Group] = {}
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+        self.leaving: list[Sequence] = []
+        self.waiting = 0  # sequences with no row, those that wait for their leader included
+        self.paused = False
+        self._queue = WaitingQueue()
+        self._free_rows = list(range(limits.max_rows, 0, -1))
+        self._deadlines = Deadlines()
+        self._arrivals = 0
+        self._last_kind = "decode"
+        self._upload_words = upload_words
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, or emit `Rejected`."""
+        assert request.key not in self.groups, "the service keeps keys unique"
+        pool_tokens = self.memory.pool.total * self.memory.page_size
+        rejected = refusal(request, self.limits, pool_tokens, self.waiting)
+        if rejected is not None:
+            self.events.append(rejected)
+            return
+        now = self.clock()
+        group = Group(request, arrived_s=now, unfinished=request.n)
+        self.groups[request.key] = group
+        for index in range(request.n):
+            self._arrivals += 1
+            group.sequences.append(Sequence(group, index, self._arrivals))
+        self.waiting += request.n
+        group.leader, group.followers = group.sequences[0], group.sequences[1:]
+        self._queue.push(group.leader)
+        if request.deadline_s is not None:
+            self._deadlines.add(now + request.deadline_s, group)
+
+    def end(self, key: RequestKey, reason: FinishReason, error: str | None = None) -> None:
+        """End what is unfinished of a request; unknown keys are ignored (it ended by itself)."""
+        group = self.groups.get(key)
+        for seq in list(group.sequences) if group else ():
+            if not seq.finalized:
+                self._finish(seq, Finish(reason, error=error))
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """End every request."""
+        for key in list(self.groups):
+            self.end(key, reason, error)
+
+    def stop_at(self, key: RequestKey, index: int, string: str) -> None:
+        """A stop string was found in a completion's text."""
+        group = self.groups.get(key)
+        if group is not None and not group.sequences[index].finalized:
+            self._finish(group.sequences[index], Finish("stop", string))
+
+    def end_overdue(self) -> None:
+        """End requests whose deadline has passed."""
+        for group in self._deadlines.take_overdue(self.clock()):
+            self.end(group.key, "deadline")
+
+    def weights_changed(self, version: int, recompute: bool) -> None:
+        """Steps planned from now on run under `version`; with `recompute` running rows start again."""
+        self.version = version
+        self.memory.weights_changed()
+        if recompute:
+            for seq in self.prefilling + self.decoding:
+                self._take_off(seq)
+
+    # --- plan --------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when there is nothing to launch."""
+        if self.paused:
+            return None
+        self._admit()
+        if self._last_kind == "decode":
+            plan = self._plan_prefill() or self._plan_decode()
+        else:
+            plan = self._plan_decode() or self._plan_prefill()
+        if plan is not None:
+            self._last_kind = plan.kind
+        return plan
+
+    @property
+    def idle(self) -> bool:
+        """True when no request is unfinished."""
+        return not self.groups
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold a row."""
+        return self.limits.max_rows - len(self._free_rows)
+
+    def _admit(self) -> None:
+        while self._free_rows and not self.leaving and (seq := self._queue.first()) is not None:
+            # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
+            running = len(self.decoding) + len(self.prefilling)
+            if not self.memory.try_admit(seq, self.version, spare=running):
+                if running or not self.memory.sharing:
+                    return
+                self.memory.close_share(self.memory.sharing[0])  # nothing runs that could give pages back
+                continue
+            self._queue.pop()
+            seq.row, seq.row_ready, seq.state = self._free_rows.pop(), False, State.PREFILL
+            self.prefilling.append(seq)
+            self.waiting -= 1
+            self._note_admitted(seq)
+
+    def _note_admitted(self, seq: Sequence) -> None:
+        group = seq.group
+        self.counters.prompt_tokens += seq.prompt_len
+        self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
+        if group.admitted_s is None:
+            group.admitted_s = self.clock()
+            group.cached_tokens = min(seq.kv_len, seq.prompt_len)
+        self._no_longer_unstarted(seq)
+
+    def _plan_prefill(self) -> Plan | None:
+        chunks: list[PromptChunk] = []
+        tokens, words = self.limits.chunk_tokens, self.limits.upload_words
+        for seq in self.prefilling:
+            assert seq.prefill_tokens is not None
+            total = len(seq.prefill_tokens)
+            length = min(total - seq.kv_len, tokens)
+            needed = self._upload_words(seq, length)
+            if length == 0 or (chunks and needed > words):
+                break
+            tokens, words = tokens - length, words - needed
+            copy = None
+            if seq.copy_source is not None:
+                copy = (seq.copy_source, seq.pages[seq.kv_len // self.memory.page_size])
+            chunks.append(PromptChunk(seq, seq.kv_len, length, not seq.row_ready, seq.kv_len + length == total, copy))
+        if not chunks:
+            return None
+        seqs = [chunk.seq for chunk in chunks]
+        longest = max(chunk.start + chunk.length for chunk in chunks)
+        return Plan("prefill", seqs, _union(seqs), self.version, longest, [], chunks)
+
+    def _plan_decode(self) -> Plan | None:
+        seqs = [seq for seq in self.decoding if seq.launched < seq.max_tokens]
+        full = [seq for seq in seqs if seq.kv_len == seq.kv_capacity]
+        if full:
+            for seq in sorted(full, key=lambda seq: seq.rank):
+                self._grow(seq)
+            seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv_len < seq.kv_capacity]
+        if not seqs:
+            return None
+        ps = self.memory.page_size
+        new_pages = [0 if seq.kv_len % ps else seq.pages[seq.kv_len // ps] for seq in seqs]
+        longest = max(seq.kv_len for seq in seqs) + 1
+        return Plan("decode", seqs, _union(seqs), self.version, longest, new_pages, [])
+
+    def _grow(self, seq: Sequence) -> None:
+        """One page more for `seq`, at the cost of others if need be; it may go without for this step."""
+        while seq.state is State.DECODE and not self.memory.try_grow(seq):
+            if self.memory.sharing:
+                self.memory.close_share(self.memory.sharing[-1])
+            elif self.leaving:
+                return  # pages are on their way back
+            else:
+                self._preempt(max(self.decoding + self.prefilling, key=lambda other: other.rank))
+
+    # --- launch and commit -------------------------------------------------------------------------------------------
+
+    def launched(self, plan: Plan) -> None:
+        """The step is in flight."""
+        version = plan.version
+        if plan.kind == "decode":
+            for seq in plan.seqs:
+                seq.inflight_refs += 1
+                seq.launched += 1
+                position = seq.kv_len
+                if position == seq.kv_uniform and version == seq.kv_version:
+                    seq.kv_uniform = position + 1
+                seq.kv_len = position + 1
+        else:
+            for chunk in plan.chunks:
+                chunk.seq.inflight_refs += 1
+                self._chunk_launched(chunk, version)
+
+    def _chunk_launched(self, chunk: PromptChunk, version: int) -> None:
+        seq = chunk.seq
+        seq.row_ready = True
+        seq.note_kv(chunk.start, chunk.start + chunk.length, version)
+        seq.kv_len += chunk.length
+        self.memory.drop_copy_source(seq)
+        self.memory.remember(seq, seq.kv_len, version)
+        if not chunk.final:
+            return
+        seq.launched += 1
+        seq.prefill_tokens = None
+        seq.state = State.DECODE
+        seq.check_at = 0
+        self.prefilling.remove(seq)
+        self.decoding.append(seq)
+        if seq is seq.group.leader:
+            self._leader_done(seq.group, seq)
+
+    def commit(self, plan: Plan, output: StepOutput) -> None:
+        """Take a step's tokens; steps are committed in the order of their launch."""
+        if plan.kind == "decode":
+            self._landed(plan.seqs, output, plan.version)
+            self.counters.decode_rows += len(plan.seqs)
+            return
+        sampled = [chunk.seq for chunk in plan.chunks if chunk.final]
+        self._landed([chunk.seq for chunk in plan.chunks if not chunk.final], None, plan.version)
+        self._landed(sampled, output, plan.version)
+        now = self.clock()
+        for seq in sampled:
+            if seq.group.first_token_s is None:
+                seq.group.first_token_s = now
+
+    def _landed(self, seqs: list[Sequence], output: StepOutput | None, version: int) -> None:
+        for i, seq in enumerate(seqs):
+            seq.inflight_refs -= 1
+            if seq.finalized:
+                self.counters.zombie_rows += output is not None
+                self._settle(seq)
+                continue
+            if output is not None:
+                token = output.tokens[i]
+                seq.tokens.append(token)
+                seq.logprobs.append(output.logprobs[i])
+                seq.raw_logprobs.append(output.raw_logprobs[i])
+                if seq.drawn_logprobs is not None:
+                    seq.drawn_logprobs.append(output.drawn_logprobs[i])
+                versions = seq.versions
+                if versions and versions[-1][0] == version:
+                    versions[-1][1] += 1
+                else:
+                    versions.append([version, 1])
+                self.counters.tokens += 1
+                if token in seq.stop_ids or len(seq.tokens) >= seq.check_at:
+                    self._examine(seq, token)
+            if seq.state is State.LEAVING:
+                self._settle(seq)
+
+    def _examine(self, seq: Sequence, token: int) -> None:
+        """A token that may end its sequence, or after which something is due."""
+        count, request = len(seq.tokens), seq.group.request
+        if token in seq.stop_ids and count > request.stop.min_tokens:
+            self._finish(seq, Finish("stop", token))
+        elif count >= seq.max_tokens:
+            self._finish(seq, Finish("length"))
+        else:
+            if request.stream_every and count - seq.flushed >= request.stream_every:
+                self.events.append(make_delta(seq))
+            known = seq.prompt_len + count - 1  # the KV of the newest token is not written yet
+            self.memory.remember(seq, known, self.version)
+            next_page = count + self.memory.page_size - known % self.memory.page_size
+            next_delta = seq.flushed + request.stream_every if request.stream_every else seq.max_tokens
+            seq.check_at = min(seq.max_tokens, next_delta, next_page)
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def _finish(self, seq: Sequence, finish: Finish) -> None:
+        assert not seq.finalized
+        if seq.state is State.WAITING:
+            self.waiting -= 1
+        elif seq.state is not State.LEAVING:
+            self._running_list(seq).remove(seq)
+        seq.finalized, seq.finish = True, finish
+        self.events.append(make_delta(seq))
+        group = seq.group
+        group.unfinished -= 1
+        if seq is group.leader:
+            self._leader_done(group, None)
+        elif seq in group.followers:
+            group.followers.remove(seq)
+        self._no_longer_unstarted(seq)
+        if group.unfinished == 0:
+            self.events.append(make_request_done(group, self.clock()))
+            del self.groups[group.key]
+        self._settle(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.counters.preemptions += 1
+        seq.group.preemptions += 1
+        self._take_off(seq)
+
+    def _take_off(self, seq: Sequence) -> None:
+        """No plan names the sequence any more; it starts again once its tokens in flight are committed."""
+        self._running_list(seq).remove(seq)
+        seq.state = State.LEAVING
+        self.leaving.append(seq)
+        self._settle(seq)
+
+    def _settle(self, seq: Sequence) -> None:
+        """Give row and pages back if nothing needs them; the only place that does."""
+        assert 0 <= seq.inflight_refs <= 2
+        if seq.inflight_refs > 0:
+            return
+        if seq.row:
+            self._free_rows.append(seq.row)
+            seq.row = 0
+        self.memory.release(seq)
+        if seq.state is State.LEAVING:
+            self.leaving.remove(seq)
+            seq.state = State.WAITING
+            if not seq.finalized:
+                self.waiting += 1
+                self._queue.push(seq)
+
+    def _running_list(self, seq: Sequence) -> list[Sequence]:
+        return self.decoding if seq.state is State.DECODE else self.prefilling
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    def _leader_done(self, group: Group, leader: Sequence | None) -> None:
+        """The leader's prefill is launched, or (None) it ended before: its followers may come."""
+        group.leader = None
+        if not group.followers:
+            return
+        if leader is not None and self.memory.open_share(leader, self.version):
+            for seq in group.followers:
+                seq.may_share = True
+                self._queue.push(seq)
+            group.unstarted, group.followers = len(group.followers), []
+        else:
+            group.leader = group.followers.pop(0)
+            self._queue.push(group.leader)
+
+    def _no_longer_unstarted(self, seq: Sequence) -> None:
+        if seq.may_share:
+            seq.may_share = False
+            seq.group.unstarted -= 1
+            if seq.group.unstarted == 0:
+                self.memory.close_share(seq.group)
+
+    # --- whole -------------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert that nothing leaked. Call it when no step is in flight and no request is left."""
+        self.memory.pool.check()
+        assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
+        assert sorted(self._free_rows) == list(range(1, self.limits.max_rows + 1)), "a row is in use"
+        assert self.waiting == 0 and not self.memory.sharing, "a queue or a share is left"
+        pool = self.memory.pool
+        assert pool.free + pool.cached == pool.total, f"{pool.used} pages are in use"
+
+
+def _union(seqs: list[Sequence]) -> Feature:
+    features = 0
+    for seq in seqs:
+        features |= seq.features.value
+    return Feature(features)

@@ -1,0 +1,224 @@
+"""A sequence: one completion in the making, and the group of completions that share its prompt.
+
+Life of a sequence:
+
+    WAITING --admit--> PREFILL --last chunk launched--> DECODE --finalize--> finalized
+       ^                  |                                |
+       |                  +---------- preempt -------------+
+       +---- refs == 0 ---- LEAVING <----------------------+
+
+Two fields make zombies harmless: `finalized` (its outcome is decided; nothing may be added) and `inflight_refs` (steps
+in flight that still name its row). Row and pages go back only when it is finalized or LEAVING and its refs are 0.
+
+Three counters, all in tokens:
+
+    len(tokens)   committed: the host has seen them
+    launched      committed plus in flight
+    kv_len        positions whose KV is written once everything launched has run = prompt + launched - 1 while decoding
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, IntFlag, auto
+from hashlib import blake2b
+
+import numpy as np
+
+from rollout.engine.pages import PrefixKeys
+from rollout.engine.types import Finish, Request, RequestKey
+
+SEED_MASK = (1 << 63) - 1
+
+
+class State(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    LEAVING = auto()  # preempted, tokens in flight still commit
+
+
+class Feature(IntFlag):
+    """What a row's sampling needs beyond a plain draw; a step does the union of its rows'."""
+
+    NONE = 0
+    GREEDY = auto()
+    DRAW = auto()
+    TRUNCATE = auto()
+    PENALIZE = auto()
+    BIAS = auto()
+    MIN_TOKENS = auto()
+
+    @property
+    def reshapes(self) -> bool:
+        """True if the drawn distribution is not the plain one."""
+        return bool(self & (Feature.TRUNCATE | Feature.PENALIZE | Feature.BIAS | Feature.MIN_TOKENS))
+
+
+def row_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request: 63 bits, independent for every (seed, index)."""
+    digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & SEED_MASK
+
+
+def features_of(request: Request) -> Feature:
+    """What the sampling of a request's rows needs."""
+    sampling = request.sampling
+    features = Feature.GREEDY if sampling.temperature == 0 else Feature.DRAW
+    if sampling.truncated:
+        features |= Feature.TRUNCATE
+    if sampling.penalized:
+        features |= Feature.PENALIZE
+    if sampling.logit_bias:
+        features |= Feature.BIAS
+    if request.stop.min_tokens > 0 and request.stop.token_ids:
+        features |= Feature.MIN_TOKENS
+    return features
+
+
+@dataclass(slots=True)
+class PromptShare:
+    """The pages of a prefilled prompt, held for the members of a group that have not started yet."""
+
+    pages: list[int]
+    version: int
+    keys: PrefixKeys | None
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """All sequences of one request."""
+
+    request: Request
+    arrived_s: float
+    sequences: list[Sequence] = field(default_factory=list)
+    leader: Sequence | None = None  # prefills the prompt for all, until its last chunk is launched
+    followers: list[Sequence] = field(default_factory=list)  # not in the queue yet: they wait for the leader's prefill
+    share: PromptShare | None = None
+    unstarted: int = 0  # members that may still want the share
+    unfinished: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        """The request's key."""
+        return self.request.key
+
+
+class Sequence:
+    """One completion in the making."""
+
+    __slots__ = (
+        "arrival",
+        "check_at",
+        "copy_source",
+        "drawn_logprobs",
+        "features",
+        "finalized",
+        "finish",
+        "flushed",
+        "group",
+        "index",
+        "inflight_refs",
+        "keys",
+        "kv_capacity",
+        "kv_len",
+        "kv_uniform",
+        "kv_version",
+        "launched",
+        "logprobs",
+        "max_tokens",
+        "may_share",
+        "pages",
+        "prefill_tokens",
+        "priority",
+        "prompt_len",
+        "raw_logprobs",
+        "row",
+        "row_ready",
+        "seed",
+        "state",
+        "stop_ids",
+        "tokens",
+        "versions",
+    )
+
+    def __init__(self, group: Group, index: int, arrival: int) -> None:
+        request = group.request
+        self.group = group
+        self.index = index
+        self.arrival = arrival
+        self.priority = request.priority
+        self.seed = request.sampling.seed if request.prior is not None else row_seed(request.sampling.seed, index)
+        self.features = features_of(request)
+        self.stop_ids = frozenset(request.stop.token_ids)
+        self.max_tokens = request.max_tokens
+        self.prompt_len = len(request.prompt)
+
+        self.tokens = array(
+            "i", request.prior.token_ids.astype(np.int32).tobytes() if request.prior is not None else b""
+        )
+        known = len(self.tokens)
+        self.logprobs = array("f", bytes(4 * known))
+        self.raw_logprobs = array("f", bytes(4 * known))
+        self.drawn_logprobs = array("f", bytes(4 * known)) if self.features.reshapes else None
+        self.versions: list[list[int]] = []  # runs of [version, tokens], of the tokens generated here
+        self.flushed = known
+
+        self.state = State.WAITING
+        self.finalized = False
+        self.finish: Finish | None = None
+        self.inflight_refs = 0
+        self.launched = known
+        self.check_at = 0
+
+        self.row = 0
+        self.row_ready = False  # a launched step has set up the row's device state
+        self.may_share = False  # counted in group.unstarted
+        self.copy_source: int | None = None  # page to copy in the first chunk; referenced until that is launched
+        self.pages: list[int] = []
+        self.kv_capacity = 0  # tokens that fit in `pages`
+        self.kv_len = 0
+        self.prefill_tokens: np.ndarray | None = None
+        self.keys: PrefixKeys | None = None
+        self.kv_version = -1
+        self.kv_uniform = 0  # leading positions whose KV is all of kv_version
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Admission order; the largest rank is preempted first."""
+        return (-self.priority, self.arrival)
+
+    def history(self) -> np.ndarray:
+        """Prompt and all committed tokens, int32."""
+        prompt = self.group.request.prompt
+        if not self.tokens:
+            return prompt
+        return np.concatenate([prompt, np.frombuffer(self.tokens, dtype=np.int32)])
+
+    def tokens_between(self, start: int, end: int) -> np.ndarray:
+        """Tokens at absolute positions start..end-1 (prompt first), int32."""
+        prompt = self.group.request.prompt
+        if end <= self.prompt_len:
+            return prompt[start:end]
+        tail = np.array(self.tokens[max(start - self.prompt_len, 0) : end - self.prompt_len], dtype=np.int32)
+        return np.concatenate([prompt[start:], tail]) if start < self.prompt_len else tail
+
+    def note_kv(self, start: int, end: int, version: int) -> None:
+        """KV of positions start..end-1 is being written under `version`."""
+        if start == 0:
+            self.kv_version, self.kv_uniform = version, end
+        elif version == self.kv_version and start == self.kv_uniform:
+            self.kv_uniform = end
+
+    def add_pages(self, pages: Iterable[int], page_size: int) -> None:
+        """Append pages to the sequence's table."""
+        self.pages.extend(pages)
+        self.kv_capacity = len(self.pages) * page_size

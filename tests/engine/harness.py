@@ -1,0 +1,99 @@
+"""Drives a real engine in the test's own thread: no sockets, no mocks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rollout.config import EngineSettings, ModelSettings, ServiceSettings, Settings
+from rollout.engine.build import build_engine
+from rollout.engine.device import CpuDevice, Device
+from rollout.engine.engine import Engine
+from rollout.engine.types import Delta, Event, Request, RequestDone, SamplingParams, StopParams, Submit
+from rollout.models import load_model
+from rollout.models.decoder import Decoder
+
+
+class Completion:
+    """What the deltas of one completion add up to."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.raw_logprobs: list[float] = []
+        self.drawn_logprobs: list[float] = []
+        self.versions: list[int] = []  # one a token
+        self.finish = None
+        self.seed = 0
+        self.deltas = 0
+
+    def add(self, delta: Delta) -> None:
+        assert self.finish is None, "nothing comes after the end"
+        assert len(delta.token_ids) == len(delta.logprobs) == len(delta.raw_logprobs)
+        self.token_ids += delta.token_ids.tolist()
+        self.logprobs += delta.logprobs.tolist()
+        self.raw_logprobs += delta.raw_logprobs.tolist()
+        if delta.drawn_logprobs is not None:
+            self.drawn_logprobs += delta.drawn_logprobs.tolist()
+        for version, count in delta.versions:
+            self.versions += [version] * count
+        assert len(self.versions) == len(self.token_ids)
+        self.finish, self.seed = delta.finish, delta.seed
+        self.deltas += 1
+
+
+class Bench:
+    """An engine with its events collected."""
+
+    def __init__(
+        self, model: Decoder, device: Device | None = None, receiver=None, max_queue: int = 4096, **engine: object
+    ) -> None:
+        defaults: dict = {"max_rows": 8, "page_size": 4, "kv_pages": 256, "prefill_chunk_tokens": 64}
+        self.settings = Settings(
+            engine=EngineSettings(**{**defaults, **engine}), service=ServiceSettings(max_queue=max_queue)
+        )
+        self.events: list[Event] = []
+        self.device = device or CpuDevice()
+        self.engine: Engine = build_engine(self.settings, self.device, model, self._emit, receiver)
+        self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
+        self.done: dict[str, RequestDone] = {}
+
+    def _emit(self, events: list[Event]) -> None:
+        self.events += events
+        for event in events:
+            if isinstance(event, Delta):
+                self.completions[event.key[1], event.index].add(event)
+            elif isinstance(event, RequestDone):
+                self.done[event.key[1]] = event
+
+    def submit(self, name: str, prompt: Iterable[int], max_tokens: int = 16, **fields) -> None:
+        sampling = SamplingParams(**fields.pop("sampling", {"temperature": 0.0}))
+        stop = StopParams(**fields.pop("stop", {}))
+        prompt = np.array(list(prompt), dtype=np.int32)
+        self.engine.inbox.put(Submit(Request(("c", name), prompt, max_tokens, sampling=sampling, stop=stop, **fields)))
+
+    def run(self, ticks: int = 100_000) -> None:
+        """Tick until nothing is left to do."""
+        self.engine.tick()
+        for _ in range(ticks):
+            if not self.engine.busy and self.engine.inbox.empty():
+                return
+            self.engine.tick()
+        raise AssertionError(f"the engine is still busy after {ticks} ticks")
+
+    def tokens(self, name: str, index: int = 0) -> list[int]:
+        return self.completions[name, index].token_ids
+
+    def close(self, check: bool = True) -> None:
+        if check:
+            self.engine.check_integrity()
+        self.engine.runner.close()
+
+
+def load(folder: Path) -> Decoder:
+    settings = ModelSettings(path=str(folder), dtype="float32", device="cpu")
+    return load_model(settings, torch.device("cpu")).model
