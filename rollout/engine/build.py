@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import torch
 
@@ -18,7 +19,7 @@ from rollout.engine.rows import RowState
 from rollout.engine.runner import Runner, slot_words, upload_words
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.slot import Slot
-from rollout.engine.types import Event
+from rollout.engine.types import Command, Event
 from rollout.metrics.meter import Meter
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
@@ -61,6 +62,7 @@ def build_engine(
     settings: Settings,
     device: Device,
     model: Decoder,
+    inbox: SimpleQueue[Command],
     emit: Callable[[list[Event]], None],
     receiver: Receiver | None = None,
 ) -> Engine:
@@ -88,6 +90,7 @@ def build_engine(
         Pipeline(slots, engine.pipeline_depth),
         Runner(device, model, kv, rows),
         Meter(version=version, keep_steps=max(settings.metrics.timeline_steps, 2)),
+        inbox,
         emit,
         receiver,
         recompute_on_swap=engine.kv_on_swap == "recompute",

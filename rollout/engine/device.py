@@ -158,12 +158,12 @@ class CpuStream:
         """Enqueue `work`; skipped if earlier work failed."""
         self._queue.put(work)
 
-    def record(self, event: CpuEvent) -> None:  # type: ignore[override]
+    def record(self, event: CpuEvent) -> None:
         """Enqueue the firing of `event`."""
         ticket = event.ticket = _Ticket()
         self._queue.put(ticket.fire)
 
-    def wait(self, event: CpuEvent) -> None:  # type: ignore[override]
+    def wait(self, event: CpuEvent) -> None:
         """Hold back later work until the newest record of `event` has fired."""
         if event.ticket is not None and not event.ticket.fired:
             self._queue.put(event.ticket.wait)
@@ -198,9 +198,9 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
 
-    def stream(self, name: str) -> CpuStream:
+    def stream(self, name: str) -> Stream:
         """A new stream."""
-        return CpuStream(name)
+        return CpuStream(name)  # type: ignore[return-value]  # events of one device stay with its streams
 
     def event(self) -> CpuEvent:
         """A new event."""
@@ -254,11 +254,11 @@ class CudaStream:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             work()
 
-    def record(self, event: CudaEvent) -> None:  # type: ignore[override]
+    def record(self, event: CudaEvent) -> None:
         """Enqueue the firing of `event`."""
         event.event.record(self.stream)
 
-    def wait(self, event: CudaEvent) -> None:  # type: ignore[override]
+    def wait(self, event: CudaEvent) -> None:
         """Hold back later work until the newest record of `event` has fired."""
         self.stream.wait_event(event.event)
 
@@ -281,9 +281,9 @@ class CudaDevice:
         self._origin.synchronize()
         self._origin_s = time.perf_counter()
 
-    def stream(self, name: str) -> CudaStream:
+    def stream(self, name: str) -> Stream:
         """A new stream."""
-        return CudaStream(self.torch_device)
+        return CudaStream(self.torch_device)  # type: ignore[return-value]
 
     def event(self) -> CudaEvent:
         """A new timed event."""

@@ -75,12 +75,13 @@ class Engine:
         pipeline: Pipeline,
         runner: Runner,
         meter: Meter,
+        inbox: SimpleQueue[Command],
         emit: Callable[[list[ServiceEvent]], None],
         receiver: Receiver | None = None,
         recompute_on_swap: bool = False,
         drain_s: float = 30.0,
     ) -> None:
-        self.inbox: SimpleQueue[Command] = SimpleQueue()
+        self.inbox = inbox
         self.scheduler = scheduler
         self.pipeline = pipeline
         self.runner = runner
@@ -106,8 +107,15 @@ class Engine:
     def _paused(self) -> bool:
         return self.scheduler.paused
 
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a command comes, and obey it; for when there is nothing else to do."""
+        try:
+            self._obey(self.inbox.get(timeout=timeout_s))
+        except Empty:
+            return
+
     def tick(self) -> None:
-        """One turn: launch a step if there is one, commit the oldest if the pipeline is full or nothing was launched."""
+        """One turn: launch a step if there is one; commit the oldest if the pipeline is full or none was launched."""
         self._take_commands()
         self.scheduler.end_overdue()
         planned_s = time.perf_counter()

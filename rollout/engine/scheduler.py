@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from rollout.engine.admission import Deadlines, SchedulerLimits, WaitingQueue, refusal
 from rollout.engine.memory import SequenceMemory
 from rollout.engine.outcome import make_delta, make_request_done
-from rollout.engine.plan import PromptChunk, Plan, StepOutput
+from rollout.engine.plan import Plan, PromptChunk, StepOutput
 from rollout.engine.sequence import Feature, Group, Sequence, State
 from rollout.engine.types import Event, Finish, FinishReason, Request, RequestKey
 

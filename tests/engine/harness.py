@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -58,7 +59,9 @@ class Bench:
         )
         self.events: list[Event] = []
         self.device = device or CpuDevice()
-        self.engine: Engine = build_engine(self.settings, self.device, model, self._emit, receiver)
+        self.engine: Engine = build_engine(
+            self.settings, self.device, model, SimpleQueue(), self._emit, receiver
+        )
         self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
         self.done: dict[str, RequestDone] = {}
 
