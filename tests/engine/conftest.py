@@ -1,0 +1,77 @@
+"""Two small checkpoints of one shape, made by transformers, and the engine's view of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import load
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 97
+
+
+def build_qwen3(seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=40,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)  # transformers' initial weights give nearly flat distributions
+    return model
+
+
+@pytest.fixture(scope="session")
+def hf_models() -> list[Qwen3ForCausalLM]:
+    torch.set_num_threads(1)
+    return [build_qwen3(seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="session")
+def folders(hf_models, tmp_path_factory) -> list[Path]:
+    base = tmp_path_factory.mktemp("qwen3")
+    folders = [base / str(i) for i in range(len(hf_models))]
+    for hf_model, folder in zip(hf_models, folders, strict=True):
+        hf_model.save_pretrained(folder)
+    return folders
+
+
+@pytest.fixture
+def model(folders):
+    """A fresh decoder with the first checkpoint's weights; a test may change them."""
+    return load(folders[0])
+
+
+@pytest.fixture
+def greedy(hf_models):
+    """transformers' own greedy continuation."""
+
+    def run(prompt: list[int], count: int, which: int = 0) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = hf_models[which].generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        return out[0, len(prompt) :].tolist()
+
+    return run
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(name="prompt_of")
+def _prompt_of():
+    return prompt_of

@@ -1,0 +1,58 @@
+"""Devices whose streams are late, to expose a missing event."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+from rollout.engine.device import CpuDevice, CpuEvent, CpuStream
+
+
+class LateStream(CpuStream):
+    """Sleeps before each piece of work, for a random time or always the same."""
+
+    def __init__(self, name: str, delay_s: Callable[[], float]) -> None:
+        self._delay_s = delay_s
+        super().__init__(name)
+
+    def run(self, work: Callable[[], object]) -> None:
+        def late() -> None:
+            time.sleep(self._delay_s())
+            work()
+
+        super().run(late)
+
+
+class LateDevice(CpuDevice):
+    """`delays` maps a stream's name to its delay; those not named are on time."""
+
+    def __init__(self, delays: dict[str, Callable[[], float]]) -> None:
+        self._delays = delays
+
+    def stream(self, name: str) -> CpuStream:
+        return LateStream(name, self._delays.get(name, lambda: 0.0))
+
+
+def random_delays(seed: int, most_s: float = 0.002) -> LateDevice:
+    rng = random.Random(seed)
+    return LateDevice({name: lambda: rng.random() * most_s for name in ("h2d", "compute", "d2h")})
+
+
+class DeafStream(LateStream):
+    """A stream that ignores events: what happens when a wait is forgotten."""
+
+    def wait(self, event: CpuEvent) -> None:
+        pass
+
+
+class DeafDevice(LateDevice):
+    """`deaf` names the stream that forgets to wait."""
+
+    def __init__(self, deaf: str, delays: dict[str, Callable[[], float]]) -> None:
+        super().__init__(delays)
+        self._deaf = deaf
+
+    def stream(self, name: str) -> CpuStream:
+        kind = DeafStream if name == self._deaf else LateStream
+        return kind(name, self._delays.get(name, lambda: 0.0))

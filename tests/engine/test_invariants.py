@@ -1,0 +1,276 @@
+"""The invariants of docs/architecture.md, each seen to hold and each seen to be missed when it is broken."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from harness import Bench
+
+from rollout.engine.outcome import make_delta
+from rollout.engine.scheduler import Scheduler
+from rollout.engine.sequence import State
+from rollout.engine.types import Cancel, Delta
+
+SAMPLED = {"temperature": 1.0, "seed": 7}
+
+
+def stop_token(model, prompt: list[int], at: int) -> int:
+    """A token that the plain run draws first at position `at` or later."""
+    bench = Bench(model)
+    bench.submit("probe", prompt, at + 30, sampling=SAMPLED)
+    bench.run()
+    tokens = bench.tokens("probe")
+    bench.close()
+    return next(token for i, token in enumerate(tokens) if i >= at and token not in tokens[:i])
+
+
+# --- 2, 3: slots and order ---
+
+
+def test_a_slot_is_free_only_after_the_commit_that_read_it(model, prompt_of):
+    bench = Bench(model)
+    pipeline, scheduler = bench.engine.pipeline, bench.engine.scheduler
+    seen, commit = [], scheduler.commit
+
+    def watched(plan, output):
+        oldest = pipeline.oldest()
+        seen.append(oldest.plan is plan and oldest.slot not in pipeline._free)
+        commit(plan, output)
+
+    scheduler.commit = watched
+    bench.submit("a", prompt_of(9), 20)
+    bench.run()
+    assert len(seen) == 20 and all(seen)
+    bench.close()
+
+
+def test_slots_are_used_in_turn(model, prompt_of):
+    bench = Bench(model)
+    used, acquire = [], bench.engine.pipeline.acquire
+    bench.engine.pipeline.acquire = lambda: used.append(acquire()) or used[-1]
+    bench.submit("a", prompt_of(9), 20)
+    bench.run()
+    assert used[0] is not used[1] and all(used[i] is used[i % 2] for i in range(len(used)))
+    bench.close()
+
+
+def test_retiring_out_of_order_is_refused(model, prompt_of):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(9), 20)
+    bench.engine.tick()
+    engine = bench.engine
+    engine._launch(engine.scheduler.plan(), engine.pipeline.acquire(), 0.0)
+    newest = engine.pipeline._in_flight[-1]
+    with pytest.raises(AssertionError, match="FIFO"):
+        engine.pipeline.retire(newest)
+    engine._commit_oldest()
+    bench.run()
+    bench.close()
+
+
+# --- 5: references, zombies, release ---
+
+
+class RefWatch:
+    """Looks at every sequence after each launch and each tick."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.most = 0
+        self.zombies_seen = 0
+
+    def look(self) -> None:
+        scheduler = self.bench.engine.scheduler
+        in_flight = [seq for step in self.bench.engine.pipeline._in_flight for seq in step.plan.seqs]
+        for seq in in_flight:
+            assert seq.inflight_refs == in_flight.count(seq), "refs are the steps in flight that name the row"
+            assert 0 < seq.inflight_refs <= 2
+            self.most = max(self.most, seq.inflight_refs)
+            assert seq.row and seq.row not in scheduler._free_rows, "a row in flight is nobody else's"
+            assert all(scheduler.memory.pool.refs[page] > 0 for page in seq.pages), "pages in flight are not free"
+            self.zombies_seen += seq.finalized
+
+
+def run_watched(bench: Bench) -> RefWatch:
+    watch = RefWatch(bench)
+    launch = bench.engine._launch
+    bench.engine._launch = lambda *step: (launch(*step), watch.look())  # two steps are in flight only here
+    bench.engine.tick()
+    while bench.engine.busy:
+        watch.look()
+        bench.engine.tick()
+    return watch
+
+
+def test_an_early_stop_makes_one_zombie_whose_row_and_pages_stay_until_it_lands(model, prompt_of):
+    prompt = prompt_of(9)
+    stop = stop_token(model, prompt, 12)
+    bench = Bench(model)
+    bench.submit("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)})
+    watch = run_watched(bench)
+    assert bench.tokens("a")[-1] == stop
+    assert bench.completions["a", 0].finish.reason == "stop"
+    assert watch.zombies_seen == 1 and bench.engine.scheduler.counters.zombie_rows == 1
+    bench.close()
+
+
+def test_releasing_a_zombie_early_is_seen(model, prompt_of, monkeypatch):
+    prompt = prompt_of(9)
+    stop = stop_token(model, prompt, 12)
+    settle = Scheduler._settle
+
+    def hasty(self, seq):
+        refs, seq.inflight_refs = seq.inflight_refs, 0
+        settle(self, seq)
+        seq.inflight_refs = refs
+
+    monkeypatch.setattr(Scheduler, "_settle", hasty)
+    bench = Bench(model)
+    bench.submit("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)})
+    with pytest.raises(AssertionError, match="a row in flight|pages in flight"):
+        run_watched(bench)
+    bench.close(check=False)
+
+
+def test_a_zombies_token_is_never_sent(model, prompt_of):
+    prompt = prompt_of(9)
+    stop = stop_token(model, prompt, 12)
+    bench = Bench(model)
+    bench.submit("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)}, stream_every=1)
+    bench.run()
+    sent = [event for event in bench.events if isinstance(event, Delta)]
+    assert sum(len(delta.token_ids) for delta in sent) == len(bench.tokens("a"))
+    assert sent[-1].finish is not None and sent[-1].token_ids.tolist()[-1:] == [stop]
+    bench.close()
+
+
+def test_sending_a_zombies_token_is_seen(model, prompt_of, monkeypatch):
+    """A commit that forgets `finalized` appends and sends after the end; the harness refuses that."""
+    prompt = prompt_of(9)
+    stop = stop_token(model, prompt, 12)
+    landed = Scheduler._landed
+
+    def forgetful(self, seqs, output, version):
+        dead = [seq for seq in seqs if seq.finalized]
+        landed(self, seqs, output, version)
+        for i, seq in enumerate(seqs):
+            if seq in dead:
+                seq.tokens.append(output.tokens[i])
+                seq.logprobs.append(0.0), seq.raw_logprobs.append(0.0)
+                seq.versions[-1][1] += 1
+                self.events.append(make_delta(seq))
+
+    monkeypatch.setattr(Scheduler, "_landed", forgetful)
+    bench = Bench(model)
+    bench.submit("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)})
+    with pytest.raises(AssertionError, match="nothing comes after the end"):
+        bench.run()
+    bench.close(check=False)
+
+
+def test_rows_that_end_by_length_make_no_zombie_and_no_extra_launch(model, prompt_of):
+    bench = Bench(model)
+    lengths = [1, 2, 3, 17, 40]
+    for i, length in enumerate(lengths):
+        bench.submit(f"r{i}", prompt_of(6, i), length, sampling=SAMPLED)
+    watch = run_watched(bench)
+    counters = bench.engine.scheduler.counters
+    assert counters.zombie_rows == 0 and watch.most == 2
+    assert counters.decode_rows == sum(length - 1 for length in lengths)
+    bench.close()
+
+
+# --- 6: cancel ---
+
+
+def test_a_cancelled_request_ends_with_what_it_has_and_gives_everything_back(model, prompt_of):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(9), 400, n=3)
+    bench.submit("b", prompt_of(9, 1), 30, sampling=SAMPLED)
+    for _ in range(20):
+        bench.engine.tick()
+    bench.engine.inbox.put(Cancel(("c", "a")))
+    bench.run()
+    for i in range(3):
+        assert bench.completions["a", i].finish.reason == "cancelled"
+        assert 0 < len(bench.tokens("a", i)) < 30
+    assert len(bench.tokens("b")) == 30
+    bench.close()
+
+
+@pytest.mark.parametrize("ticks", range(8))
+def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, ticks):
+    bench = Bench(model, max_rows=2, prefill_chunk_tokens=8, kv_pages=24)
+    bench.submit("a", prompt_of(30), 40, n=4)
+    bench.submit("b", prompt_of(30, 1), 10)
+    for _ in range(ticks):
+        bench.engine.tick()
+    bench.engine.inbox.put(Cancel(("c", "a")))
+    bench.run()
+    assert {bench.completions["a", i].finish.reason for i in range(4)} == {"cancelled"}
+    assert len(bench.tokens("b")) == 10
+    bench.close()
+
+
+# --- 10: nothing leaks ---
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_through_a_small_pool_leaks_nothing_and_changes_no_token(model, prompt_of, seed):
+    """Groups, priorities, cancels, preemptions and stops; every completion equals its run alone."""
+    rng = random.Random(seed)
+    jobs = {}
+    for i in range(12):
+        prompt = prompt_of(rng.choice([3, 4, 5, 23, 40]), rng.choice([1, 2, 3]))
+        jobs[f"r{i}"] = {
+            "prompt": prompt,
+            "max_tokens": rng.randint(1, 50),
+            "n": rng.choice([1, 1, 3]),
+            "priority": rng.choice([0, 0, 1]),
+            "sampling": {"temperature": rng.choice([0.0, 1.0]), "seed": i},
+            "stop": {"token_ids": tuple(rng.sample(range(97), 2))},
+        }
+    crowd = Bench(model, max_rows=4, kv_pages=30, page_size=4, prefill_chunk_tokens=rng.choice([5, 16, 64]))
+    cancelled = set()
+    for name, job in jobs.items():
+        crowd.submit(name, **dict(job))
+        for _ in range(rng.randint(0, 6)):
+            crowd.engine.tick()
+        if rng.random() < 0.15:
+            cancelled.add(name)
+            crowd.engine.inbox.put(Cancel(("c", name)))
+    watch = run_watched(crowd)
+    assert watch.most == 2
+    crowd.close()
+    alone = Bench(model, max_rows=4, kv_pages=600, prefix_cache=False)
+    for name, job in jobs.items():
+        alone.submit(name, **dict(job))
+        alone.run()
+        for i in range(job["n"]):
+            mine, theirs = crowd.tokens(name, i), alone.tokens(name, i)
+            assert mine == (theirs[: len(mine)] if name in cancelled else theirs), name
+    alone.close()
+
+
+def test_a_leaked_page_is_seen(model, prompt_of):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(9), 5)
+    bench.run()
+    bench.engine.scheduler.memory.pool.allocate()
+    with pytest.raises(AssertionError):
+        bench.engine.check_integrity()
+    bench.close(check=False)
+
+
+def test_states_are_what_the_life_of_a_sequence_says(model, prompt_of):
+    bench = Bench(model, prefill_chunk_tokens=4)
+    bench.submit("a", prompt_of(10), 5)
+    states = []
+    bench.engine.tick()
+    seq = bench.engine.scheduler.groups["c", "a"].sequences[0]
+    while bench.engine.busy:
+        states.append(seq.state)
+        bench.engine.tick()
+    assert states[0] is State.PREFILL and states[-1] is State.DECODE and seq.finalized
+    bench.close()
