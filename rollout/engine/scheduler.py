@@ -118,8 +118,8 @@ class Scheduler:
         """Steps planned from now on run under `version`; with `recompute` running rows start again."""
         self.version = version
         self.memory.weights_changed()
-        if recompute:
-            for seq in self.prefilling + self.decoding:
+        for seq in self.prefilling + self.decoding:
+            if recompute or not seq.row_ready:  # what was admitted but has launched nothing takes no old KV along
                 self._take_off(seq)
 
     # --- plan --------------------------------------------------------------------------------------------------------

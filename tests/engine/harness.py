@@ -59,9 +59,7 @@ class Bench:
         )
         self.events: list[Event] = []
         self.device = device or CpuDevice()
-        self.engine: Engine = build_engine(
-            self.settings, self.device, model, SimpleQueue(), self._emit, receiver
-        )
+        self.engine: Engine = build_engine(self.settings, self.device, model, SimpleQueue(), self._emit, receiver)
         self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
         self.done: dict[str, RequestDone] = {}
 

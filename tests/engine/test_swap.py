@@ -1,0 +1,157 @@
+"""Weights change between two steps: the right tokens on both sides of the boundary, and the boundary in the right place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Bench, load
+from streams import LateDevice
+from transformers import DynamicCache
+
+
+class Update:
+    """A whole checkpoint, staged: the copy is real."""
+
+    def __init__(self, version: int, source, target) -> None:
+        self.version = version
+        self._pairs = [(target.hf_views()[name], view) for name, view in source.hf_views().items()]
+
+    def copy_into(self) -> None:
+        for target, source in self._pairs:
+            target.copy_(source)
+
+
+class Mailbox:
+    """A receiver with one update that becomes ready when the test says so."""
+
+    def __init__(self) -> None:
+        self.ready: Update | None = None
+        self.done: list[tuple[int, float]] = []
+
+    def take_ready(self) -> Update | None:
+        update, self.ready = self.ready, None
+        return update
+
+    def applied(self, update: Update, pause_s: float) -> None:
+        self.done.append((update.version, pause_s))
+
+
+@pytest.fixture
+def other(folders):
+    return load(folders[1])
+
+
+def swap_in_the_middle(bench: Bench, mailbox: Mailbox, update: Update, ticks: int) -> None:
+    for _ in range(ticks):
+        bench.engine.tick()
+    mailbox.ready = update
+    bench.run()
+
+
+def boundary(bench: Bench, name: str, index: int = 0) -> int:
+    versions = bench.completions[name, index].versions
+    assert versions == sorted(versions) and set(versions) == {0, 1}
+    return versions.index(1)
+
+
+@pytest.mark.parametrize("device", [None, LateDevice({"compute": lambda: 0.001})], ids=["on time", "late"])
+def test_kept_kv_and_new_weights_give_transformers_tokens(model, other, prompt_of, hf_models, device):
+    mailbox = Mailbox()
+    bench = Bench(model, device, mailbox)
+    prompt = prompt_of(13)
+    bench.submit("a", prompt, 50)
+    swap_in_the_middle(bench, mailbox, Update(1, other, model), 20)
+    tokens, k = bench.tokens("a"), boundary(bench, "a")
+    assert 10 < k < 40
+    assert mailbox.done and mailbox.done[0][0] == 1 and mailbox.done[0][1] > 0
+    cache, ids = DynamicCache(), torch.tensor([prompt + tokens])
+    with torch.inference_mode():
+        old = hf_models[0](ids[:, : len(prompt) + k - 1], past_key_values=cache, use_cache=True).logits[0]
+        new = hf_models[1](ids[:, len(prompt) + k - 1 :], past_key_values=cache, use_cache=True).logits[0]
+    expected = torch.cat([old, new]).argmax(-1)[len(prompt) - 1 : -1]
+    assert tokens == expected.tolist()
+    bench.close()
+
+
+def test_a_boundary_one_token_off_would_be_seen(model, other, prompt_of, hf_models):
+    """The reference above is sharp: moving the boundary by one gives other tokens."""
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox)
+    prompt = prompt_of(13)
+    bench.submit("a", prompt, 50)
+    swap_in_the_middle(bench, mailbox, Update(1, other, model), 20)
+    tokens, k = bench.tokens("a"), boundary(bench, "a")
+    ids = torch.tensor([prompt + tokens])
+    with torch.inference_mode():
+        old = hf_models[0](ids).logits[0].argmax(-1)[len(prompt) - 1 : -1].tolist()
+    assert tokens[:k] == old[:k] and tokens[k] != old[k]
+    bench.close()
+
+
+def test_recompute_gives_the_new_models_own_continuation(model, other, prompt_of, greedy):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, kv_on_swap="recompute")
+    for i in range(3):
+        bench.submit(f"r{i}", prompt_of(13, i), 50)
+    swap_in_the_middle(bench, mailbox, Update(1, other, model), 20)
+    for i in range(3):
+        tokens, k = bench.tokens(f"r{i}"), boundary(bench, f"r{i}")
+        prompt = prompt_of(13, i)
+        assert tokens[:k] == greedy(prompt, k)
+        assert tokens[k:] == greedy(prompt + tokens[:k], 50 - k, which=1)
+    bench.close()
+
+
+def test_a_cached_prompt_of_the_old_version_is_not_reused(model, other, prompt_of, greedy):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox)
+    bench.submit("a", prompt_of(40), 5)
+    bench.run()
+    mailbox.ready = Update(1, other, model)
+    bench.engine.tick()
+    bench.submit("b", prompt_of(40), 20)
+    bench.run()
+    assert bench.tokens("b") == greedy(prompt_of(40), 20, which=1)
+    assert set(bench.completions["b", 0].versions) == {1}
+    bench.close()
+
+
+@pytest.mark.parametrize("ticks", range(1, 9))
+def test_a_group_shares_a_prefill_of_one_version_only(model, other, prompt_of, greedy, ticks):
+    """The swap falls on every moment of a chunked prefill; followers that start after it are all new model."""
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)
+    prompt = prompt_of(30)
+    bench.submit("g", prompt, 12, n=3)
+    swap_in_the_middle(bench, mailbox, Update(1, other, model), ticks)
+    for i in range(3):
+        completion = bench.completions["g", i]
+        if i > 0 and set(completion.versions) == {1}:
+            assert completion.token_ids == greedy(prompt, 12, which=1)
+        if set(completion.versions) == {0}:
+            assert completion.token_ids == greedy(prompt, 12)
+    bench.close()
+
+
+def test_a_fault_in_the_copy_ends_requests_with_an_error_not_in_silence(model, prompt_of):
+    class Broken:
+        version = 1
+
+        def copy_into(self) -> None:
+            raise RuntimeError("no such memory")
+
+    from rollout.engine.device import DeviceError
+
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox)
+    bench.submit("a", prompt_of(9), 50)
+    for _ in range(5):
+        bench.engine.tick()
+    mailbox.ready = Broken()
+    with pytest.raises(DeviceError, match="no such memory") as fault:
+        bench.run()
+    bench.engine.fail(str(fault.value))
+    finish = bench.completions["a", 0].finish
+    assert finish.reason == "error" and "no such memory" in finish.error
+    assert len(bench.tokens("a")) >= 3 and set(bench.completions["a", 0].versions) == {0}
+    bench.close(check=False)
