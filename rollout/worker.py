@@ -9,6 +9,7 @@ the end. SIGTERM and SIGINT drain; a second one ends at once. Exit status 0 afte
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -107,16 +108,16 @@ class Worker:
     def close(self) -> None:
         """Answer what is left, end the threads, write the last report and the timeline."""
         self.status = self.engine.status()
+        self.receiver.close()  # first: it answers a publisher that waits, through the service
         self.server.stop()
-        self.receiver.close()
         self.engine.set_gauges()
         totals = self.engine.meter.totals()
         self.metrics.put(self.engine.meter.steps, totals, final=True)
         self.metrics.close(_SINK_DEADLINE_S)
         self.engine.runner.close()
         metrics = self.settings.metrics
-        if metrics.timeline is not None:
-            steps = self.engine.meter.recent_steps()[-metrics.timeline_steps :]
+        steps = self.engine.meter.recent_steps()[-metrics.timeline_steps :]
+        if metrics.timeline is not None and steps:
             write_timeline(steps, metrics.timeline, f"{self.settings.model.path}: the last {len(steps)} steps")
         runs = [sink.run_path for sink in self.sinks if isinstance(sink, WandbSink)]
         _say({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals})
@@ -149,6 +150,8 @@ def serve(settings: Settings) -> int:
     Raises ValueError or OSError, with what to change, when the model or the settings don't allow serving.
     """
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if settings.metrics.timeline is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("timeline needs matplotlib: pip install 'rollout-engine[plot]', or leave the setting out")
     torch.set_num_threads(settings.model.cpu_threads)
     device = make_device(settings.model.device)
     with Progress(disable=not sys.stderr.isatty(), transient=True) as bar:

@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox 4x32 with ten rounds, in torch integer arithmetic.
 
-Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A 128-bit counter and a 64-bit key give
-four 32-bit words; nothing is carried from call to call, so a draw depends on its seed and its position alone. The words
-are bit-equal to `triton.language.philox` and to the paper's published answers.
+Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A 128-bit counter and a 64-bit key
+give four 32-bit words; nothing is carried from call to call, so a draw depends on its seed and its position alone. The
+words are bit-equal to `triton.language.philox` and to the authors' published answers.
 
 32-bit words are held in int64 tensors: a product of two of them fills 64 bits, and masks after the (arithmetic) shift
 make the sign bit harmless.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rollout.engine.device import Event
 from rollout.engine.pipeline import Pipeline, StepInFlight
@@ -53,8 +53,8 @@ class Receiver(Protocol):
     def take_ready(self) -> StagedUpdate | None:
         """An update to apply now, or None."""
 
-    def applied(self, update: StagedUpdate, pause_s: float) -> None:
-        """The update is in use; the compute stream was busy with it for `pause_s`."""
+    def applied(self, update: Any, pause_s: float) -> None:
+        """This update of `take_ready` is in use; the compute stream was busy with it for `pause_s`."""
 
 
 @dataclass(slots=True)

@@ -60,14 +60,8 @@ def greedy(hf_models):
 
     def run(prompt: list[int], count: int, which: int = 0) -> list[int]:
         ids = torch.tensor([prompt])
-        out = hf_models[which].generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
+        options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        out = hf_models[which].generate(ids, attention_mask=torch.ones_like(ids), **options)
         return out[0, len(prompt) :].tolist()
 
     return run

@@ -1,4 +1,4 @@
-"""Weights change between two steps: the right tokens on both sides of the boundary, and the boundary in the right place."""
+"""Weights change between two steps: the right tokens on both sides, and the boundary in the right place."""
 
 from __future__ import annotations
 

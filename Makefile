@@ -1,0 +1,82 @@
+# Set-up and checks. `make demo` and `make test` need nothing but Python >= 3.11; they set .venv up on first use.
+#
+#   PYTHON     the Python that .venv is made with                            (python3)
+#   PIP_FLAGS  more flags for `pip install`, such as an index or a cache     (none)
+#   ARGS       more arguments for the command that a target runs            (none)
+#   WHEELS     test-gpu: folder of wheels to add to the machine's Python     (none)
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+ARGS ?=
+WHEELS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_READY := $(VENV)/.ready-demo
+DEV_READY := $(VENV)/.ready-dev
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint format bench docs clean
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+demo: $(DEMO_READY) ## a worker and a trainer that checks 16K-token completions across a weight swap
+	$(BIN)/rollout demo $(ARGS)
+
+test: $(DEV_READY) ## the tests; those that need a GPU only where there is one
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(BIN)/python -m pytest $(ARGS); \
+	else \
+		$(BIN)/python -m pytest -m 'not gpu' $(ARGS); \
+	fi
+
+# Needs no network and leaves the machine's own torch as it is: only what WHEELS holds beside torch is added, in a
+# temporary folder, and the sources are used where they lie.
+test-gpu: ## the GPU tests, with the machine's own torch and the wheels of the folder WHEELS
+	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || { \
+		echo "make test-gpu: $(PYTHON) has no torch that sees a CUDA device" >&2; exit 1; }
+	@extra=$$(mktemp -d) && trap 'rm -rf "$$extra"' EXIT && \
+	if [ -n "$(WHEELS)" ]; then \
+		wheels=$$(find "$(WHEELS)" -maxdepth 1 -name '*.whl' \
+			! -name 'torch-*' ! -name 'triton-*' ! -name 'nvidia_*' | sort) && \
+		[ -n "$$wheels" ] || { echo "make test-gpu: no wheels in WHEELS=$(WHEELS)" >&2; exit 1; } && \
+		$(PYTHON) -m pip install --quiet --no-index --no-deps --target "$$extra" $$wheels; \
+	fi && \
+	PYTHONPATH=.:kernels:"$$extra" $(PYTHON) -m pytest -m gpu $(ARGS)
+
+lint: $(DEV_READY) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_READY) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEMO_READY) ## measure bookkeeping, pipeline and memory; results in docs/benchmarks.md come from here
+	$(BIN)/rollout bench bookkeeping $(ARGS)
+	$(BIN)/rollout bench pipeline $(ARGS)
+	$(BIN)/rollout bench memory $(ARGS)
+
+docs: $(DEV_READY) ## renew the tables of docs/operating.md
+	$(BIN)/python scripts/settings_table.py --write
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
+
+$(VENV)/.ready-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: $(PYTHON) is missing or older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(DEMO_READY): pyproject.toml $(VENV)/.ready-venv
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[plot]'
+	@touch $@
+
+# What the tests need includes what the demo needs.
+$(DEV_READY): pyproject.toml $(VENV)/.ready-venv
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[dev]'
+	@touch $@ $(DEMO_READY)

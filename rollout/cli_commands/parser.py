@@ -1,0 +1,39 @@
+"""An argument parser whose errors are one line, with the nearest flag where one is misspelled."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+class UsageError(ValueError):
+    """The command line is wrong. The message is one line."""
+
+
+class CommandError(Exception):
+    """A command failed for a reason that its user can act on. The message is one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """`argparse`, without abbreviated flags; raises `UsageError` instead of printing usage and exiting."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError`."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As `argparse`, but what is left over is an error here, where the command's own flags are known."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unknown argument {rest[0]}{self._near(rest[0])}")
+        return parsed, rest
+
+    def _near(self, argument: str) -> str:
+        known: Sequence[str] = list(self._option_string_actions)
+        near = difflib.get_close_matches(argument.split("=")[0], known, n=1, cutoff=0.6)
+        return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,75 @@
+"""`rollout serve`: a worker, with a flag for every setting.
+
+The flags are made from the declarations in `rollout.config`, so that there is none to forget. Their values stay text
+here; `rollout.settings_sources` reads them as it reads the environment's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from typing import Any
+
+from rollout.cli_commands.parser import CommandError, UsageError
+from rollout.settings_sources import POSITIONAL, Key, load_settings, setting_keys
+
+DESCRIPTION = (
+    "Serve a checkpoint over ZeroMQ. Settings come from --config, then ROLLOUT_<SECTION>__<KEY> environment variables, "
+    "then flags; the later one wins. 'none' leaves an optional setting out."
+)
+#: Seconds that an orderly end may take beyond the drain, once the parent is gone.
+PARENT_GRACE_S = 30.0
+
+
+def add_parser(commands: Any) -> None:
+    """Declare `rollout serve`."""
+    usage = "rollout serve MODEL [--config FILE] [--SETTING VALUE ...]"
+    parser = commands.add_parser("serve", help="run a worker", usage=usage, description=DESCRIPTION)
+    parser.set_defaults(run=run)
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    groups: dict[str | None, Any] = {None: parser.add_argument_group("worker")}
+    for key in setting_keys():
+        if key.section not in groups:
+            groups[key.section] = parser.add_argument_group(f"{key.section} ([{key.section}] in TOML)")
+        _add_flag(groups[key.section], key)
+
+
+def _add_flag(group: Any, key: Key) -> None:
+    description = (key.field.description or "").replace("%", "%%")
+    if key.path == POSITIONAL:
+        group.add_argument(key.path, metavar=key.flag, nargs="?", default=argparse.SUPPRESS, help=description)
+        return
+    default = "none" if key.field.default is None else str(key.field.default).lower()
+    options: dict[str, Any] = {
+        "dest": key.path,
+        "default": argparse.SUPPRESS,
+        "help": f"{description} [{default}]",
+    }
+    if key.field.annotation is bool:
+        group.add_argument(key.flag, action=argparse.BooleanOptionalAction, **options)
+    else:
+        values = "|".join(map(str, key.choices))
+        group.add_argument(key.flag, metavar=values or key.name.rpartition("_")[2].upper(), **options)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the settings, then serve until the worker ends; returns its exit code."""
+    given = vars(args)
+    flags = {key.path: given[key.path] for key in setting_keys() if key.path in given}
+    settings = load_settings(args.config, os.environ, flags)
+    if not settings.model.path:
+        raise UsageError("no model: name a checkpoint folder or a hub id, as in: rollout serve MODEL")
+    if settings.exit_with_parent:  # first, since loading a model takes long enough for the parent to vanish
+        from rollout.process import exit_with_parent
+
+        exit_with_parent(grace_s=settings.service.drain_s + PARENT_GRACE_S)
+    import zmq
+
+    from rollout.worker import serve
+
+    try:
+        return serve(settings)
+    except (ValueError, OSError, zmq.ZMQError) as error:
+        logging.getLogger(__name__).debug("the worker failed", exc_info=True)
+        raise CommandError(f"{error} (--log-level debug shows where)") from error

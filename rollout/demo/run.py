@@ -1,0 +1,142 @@
+"""`rollout demo`: a worker and a trainer, two processes, on this machine's CPU, and a table of what they did.
+
+    rollout serve checkpoints/ones  <-- zmq -->  python -m rollout.demo.trainer  (publishes checkpoints/twos)
+
+The models count: from `17:` the first goes on ` 18 19 20`, the second in twos. So every token of every completion can
+be checked, across the change of weights in the middle; a single wrong one ends the demo with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer_bridge.launch import WorkerProcess, start_worker
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+_PROBE_ROWS = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 0 if every token of every completion is right."""
+    args = _parse(argv)
+    console = Console()
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = len(args.prompts) * args.n + _PROBE_ROWS
+    console.print(f"starting a worker on {CHECKPOINTS / 'ones'} ({rows} rows) ...")
+    began_s = time.perf_counter()
+    worker_command: dict[str, Any] = {} if args.worker is None else {"command": tuple(args.worker)}
+    with start_worker(
+        CHECKPOINTS / "ones",
+        log_file=folder / "worker.log",
+        max_rows=rows,
+        max_context_tokens=args.tokens + 64,
+        pipeline_depth=args.pipeline_depth,
+        jsonl=folder / "metrics.jsonl",
+        wandb=args.wandb,
+        wandb_dir=folder,
+        wandb_project="rollout-demo",
+        interval_s=2.0,
+        timeline=folder / "timeline.png",
+        **worker_command,
+    ) as worker:
+        console.print(f"worker {worker.pid} is ready at {worker.endpoint}; starting a trainer ...")
+        status = _run_trainer(worker, args, folder / "report.json")
+        worker.stop("drain")
+        ended = _last_fact(worker.log_path)
+    report = _read_report(folder / "report.json")
+    if report is not None:
+        _print_table(console, report, ended)
+    _print_places(console, folder, ended, time.perf_counter() - began_s)
+    return _verdict(console, status, report)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rollout demo", description="Count to thousands, and change step on the way.")
+    parser.add_argument("--out", default="runs/demo", help="folder for log, metrics, report and picture")
+    parser.add_argument("--prompts", nargs="+", default=["17:", "980:", "2024:"], help="where to count from")
+    parser.add_argument("--n", type=int, default=4, help="completions of each prompt")
+    parser.add_argument("--tokens", type=int, default=16_400, help="tokens of each completion")
+    parser.add_argument("--pipeline-depth", type=int, choices=(1, 2), default=2, help="1: the blocking loop")
+    parser.add_argument("--wandb", action=argparse.BooleanOptionalAction, default=True, help="log to W&B")
+    parser.add_argument("--worker", nargs="+", metavar="WORD", help="command that runs the worker")
+    return parser.parse_args(argv)
+
+
+def _run_trainer(worker: WorkerProcess, args: argparse.Namespace, report: Path) -> int:
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "rollout.demo.trainer", worker.endpoint, "--twos", str(CHECKPOINTS / "twos")]
+    command += ["--report", str(report), "--n", str(args.n), "--tokens", str(args.tokens), "--prompts", *args.prompts]
+    return subprocess.run(command, check=False).returncode
+
+
+def _read_report(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _last_fact(log: Path) -> dict[str, Any]:
+    """The worker's closing line: its totals, and where its W&B run lies."""
+    for line in reversed(log.read_text(errors="replace").splitlines()):
+        if line.startswith('{"event": "ended"'):
+            return json.loads(line)
+    return {"wandb_run": None, "totals": {}}
+
+
+def _print_table(console: Console, report: dict[str, Any], ended: dict[str, Any]) -> None:
+    table = Table(title="completions")
+    for heading in ("prompt", "#", "tokens", "tokens of each version", "numbers", "counted to", "check"):
+        table.add_column(heading, justify="left" if heading in ("prompt", "check") else "right")
+    for row in report["completions"]:
+        runs = "  ".join(f"v{version}: {count}" for version, count in row["versions"])
+        verdict = "every token right" if row["error"] is None else row["error"]
+        numbers = [str(row[key]) for key in ("index", "tokens")]
+        table.add_row(row["prompt"], *numbers, runs, str(row["numbers"]), str(row["last"]), verdict)
+    console.print(table)
+    totals = ended["totals"]
+    facts = Table(title="the run", show_header=False)
+    facts.add_row("tokens per second", f"{report['tokens'] / report['seconds']:.0f}")
+    facts.add_row("device active while generating", f"{report['gpu_active_pct']:.1f} %")
+    facts.add_row("weights: publish to applied", f"{report['publish_s'] * 1e3:.0f} ms")
+    facts.add_row("weights: pause of decoding", f"{report['swap_pause_s'] * 1e3:.2f} ms")
+    facts.add_row("probes that ended at a stop string", str(report["probes"]))
+    if totals:
+        facts.add_row("zombie rows", f"{totals['rollout/zombie_rows_pct']:.4f} %")
+        facts.add_row("prompt tokens from cache", f"{totals['kv/prefix_hit_pct']:.1f} %")
+        facts.add_row("bookkeeping per step", f"{totals['step/bookkeeping_ms']:.3f} ms")
+        facts.add_row("decode step", f"{totals['step/decode_ms']:.3f} ms")
+    console.print(facts)
+
+
+def _print_places(console: Console, folder: Path, ended: dict[str, Any], seconds: float) -> None:
+    for what, where in (
+        ("W&B run", ended["wandb_run"] or "off"),
+        ("metrics", folder / "metrics.jsonl"),
+        ("timeline", folder / "timeline.png"),
+        ("worker's log", folder / "worker.log"),
+    ):
+        console.print(f"{what:14}{where}", highlight=False, soft_wrap=True)
+    console.print(f"{'all of it in':14}{seconds:.0f} s", highlight=False)
+
+
+def _verdict(console: Console, status: int, report: dict[str, Any] | None) -> int:
+    if status == 0 and report is not None and not report["errors"]:
+        console.print("[green]Every token of every completion is right.[/green]")
+        return 0
+    for error in [] if report is None else report["errors"][:10]:
+        console.print(f"[red]{error}[/red]", highlight=False)
+    console.print(f"[red]The demo failed (trainer status {status}).[/red]")
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

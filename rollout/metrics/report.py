@@ -1,0 +1,145 @@
+"""The metrics by name, and the sums that they are made of.
+
+A metric without a sample in the interval (no prefill step, no finished completion) keeps its last value, so that every
+report has every metric; before the first sample it is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric of a report."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS = (
+    Metric(
+        "gpu/active_pct",
+        "%",
+        "share of the last 10 s in which the compute stream ran a step, whatever the device; of the whole run in the "
+        "final report",
+    ),
+    Metric("rollout/tokens_per_s", "tokens/s", "tokens that were committed and kept, all rows together"),
+    Metric("rollout/rows", "rows", "sequences that hold a row, now"),
+    Metric(
+        "rollout/zombie_rows_pct",
+        "%",
+        "share of launched rows whose sequence had ended before their step was committed",
+    ),
+    Metric("queue/waiting", "requests", "requests that wait for a row, now"),
+    Metric("kv/used_pct", "%", "share of the KV pages that sequences hold, now; cached pages are not counted"),
+    Metric("kv/prefix_hit_pct", "%", "share of the prompt tokens since start that were found in the prefix cache"),
+    Metric("kv/preemptions", "count", "sequences that lost their pages and had to be computed again, since start"),
+    Metric("step/decode_ms", "ms", "time of a decode step on the compute stream, mean"),
+    Metric("step/prefill_ms", "ms", "time of a prefill step on the compute stream, mean"),
+    Metric("step/bookkeeping_ms", "ms", "host time of plan, launch and commit of a step together, mean"),
+    Metric("weights/version", "version", "weights version that new steps run with"),
+    Metric("weights/swap_pause_ms", "ms", "time for which the last swap held the compute stream"),
+    Metric("completion/length", "tokens", "length of the completions that finished, mean"),
+)
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean; `last` survives `reset`."""
+
+    total: float = 0.0
+    count: int = 0
+    last: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one sample."""
+        self.total += value
+        self.count += 1
+
+    def value(self) -> float:
+        """The mean of the samples since the last reset; without any, the mean before."""
+        if self.count:
+            self.last = self.total / self.count
+        return self.last
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.value()
+        self.total, self.count = 0.0, 0
+
+
+@dataclass(slots=True)
+class Sums:
+    """What happened in a stretch of time: one instance for the interval, one for the whole run."""
+
+    tokens: int = 0
+    rows: int = 0
+    zombie_rows: int = 0
+    steps: int = 0
+    zombie_pct: float = 0.0
+
+    def zombie_rows_pct(self) -> float:
+        """Zombie rows of all launched rows, percent; without any row, the value before."""
+        if self.rows:
+            self.zombie_pct = 100.0 * self.zombie_rows / self.rows
+        return self.zombie_pct
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.zombie_rows_pct()
+        self.tokens = self.rows = self.zombie_rows = self.steps = 0
+
+
+class Window:
+    """Busy time and tokens of the last seconds, in a fixed ring of time buckets.
+
+    Spans come in the order of their ends, as one stream runs them; where two overlap, the overlap counts once. A
+    bucket stands for `[i * BUCKET_S, (i + 1) * BUCKET_S)` of the clock and is cleared when its place in the ring is
+    taken by a later one.
+    """
+
+    SPAN_S = 10.0
+    BUCKET_S = 0.1
+    _KEPT = round(SPAN_S / BUCKET_S)
+    _RING = _KEPT + 28  # a report may come a little after the newest span, or before it
+
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+        self._busy_until = start_s
+        self._busy_s = [0.0] * self._RING
+        self._tokens = [0] * self._RING
+        self._index = [-1] * self._RING
+        self.total_busy_s = 0.0
+
+    def add(self, start_s: float, end_s: float, tokens: int) -> None:
+        """Count one step's span; its tokens count at its end."""
+        start_s = max(start_s, self._busy_until)
+        if end_s > start_s:
+            self.total_busy_s += end_s - start_s
+            self._busy_until = end_s
+            first, last = int(max(start_s, end_s - self.SPAN_S) / self.BUCKET_S), int(end_s / self.BUCKET_S)
+            for index in range(first, last + 1):
+                low, high = index * self.BUCKET_S, (index + 1) * self.BUCKET_S
+                self._busy_s[self._place(index)] += max(0.0, min(end_s, high) - max(start_s, low))
+        self._tokens[self._place(int(end_s / self.BUCKET_S))] += tokens
+
+    def _place(self, index: int) -> int:
+        place = index % self._RING
+        if self._index[place] < index:
+            self._index[place], self._busy_s[place], self._tokens[place] = index, 0.0, 0
+        return place
+
+    def read(self, now: float) -> tuple[float, float]:
+        """Active percent and tokens per second of the last `SPAN_S` seconds, or since the start if that is later."""
+        newest = int(now / self.BUCKET_S)
+        oldest = newest - self._KEPT + 1
+        begin = max(oldest * self.BUCKET_S, self._start_s)
+        wall_s = now - begin
+        if wall_s <= 0:
+            return 0.0, 0.0
+        places = [place for place, index in enumerate(self._index) if oldest <= index <= newest]
+        busy_s = sum(self._busy_s[place] for place in places)
+        tokens = sum(self._tokens[place] for place in places)
+        return min(100.0, 100.0 * busy_s / wall_s), tokens / wall_s

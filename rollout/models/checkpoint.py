@@ -1,0 +1,143 @@
+"""Tensors of a checkpoint folder: one model.safetensors, or shards with an index.
+
+All names and shapes are checked before the first tensor is read, so a wrong checkpoint changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rollout.models.errors import CheckpointError
+from rollout.models.names import Region, all_views, check_names, is_redundant
+from rollout.models.source import read_json
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES_SHOWN = 8
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, unread."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors names it
+
+    @property
+    def values(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+def list_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint, from the files' headers.
+
+    Raises:
+        CheckpointError: there are no safetensors, the index points outside the folder or at missing files, or its
+            tensors are not where it says.
+    """
+    if (folder / _SINGLE).is_file():
+        return _read_header(folder / _SINGLE)
+    if not (folder / _INDEX).is_file():
+        raise CheckpointError(f"{folder} holds neither {_SINGLE} nor {_INDEX}; other formats are not supported")
+    weight_map = _read_index(folder / _INDEX)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        header = _read_header(folder / shard)
+        _refuse(folder, {f"also in {shard}": [name for name in header if name in tensors]})
+        tensors |= header
+    moved = [name for name, shard in weight_map.items() if name in tensors and tensors[name].file.name != shard]
+    missing = [name for name in weight_map if name not in tensors]
+    _refuse(folder, {"in the index but in no shard": missing, "in another shard than the index says": moved})
+    return tensors
+
+
+def check_tensors(
+    folder: Path, tensors: dict[str, StoredTensor], regions: Sequence[Region], architecture: str, tied: bool
+) -> None:
+    """Raise one CheckpointError that names all tensors that are missing, unknown, doubled, mis-shaped or mistyped."""
+    check = check_names(regions, tensors, tied)
+    views = all_views(regions)
+    wanted = {name: stored for name, stored in tensors.items() if name in views}
+    shapes = [
+        f"{name} {list(stored.shape)} for {list(views[name].shape)}"
+        for name, stored in wanted.items()
+        if stored.shape != tuple(views[name].shape)
+    ]
+    types = [f"{name} {stored.dtype}" for name, stored in wanted.items() if stored.dtype not in _DTYPES]
+    problems = {
+        "missing": check.missing,
+        f"not part of {architecture}": check.unknown,
+        "given twice, in two layouts": check.doubled,
+        "of the wrong shape": shapes,
+        "of an unsupported type": types,
+    }
+    _refuse(folder, problems)
+
+
+def copy_tensors(
+    tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], tied: bool, progress: Progress | None
+) -> None:
+    """Copy checked tensors into the model, converting to its dtype; `progress` gets (values done, values in all)."""
+    names = sorted((name for name in tensors if not is_redundant(name, tied)), key=lambda n: str(tensors[n].file))
+    total = sum(tensors[name].values for name in names)
+    done = 0
+    for file in dict.fromkeys(tensors[name].file for name in names):
+        with safe_open(file, framework="pt", device="cpu") as reader:
+            for name in names:
+                if tensors[name].file == file:
+                    views[name].copy_(reader.get_tensor(name))
+                    done += tensors[name].values
+                    if progress is not None:
+                        progress(done, total)
+
+
+def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:
+    """The type that most of the checkpoint's values have; None if it is not one of ours."""
+    values: dict[str, int] = {}
+    for stored in tensors.values():
+        values[stored.dtype] = values.get(stored.dtype, 0) + stored.values
+    return _DTYPES.get(max(values, key=lambda dtype: values[dtype])) if values else None
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as reader:
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
+            return {n: StoredTensor(file, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    weight_map = read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{file} has no 'weight_map' of tensor names to file names")
+    # Only the name itself is looked at: the hub's cache makes every file of a snapshot a link to another folder.
+    outside = [s for s in dict.fromkeys(weight_map.values()) if Path(s).name != s or "\\" in s or s in ("", "..")]
+    if outside:
+        raise CheckpointError(f"{file} names files outside its folder: {_some(outside)}")
+    return weight_map
+
+
+def _refuse(folder: Path, problems: dict[str, Sequence[str]] | dict[str, list[str]]) -> None:
+    found = [f"{len(names)} tensors {what}: {_some(names)}" for what, names in problems.items() if names]
+    if found:
+        raise CheckpointError(f"checkpoint {folder} cannot be loaded; " + "; ".join(found))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

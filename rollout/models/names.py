@@ -1,0 +1,64 @@
+"""The table between checkpoint names and fused parameters.
+
+A region is a part of the model's parameters. It has one or more alternatives: sets of names that each cover it
+exactly, such as one tensor an expert, or all experts stacked. A set of names is complete when it holds exactly one
+alternative of every region, whole, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Views that cover the same parameters, each set of them once; the first set is what files usually have."""
+
+    alternatives: tuple[Mapping[str, torch.Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NameCheck:
+    """What keeps a set of names from being complete; all empty when it is. In the order of the model."""
+
+    missing: tuple[str, ...]
+    unknown: tuple[str, ...]
+    doubled: tuple[str, ...]  # cover parameters that other names of the set cover too
+
+    @property
+    def complete(self) -> bool:
+        """True if the names cover every parameter exactly once."""
+        return not (self.missing or self.unknown or self.doubled)
+
+
+def one_name(name: str, view: torch.Tensor) -> Region:
+    """A region that has only one name."""
+    return Region(({name: view.detach()},))
+
+
+def all_views(regions: Iterable[Region]) -> dict[str, torch.Tensor]:
+    """Every name of every alternative."""
+    return {name: view for region in regions for views in region.alternatives for name, view in views.items()}
+
+
+def is_redundant(name: str, tied: bool) -> bool:
+    """True for tensors that checkpoints carry although they follow from others: they are accepted and not read."""
+    return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+
+
+def check_names(regions: Iterable[Region], names: Iterable[str], tied: bool) -> NameCheck:
+    """Compare `names` with what the model needs; redundant names are passed over."""
+    given = dict.fromkeys(name for name in names if not is_redundant(name, tied))
+    known: set[str] = set()
+    missing: list[str] = []
+    doubled: list[str] = []
+    for region in regions:
+        found = [[name for name in views if name in given] for views in region.alternatives]
+        known.update(name for names_found in found for name in names_found)
+        best = max(range(len(found)), key=lambda i, found=found: len(found[i]))  # type: ignore[misc]
+        missing += [name for name in region.alternatives[best] if name not in given]
+        doubled += [name for i, names_found in enumerate(found) if i != best for name in names_found]
+    return NameCheck(tuple(missing), tuple(name for name in given if name not in known), tuple(doubled))

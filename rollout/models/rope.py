@@ -1,0 +1,66 @@
+"""Inverse frequencies of the rotary embedding, for every kind of scaling, and the module that holds them.
+
+Legend: T tokens, D head dimension, F = D / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from rollout_kernels import rope_cos_sin
+from torch import nn
+
+from rollout.models.spec import RopeSpec
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """Radians a position, float32 [F], fastest first."""
+    inv_freq_F = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.kind == "linear":
+        return inv_freq_F / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(inv_freq_F, rope)
+    if rope.kind == "yarn":
+        return _yarn(inv_freq_F, rope, head_dim)
+    return inv_freq_F
+
+
+def _llama3(inv_freq_F: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    """Slow frequencies are divided by the factor, fast ones kept, those between interpolated (Llama 3.1)."""
+    turns_F = rope.original_max_positions * inv_freq_F / (2 * math.pi)
+    kept_F = ((turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return inv_freq_F * kept_F + inv_freq_F / rope.factor * (1 - kept_F)
+
+
+def _yarn(inv_freq_F: torch.Tensor, rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """Like llama3, with a ramp over dimensions rather than over frequencies (arXiv 2309.00071, section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        period = rope.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(period) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    ramp_F = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return inv_freq_F * (1 - ramp_F) + inv_freq_F / rope.factor * ramp_F
+
+
+class Rope(nn.Module):
+    """Cosines and sines of a step's positions, computed once for all layers; any position works."""
+
+    def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
+        super().__init__()
+        inv_freq_F = inverse_frequencies(rope, head_dim)
+        sign_F = torch.full_like(inv_freq_F, rope.attention_factor)
+        self.inv_freq_D: torch.Tensor
+        self.sign_D: torch.Tensor
+        self.register_buffer("inv_freq_D", inv_freq_F.repeat(2).to(device), persistent=False)
+        self.register_buffer("sign_D", torch.cat((-sign_F, sign_F)).to(device), persistent=False)
+
+    def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `apply_rope` takes."""
+        return rope_cos_sin(positions_T, self.inv_freq_D, self.sign_D)

@@ -1,0 +1,63 @@
+"""Ends this process when the one that launched it ends.
+
+A watcher thread waits for the parent. On Linux it sleeps on a pidfd, which the kernel makes readable the moment the
+parent exits; elsewhere, or where pidfds are not allowed, it compares the parent's id every `poll_s` seconds. Linux'
+`PR_SET_PDEATHSIG` is not used: it fires when the *thread* that forked this process ends, so a trainer that launches
+its worker from a pool thread would lose it.
+
+On the parent's end the process sends itself SIGTERM, for an orderly end, and `grace_s` seconds later SIGKILL, which
+takes effect even if the main thread hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+
+#: Seconds between two looks at the parent's id where there are no pidfds.
+POLL_S = 0.5
+
+
+def exit_with_parent(grace_s: float, poll_s: float = POLL_S, use_pidfd: bool = True) -> threading.Thread:
+    """Start the watcher; returns its (daemon) thread.
+
+    Args:
+        grace_s: seconds between SIGTERM and SIGKILL.
+        poll_s: seconds between two looks at the parent's id, where it is polled.
+        use_pidfd: False polls even where the kernel could tell.
+    """
+    parent = os.getppid()
+    pidfd = _open_pidfd(parent) if use_pidfd else None
+    thread = threading.Thread(target=_watch, args=(parent, pidfd, grace_s, poll_s), name="parent-watch", daemon=True)
+    thread.start()
+    return thread
+
+
+def _open_pidfd(pid: int) -> int | None:
+    opener = getattr(os, "pidfd_open", None)
+    if opener is None:
+        return None
+    try:
+        fd: int = opener(pid)
+    except OSError:  # an old kernel, or a sandbox that refuses the call: poll instead
+        return None
+    return fd
+
+
+def _watch(parent: int, pidfd: int | None, grace_s: float, poll_s: float) -> None:
+    if pidfd is not None:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        # The parent may have gone, and its id been taken by another process, before the pidfd was opened.
+        while os.getppid() == parent and not poller.poll():
+            pass
+        os.close(pidfd)
+    else:
+        while os.getppid() == parent:
+            time.sleep(poll_s)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,95 @@
+"""The tokens of one completion with what is known of each: columns that grow in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rollout.engine.types import VersionRuns
+
+_FIRST_CAPACITY = 64
+
+
+class TokenColumns:
+    """One entry a token: id, log-probs, weights version. Memory follows the number of tokens, not of additions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.versions: VersionRuns = []
+        self._token_ids = np.empty(_FIRST_CAPACITY, np.int32)
+        self._logprobs = np.empty(_FIRST_CAPACITY, np.float32)
+        self._raw_logprobs = np.empty(_FIRST_CAPACITY, np.float32)
+        self._drawn_logprobs: np.ndarray | None = None
+        self._drawn_unknown = 0  # leading tokens whose drawn log-probs nobody knows
+
+    def extend(
+        self,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        raw_logprobs: np.ndarray,
+        drawn_logprobs: np.ndarray | None,
+        versions: VersionRuns,
+    ) -> None:
+        """Add tokens: arrays of one length, and runs that add up to it.
+
+        `drawn_logprobs` None says that these tokens were drawn from the plain distribution.
+        """
+        assert len(token_ids) == len(logprobs) == len(raw_logprobs) == sum(count for _, count in versions)
+        start, end = self.count, self.count + len(token_ids)
+        self._reserve(end)
+        self._token_ids[start:end] = token_ids
+        self._logprobs[start:end] = logprobs
+        self._raw_logprobs[start:end] = raw_logprobs
+        if drawn_logprobs is not None and self._drawn_logprobs is None:
+            self._drawn_logprobs = self._logprobs.copy()
+            self._drawn_logprobs[: self._drawn_unknown] = np.nan
+        if self._drawn_logprobs is not None:
+            self._drawn_logprobs[start:end] = logprobs if drawn_logprobs is None else drawn_logprobs
+        self.count = end
+        for version, count in versions:
+            if self.versions and self.versions[-1][0] == version:
+                self.versions[-1] = (version, self.versions[-1][1] + count)
+            else:
+                self.versions.append((version, count))
+
+    def mark_drawn_unknown(self) -> None:
+        """Say that the drawn log-probs of the tokens so far are not known; they read as NaN where there are any."""
+        self._drawn_unknown = self.count
+
+    def fields(self, start: int = 0) -> dict[str, Any]:
+        """The reply fields of the tokens from `start` on. The arrays are views, valid until the next `extend`."""
+        part = slice(start, self.count)
+        fields: dict[str, Any] = {
+            "token_ids": self._token_ids[part],
+            "logprobs": self._logprobs[part],
+            "raw_logprobs": self._raw_logprobs[part],
+            "versions": [list(run) for run in runs_between(self.versions, start, self.count)],
+        }
+        if self._drawn_logprobs is not None:
+            fields["drawn_logprobs"] = self._drawn_logprobs[part]
+        return fields
+
+    def _reserve(self, count: int) -> None:
+        capacity = len(self._token_ids)
+        if count <= capacity:
+            return
+        capacity = max(count, capacity * 2)
+        for name in ("_token_ids", "_logprobs", "_raw_logprobs", "_drawn_logprobs"):
+            old = getattr(self, name)
+            if old is not None:
+                grown = np.empty(capacity, old.dtype)
+                grown[: self.count] = old[: self.count]
+                setattr(self, name, grown)
+
+
+def runs_between(runs: VersionRuns, start: int, end: int) -> VersionRuns:
+    """The runs that cover tokens `start` to `end` (exclusive)."""
+    covered: VersionRuns = []
+    position = 0
+    for version, count in runs:
+        used = min(position + count, end) - max(position, start)
+        if used > 0:
+            covered.append((version, used))
+        position += count
+    return covered

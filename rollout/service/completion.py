@@ -1,0 +1,83 @@
+"""One completion as the service sees it: deltas come in, chunks and the final map go out.
+
+Once a stop string is found the completion is over, whatever the engine has generated since: later tokens are dropped
+here, before anything can be sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.engine.types import Delta, Finish
+from rollout.service.columns import TokenColumns, runs_between
+from rollout.service.stop_strings import StopMatch, StopText
+
+
+class Completion:
+    """Collects the deltas of one completion. `text` is there when text is wanted or stop strings are looked for."""
+
+    def __init__(self, index: int, columns: TokenColumns, text: StopText | None) -> None:
+        self.index = index
+        self.finish: Finish | None = None
+        self.closed = False  # the engine has ended it, too
+        self.announced = False  # its last chunk was taken
+        self._columns = columns
+        self._text = text
+        self._seed = 0
+        self._sent = columns.count
+
+    @property
+    def unsent(self) -> int:
+        """Tokens that no chunk has carried."""
+        return self._columns.count - self._sent
+
+    def add(self, delta: Delta) -> StopMatch | None:
+        """Take a delta. Returns a stop string that the engine must be told of."""
+        self.closed = delta.finish is not None
+        if self.finish is not None:
+            return None
+        assert delta.offset == self._columns.count, f"a delta at {delta.offset} follows {self._columns.count} tokens"
+        self._seed = delta.seed
+        match = self._text.feed(delta.token_ids.tolist()) if self._text is not None else None
+        self._extend(delta, match.tokens - delta.offset if match else len(delta.token_ids))
+        if match is not None:
+            self.finish = Finish("stop", match.string)
+        elif delta.finish is not None:
+            self.finish = delta.finish
+            if self._text is not None:
+                self._text.finish()
+        return match if not self.closed else None
+
+    def take_chunk(self, *, with_text: bool) -> dict[str, Any]:
+        """The fields of a chunk: all tokens since the last one, and how it ended if it did."""
+        fields = {"index": self.index, "offset": self._sent, **self._columns.fields(self._sent), "seed": self._seed}
+        if with_text and self._text is not None:
+            fields["text"] = self._text.take()
+        self._sent = self._columns.count
+        self.announced = self.finish is not None
+        return fields | self._finish_fields()
+
+    def result_fields(self, *, with_text: bool) -> dict[str, Any]:
+        """The completion's map in a result."""
+        assert self.finish is not None, "a result needs finished completions"
+        fields = {"index": self.index, **self._columns.fields(), "seed": self._seed}
+        if with_text and self._text is not None:
+            fields["text"] = self._text.text
+        return fields | self._finish_fields()
+
+    def _extend(self, delta: Delta, keep: int) -> None:
+        self._columns.extend(
+            delta.token_ids[:keep],
+            delta.logprobs[:keep],
+            delta.raw_logprobs[:keep],
+            delta.drawn_logprobs[:keep] if delta.drawn_logprobs is not None else None,
+            runs_between(delta.versions, 0, keep),
+        )
+
+    def _finish_fields(self) -> dict[str, Any]:
+        if self.finish is None:
+            return {}
+        fields: dict[str, Any] = {"finish_reason": self.finish.reason, "stop": self.finish.stop}
+        if self.finish.error is not None:
+            fields["error"] = self.finish.error
+        return fields

@@ -1,0 +1,111 @@
+r"""Sending through the ROUTER socket: never blocks, bounded for each connection, and notices who is gone.
+
+    send ---> ROUTER pipe of the connection (at most SEND_HWM messages) ---> network
+       \-->   backlog of the connection (at most max_buffer_bytes)  ---/     as the pipe gets room
+
+A message goes to the backlog only when the pipe is full. When a backlog is full, chunks of a stream are given up:
+`send` refuses, and the caller drops that stream and keeps its final result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import zmq
+
+from trainer_bridge.wire import join_envelope
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a reply goes: the connection, its way of framing, and the id that the request had."""
+
+    connection: bytes
+    delimiter: bool
+    id: str
+
+
+@dataclass(slots=True)
+class _Unsent:
+    frames: list[bytes]
+    size: int
+    stream: Hashable | None
+
+
+@dataclass(slots=True)
+class _Backlog:
+    queue: deque[_Unsent] = field(default_factory=deque)
+    size: int = 0
+
+
+class Connections:
+    """The sending side of a ROUTER socket, which must have ROUTER_MANDATORY set. Used by one thread."""
+
+    def __init__(self, socket: zmq.Socket, max_buffer_bytes: int, on_gone: Callable[[bytes], None]) -> None:
+        self._socket = socket
+        self._max_buffer_bytes = max_buffer_bytes
+        self._on_gone = on_gone
+        self._backlogs: dict[bytes, _Backlog] = {}
+
+    @property
+    def has_backlog(self) -> bool:
+        """True while `flush` has something to try."""
+        return bool(self._backlogs)
+
+    def send(self, peer: Peer, frames: list[bytes], stream: Hashable | None = None) -> bool:
+        """Send a message, now or when the connection has room. False if its buffer is full: then it is not sent.
+
+        `stream` marks a chunk that `drop_stream` may take back. A connection that is gone takes everything:
+        `on_gone` has been called for it.
+        """
+        message = [peer.connection, *join_envelope(peer.delimiter, frames)]
+        backlog = self._backlogs.get(peer.connection)
+        if backlog is None:
+            if self._try_send(message):
+                return True
+            backlog = self._backlogs[peer.connection] = _Backlog()
+        size = sum(len(frame) for frame in message)
+        if backlog.queue and backlog.size + size > self._max_buffer_bytes:
+            return False
+        backlog.queue.append(_Unsent(message, size, stream))
+        backlog.size += size
+        return True
+
+    def drop_stream(self, connection: bytes, stream: Hashable) -> None:
+        """Take back the chunks of a stream that wait in a connection's backlog."""
+        backlog = self._backlogs.get(connection)
+        if backlog is not None:
+            backlog.queue = deque(unsent for unsent in backlog.queue if unsent.stream != stream)
+            backlog.size = sum(unsent.size for unsent in backlog.queue)
+
+    def flush(self) -> None:
+        """Move what waits into pipes that have room again."""
+        for connection, backlog in list(self._backlogs.items()):
+            while backlog.queue:
+                if not self._try_send(backlog.queue[0].frames):
+                    break
+                if connection not in self._backlogs:  # gone, and its backlog with it
+                    break
+                backlog.size -= backlog.queue.popleft().size
+            else:
+                del self._backlogs[connection]
+
+    def _try_send(self, message: list[bytes]) -> bool:
+        """False if the pipe is full; true if the message is off our hands, also when nobody is there to get it."""
+        try:
+            self._socket.send_multipart(message, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            connection = message[0]
+            self._backlogs.pop(connection, None)
+            logger.info("connection %s is gone", connection.hex())
+            self._on_gone(connection)
+        return True

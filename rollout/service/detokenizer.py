@@ -1,0 +1,89 @@
+"""Text out of tokens that arrive a few at a time.
+
+Decoding tokens one by one is wrong twice: a character may be spread over several tokens, and some tokenizers decode a
+token differently at the start of a text. So a window of tokens is decoded, which starts where an earlier window was
+complete, and only what it adds is new:
+
+    ids      ....... a b c d | e f g            shown: the text of this window that was emitted
+             prefix--^       ^--complete        a tail that is not a whole character yet waits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[list[int]], str]
+
+_UNFINISHED = "\ufffd"  # what decoders put where bytes are not a character (yet)
+_MAX_TAIL = 3  # a UTF-8 character that lacks its last byte has at most three, so at most three tokens
+_MAX_PENDING = 256  # tokens whose bytes are no character: not text, and no longer worth waiting for
+_MAX_WINDOW = 4096  # tokens that show nothing
+
+
+class Detokenizer:
+    """The text of one completion, piece by piece: the pieces joined are the text of all tokens.
+
+    `decode` turns token ids into text and puts U+FFFD where bytes are no character.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []  # the window, and what follows it
+        self._complete = 0  # tokens of the window whose text is whole
+        self._shown = ""  # emitted text of the window
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Text that these tokens add. An unfinished character at the end waits for the next call."""
+        if not token_ids:
+            return ""
+        self._ids.extend(token_ids)
+        text = self._decode(self._ids)
+        end = self._whole_tokens(text)
+        if end is None:
+            return self._emit_ahead(text.rstrip(_UNFINISHED))
+        whole = text if end == len(self._ids) else self._decode(self._ids[:end])
+        piece = whole[len(self._shown) :]
+        self._shown = max(whole, self._shown, key=len)
+        piece += self._emit_ahead(text.rstrip(_UNFINISHED))
+        self._advance(end, ahead=self._shown[len(whole) :])
+        return piece
+
+    def finish(self) -> str:
+        """Text that was held back; nothing may be fed afterwards."""
+        return self._decode(self._ids)[len(self._shown) :] if self._ids else ""
+
+    def copy(self) -> Detokenizer:
+        """An independent detokenizer that has seen the same tokens."""
+        twin = Detokenizer(self._decode)
+        twin._ids, twin._complete, twin._shown = list(self._ids), self._complete, self._shown
+        return twin
+
+    def _emit_ahead(self, text: str) -> str:
+        """What whole characters of an unfinished token add, as long as the decoder does not take shown text back."""
+        if len(text) <= len(self._shown) or not text.startswith(self._shown):
+            return ""
+        piece = text[len(self._shown) :]
+        self._shown = text
+        return piece
+
+    def _whole_tokens(self, text: str) -> int | None:
+        """How many tokens of the window make whole characters; None if that is no more than before."""
+        size = len(self._ids)
+        if not text.endswith(_UNFINISHED):
+            return size
+        for end in range(size - 1, max(self._complete, size - _MAX_TAIL - 1), -1):
+            if not self._decode(self._ids[:end]).endswith(_UNFINISHED):
+                return end
+        return size if size - self._complete > _MAX_PENDING else None
+
+    def _advance(self, end: int, ahead: str) -> None:
+        """Start the window at the tokens that became whole last.
+
+        Not if they show nothing: a decoder that strips the space in front of a text must see text in front of it.
+        """
+        start = self._complete
+        context = self._decode(self._ids[start:end])
+        if context or end > _MAX_WINDOW:
+            self._ids, end = self._ids[start:], end - start
+            self._shown = context + ahead
+        self._complete = end

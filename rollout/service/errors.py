@@ -1,0 +1,38 @@
+"""The one exception that becomes an `error` reply."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+ErrorCode = Literal[
+    "bad_message",
+    "bad_request",
+    "too_long",
+    "overloaded",
+    "duplicate",
+    "not_found",
+    "weights_rejected",
+    "unavailable",
+    "internal",
+]
+
+
+class ServiceError(ValueError):
+    """A message that is answered with an error.
+
+    `code` is the protocol's error code, the text a sentence that says what to change, `field` the dotted path of the
+    header field at fault, `retry_after_s` when to come back (seconds).
+    """
+
+    def __init__(
+        self, code: ErrorCode, message: str, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+def bad_request(message: str, field: str | None = None) -> ServiceError:
+    """A field is missing, unknown, of the wrong type or out of range."""
+    return ServiceError("bad_request", message, field)

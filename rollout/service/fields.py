@@ -1,0 +1,105 @@
+"""Field types of message headers that need more than a plain type: arrays that travel as lists or as blobs.
+
+Every check raises ValueError with what to send instead; `requests` turns that into a `bad_request`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+INT32_MAX = 2**31 - 1
+SEED_END = 2**63
+
+
+def token_id_array(value: Any) -> np.ndarray:
+    """A list of integers, or a one-dimensional integer array, as int32 [n]."""
+    if isinstance(value, np.ndarray):
+        if value.ndim != 1 or value.dtype.kind not in "iu":
+            raise ValueError(f"token ids must be one row of integers, not {value.dtype} of shape {list(value.shape)}")
+        array = value
+    elif isinstance(value, list):
+        wrong = next((item for item in value if type(item) is not int), None)
+        if wrong is not None:
+            raise ValueError(f"token ids must be integers, but one is a {type(wrong).__name__}")
+        try:
+            array = np.array(value, dtype=np.int64)
+        except OverflowError:
+            raise ValueError("a token id does not fit in 32 bits; send ids of the model's vocabulary") from None
+    else:
+        raise ValueError(f"token ids must be a list of integers or an integer blob, not {_type_name(value)}")
+    if array.size and (int(array.min()) < 0 or int(array.max()) > INT32_MAX):
+        raise ValueError("a token id is negative or does not fit in 32 bits; send ids of the model's vocabulary")
+    return array.astype(np.int32)
+
+
+def logprob_array(value: Any) -> np.ndarray:
+    """A list of numbers, or a one-dimensional float array, as float32 [n]. NaN stands for not known."""
+    if isinstance(value, np.ndarray):
+        if value.ndim != 1 or value.dtype.kind != "f":
+            raise ValueError(f"log-probs must be one row of floats, not {value.dtype} of shape {list(value.shape)}")
+        return value.astype(np.float32)
+    if not isinstance(value, list):
+        raise ValueError(f"log-probs must be a list of numbers or a float blob, not {_type_name(value)}")
+    wrong = next((item for item in value if type(item) not in (int, float)), None)
+    if wrong is not None:
+        raise ValueError(f"log-probs must be numbers, but one is a {type(wrong).__name__}")
+    return np.array(value, dtype=np.float32)
+
+
+def version_runs(value: Any) -> list[tuple[int, int]]:
+    """A list of `[version, count]`, version at least -1 (not known), count at least 1."""
+    problem = "versions must be a list of [version, count] with a version of at least -1 and a count of at least 1"
+    if not isinstance(value, list):
+        raise ValueError(problem)
+    for run in value:
+        if not (isinstance(run, list) and len(run) == 2 and all(type(part) is int for part in run)):
+            raise ValueError(problem)
+        if run[0] < -1 or run[1] < 1:
+            raise ValueError(problem)
+    return [(version, count) for version, count in value]
+
+
+def bias_map(value: Any) -> dict[int, float]:
+    """A map of token id, as digits, to a bias in [-100, 100]."""
+    if not isinstance(value, dict):
+        raise ValueError(f"send a map of token id (as a string of digits) to number, not {_type_name(value)}")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"{len(value)} entries are too many; send at most {MAX_LOGIT_BIAS}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token = _token_key(key)
+        if type(bias) not in (int, float) or not math.isfinite(bias) or abs(bias) > MAX_BIAS:
+            raise ValueError(f"the bias of token {token} must be a number from -{MAX_BIAS} to {MAX_BIAS}")
+        if token in biases:
+            raise ValueError(f"token {token} is there twice; send one bias for it")
+        biases[token] = float(bias)
+    return biases
+
+
+MAX_LOGIT_BIAS = 512
+MAX_BIAS = 100
+
+
+def _token_key(key: Any) -> int:
+    if type(key) is int and 0 <= key <= INT32_MAX:
+        return key
+    if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= INT32_MAX:
+        return int(key)
+    raise ValueError(f"the key {key!r:.40} is not a token id; use a string of digits")
+
+
+def _type_name(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+#: int32 [n], from a list or a blob.
+TokenIds = Annotated[Any, BeforeValidator(token_id_array)]
+#: float32 [n], from a list or a blob.
+Logprobs = Annotated[Any, BeforeValidator(logprob_array)]
+VersionRunList = Annotated[Any, BeforeValidator(version_runs)]
+LogitBias = Annotated[Any, BeforeValidator(bias_map)]
+Seed = Annotated[int, Field(ge=0, lt=SEED_END)]

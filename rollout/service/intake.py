@@ -1,0 +1,203 @@
+"""From a `generate` message to the engine's request: everything that depends on the model and the settings.
+
+`check` needs only the message and is cheap; `build` comes after the prompt's token ids are known. Both raise
+`ServiceError` naming the field.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollout.config import ServiceSettings
+from rollout.engine.types import Prior, Request, RequestKey, SamplingParams, StopParams
+from rollout.service.columns import TokenColumns
+from rollout.service.errors import ServiceError, bad_request
+from rollout.service.requests import ContinueFrom, Generate, Sampling
+from rollout.service.text import TextCodec
+
+_MIN_DEADLINE_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the service knows of the model."""
+
+    name: str
+    vocab_size: int
+    max_context_tokens: int
+    eos_ids: tuple[int, ...] = ()
+
+
+class Intake:
+    """Checks `generate` messages and turns them into engine requests."""
+
+    def __init__(
+        self, settings: ServiceSettings, model: ServedModel, text: TextCodec | None, stop_check_every: int
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._text = text
+        self._stop_check_every = stop_check_every
+
+    def check(self, message: Generate) -> None:
+        """Everything that can be refused before a prompt is tokenized."""
+        if message.n > self._settings.max_n:
+            raise bad_request(f"set 'n' to at most {self._settings.max_n}, or send several requests", "n")
+        if isinstance(message.prompt, np.ndarray):
+            self._check_prompt(message.prompt, "prompt")
+        if message.needs_text:
+            self._check_text(message)
+        self._check_vocabulary(message)
+        known = len(message.continue_from.token_ids) if message.continue_from else 0
+        if message.max_tokens is not None:
+            if message.max_tokens <= known:
+                raise bad_request(
+                    f"'max_tokens' counts the {known} tokens of 'continue_from'; set it to more than that", "max_tokens"
+                )
+            if message.stop.min_tokens > message.max_tokens:
+                raise bad_request("'stop.min_tokens' is more than 'max_tokens'; lower it", "stop.min_tokens")
+
+    def tokenize(self, message: Generate) -> np.ndarray:
+        """The prompt's token ids, int32 [n]. Slow for a long text; touches nothing but the tokenizer."""
+        if isinstance(message.prompt, np.ndarray):
+            return message.prompt
+        assert self._text is not None
+        if message.messages is not None:
+            return self._text.encode_chat(message.messages, message.tools, message.chat_template_kwargs)
+        assert isinstance(message.prompt, str)
+        return self._text.encode(message.prompt)
+
+    def build(self, key: RequestKey, message: Generate, prompt: np.ndarray, elapsed_s: float) -> Request:
+        """The engine's request. `elapsed_s` of the deadline have gone by since the message came."""
+        self._check_prompt(prompt, "messages" if message.messages is not None else "prompt")
+        known = len(message.continue_from.token_ids) if message.continue_from else 0
+        return Request(
+            key=key,
+            prompt=prompt,
+            max_tokens=self._max_tokens(message, len(prompt), known),
+            n=message.n,
+            sampling=_sampling(message.sampling, message.continue_from),
+            stop=self._stop(message),
+            priority=message.priority,
+            deadline_s=None if message.deadline_s is None else max(message.deadline_s - elapsed_s, _MIN_DEADLINE_S),
+            stream_every=self._delta_every(message),
+            prior=Prior(message.continue_from.token_ids) if message.continue_from else None,
+        )
+
+    def _check_prompt(self, prompt: np.ndarray, field: str) -> None:
+        if len(prompt) == 0:
+            raise bad_request("the prompt is empty; send at least one token", field)
+        if len(prompt) > self._settings.max_prompt_tokens:
+            raise ServiceError(
+                "too_long",
+                f"the prompt has {len(prompt)} tokens; send at most {self._settings.max_prompt_tokens}",
+                field,
+            )
+        self._check_ids(prompt, field)
+
+    def _check_vocabulary(self, message: Generate) -> None:
+        if message.continue_from is not None:
+            self._check_ids(message.continue_from.token_ids, "continue_from.token_ids")
+        self._check_ids(np.array(message.stop.token_ids, np.int64), "stop.token_ids")
+        self._check_ids(np.array(list(message.sampling.logit_bias), np.int64), "sampling.logit_bias")
+        if message.sampling.top_k > self._model.vocab_size:
+            raise bad_request(
+                f"the vocabulary has {self._model.vocab_size} tokens; set 'top_k' to at most that, or 0",
+                "sampling.top_k",
+            )
+
+    def _check_ids(self, token_ids: np.ndarray, field: str) -> None:
+        if len(token_ids) and int(token_ids.max()) >= self._model.vocab_size:
+            raise bad_request(
+                f"token {int(token_ids.max())} is not in the model's vocabulary of {self._model.vocab_size}; "
+                "use ids of this model's tokenizer",
+                field,
+            )
+
+    def _check_text(self, message: Generate) -> None:
+        if self._text is None:
+            fields = {
+                "prompt": isinstance(message.prompt, str),
+                "messages": message.messages is not None,
+                "return_text": message.return_text,
+                "stop.strings": bool(message.stop.strings),
+            }
+            field = next(name for name, used in fields.items() if used)
+            raise bad_request("this model has no tokenizer; use token ids, and no text", field)
+        if message.messages is not None and not self._text.has_chat_template:
+            raise bad_request("this model has no chat template; send a 'prompt' instead", "messages")
+        self._text.check_stop_strings(message.stop.strings)
+
+    def _max_tokens(self, message: Generate, prompt_tokens: int, known: int) -> int:
+        room = self._model.max_context_tokens - prompt_tokens
+        if room <= known:
+            raise ServiceError(
+                "too_long",
+                f"the context of {self._model.max_context_tokens} tokens has no room after {prompt_tokens + known} "
+                "tokens; send a shorter prompt",
+                "messages" if message.messages is not None else "prompt",
+            )
+        if message.max_tokens is None:
+            if message.stop.min_tokens > room:
+                raise bad_request(f"the context has room for {room} tokens; lower 'stop.min_tokens'", "stop.min_tokens")
+            return room
+        if message.max_tokens > room:
+            raise ServiceError(
+                "too_long",
+                f"the prompt's {prompt_tokens} tokens leave room for {room} in the context of "
+                f"{self._model.max_context_tokens}; set 'max_tokens' to at most that",
+                "max_tokens",
+            )
+        return message.max_tokens
+
+    def _stop(self, message: Generate) -> StopParams:
+        eos = () if message.stop.ignore_eos else self._model.eos_ids
+        return StopParams(
+            token_ids=tuple(dict.fromkeys((*eos, *message.stop.token_ids))),
+            strings=tuple(dict.fromkeys(message.stop.strings)),
+            min_tokens=message.stop.min_tokens,
+        )
+
+    def _delta_every(self, message: Generate) -> int:
+        """How often the engine tells of new tokens: as often as a chunk or the search for stop strings needs it."""
+        wanted = [message.stream_every] if message.stream == "tokens" else []
+        if message.stop.strings:
+            wanted.append(self._stop_check_every)
+        return min(wanted, default=0)
+
+
+def prior_columns(prior: ContinueFrom | None) -> TokenColumns:
+    """Columns that begin with the tokens of `continue_from`: NaN and version -1 where it does not say."""
+    columns = TokenColumns()
+    if prior is not None and len(prior.token_ids):
+        unknown = np.full(len(prior.token_ids), np.nan, np.float32)
+        columns.extend(
+            prior.token_ids,
+            unknown if prior.logprobs is None else prior.logprobs,
+            unknown if prior.raw_logprobs is None else prior.raw_logprobs,
+            None,
+            [(-1, len(prior.token_ids))] if prior.versions is None else prior.versions,
+        )
+        columns.mark_drawn_unknown()
+    return columns
+
+
+def _sampling(sampling: Sampling, prior: ContinueFrom | None) -> SamplingParams:
+    if prior is not None:
+        seed = prior.seed
+    else:
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        seed=seed,
+    )

@@ -1,0 +1,104 @@
+"""Headers of replies, as `docs/protocol.md` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.engine.types import EngineStatus, RequestDone
+from rollout.service.errors import ServiceError
+from rollout.service.intake import ServedModel
+from trainer_bridge.wire import PROTOCOL_VERSION
+
+
+def ok_reply(request_id: str) -> dict[str, Any]:
+    """It is done."""
+    return _header("ok", request_id)
+
+
+def error_reply(request_id: str, error: ServiceError) -> dict[str, Any]:
+    """It was refused, or failed."""
+    reply = _header("error", request_id) | {"code": error.code, "message": str(error)}
+    if error.field is not None:
+        reply["field"] = error.field
+    if error.retry_after_s is not None:
+        reply["retry_after_s"] = error.retry_after_s
+    return reply
+
+
+def chunk_reply(request_id: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """New tokens of one completion."""
+    return _header("chunk", request_id) | fields
+
+
+def result_reply(
+    request_id: str,
+    done: RequestDone,
+    completions: list[dict[str, Any]],
+    *,
+    seed: int,
+    worker: str,
+    metadata: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """All completions of a request, and what it took."""
+    reply = _header("result", request_id) | {
+        "completions": completions,
+        "prompt_tokens": done.prompt_tokens,
+        "cached_tokens": done.cached_tokens,
+        "preemptions": done.preemptions,
+        "timing": {
+            "queued_s": done.queued_s,
+            "prefill_s": done.prefill_s,
+            "decode_s": done.decode_s,
+            "total_s": done.total_s,
+        },
+        "seed": seed,
+        "worker": worker,
+    }
+    if metadata is not None:
+        reply["metadata"] = metadata
+    return reply
+
+
+def status_reply(
+    request_id: str,
+    status: EngineStatus,
+    model: ServedModel,
+    *,
+    draining: bool,
+    preparing: int,
+    max_queue: int,
+    worker: str,
+    capabilities: Sequence[str],
+    weights_endpoint: str | None,
+) -> dict[str, Any]:
+    """How the worker is. `preparing` requests are with the tokenizer and count as waiting."""
+    return _header("status", request_id) | {
+        "model": model.name,
+        "worker": worker,
+        "state": "draining" if draining else status.state,
+        "weights_version": status.weights_version,
+        "weights_endpoint": weights_endpoint,
+        "rows": {"running": status.rows_running, "max": status.rows_max},
+        "queue": {"waiting": status.queue_waiting + preparing, "max": status.queue_max or max_queue},
+        "pages": {
+            "free": status.pages_free,
+            "cached": status.pages_cached,
+            "used": status.pages_used,
+            "total": status.pages_total,
+        },
+        "slots": {"in_flight": status.slots_in_flight},
+        "tokens_per_s": status.tokens_per_s,
+        "gpu_active_pct": status.gpu_active_pct,
+        "reclaimed": status.reclaimed,
+        "preemptions": status.preemptions,
+        "uptime_s": status.uptime_s,
+        "capabilities": list(capabilities),
+        "max_context_tokens": model.max_context_tokens,
+        "vocab_size": model.vocab_size,
+        "eos_ids": list(model.eos_ids),
+    }
+
+
+def _header(op: str, request_id: str) -> dict[str, Any]:
+    return {"v": PROTOCOL_VERSION, "op": op, "id": request_id}

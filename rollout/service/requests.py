@@ -1,0 +1,276 @@
+"""The headers that a client may send, as strict models: one class for each `op`.
+
+`parse_request` is the only way in. It answers whatever a header may hold with a model or a `ServiceError` that names
+the field; a key that is not declared here is an error. Nothing in here knows the model or the settings: what depends
+on them (vocabulary, context, `max_n`) is checked in `intake`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from rollout.service.errors import ServiceError, bad_request
+from rollout.service.fields import INT32_MAX, LogitBias, Logprobs, Seed, TokenIds, VersionRunList, token_id_array
+from trainer_bridge.wire import MAX_ID_CHARS, PROTOCOL_VERSION
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 256
+MIN_TEMPERATURE = 1e-3
+
+#: Ops of the protocol that this worker does not offer.
+LATER_OPS = ("attach", "ack", "sleep", "wake", "report", "trace")
+#: Fields of `generate` that this worker does not offer, with the one value that asks for nothing.
+LATER_GENERATE_FIELDS: dict[str, Any] = {
+    "logprobs": 0,
+    "prompt_logprobs": False,
+    "min_complete": None,
+    "return_routing": False,
+    "constraint": None,
+    "adapter": None,
+    "session": None,
+    "session_lease_s": None,
+    "min_version": None,
+    "max_version_span": None,
+    "detached": False,
+}
+
+
+def _prompt(value: Any) -> str | np.ndarray:
+    return value if isinstance(value, str) else token_id_array(value)
+
+
+def _temperature(value: Any) -> Any:
+    if type(value) in (int, float) and 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"use 0 for greedy, or at least {MIN_TEMPERATURE}")
+    return value
+
+
+Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+
+
+class Header(_Strict):
+    """What every request has."""
+
+    v: Literal[1]
+    op: str
+    id: Id
+    client: Id | None = None
+
+
+class Sampling(_Strict):
+    """How tokens are drawn."""
+
+    temperature: Annotated[Number, BeforeValidator(_temperature)] = Field(1.0, ge=0, le=100)
+    top_p: Number = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, le=INT32_MAX)
+    min_p: Number = Field(0.0, ge=0, le=1)
+    repetition_penalty: Number = Field(1.0, ge=0.01, le=100)
+    presence_penalty: Number = Field(0.0, ge=-100, le=100)
+    frequency_penalty: Number = Field(0.0, ge=-100, le=100)
+    logit_bias: LogitBias = Field(default_factory=dict)
+    seed: Seed | None = None
+
+
+class Stop(_Strict):
+    """What ends a completion early."""
+
+    token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
+    strings: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
+        default_factory=list, max_length=MAX_STOP_STRINGS
+    )
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, le=INT32_MAX)
+
+
+class ContinueFrom(_Strict):
+    """An earlier partial completion. `logprobs` and the others are as long as `token_ids`, where given."""
+
+    token_ids: TokenIds
+    seed: Seed
+    logprobs: Logprobs | None = None
+    raw_logprobs: Logprobs | None = None
+    versions: VersionRunList | None = None
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> ContinueFrom:
+        tokens = len(self.token_ids)
+        for name in ("logprobs", "raw_logprobs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != tokens:
+                raise ValueError(f"'{name}' has {len(values)} entries and 'token_ids' {tokens}; send as many of both")
+        if self.versions is not None and sum(count for _, count in self.versions) != tokens:
+            raise ValueError(f"the counts in 'versions' must add up to the {tokens} of 'token_ids'")
+        return self
+
+
+class Generate(Header):
+    """One prompt, `n` completions."""
+
+    op: Literal["generate"]
+    prompt: Annotated[Any, BeforeValidator(_prompt)] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    n: int = Field(1, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
+    sampling: Sampling = Field(default_factory=Sampling)
+    stop: Stop = Field(default_factory=Stop)
+    stream: Literal[False, "tokens", "completions"] = False
+    stream_every: int = Field(64, ge=1, le=INT32_MAX)
+    return_text: bool = False
+    continue_from: ContinueFrom | None = None
+    priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
+    deadline_s: Number | None = Field(None, gt=0)
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def needs_text(self) -> bool:
+        """True if the request cannot be served without a tokenizer."""
+        return bool(isinstance(self.prompt, str) or self.messages is not None or self.return_text or self.stop.strings)
+
+
+class Cancel(Header):
+    """End a request with what it has."""
+
+    op: Literal["cancel"]
+    target: Id
+
+
+class Status(Header):
+    """Ask how the worker is."""
+
+    op: Literal["status"]
+
+
+class Ping(Header):
+    """Ask whether the worker answers."""
+
+    op: Literal["ping"]
+
+
+class Pause(Header):
+    """Launch nothing until `resume`."""
+
+    op: Literal["pause"]
+    mode: Literal["keep", "abort"] = "keep"
+
+
+class Resume(Header):
+    """Launch again."""
+
+    op: Literal["resume"]
+
+
+class Shutdown(Header):
+    """End the worker."""
+
+    op: Literal["shutdown"]
+    mode: Literal["drain", "now"] = "drain"
+
+
+class Weights(Header):
+    """A control message of the weight bridge; its other fields are the bridge's own and checked there."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    op: Literal["weights"]
+
+
+AnyRequest = Generate | Cancel | Status | Ping | Pause | Resume | Shutdown | Weights
+
+_OPS: dict[str, type[AnyRequest]] = {
+    "generate": Generate,
+    "cancel": Cancel,
+    "status": Status,
+    "ping": Ping,
+    "pause": Pause,
+    "resume": Resume,
+    "shutdown": Shutdown,
+    "weights": Weights,
+}
+
+
+def parse_request(header: dict[str, Any]) -> AnyRequest:
+    """The model of a decoded header. Raises `ServiceError` (`bad_message` for a wrong `v`, else `bad_request`)."""
+    version = header.get("v")
+    if type(version) is not int or version != PROTOCOL_VERSION:
+        raise ServiceError("bad_message", f"set 'v' to {PROTOCOL_VERSION}, the protocol version of this worker", "v")
+    op = header.get("op")
+    if isinstance(op, str) and op in LATER_OPS:
+        raise bad_request(f"this worker does not offer '{op}'; 'capabilities' in its status lists what it does", "op")
+    if not isinstance(op, str) or op not in _OPS:
+        raise bad_request(f"set 'op' to one of {', '.join(_OPS)}", "op")
+    if op == "generate":
+        header = _without_later_fields(header)
+    try:
+        request = _OPS[op].model_validate(header)
+    except ValidationError as error:
+        raise _first_error(error) from None
+    if isinstance(request, Generate):
+        _check_generate(request)
+    return request
+
+
+def _without_later_fields(header: dict[str, Any]) -> dict[str, Any]:
+    for name, default in LATER_GENERATE_FIELDS.items():
+        value = header.get(name, default)
+        if type(value) is not type(default) or value != default:
+            raise bad_request(
+                f"this worker does not offer '{name}'; leave it out ('capabilities' in its status lists what it does)",
+                name,
+            )
+    return {key: value for key, value in header.items() if key not in LATER_GENERATE_FIELDS}
+
+
+def _check_generate(request: Generate) -> None:
+    """What no single field shows."""
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_request("send exactly one of 'prompt' and 'messages'", "prompt")
+    if request.messages is None:
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(request, name) is not None:
+                raise bad_request(f"'{name}' goes with 'messages'; leave it out or send messages", name)
+    else:
+        _check_messages(request.messages)
+    if request.continue_from is not None:
+        if request.n != 1:
+            raise bad_request("'continue_from' continues one completion; set 'n' to 1", "n")
+        if request.sampling.seed not in (None, request.continue_from.seed):
+            raise bad_request(
+                "'continue_from.seed' decides the random numbers; leave 'sampling.seed' out", "sampling.seed"
+            )
+
+
+def _check_messages(messages: list[dict[str, Any]]) -> None:
+    if not messages:
+        raise bad_request("'messages' is empty; send at least one message", "messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise bad_request("each message needs a 'role', a string", f"messages.{i}.role")
+
+
+def _first_error(error: ValidationError) -> ServiceError:
+    first: ErrorDetails = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    match first["type"]:
+        case "missing":
+            text = f"the field '{field}' is missing; add it"
+        case "extra_forbidden":
+            text = f"the field '{field}' is unknown to this worker; leave it out"
+        case "value_error":
+            text = f"change '{field}': {first['msg'].removeprefix('Value error, ')}"
+        case _:
+            message = first["msg"].replace("dictionary", "map")
+            for noun in ("Input", "String", "List"):
+                message = message.replace(f"{noun} should", "it should")
+            text = f"change '{field}': {message}"
+    return bad_request(text, field)

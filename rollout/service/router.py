@@ -1,0 +1,32 @@
+"""How the request socket is set up."""
+
+from __future__ import annotations
+
+import zmq
+
+from rollout.config import ServiceSettings
+
+SEND_HWM = 256  # messages in the pipe of one connection, before its backlog
+_HEARTBEATS_MISSED = 3
+
+
+def open_router(context: zmq.Context, settings: ServiceSettings) -> zmq.Socket:
+    """A bound ROUTER socket. Raises ValueError if the endpoint cannot be bound."""
+    socket = context.socket(zmq.ROUTER)
+    interval_ms = max(int(settings.heartbeat_s * 1000), 1)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to nobody is an error that we see
+    socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+    # Somewhat more than what is allowed, so that a message that is just too large is told so; far larger ones are cut
+    # off before they take memory.
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * settings.max_message_bytes)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEATS_MISSED * interval_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, min(_HEARTBEATS_MISSED * interval_ms, 6_553_500))
+    if "[" in settings.bind:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(settings.bind)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ValueError(f"cannot bind {settings.bind}: {error}; choose another 'service.bind'") from error
+    return socket

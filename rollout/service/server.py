@@ -1,0 +1,282 @@
+"""The service thread: a ROUTER socket for clients on one side, the engine's inbox and events on the other.
+
+    clients <== ROUTER ==> Server --Command--> inbox          one thread, one poll over two things:
+                             ^                                the socket, and the outbox that the
+                             +------ Outbox <--Event-- engine engine's loop and other threads fill
+
+The thread parses, checks and answers; it never waits for the engine, for a client or for a tokenizer. A message that
+is wrong is answered with an error, and a fault in handling one with `internal`: neither ends the thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+
+from rollout.config import ServiceSettings
+from rollout.engine.types import Command, Done, EngineStatus, Pause, Resume, Shutdown
+from rollout.service import requests
+from rollout.service.capabilities import WeightControl, default_capabilities
+from rollout.service.connections import Connections, Peer
+from rollout.service.errors import ServiceError, bad_request
+from rollout.service.generation import Generation
+from rollout.service.intake import Intake, ServedModel
+from rollout.service.outbox import Outbox
+from rollout.service.prepare import Preparer
+from rollout.service.replies import error_reply, ok_reply, status_reply
+from rollout.service.router import open_router
+from rollout.service.text import TextCodec
+from trainer_bridge.wire import PROTOCOL_VERSION, WireError, WireLimits, decode, encode, header_id, split_envelope
+
+logger = logging.getLogger(__name__)
+
+_MESSAGES_A_ROUND = 64  # then events get their turn
+_BACKLOG_POLL_MS = 5
+_LINGER_S = 2.0
+
+
+class Server:
+    """Serves the protocol on a thread of its own between `start` and `stop`.
+
+    The engine's loop takes commands from `inbox` and hands events to `outbox.put`. `status` returns the engine's
+    latest snapshot; it is called on the service thread.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        model: ServedModel,
+        *,
+        inbox: SimpleQueue[Command],
+        status: Callable[[], EngineStatus],
+        text: TextCodec | None = None,
+        receiver: WeightControl | None = None,
+        worker_name: str = "",
+        capabilities: Sequence[str] | None = None,
+        stop_check_every: int = 4,
+    ) -> None:
+        self.outbox = Outbox()
+        self.endpoint = ""
+        self.failed = False  # the thread ended by a fault of its own; the log says which
+        self._settings = settings
+        self._model = model
+        self._inbox = inbox
+        self._status = status
+        self._receiver = receiver
+        self._worker = worker_name
+        self._capabilities = default_capabilities(text, receiver) if capabilities is None else tuple(capabilities)
+        self._intake = Intake(settings, model, text, stop_check_every)
+        self._text = text
+        self._limits = WireLimits(
+            max_message_bytes=settings.max_message_bytes,
+            max_header_bytes=settings.max_header_bytes,
+            max_blobs=settings.max_blobs,
+        )
+        self._tokens = count(1)
+        self._controls: dict[int, Peer] = {}
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def alive(self) -> bool:
+        """True while the service thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Bind the socket and serve. Raises ValueError if the endpoint cannot be bound."""
+        assert self._thread is None, "a server starts once"
+        self._context = zmq.Context()
+        try:
+            self._socket = open_router(self._context, self._settings)
+        except ValueError:
+            self._context.term()
+            raise
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._connections = Connections(self._socket, self._settings.max_stream_buffer_bytes, self._connection_gone)
+        self._preparer = Preparer(self.outbox.post)
+        self._generation = Generation(
+            self._settings,
+            self._intake,
+            self._text,
+            inbox=self._inbox,
+            status=self._status,
+            connections=self._connections,
+            preparer=self._preparer,
+            worker=self._worker,
+        )
+        self._thread = threading.Thread(target=self._run, name="service", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 2 * _LINGER_S + 1) -> None:
+        """Send what the engine has handed over, answer what is left with `unavailable`, and end the thread."""
+        if self._thread is not None:
+            self.outbox.post(self._begin_stop)
+            self._thread.join(timeout_s)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self.outbox.fileno(), zmq.POLLIN)
+        try:
+            while not self._stopping:
+                poller.poll(_BACKLOG_POLL_MS if self._connections.has_backlog else None)
+                self._take_events()
+                self._take_messages()
+                self._connections.flush()
+            self._say_goodbye()
+        # The worker sees `failed`; this line says why.
+        except Exception:
+            self.failed = True
+            logger.critical("the service thread failed", exc_info=True)
+        finally:
+            self._preparer.close()
+            self._socket.close(linger=int(_LINGER_S * 1000))
+            self._context.term()
+            self.outbox.close()
+
+    def _take_events(self) -> None:
+        for item in self.outbox.drain():
+            if callable(item):
+                item()
+            elif isinstance(item, Done):
+                self._done(item)
+            else:
+                self._generation.handle(item)
+
+    def _take_messages(self) -> None:
+        for _ in range(_MESSAGES_A_ROUND):
+            try:
+                connection, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(connection, frames)
+
+    def _begin_stop(self) -> None:
+        self._stopping = True
+
+    def _say_goodbye(self) -> None:
+        gone = ServiceError("unavailable", "this worker has ended; send to another one")
+        self._generation.fail_all(gone)
+        for peer in self._controls.values():
+            self._send_error(peer, gone)
+        until = time.monotonic() + _LINGER_S
+        while self._connections.has_backlog and time.monotonic() < until:
+            self._connections.flush()
+            time.sleep(_BACKLOG_POLL_MS / 1000)
+
+    def _connection_gone(self, connection: bytes) -> None:
+        self._generation.connection_gone(connection)
+
+    # --- one message -------------------------------------------------------------------------------------------------
+
+    def _receive(self, connection: bytes, frames: list[bytes]) -> None:
+        """Handle a message; whatever is wrong with it becomes an error reply."""
+        delimiter, frames = split_envelope(frames)
+        peer = Peer(connection, delimiter, header_id(frames) or "")
+        try:
+            header = decode(frames, self._limits)
+            peer = Peer(connection, delimiter, _valid_id(header))
+            self._dispatch(peer, header, frames)
+        except WireError as error:
+            self._send_error(peer, ServiceError("bad_message", str(error)))
+        except ServiceError as error:
+            self._send_error(peer, error)
+        # A fault of ours must not end the service for others.
+        except Exception:
+            logger.exception("request %r failed in the service", peer.id)
+            self._send_error(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
+
+    def _dispatch(self, peer: Peer, header: dict[str, Any], frames: list[bytes]) -> None:
+        message = requests.parse_request(header)
+        client = f"client:{message.client}" if message.client is not None else f"connection:{peer.connection.hex()}"
+        match message:
+            case requests.Generate():
+                self._generation.generate(peer, client, message, _fingerprint(frames))
+            case requests.Cancel():
+                self._generation.cancel(peer, client, message)
+            case requests.Status():
+                self._reply(peer, self._status_reply(peer.id))
+            case requests.Ping():
+                self._reply(peer, ok_reply(peer.id))
+            case requests.Pause():
+                self._inbox.put(Pause(message.mode, self._control(peer)))
+            case requests.Resume():
+                self._inbox.put(Resume(self._control(peer)))
+            case requests.Shutdown():
+                self._generation.draining = True
+                self._inbox.put(Shutdown(message.mode, self._control(peer)))
+            case requests.Weights():
+                self._control_weights(peer, header)
+
+    def _control(self, peer: Peer) -> int:
+        """A token for a control command; its `Done` is answered to this peer."""
+        token = next(self._tokens)
+        self._controls[token] = peer
+        return token
+
+    def _done(self, event: Done) -> None:
+        peer = self._controls.pop(event.token, None)
+        if peer is not None:
+            self._reply(peer, ok_reply(peer.id))
+
+    def _control_weights(self, peer: Peer, header: dict[str, Any]) -> None:
+        if self._receiver is None:
+            raise bad_request("this worker takes no weights; start it with a weight receiver", "op")
+
+        def reply(answer: dict[str, Any]) -> None:
+            self.outbox.post(lambda: self._reply_weights(peer, answer))
+
+        self._receiver.control(header, reply)
+
+    def _reply_weights(self, peer: Peer, answer: dict[str, Any]) -> None:
+        op = "error" if "code" in answer else "ok"
+        self._reply(peer, {"op": op, **answer, "v": PROTOCOL_VERSION, "id": peer.id})
+
+    def _status_reply(self, request_id: str) -> dict[str, Any]:
+        return status_reply(
+            request_id,
+            self._status(),
+            self._model,
+            draining=self._generation.draining,
+            preparing=self._preparer.waiting,
+            max_queue=self._settings.max_queue,
+            worker=self._worker,
+            capabilities=self._capabilities,
+            weights_endpoint=self._receiver.endpoint if self._receiver is not None else None,
+        )
+
+    def _send_error(self, peer: Peer, error: ServiceError) -> None:
+        self._reply(peer, error_reply(peer.id, error))
+
+    def _reply(self, peer: Peer, header: dict[str, Any]) -> None:
+        try:
+            frames = encode(header)
+        except ValueError:
+            logger.exception("the reply to %r cannot be sent", peer.id)
+            frames = encode(error_reply(peer.id, ServiceError("internal", "a fault in the worker; its log has more")))
+        if not self._connections.send(peer, frames):
+            logger.error("the reply to %r is lost: its client does not read", peer.id)
+
+
+def _valid_id(header: dict[str, Any]) -> str:
+    found = header.get("id")
+    return found if isinstance(found, str) and 1 <= len(found) <= requests.MAX_ID_CHARS else ""
+
+
+def _fingerprint(frames: list[bytes]) -> bytes:
+    """Equal for messages with the same bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for frame in frames:
+        digest.update(len(frame).to_bytes(8, "little"))
+        digest.update(frame)
+    return digest.digest()

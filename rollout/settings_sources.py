@@ -1,0 +1,213 @@
+"""Where settings come from: a TOML file, then `ROLLOUT_*` environment variables, then flags; the later one wins.
+
+Invariants: a name that is not declared in `rollout.config` is an error, whatever its source; every error says which
+source it came from and what would be right. Values of a TOML file keep their TOML type (`"64"` is not a number there);
+values of the environment and of the command line are text, in which `none` leaves an optional setting out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from rollout.config import Settings
+
+ENV_PREFIX = "ROLLOUT_"
+#: The setting that the command line takes as its positional argument.
+POSITIONAL = "model.path"
+
+
+class SettingsError(ValueError):
+    """A setting that is unknown, of the wrong type or out of range. The message is one line and names the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting: where it is declared and how each source spells it."""
+
+    section: str | None  # None: a setting outside of the sections
+    name: str
+    flag: str  # "--max-rows", or "MODEL" for the positional argument
+    field: FieldInfo
+
+    @property
+    def path(self) -> str:
+        """`section.name`, as in TOML."""
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+    @property
+    def env(self) -> str:
+        """Name of the environment variable."""
+        return ENV_PREFIX + (f"{self.section}__{self.name}" if self.section else self.name).upper()
+
+    @property
+    def optional(self) -> bool:
+        """True if the setting may be absent."""
+        return type(None) in get_args(self.field.annotation)
+
+    @property
+    def choices(self) -> tuple[object, ...]:
+        """The allowed values, where they are a fixed list."""
+        return get_args(self.field.annotation) if get_origin(self.field.annotation) is Literal else ()
+
+
+@cache
+def setting_keys() -> tuple[Key, ...]:
+    """Every setting, in the order of declaration. A flag is the bare name, with the section in front on a clash."""
+    keys: list[Key] = []
+    taken = {"--config", "--help", "--version"}
+    for name, field in Settings.model_fields.items():
+        model = field.annotation
+        nested = model.model_fields if isinstance(model, type) and issubclass(model, BaseModel) else None
+        for key_name, key_field in nested.items() if nested is not None else [(name, field)]:
+            section = name if nested is not None else None
+            flag = "--" + key_name.replace("_", "-")
+            if f"{section}.{key_name}" == POSITIONAL:
+                flag = "MODEL"
+            elif flag in taken:
+                flag = f"--{section}-{key_name}".replace("_", "-")
+            assert flag not in taken, f"two settings share the flag {flag}"
+            taken.add(flag)
+            keys.append(Key(section, key_name, flag, key_field))
+    return tuple(keys)
+
+
+def sections() -> tuple[str, ...]:
+    """Names of the sections, in the order of declaration."""
+    return tuple(dict.fromkeys(key.section for key in setting_keys() if key.section))
+
+
+def hint(name: str, allowed: Iterable[str]) -> str:
+    """`; did you mean X?` if an allowed name is near, then the allowed ones; for the end of a message."""
+    names = list(allowed)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return (f"; did you mean {near[0]}?" if near else ";") + f" allowed: {', '.join(names)}"
+
+
+def load_settings(config_file: str | Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Settings:
+    """Settings of one worker from all their sources.
+
+    Args:
+        config_file: TOML file, or None.
+        environ: the environment; only names that start with `ROLLOUT_` are looked at.
+        flags: `section.key` (or `key`, outside of sections) to text, or to a value of the setting's own type.
+
+    Raises:
+        SettingsError: the file cannot be read; a name is unknown; a value has the wrong type or is out of range, also
+            if a later source would have replaced it.
+    """
+    values: dict[str, Any] = {}
+    if config_file is not None:
+        values |= _from_file(Path(config_file))
+    values |= _from_environ(environ)
+    values |= _from_flags(flags)
+    nested: dict[str, Any] = {section: {} for section in sections()}
+    for key in setting_keys():
+        if key.path in values:
+            (nested[key.section] if key.section else nested)[key.name] = values[key.path]
+    try:
+        return Settings.model_validate(nested)
+    except ValidationError as error:  # a rule that spans several settings
+        raise SettingsError(f"settings: {_reason(error)}") from error
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not a TOML file: {error}") from error
+    by_path = {key.path: key for key in setting_keys()}
+    outer = [*sections(), *(key.name for key in setting_keys() if key.section is None)]
+    found: dict[str, Any] = {}
+    for name, value in document.items():
+        if name not in outer:
+            raise SettingsError(f"{path}: unknown section or setting {name}{hint(name, outer)}")
+        if name not in sections():
+            found[name] = _typed(by_path[name], value, str(path))
+            continue
+        if not isinstance(value, dict):
+            raise SettingsError(f"{path}: {name} is a section; write its settings under [{name}]")
+        allowed = [key.name for key in setting_keys() if key.section == name]
+        for inner, inner_value in value.items():
+            if inner not in allowed:
+                raise SettingsError(f"{path}: unknown setting {name}.{inner}{hint(inner, allowed)}")
+            found[f"{name}.{inner}"] = _typed(by_path[f"{name}.{inner}"], inner_value, str(path))
+    return found
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    by_env = {key.env: key for key in setting_keys()}
+    found: dict[str, Any] = {}
+    for name in sorted(environ):
+        if not name.startswith(ENV_PREFIX):
+            continue
+        source = f"environment variable {name}"
+        if name not in by_env:
+            raise SettingsError(f"{source}: unknown setting{hint(name, by_env)}")
+        found[by_env[name].path] = _from_text(by_env[name], environ[name], source)
+    return found
+
+
+def _from_flags(flags: Mapping[str, object]) -> dict[str, Any]:
+    by_path = {key.path: key for key in setting_keys()}
+    found: dict[str, Any] = {}
+    for path, value in flags.items():
+        if path not in by_path:
+            raise SettingsError(f"flags: unknown setting {path}{hint(path, by_path)}")
+        key = by_path[path]
+        found[path] = (_from_text if isinstance(value, str) else _typed)(key, value, f"flag {key.flag}")
+    return found
+
+
+def _from_text(key: Key, text: Any, source: str) -> Any:
+    if key.optional and text.lower() == "none":
+        return None
+    if key.choices:
+        return _typed(key, {str(choice): choice for choice in key.choices}.get(text, text), source)
+    try:
+        value = _adapter(key).validate_strings(text)
+    except ValidationError as error:
+        raise _bad_value(key, text, source, _reason(error)) from error
+    return _finite(key, value, source)
+
+
+def _typed(key: Key, value: Any, source: str) -> Any:
+    if key.choices and not any(type(value) is type(choice) and value == choice for choice in key.choices):
+        raise _bad_value(key, value, source, "must be one of " + ", ".join(map(str, key.choices)))
+    try:
+        return _finite(key, _adapter(key).validate_python(value, strict=True), source)
+    except ValidationError as error:
+        raise _bad_value(key, value, source, _reason(error)) from error
+
+
+def _finite(key: Key, value: Any, source: str) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _bad_value(key, value, source, "must be a finite number")
+    return value
+
+
+def _adapter(key: Key) -> TypeAdapter[Any]:
+    constrained: Any = Annotated[key.field.annotation, key.field]
+    return TypeAdapter(constrained)
+
+
+def _reason(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    reason = first["msg"].replace("Input should", "should")
+    return f"{place} {reason}" if place else reason
+
+
+def _bad_value(key: Key, value: object, source: str, reason: str) -> SettingsError:
+    return SettingsError(f"{source}: {key.path} = {value!r}: {reason} ({key.field.description})")

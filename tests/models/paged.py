@@ -1,0 +1,80 @@
+"""A minimal driver of a model over the paged cache: what the engine does, without an engine."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from rollout.models import AttentionBatch, Chunk, Decoder, KVCache
+
+
+class PagedRunner:
+    """Rows with pages in shuffled order; unwritten cache is filled with values that would show if they were read."""
+
+    def __init__(self, model: Decoder, rows: int, max_tokens: int, page_size: int = 7, seed: int = 0) -> None:
+        self.model, self.page_size = model, page_size
+        self.width = -(-max_tokens // page_size)
+        pages = list(range(1, rows * self.width + 1))
+        random.Random(seed).shuffle(pages)
+        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, torch.float32, "cpu")
+        for cache in (*self.kv.k, *self.kv.v):
+            cache.fill_(50.0)
+        self.tables = [pages[row * self.width : (row + 1) * self.width] for row in range(rows)]
+        self.lengths = [0] * rows
+        self.decode_position_shift = 0
+
+    def prefill(self, pieces: dict[int, list[int]]) -> dict[int, torch.Tensor]:
+        """Append tokens to rows in one step; returns the logits of each token."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        chunks: list[Chunk] = []
+        for row, ids in pieces.items():
+            start = self.lengths[row]
+            self.lengths[row] += len(ids)
+            chunks.append(Chunk(len(tokens), len(ids), self.lengths[row]))
+            tokens += ids
+            positions += range(start, self.lengths[row])
+            slots += [self._slot(row, position) for position in range(start, self.lengths[row])]
+        logits = self._run(tokens, positions, slots, list(pieces), tuple(chunks))
+        return {row: logits[c.query_start : c.query_start + c.query_len] for row, c in zip(pieces, chunks, strict=True)}
+
+    def decode(self, step: dict[int, int], padding: int = 0) -> dict[int, torch.Tensor]:
+        """Append one token to each row of `step`, with padding rows after them; returns their logits."""
+        positions, slots = [], []
+        for row in step:
+            positions.append(self.lengths[row] + self.decode_position_shift)
+            slots.append(self._slot(row, self.lengths[row]))
+            self.lengths[row] += 1
+        blank = [0] * padding
+        logits = self._run([*step.values(), *blank], positions + blank, slots + blank, list(step), None, padding)
+        return dict(zip(step, logits, strict=False))
+
+    def _slot(self, row: int, position: int) -> int:
+        return self.tables[row][position // self.page_size] * self.page_size + position % self.page_size
+
+    def _run(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        slots: list[int],
+        rows: list[int],
+        chunks: tuple[Chunk, ...] | None,
+        padding: int = 0,
+    ) -> torch.Tensor:
+        def ints(values: list) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32)
+
+        # Entries past a row's context point at the dump page, as in an engine that grows rows lazily.
+        used = [-(-self.lengths[row] // self.page_size) for row in rows]
+        tables = [self.tables[r][:n] + [0] * (self.width - n) for r, n in zip(rows, used, strict=True)]
+        batch = AttentionBatch(
+            positions_T=ints(positions),
+            kv_slots_T=ints(slots),
+            page_table_BP=ints(tables + [[0] * self.width] * padding),
+            context_lens_B=ints([self.lengths[row] for row in rows] + [0] * padding),
+            max_context=max(self.lengths[row] for row in rows),
+            chunks=chunks,
+        )
+        return self.model.compute_logits(self.model(ints(tokens), batch, self.kv))

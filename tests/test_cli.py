@@ -1,0 +1,330 @@
+"""The command line: quick, complete, and a line instead of a traceback.
+
+What a client command says to a worker is checked against a real ROUTER socket that answers with fixed replies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from rollout.cli import main
+from rollout.settings_sources import setting_keys
+from trainer_bridge import wire
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("torch", "transformers", "wandb", "zmq", "triton", "numpy", "rich", "msgpack", "matplotlib")
+
+
+def rollout(*arguments: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUT_")}
+    return subprocess.run(
+        [sys.executable, "-m", "rollout", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean | {"PYTHONPATH": paths, "COLUMNS": "200"} | (environ or {}),
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["serve", "--help"],
+        ["status", "--help"],
+        ["generate", "--help"],
+        ["bench", "--help"],
+        ["bench", "nothing"],
+        ["serve", "model", "--no-such-flag"],
+        ["serve", "model", "--max-rows", "many"],
+        ["serve"],
+        ["generate", "tcp://127.0.0.1:1"],
+        ["nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported_for_help_or_a_wrong_command_line(arguments):
+    script = f"""
+import sys
+from rollout.cli import main
+try:
+    main({arguments!r})
+except SystemExit:
+    pass
+print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+"""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUT_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environ | {"PYTHONPATH": paths}
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_serve_help_shows_every_setting_with_its_description():
+    done = rollout("serve", "--help")
+    assert done.returncode == 0
+    shown = " ".join(done.stdout.split())
+    for key in setting_keys():
+        assert key.flag in shown
+        assert " ".join((key.field.description or "").split()) in shown
+
+
+def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
+    taken = {}
+
+    def parse(*arguments: str) -> None:
+        from rollout.cli import build_parser
+
+        taken.clear()
+        taken.update(vars(build_parser().parse_args(["serve", *arguments])))
+
+    for key in setting_keys():
+        if key.flag == "MODEL":
+            parse("folder")
+            assert taken[key.path] == "folder"
+        elif key.field.annotation is bool:
+            parse(key.flag)
+            assert taken[key.path] is True
+            parse("--no-" + key.flag[2:])
+            assert taken[key.path] is False
+        else:
+            parse(key.flag, "x")
+            assert taken[key.path] == "x"
+        assert [other.path for other in setting_keys() if other.path in taken] == [key.path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve"], "no model"),
+        (["serve", "m", "--max-row", "3"], "did you mean --max-rows?"),
+        (["serve", "m", "--max-rows"], "expected one argument"),
+        (["serve", "m", "--max-rows", "0"], "flag --max-rows: engine.max_rows = '0'"),
+        (["serve", "m", "--pipeline-depth", "3"], "must be one of 1, 2"),
+        (["serve", "m", "--config", "/nowhere.toml"], "cannot read the settings file /nowhere.toml"),
+        (["generate", "tcp://127.0.0.1:1", "--token-ids", "1,x"], "--token-ids takes integers"),
+        (["generate", "tcp://127.0.0.1:1", "--prompt", "a", "--token-ids", "1"], "not allowed with"),
+        (["generate", "tcp://127.0.0.1:1", "--messages", "/nowhere.json"], "cannot read --messages /nowhere.json"),
+        (["generate", "tcp://127.0.0.1:1", "--prompt", "a", "--n", "two"], "invalid int value"),
+        (["status", "nonsense"], "not a ZeroMQ endpoint"),
+        (["status", "tcp://127.0.0.1:1", "--timeout-s", "0"], "more than 0"),
+        (["bench"], "bookkeeping, pipeline, memory"),
+        (["bench", "speed"], "unknown benchmark speed"),
+        ([], "COMMAND"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_line_is_one_line_and_status_2(arguments, says, capsys, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("ROLLOUT_"):
+            monkeypatch.delenv(name)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert says in captured.err
+    assert captured.err.startswith("rollout: ") and captured.err.count("\n") == 1
+
+
+def test_unknown_environment_variable_ends_serve_with_status_2():
+    done = rollout("serve", "m", environ={"ROLLOUT_ENGINE__MAXROWS": "3"})
+    assert done.returncode == 2
+    assert "ROLLOUT_ENGINE__MAX_ROWS" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_version_is_the_one_of_the_distribution():
+    done = rollout("--version")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (done.returncode, done.stdout) == (0, f"rollout {version}\n")
+
+
+def test_rollout_cli_module_is_the_command_too():
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout.cli", "--version"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert done.stdout.startswith("rollout ")
+
+
+def test_a_worker_that_is_not_there_is_one_line_and_status_1(capsys):
+    assert main(["status", "tcp://127.0.0.1:9", "--timeout-s", "0.2"]) == 1
+    error = capsys.readouterr().err
+    assert "tcp://127.0.0.1:9" in error and error.count("\n") == 1
+
+
+# --- client commands -------------------------------------------------------------------------------------------------
+
+STATUS = {
+    "op": "status",
+    "model": "tiny",
+    "state": "serving",
+    "weights_version": 3,
+    "rows": {"running": 2, "max": 8},
+    "tokens_per_s": 12.345,
+    "capabilities": ["[n]", "stream"],
+}
+
+
+def completion(tokens: list[int], **fields: object) -> dict:
+    values = np.linspace(-1, -0.5, len(tokens), dtype=np.float32)
+    return {
+        "index": 0,
+        "token_ids": np.array(tokens, np.int32),
+        "logprobs": values,
+        "raw_logprobs": values,
+        "versions": [[3, len(tokens)]],
+        "finish_reason": "length",
+        "seed": 1,
+    } | fields
+
+
+def result(*completions: dict) -> dict:
+    return {
+        "op": "result",
+        "completions": list(completions),
+        "prompt_tokens": 2,
+        "cached_tokens": 0,
+        "timing": {"queued_s": 0.0, "prefill_s": 0.0, "decode_s": 0.1, "total_s": 0.1},
+        "preemptions": 0,
+    }
+
+
+class Answering:
+    """A ROUTER socket that answers each request with a fixed list of replies, and keeps what it was asked."""
+
+    def __init__(self, *replies: dict) -> None:
+        self.asked: list[dict] = []
+        self._replies = replies
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            who, *frames = self._socket.recv_multipart()
+            envelope = [who, b""] if frames[0] == b"" else [who]
+            header = wire.decode(frames[len(envelope) - 1 :])
+            self.asked.append(header)
+            if header["op"] == "ping":
+                return
+            if header["op"] in ("status", "generate"):
+                for reply in self._replies:
+                    self._socket.send_multipart([*envelope, *wire.encode({"v": 1, "id": header["id"], **reply})])
+
+    def close(self) -> None:
+        with self._context.socket(zmq.DEALER) as socket:  # ends the thread
+            socket.connect(self.endpoint)
+            socket.send_multipart(wire.encode({"op": "ping"}))
+            self._thread.join(10)
+        self._socket.close(0)
+        self._context.term()
+
+
+@contextmanager
+def answering(*replies: dict) -> Iterator[Answering]:
+    worker = Answering(*replies)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def test_status_shows_a_table(capsys):
+    with answering(STATUS) as worker:
+        assert main(["status", worker.endpoint]) == 0
+    shown = capsys.readouterr().out
+    assert "serving" in shown and "running 2  max 8" in shown and "12.3" in shown and "[n], stream" in shown
+
+
+def test_status_as_json_is_one_object(capsys):
+    with answering(STATUS) as worker:
+        assert main(["status", worker.endpoint, "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status == {name: value for name, value in STATUS.items() if name != "op"}
+
+
+def test_generate_sends_what_the_flags_say(capsys):
+    flags = ["--prompt", "17:", "--n", "2", "--max-tokens", "8", "--temperature", "0.5", "--seed", "9", "--stop", "x"]
+    with answering(result(completion([5, 6], text="18"), completion([7], index=1, text="19"))) as worker:
+        assert main(["generate", worker.endpoint, *flags, "--stop", "y", "--ignore-eos"]) == 0
+    asked = next(header for header in worker.asked if header["op"] == "generate")
+    assert (asked["prompt"], asked["n"], asked["max_tokens"], asked["return_text"]) == ("17:", 2, 8, True)
+    assert asked["sampling"] == {"temperature": 0.5, "seed": 9}
+    assert asked["stop"] == {"strings": ["x", "y"], "ignore_eos": True}
+    captured = capsys.readouterr()
+    assert captured.out == "18\n19\n"
+    assert "[completion 1: 1 tokens, length, weights version 3]" in captured.err
+
+
+def test_generate_takes_token_ids_and_prints_token_ids(capsys):
+    with answering(result(completion([5, 6]))) as worker:
+        assert main(["generate", worker.endpoint, "--token-ids", "1, 2 3"]) == 0
+    asked = next(header for header in worker.asked if header["op"] == "generate")
+    assert list(asked["prompt"]) == [1, 2, 3] and asked["return_text"] is False
+    assert capsys.readouterr().out == "5 6\n"
+
+
+def test_generate_takes_messages_from_a_file(tmp_path, capsys):
+    messages = [{"role": "user", "content": "count"}]
+    path = tmp_path / "messages.json"
+    path.write_text(json.dumps(messages))
+    with answering(result(completion([5], text="a"))) as worker:
+        assert main(["generate", worker.endpoint, "--messages", str(path)]) == 0
+    asked = next(header for header in worker.asked if header["op"] == "generate")
+    assert asked["messages"] == messages and "prompt" not in asked
+    path.write_text('{"role": "user"}')
+    assert main(["generate", "tcp://127.0.0.1:1", "--messages", str(path)]) == 2
+
+
+def test_generate_as_json_has_tokens_logprobs_and_versions(capsys):
+    with answering(result(completion([5, 6], text="18"))) as worker:
+        assert main(["generate", worker.endpoint, "--prompt", "17:", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["token_ids"], shown["versions"], shown["logprobs"]) == ([5, 6], [[3, 2]], [-1.0, -0.5])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_generate_streams_chunks_in_order(as_json, capsys):
+    whole = completion([5, 6, 7], text="18 19")
+    first = completion([5], text="18 ", finish_reason=None) | {"op": "chunk", "offset": 0}
+    second = completion([6, 7], text="19") | {"op": "chunk", "offset": 1}
+    with answering(first, second, result(whole)) as worker:
+        flags = ["--prompt", "17:", "--stream", *(["--json"] if as_json else [])]
+        assert main(["generate", worker.endpoint, *flags]) == 0
+    asked = next(header for header in worker.asked if header["op"] == "generate")
+    assert asked["stream"] == "tokens"
+    captured = capsys.readouterr()
+    if as_json:
+        lines = [json.loads(line) for line in captured.out.splitlines()]
+        assert [(line["offset"], line["token_ids"]) for line in lines] == [(0, [5]), (1, [6, 7])]
+    else:
+        assert captured.out == "18 19\n"
+    assert "3 tokens, length" in captured.err
+
+
+def test_an_error_of_the_worker_is_one_line_and_status_1(capsys):
+    refused = {"op": "error", "code": "too_long", "message": "prompt plus max_tokens is 99, the worker holds 64"}
+    with answering(refused) as worker:
+        assert main(["generate", worker.endpoint, "--prompt", "a"]) == 1
+    error = capsys.readouterr().err
+    assert "the worker holds 64" in error and error.count("\n") == 1

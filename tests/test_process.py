@@ -1,0 +1,64 @@
+"""A worker ends with the process that launched it; checked with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+CHILD = """
+import signal, sys, threading
+from rollout.process import exit_with_parent
+mode, pidfd = sys.argv[1], sys.argv[2] == "pidfd"
+if mode == "orderly":
+    signal.signal(signal.SIGTERM, lambda *_: (print("terminated", flush=True), sys.exit(0)))
+elif mode == "stubborn":
+    signal.signal(signal.SIGTERM, lambda *_: print("refused", flush=True))
+# With a pidfd nothing is polled: a second look would come after an hour.
+exit_with_parent(grace_s=0.2, poll_s=3600.0 if pidfd else 0.02, use_pidfd=pidfd)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+#: Launches CHILD from a thread that ends at once (which must not end the child), then lives until its stdin closes.
+PARENT = """
+import subprocess, sys, threading
+thread = threading.Thread(target=lambda: subprocess.Popen([sys.executable, "-c", sys.argv[1], *sys.argv[2:]]))
+thread.start()
+thread.join()
+sys.stdin.read()
+"""
+
+
+def start(mode: str, how: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", PARENT, CHILD, mode, how]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+
+
+def has_pidfd() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param("pidfd", marks=pytest.mark.skipif(not has_pidfd(), reason="no pidfds here")), "poll"]
+)
+@pytest.mark.parametrize(("mode", "last_words"), [("orderly", "terminated\n"), ("stubborn", "refused\n")])
+def test_child_ends_when_its_parent_is_killed(how, mode, last_words):
+    parent = start(mode, how)
+    assert parent.stdout is not None and parent.stdin is not None
+    assert parent.stdout.readline() == "ready\n"
+    parent.send_signal(signal.SIGKILL)
+    # stdout reaches its end only when the child, which holds the other end of the pipe, is gone too.
+    assert parent.stdout.read() == last_words
+    assert parent.wait() == -signal.SIGKILL
+    parent.stdin.close()
+    parent.stdout.close()

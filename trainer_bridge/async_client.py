@@ -1,0 +1,274 @@
+"""The asyncio client: `RolloutClient` with coroutines. Needs ZeroMQ, msgpack and numpy.
+
+    async with AsyncRolloutClient("tcp://127.0.0.1:5757") as client:
+        results = await asyncio.gather(*(client.generate(prompt, max_tokens=64) for prompt in prompts))
+
+The event loop watches the sockets' file descriptors. ZeroMQ signals on them only when something changes, so whatever
+touches a socket must empty it: every send is followed by a look at what has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Sequence
+from contextlib import aclosing, closing
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
+
+import zmq
+
+from trainer_bridge.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
+from trainer_bridge.call import Call
+from trainer_bridge.client_core import ClientCore
+from trainer_bridge.generate_request import GenerateFields, Prompt, plan_request
+from trainer_bridge.progress import Progress, report
+from trainer_bridge.results import Chunk, Completion, GenerateResult
+from trainer_bridge.stream import StreamView
+
+_Item = TypeVar("_Item", Chunk, Completion)
+_Value = TypeVar("_Value")
+
+
+class AsyncRolloutClient:
+    """As `RolloutClient`; belongs to one event loop. Any number of tasks may use it at once."""
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        client: str | None = None,
+        timeout_s: float | None = None,
+        connect_timeout_s: float = 30.0,
+    ) -> None:
+        self._core = ClientCore(endpoints, client, timeout_s, connect_timeout_s)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # --- generate -----------------------------------------------------------------------------------------------------
+
+    @overload
+    async def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal[False] = False, **fields: Unpack[GenerateFields]
+    ) -> GenerateResult: ...
+
+    @overload
+    async def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal["tokens"], **fields: Unpack[GenerateFields]
+    ) -> AsyncStream[Chunk]: ...
+
+    @overload
+    async def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal["completions"], **fields: Unpack[GenerateFields]
+    ) -> AsyncStream[Completion]: ...
+
+    async def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        stream: Literal[False, "tokens", "completions"] = False,
+        **fields: Unpack[GenerateFields],
+    ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
+        """Have `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
+
+        Returns the result or, with `stream`, an asynchronous iterator of chunks or completions. Cancelling the task
+        cancels the request at the worker.
+        """
+        self._bind()
+        call = self._core.generate(plan_request(prompt, fields, stream))
+        if stream == "tokens":
+            return AsyncStream(self, call, lambda chunk: chunk)
+        if stream == "completions":
+            return AsyncStream(self, call, lambda chunk: chunk.part)
+        await self._finish(call)
+        assert call.result is not None
+        return call.result
+
+    async def generate_many(
+        self,
+        requests: Iterable[BatchItem],
+        *,
+        progress: Progress = False,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        **common: Unpack[GenerateFields],
+    ) -> list[GenerateResult]:
+        """As `RolloutClient.generate_many`."""
+        results: dict[int, GenerateResult] = {}
+        plans = plan_batch(requests, common)
+        with report(progress, len(plans)) as advance:
+            async with aclosing(self._settle(plans, max_in_flight)) as outcomes:
+                async for settled in outcomes:
+                    results[settled.index] = settled.unwrap()
+                    advance(tokens_of(settled))
+        return [results[index] for index in range(len(plans))]
+
+    def generate_as_completed(
+        self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
+    ) -> AsyncGenerator[Settled, None]:
+        """As `RolloutClient.generate_as_completed`. Closing it (`contextlib.aclosing`) cancels the rest."""
+        return self._settle(plan_batch(requests, common), max_in_flight)
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    async def cancel(self, target: str, *, endpoint: str | None = None) -> None:
+        """As `RolloutClient.cancel`."""
+        self._bind()
+        calls = self._core.control("cancel", endpoint or self._core.holder(target), target=target)
+        await self._wait(self._core.until_cancelled(calls), calls)
+
+    async def status(self, endpoint: str | None = None) -> dict[str, Any]:
+        """How a worker is: `state`, `weights_version`, `rows`, `queue`, `pages`, ... as the protocol lists them."""
+        return (await self.control("status", endpoint=self._core.only_endpoint(endpoint)))[0]
+
+    async def statuses(self) -> dict[str, dict[str, Any]]:
+        """The status of every endpoint."""
+        return dict(zip(self._core.endpoints, await self.control("status"), strict=True))
+
+    async def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
+        """Return when the endpoint, or every one, has answered."""
+        await self.control("ping", endpoint=endpoint, timeout_s=timeout_s)
+
+    async def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
+        """Generate nothing until `resume`; `abort` also ends every request as cancelled."""
+        await self.control("pause", endpoint=endpoint, mode=mode)
+
+    async def resume(self, *, endpoint: str | None = None) -> None:
+        """Generate again after `pause`."""
+        await self.control("resume", endpoint=endpoint)
+
+    async def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
+        """End the worker, or all: after what it has (`drain`), or with what it has (`now`)."""
+        await self.control("shutdown", endpoint=endpoint, mode=mode)
+
+    async def control(
+        self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
+    ) -> list[dict[str, Any]]:
+        """Send any control message of the protocol to one endpoint or all; the replies in order of the endpoints."""
+        self._bind()
+        calls = self._core.control(op, endpoint, timeout_s, **fields)
+        for call in calls:
+            await self._wait(self._core.until_done(call), calls)
+        return [call.reply or {} for call in calls]
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All endpoints."""
+        return tuple(self._core.endpoints)
+
+    def forget_session(self, session: str) -> None:
+        """The session is over; were it to come back, its endpoint would be chosen anew."""
+        self._core.sessions.pop(session, None)
+
+    async def close(self) -> None:
+        """Cancel what is in flight and close the connections."""
+        self._core.close()
+        await asyncio.to_thread(self._core.term)
+
+    async def __aenter__(self) -> Self:
+        self._bind()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None:
+            raise RuntimeError("this client belongs to another event loop; make one for each loop")
+        self._loop = loop
+        self._core.on_sent = lambda place: loop.call_soon(self._core.absorb, place)
+        self._core.on_closing = self._unwatch
+        self._core.on_opened = self._watch
+        for place in range(len(self._core.connections)):
+            self._watch(place)
+
+    def _watch(self, place: int) -> None:
+        assert self._loop is not None
+        connection = self._core.connections[place]
+        for socket in (connection.socket, connection.monitor):
+            self._loop.add_reader(socket.get(zmq.FD), self._core.absorb, place)
+        self._loop.call_soon(self._core.absorb, place)
+
+    def _unwatch(self, place: int) -> None:
+        assert self._loop is not None
+        connection = self._core.connections[place]
+        for socket in (connection.socket, connection.monitor):
+            self._loop.remove_reader(socket.get(zmq.FD))
+
+    async def _wait(
+        self, waits: Generator[float | None, None, _Value], calls: list[Call], keep: bool = False
+    ) -> _Value:
+        """Run one of the core's waits to its end. If that fails, nobody waits for the calls any more, unless `keep`."""
+        changed = asyncio.Event()
+        for call in calls:
+            call.on_update = changed.set
+        try:
+            while True:
+                try:
+                    wait_s = next(waits)
+                except StopIteration as stop:
+                    return stop.value
+                await _changed(changed, wait_s)
+        except BaseException:
+            for call in calls:
+                if not keep:
+                    self._core.abandon(call)
+            raise
+
+    async def _finish(self, call: Call) -> None:
+        await self._wait(self._core.until_done(call), [call])
+
+    async def _settle(self, plans: list, max_in_flight: int) -> AsyncGenerator[Settled, None]:
+        self._bind()
+        changed = asyncio.Event()
+        with closing(settle_all(self._core, plans, max_in_flight, changed.set)) as steps:
+            for step in steps:
+                if isinstance(step, Settled):
+                    yield step
+                else:
+                    await _changed(changed, step)
+
+
+async def _changed(event: asyncio.Event, wait_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(wait_s):
+            await event.wait()
+    except TimeoutError:
+        pass
+    event.clear()
+
+
+class AsyncStream(StreamView, Generic[_Item]):
+    """As `Stream`, with `async for` and `async with`. One task iterates it; a cancelled `anext` loses nothing."""
+
+    def __init__(self, client: AsyncRolloutClient, call: Call, convert: Any) -> None:
+        super().__init__(client._core, call)
+        self._client = client
+        self._convert = convert
+
+    def __aiter__(self) -> AsyncIterator[_Item]:
+        return self
+
+    async def __anext__(self) -> _Item:
+        chunk = await self._client._wait(self._core.next_chunk(self._call), [self._call], keep=True)
+        if chunk is None:
+            raise StopAsyncIteration
+        return self._convert(chunk)
+
+    async def wait(self) -> GenerateResult:
+        """The result of the whole request; chunks that were not taken can still be."""
+        await self._client._finish(self._call)
+        assert self._call.result is not None
+        return self._call.result
+
+    async def cancel(self) -> None:
+        """Have the worker end it with what it has: the rest of that still comes."""
+        if not self._call.done:
+            await self._client.cancel(self.id, endpoint=self.endpoint)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()

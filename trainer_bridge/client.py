@@ -1,0 +1,260 @@
+"""The blocking client. Needs ZeroMQ, msgpack and numpy.
+
+    with RolloutClient("tcp://127.0.0.1:5757") as client:
+        result = client.generate("17:", max_tokens=64, temperature=1.0)
+        print(result.completions[0].token_ids, result.completions[0].logprobs)
+
+A client belongs to one thread at a time; make one for each thread (a connection is cheap), or use
+`AsyncRolloutClient`. Many requests are best sent with `generate_many`, which keeps them in flight together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
+
+import zmq
+
+from trainer_bridge.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
+from trainer_bridge.call import Call
+from trainer_bridge.client_core import ClientCore
+from trainer_bridge.generate_request import GenerateFields, Prompt, plan_request
+from trainer_bridge.progress import Progress, report
+from trainer_bridge.results import Chunk, Completion, GenerateResult
+from trainer_bridge.stream import StreamView
+
+_Item = TypeVar("_Item", Chunk, Completion)
+_Value = TypeVar("_Value")
+
+
+class RolloutClient:
+    """Requests to one worker or several. Not thread-safe.
+
+    A request goes to the endpoint with the fewest completions of this client in flight; requests of one `session` all
+    go to the same one. `client` is a name that the worker knows this client by across connections; `timeout_s` bounds
+    every request that brings none of its own, None is for ever. An endpoint that cannot be reached within
+    `connect_timeout_s` raises `ConnectionLost`. All errors are in `trainer_bridge.errors`.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        client: str | None = None,
+        timeout_s: float | None = None,
+        connect_timeout_s: float = 30.0,
+    ) -> None:
+        self._core = ClientCore(endpoints, client, timeout_s, connect_timeout_s)
+        self._core.on_opened = lambda place: self._watch()
+        self._watch()
+
+    # --- generate -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal[False] = False, **fields: Unpack[GenerateFields]
+    ) -> GenerateResult: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal["tokens"], **fields: Unpack[GenerateFields]
+    ) -> Stream[Chunk]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal["completions"], **fields: Unpack[GenerateFields]
+    ) -> Stream[Completion]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        stream: Literal[False, "tokens", "completions"] = False,
+        **fields: Unpack[GenerateFields],
+    ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
+        """Have `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
+
+        Returns the result or, with `stream`, an iterator of chunks or of completions in the order in which they end.
+        A call that is broken off (a timeout, Ctrl-C) is cancelled at the worker.
+        """
+        call = self._core.generate(plan_request(prompt, fields, stream))
+        if stream == "tokens":
+            return Stream(self, call, lambda chunk: chunk)
+        if stream == "completions":
+            return Stream(self, call, lambda chunk: chunk.part)
+        self._finish(call)
+        assert call.result is not None
+        return call.result
+
+    def generate_many(
+        self,
+        requests: Iterable[BatchItem],
+        *,
+        progress: Progress = False,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        **common: Unpack[GenerateFields],
+    ) -> list[GenerateResult]:
+        """Have many requests answered together; results are in the order of the requests.
+
+        A request is a prompt, or a map of `generate`'s arguments; `common` holds for all that do not say otherwise.
+        `timeout_s` is for each from when it is sent. The first error cancels the rest and is raised; to keep the
+        others' results, use `generate_as_completed`. A full queue is no error: the request is sent again later.
+        """
+        results: dict[int, GenerateResult] = {}
+        plans = plan_batch(requests, common)
+        with report(progress, len(plans)) as advance, closing(self._settle(plans, max_in_flight)) as outcomes:
+            for settled in outcomes:
+                results[settled.index] = settled.unwrap()
+                advance(tokens_of(settled))
+        return [results[index] for index in range(len(plans))]
+
+    def generate_as_completed(
+        self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
+    ) -> Generator[Settled, None, None]:
+        """Like `generate_many`, but yields each outcome, result or error, as it comes. Closing it cancels the rest."""
+        return self._settle(plan_batch(requests, common), max_in_flight)
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    def cancel(self, target: str, *, endpoint: str | None = None) -> None:
+        """End a request with what it has. Raises `NotFound` when no worker knows it.
+
+        `target` is the id of a request of this client, or of another one with the same `client` name.
+        """
+        calls = self._core.control("cancel", endpoint or self._core.holder(target), target=target)
+        self._wait(self._core.until_cancelled(calls), calls)
+
+    def status(self, endpoint: str | None = None) -> dict[str, Any]:
+        """How a worker is: `state`, `weights_version`, `rows`, `queue`, `pages`, ... as the protocol lists them."""
+        return self.control("status", endpoint=self._core.only_endpoint(endpoint))[0]
+
+    def statuses(self) -> dict[str, dict[str, Any]]:
+        """The status of every endpoint."""
+        return dict(zip(self._core.endpoints, self.control("status"), strict=True))
+
+    def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
+        """Return when the endpoint, or every one, has answered."""
+        self.control("ping", endpoint=endpoint, timeout_s=timeout_s)
+
+    def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
+        """Generate nothing until `resume`; `abort` also ends every request as cancelled."""
+        self.control("pause", endpoint=endpoint, mode=mode)
+
+    def resume(self, *, endpoint: str | None = None) -> None:
+        """Generate again after `pause`."""
+        self.control("resume", endpoint=endpoint)
+
+    def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
+        """End the worker, or all: after what it has (`drain`), or with what it has (`now`)."""
+        self.control("shutdown", endpoint=endpoint, mode=mode)
+
+    def control(
+        self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
+    ) -> list[dict[str, Any]]:
+        """Send any control message of the protocol to one endpoint or all; the replies in order of the endpoints."""
+        calls = self._core.control(op, endpoint, timeout_s, **fields)
+        for call in calls:
+            self._wait(self._core.until_done(call), calls)
+        return [call.reply or {} for call in calls]
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All endpoints."""
+        return tuple(self._core.endpoints)
+
+    def forget_session(self, session: str) -> None:
+        """The session is over; were it to come back, its endpoint would be chosen anew."""
+        self._core.sessions.pop(session, None)
+
+    def close(self) -> None:
+        """Cancel what is in flight and close the connections."""
+        self._core.close()
+        self._core.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        self._poller = zmq.Poller()
+        self._places: dict[zmq.Socket, int] = {}
+        for place, connection in enumerate(self._core.connections):
+            for socket in (connection.socket, connection.monitor):
+                self._poller.register(socket, zmq.POLLIN)
+                self._places[socket] = place
+
+    def _turn(self, wait_s: float | None) -> None:
+        """Wait until something has come, and take it in."""
+        ready = self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
+        for place in sorted({self._places[socket] for socket, _ in ready}):
+            self._core.absorb(place)
+
+    def _wait(self, waits: Generator[float | None, None, _Value], calls: list[Call]) -> _Value:
+        """Run one of the core's waits to its end. If that fails, nobody waits for the calls any more."""
+        try:
+            while True:
+                try:
+                    wait_s = next(waits)
+                except StopIteration as stop:
+                    return stop.value
+                self._turn(wait_s)
+        except BaseException:
+            for call in calls:
+                self._core.abandon(call)
+            raise
+
+    def _finish(self, call: Call) -> None:
+        self._wait(self._core.until_done(call), [call])
+
+    def _settle(self, plans: list, max_in_flight: int) -> Generator[Settled, None, None]:
+        with closing(settle_all(self._core, plans, max_in_flight, lambda: None)) as steps:
+            for step in steps:
+                if isinstance(step, Settled):
+                    yield step
+                else:
+                    self._turn(step)
+
+
+class Stream(StreamView, Generic[_Item]):
+    """What a request brings, as it comes. Iterate it; leave it early with `close`, or use it in a `with` block.
+
+    Raises what `generate` would, after everything that had come. `result` is then still None; `partials()` holds what
+    came, for `continue_from`.
+    """
+
+    def __init__(self, client: RolloutClient, call: Call, convert: Any) -> None:
+        super().__init__(client._core, call)
+        self._client = client
+        self._convert = convert
+
+    def __iter__(self) -> Iterator[_Item]:
+        return self
+
+    def __next__(self) -> _Item:
+        chunk = self._client._wait(self._core.next_chunk(self._call), [self._call])
+        if chunk is None:
+            raise StopIteration
+        return self._convert(chunk)
+
+    def wait(self) -> GenerateResult:
+        """The result of the whole request; chunks that were not taken can still be."""
+        self._client._finish(self._call)
+        assert self._call.result is not None
+        return self._call.result
+
+    def cancel(self) -> None:
+        """Have the worker end it with what it has: the rest of that still comes."""
+        if not self._call.done:
+            self._client.cancel(self.id, endpoint=self.endpoint)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

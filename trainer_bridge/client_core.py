@@ -1,0 +1,311 @@
+"""What both clients share: requests in flight, which endpoint gets one, what a reply means. Waits for nothing.
+
+A call goes `start -> (chunks) -> done`, with a result or an error. Waiting is left to the client: the generators
+`until_done` and `next_chunk` yield the seconds to wait at most, and look again after every wait.
+
+    for wait_s in core.until_done(call):       blocking:  poll(wait_s), absorb
+                                               asyncio:   await an event that absorb sets, wait_s at most
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import uuid
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import zmq
+
+from trainer_bridge import wire
+from trainer_bridge.assembly import Assembler
+from trainer_bridge.call import Call
+from trainer_bridge.connection import Connection
+from trainer_bridge.errors import ConnectionLost, NotFound, ProtocolError, RolloutError, RolloutTimeout, from_reply
+from trainer_bridge.generate_request import RequestPlan
+from trainer_bridge.results import Chunk, read_chunk, read_result
+
+_LINGER_S = 1.0
+_ENVELOPE_FIELDS = ("v", "id", "op")
+
+
+class ClientCore:
+    """Connections to all endpoints and the calls in flight on them. Not thread-safe.
+
+    `on_sent`, `on_closing` and `on_opened` are called with the index of an endpoint: after a message went out, before
+    its socket is closed, and after another one was opened.
+    """
+
+    def __init__(
+        self, endpoints: str | Sequence[str], client: str | None, timeout_s: float | None, connect_timeout_s: float
+    ) -> None:
+        self.endpoints = [endpoints] if isinstance(endpoints, str) else list(endpoints)
+        if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
+            raise ValueError("give at least one endpoint, and each of them once")
+        self.timeout_s = timeout_s
+        self.sessions: dict[str, int] = {}
+        self.on_sent: Callable[[int], object] = lambda place: None
+        self.on_closing: Callable[[int], object] = lambda place: None
+        self.on_opened: Callable[[int], object] = lambda place: None
+        self._client = client
+        self._connect_timeout_s = connect_timeout_s
+        self._calls: dict[str, Call] = {}
+        self._loads = [0] * len(self.endpoints)
+        self._turns = [0] * len(self.endpoints)  # when each was chosen last: breaks ties
+        self._counter = itertools.count(1)
+        self._prefix = uuid.uuid4().hex[:12]
+        self._closed = False
+        self._context = zmq.Context()
+        self.connections: list[Connection] = []
+        try:
+            for endpoint in self.endpoints:
+                self.connections.append(Connection(self._context, endpoint))
+        except ValueError:
+            self.close()
+            self.term()
+            raise
+
+    # --- starting and ending ------------------------------------------------------------------------------------------
+
+    def generate(self, plan: RequestPlan) -> Call:
+        """Send a generate request to the endpoint of its session, or to the least loaded one."""
+        self._check_open()
+        for place in range(len(self.connections)):
+            self.absorb(place)
+        call = self.start("generate", plan.fields, self._choose(plan), plan.timeout_s, plan.n, plan.request_id)
+        if plan.stream:
+            call.assembler = Assembler(plan.n, plan.start, whole=plan.stream == "completions")
+        return call
+
+    def control(self, op: str, endpoint: str | None, timeout_s: float | None = None, **fields: Any) -> list[Call]:
+        """Send a control message to one endpoint, or to all."""
+        places = range(len(self.endpoints)) if endpoint is None else [self._place_of(endpoint)]
+        return [self.start(op, fields, place, timeout_s) for place in places]
+
+    def start(
+        self,
+        op: str,
+        fields: dict[str, Any],
+        place: int,
+        timeout_s: float | None = None,
+        weight: int = 0,
+        request_id: str | None = None,
+    ) -> Call:
+        """Send one request to one endpoint."""
+        self._check_open()
+        self.absorb(place)  # a loss that is not known yet is not a loss of this call
+        request_id = self._next_id() if request_id is None else request_id
+        if request_id in self._calls or not 1 <= len(request_id) <= wire.MAX_ID_CHARS:
+            raise ValueError(f"the id {request_id!r:.40} is in flight already, or has not 1 to 128 characters")
+        frames = wire.encode(self._header(op, request_id) | fields)
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        call = Call(request_id, op, place, weight, deadline)
+        self._calls[request_id] = call
+        self._loads[place] += weight
+        self._send(place, frames)
+        return call
+
+    def abandon(self, call: Call) -> None:
+        """Nobody waits for this call any more: if it still runs, end it here and have the worker stop it."""
+        if not self._forget(call):
+            return
+        call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
+        if call.op == "generate":
+            self._send(call.place, wire.encode(self._header("cancel", self._next_id()) | {"target": call.id}))
+
+    def close(self) -> None:
+        """Cancel what is in flight and close all sockets; then call `term`."""
+        if self._closed:
+            return
+        for place in range(len(self.connections)):
+            self.absorb(place)
+        self._closed = True
+        for call in list(self._calls.values()):
+            self.abandon(call)
+            call.fail(ConnectionLost("the client was closed"))
+        for place, connection in enumerate(self.connections):
+            self.on_closing(place)
+            connection.close(_LINGER_S)
+
+    def term(self) -> None:
+        """Wait until what was sent last is out: a second at most."""
+        self._context.term()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this client is closed; make another one")
+
+    def _next_id(self) -> str:
+        return f"{self._prefix}-{next(self._counter)}"
+
+    def _header(self, op: str, request_id: str) -> dict[str, Any]:
+        header: dict[str, Any] = {"v": wire.PROTOCOL_VERSION, "op": op, "id": request_id}
+        return header if self._client is None else header | {"client": self._client}
+
+    def _send(self, place: int, frames: list[bytes]) -> None:
+        self.connections[place].send(frames)
+        self.on_sent(place)
+
+    def _forget(self, call: Call) -> bool:
+        if self._calls.get(call.id) is not call:
+            return False
+        del self._calls[call.id]
+        self._loads[call.place] -= call.weight
+        return True
+
+    # --- endpoints ----------------------------------------------------------------------------------------------------
+
+    def only_endpoint(self, endpoint: str | None) -> str:
+        """The given endpoint, or the one that there is."""
+        if endpoint is None and len(self.endpoints) > 1:
+            raise ValueError("this client has several endpoints; say which one with endpoint=")
+        return self.endpoints[0] if endpoint is None else endpoint
+
+    def holder(self, request_id: str) -> str | None:
+        """The endpoint that a request of this client is in flight on."""
+        call = self._calls.get(request_id)
+        return None if call is None else self.endpoints[call.place]
+
+    def _place_of(self, endpoint: str) -> int:
+        if endpoint not in self.endpoints:
+            raise ValueError(f"{endpoint!r} is not an endpoint of this client; it has {', '.join(self.endpoints)}")
+        return self.endpoints.index(endpoint)
+
+    def _choose(self, plan: RequestPlan) -> int:
+        if plan.endpoint is not None:
+            place = self._place_of(plan.endpoint)
+        elif plan.session in self.sessions:
+            place = self.sessions[plan.session]
+        else:
+            # A worker that is gone has no load, and would otherwise attract everything.
+            connected = [place for place, connection in enumerate(self.connections) if connection.connected]
+            candidates = connected or range(len(self.connections))
+            place = min(candidates, key=lambda place: (self._loads[place], self._turns[place]))
+        self._turns[place] = next(self._counter)
+        if plan.session is not None:
+            self.sessions[plan.session] = place
+        return place
+
+    # --- replies ------------------------------------------------------------------------------------------------------
+
+    def absorb(self, place: int) -> None:
+        """Take in whatever one connection has. If it was lost, its calls fail and another one is opened."""
+        if self._closed:
+            return
+        connection = self.connections[place]
+        messages, lost = connection.drain()
+        for frames in messages:
+            self._take(place, frames)
+        if lost:
+            self.on_closing(place)
+            connection.reopen()
+            self.on_opened(place)
+            self._fail_all(place, ConnectionLost, f"the connection to {connection.endpoint} was lost")
+
+    def _take(self, place: int, frames: list[bytes]) -> None:
+        _, frames = wire.split_envelope(frames)
+        try:
+            reply = wire.decode(frames, wire.REPLY_LIMITS)
+        except wire.WireError as error:
+            self._blame(place, wire.header_id(frames), f"a reply cannot be read: {error}")
+            return
+        request_id = reply.get("id")
+        call = self._calls.get(request_id) if isinstance(request_id, str) else None
+        if call is not None:
+            self._apply(call, reply)
+        elif request_id is None:
+            self._blame(place, None, f"the worker could not read a request: {reply.get('message')}")
+        # else: the answer to something abandoned
+
+    def _apply(self, call: Call, reply: dict[str, Any]) -> None:
+        try:
+            self._interpret(call, reply)
+        except ProtocolError as error:
+            self.abandon(call)
+            call.fail(error)
+            return
+        if call.done:
+            self._forget(call)
+        call.on_update()
+
+    def _interpret(self, call: Call, reply: dict[str, Any]) -> None:
+        op = reply.get("op")
+        if reply.get("v") != wire.PROTOCOL_VERSION:
+            raise ProtocolError(f"the worker speaks version {reply.get('v')!r:.40}, this client 1; update one of them")
+        if op == "error":
+            call.error = from_reply(reply)
+        elif op == "chunk" and call.assembler is not None:
+            chunk = read_chunk(reply)
+            call.assembler.add(chunk)
+            call.chunks.append(chunk)
+        elif op == "result" and call.op == "generate":
+            result = read_result(reply, self.endpoints[call.place])
+            if call.assembler is not None:
+                call.assembler.check_complete(result)
+            call.result = result
+        elif op in ("ok", "status", "trace") and call.op != "generate":
+            call.reply = {name: value for name, value in reply.items() if name not in _ENVELOPE_FIELDS}
+        else:
+            raise ProtocolError(f"the worker answered {call.op} with {op!r:.40}")
+
+    def _blame(self, place: int, request_id: str | None, message: str) -> None:
+        """Fail the call that a broken reply is for; if nobody knows which, every one that it may be for."""
+        call = self._calls.get(request_id) if request_id is not None else None
+        if call is None:
+            self._fail_all(place, ProtocolError, message)
+        else:
+            self.abandon(call)
+            call.fail(ProtocolError(message))
+
+    def _fail_all(self, place: int, kind: type[RolloutError], message: str) -> None:
+        for call in [call for call in self._calls.values() if call.place == place]:
+            self._forget(call)
+            call.fail(kind(message))
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def until_done(self, call: Call) -> Generator[float | None, None, None]:
+        """Yield the seconds to wait at most (None: no limit) until the call is done; then raise its error, if any."""
+        while not call.done:
+            yield self.patience(call)
+        if call.error is not None:
+            raise call.error
+
+    def next_chunk(self, call: Call) -> Generator[float | None, None, Chunk | None]:
+        """Like `until_done`, until there is a chunk, which is returned, or None at the end of the stream."""
+        while not call.chunks:
+            if call.done:
+                yield from self.until_done(call)
+                return None
+            yield self.patience(call)
+        return call.chunks.popleft()
+
+    def until_cancelled(self, calls: list[Call]) -> Generator[float | None, None, None]:
+        """Like `until_done` for a `cancel` at several endpoints: it is enough that one knows the request."""
+        missing: list[NotFound] = []
+        for call in calls:
+            try:
+                yield from self.until_done(call)
+            except NotFound as error:
+                missing.append(error)
+        if len(missing) == len(calls):
+            raise missing[0]
+
+    def patience(self, call: Call) -> float | None:
+        """Seconds that a call may go on waiting, None for ever. If its time is up, it ends with an error."""
+        if call.done:
+            return 0.0
+        now, limit = time.monotonic(), call.deadline
+        if not self.connections[call.place].connected:
+            limit = min(limit, call.started + self._connect_timeout_s)
+        if now < limit:
+            return None if limit == math.inf else limit - now
+        endpoint = self.endpoints[call.place]
+        self.abandon(call)
+        if now >= call.deadline:
+            call.fail(RolloutTimeout(f"{call.op} had no answer from {endpoint} in time"))
+        else:
+            call.fail(ConnectionLost(f"{endpoint} cannot be reached; is a worker running there?"))
+        return 0.0

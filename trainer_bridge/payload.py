@@ -1,0 +1,126 @@
+"""The tensors of one `publish`, and the packing of their bytes into buckets.
+
+Nothing is copied before a transport asks for a bucket. A bucket is filled straight from the tensors: on a GPU by
+copies to pinned memory on a stream of its own, ordered after everything that the trainer's current stream had been
+given when `publish` was called.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from trainer_bridge.manifest import Manifest, TensorEntry, pack
+from trainer_bridge.staging import TORCH_DTYPES
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class Payload:
+    """An update to publish. Holds references to the tensors until `release`.
+
+    Raises ValueError for tensors that cannot be sent: other dtypes than float32, bfloat16 and float16, sparse ones,
+    several CUDA devices.
+    """
+
+    def __init__(self, named_tensors: NamedTensors, version: int, bucket_bytes: int) -> None:
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        tensors = [(name, _checked(name, tensor)) for name, tensor in pairs]
+        if not tensors:
+            raise ValueError("there are no tensors to publish; pass every parameter of the model")
+        self.manifest: Manifest = pack(
+            version, ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in tensors), bucket_bytes
+        )
+        self._tensors = [tensor for _, tensor in tensors]
+        self._starts = [entry.offset for entry in self.manifest.tensors]
+        self._flat: tuple[int, torch.Tensor] | None = None
+        self._released = threading.Event()
+        self._stream, self._after = _side_stream(self._tensors)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether buckets should be pinned."""
+        return self._stream is not None
+
+    def pack_bucket(self, index: int, out: torch.Tensor) -> int:
+        """Write bucket `index` to the start of `out` (uint8, host) and return its bytes. Complete on return."""
+        start, end = self.manifest.bucket_span(index)
+        first = bisect.bisect_right(self._starts, start) - 1
+        with self._on_side_stream():
+            written = 0
+            for i in range(first, len(self._tensors)):
+                entry = self.manifest.tensors[i]
+                if entry.offset >= end:
+                    break
+                lo, hi = max(entry.offset, start), min(entry.end, end)
+                if lo >= hi:
+                    continue
+                out[written : lo - start].zero_()  # padding between tensors: no byte of an old bucket travels
+                self._copy_piece(i, entry, lo, hi, out[lo - start : hi - start])
+                written = hi - start
+            out[written : end - start].zero_()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return end - start
+
+    def host_copy(self, index: int) -> torch.Tensor:
+        """Tensor number `index` as a contiguous copy in host memory. Complete on return."""
+        entry = self.manifest.tensors[index]
+        out = torch.empty(entry.shape, dtype=self._tensors[index].dtype)
+        with self._on_side_stream():
+            out.copy_(self._tensors[index])
+        return out
+
+    def release(self) -> None:
+        """Let go of the tensors: from now on the trainer may change them."""
+        self._tensors = []
+        self._flat = None
+        self._released.set()
+
+    def wait_released(self, timeout: float | None) -> bool:
+        """Wait until `release` was called; false when `timeout` seconds pass first."""
+        return self._released.wait(timeout)
+
+    def _copy_piece(self, i: int, entry: TensorEntry, lo: int, hi: int, out: torch.Tensor) -> None:
+        if self._flat is None or self._flat[0] != i:
+            self._flat = (i, self._tensors[i].reshape(-1))  # a copy only where the tensor is not contiguous
+        flat = self._flat[1]
+        itemsize = flat.element_size()
+        piece = flat[(lo - entry.offset) // itemsize : (hi - entry.offset) // itemsize]
+        out.view(flat.dtype).copy_(piece, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _on_side_stream(self) -> Iterator[None]:
+        if self._stream is None or self._after is None:
+            yield
+            return
+        self._stream.wait_event(self._after)
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}; publish torch tensors")
+    if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout}; publish dense {', '.join(TORCH_DTYPES)} tensors")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {tensor.device}; move it to the CPU or a CUDA device")
+    return tensor.detach()
+
+
+def _side_stream(tensors: list[torch.Tensor]) -> tuple[torch.cuda.Stream | None, torch.cuda.Event | None]:
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    if not devices:
+        return None, None
+    if len(devices) > 1:
+        raise ValueError(f"the tensors are on CUDA devices {devices}; gather them on one before publishing")
+    after = torch.cuda.Event()
+    after.record(torch.cuda.current_stream(devices[0]))
+    return torch.cuda.Stream(devices[0]), after

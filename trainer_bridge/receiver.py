@@ -1,0 +1,376 @@
+"""The worker's side of the weight bridge: one thread that takes an update while the engine generates.
+
+    idle --begin--> receiving --commit, all verified--> ready --take_ready--> applying --applied/failed--> idle
+                        |                               `------- `_committed` --------'
+                        +-- newer begin, abort, damage, idle_s without data --> idle; what is served was never touched
+
+Invariants:
+
+- All state below belongs to the receiver's thread. Other threads put commands into a queue (`control`, `applied`,
+  `failed`) or take the ready update from a deque (`take_ready`).
+- An update becomes ready only when everything that can be refused has been checked: names, shapes, dtypes, cover of
+  every parameter, version, checksums, equality of tied tensors. Then the loop copies all of it or none.
+- A `begin` that comes while an update is ready or being applied waits: the staging memory holds one update at a time,
+  is allocated once, and is not written while it may be read.
+- Every control message gets exactly one reply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import zmq
+
+from rollout.config import WeightsSettings
+from trainer_bridge.errors import BadRequest, InternalError, NotFound, RolloutError, Unavailable, WeightsRejected
+from trainer_bridge.manifest import Manifest, from_wire
+from trainer_bridge.parameter_map import Fit, ParameterMap
+from trainer_bridge.staging import Copy, HostStaging, StagedUpdate, plan_copies, typed_view
+from trainer_bridge.transports import Incoming, TransportReceiver, make_receivers
+from trainer_bridge.weight_messages import check_fields, error_reply, read_token
+
+Reply = Callable[[dict[str, Any]], None]
+
+_BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Commit:
+    """A publisher that waits for its update to apply."""
+
+    token: bytes
+    options: dict[str, Any]
+    reply: Reply
+    phases: dict[str, float]  # seconds
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class WeightReceiver:
+    """Receives updates for `views`, a map of Hugging Face names to views of the model's parameters.
+
+    `version` is the version of the weights that `views` hold now. The socket is bound on return (`endpoint`); raises
+    ValueError when it cannot be.
+    """
+
+    def __init__(self, views: Mapping[str, torch.Tensor], version: int, settings: WeightsSettings) -> None:
+        self._map = ParameterMap(views)
+        self._version = version
+        self._idle_s = settings.idle_s
+        self._receivers = make_receivers(settings.bind, self._map.max_update_bytes)
+        self.endpoint: str = self._receivers["zmq"].endpoint  # type: ignore[attr-defined]
+        self._staging = HostStaging(pinned=any(view.is_cuda for view in views.values()))
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ready: deque[StagedUpdate] = deque()
+        self._incoming: Incoming | None = None
+        self._fit: Fit | None = None
+        self._commit: _Commit | None = None  # asked for; its bytes are not all verified yet
+        self._committed: tuple[StagedUpdate, _Commit] | None = None  # ready or being applied
+        self._waiting_begin: tuple[Mapping[str, Any], Reply] | None = None
+        self._failure: tuple[bytes, RolloutError] | None = None
+        self._copies: tuple[tuple[str, int], list[Copy]] | None = None
+        self._begun_s = 0.0
+        self._last: dict[str, Any] = {}
+        self._closing = False
+        self._ended = False
+        self._post_lock = threading.Lock()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
+        self._thread.start()
+
+    # --- any thread --------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that were applied last."""
+        return self._version
+
+    def control(self, header: Mapping[str, Any], reply: Reply) -> None:
+        """Handle a `weights` message; `reply` gets one `ok` or `error` map, later, from the receiver's thread."""
+        if not self._post(lambda: self._on_control(header, reply)):
+            reply(error_reply(_ended()))
+
+    def take_ready(self) -> StagedUpdate | None:
+        """The update to apply between this step and the next, or None. Takes no lock and never waits."""
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            return None
+
+    def applied(self, update: StagedUpdate, pause_s: float) -> None:
+        """The engine has applied `update` and launches its next step with it, after a pause of `pause_s` seconds."""
+        self._version = update.version
+        update.close(applied=True)
+        self._post(lambda: self._on_applied(update, pause_s))
+
+    def failed(self, update: StagedUpdate, message: str) -> None:
+        """The engine could not apply `update`; the publisher gets `message` as an `internal` error."""
+        update.close(applied=False)
+        self._post(lambda: self._on_failed(update, message))
+
+    def close(self) -> None:
+        """End the thread and answer whoever waits. Idempotent."""
+        self._post(self._stop)
+        self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> bool:
+        """Give the thread something to do; false when it has ended."""
+        with self._post_lock:
+            if self._ended:
+                return False
+            self._commands.put(command)
+            with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread is about to look anyway
+                self._wake_in.send(b"\0")
+            return True
+
+    # --- the receiver's thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_out, zmq.POLLIN)
+        for receiver in self._receivers.values():
+            for sock in receiver.sockets:
+                poller.register(sock, zmq.POLLIN)
+        busy = False
+        while not self._closing:
+            poller.poll(0 if busy else self._poll_ms())
+            try:
+                self._run_commands()
+                busy = self._advance()
+                self._try_commit()
+                self._retry_begin()
+                self._drop_idle()
+            except RolloutError as error:
+                self._reject(error)
+            except Exception as error:  # a fault of ours must not end the thread: the old weights serve on
+                _log.exception("the weight receiver failed")
+                self._reject(InternalError(f"the worker failed while it received weights: {error!r:.200}"))
+        self._shut_down()
+
+    def _poll_ms(self) -> int | None:
+        if self._waiting_begin is not None and self._committed is None:
+            return _BUSY_POLL_MS
+        if self._incoming is None:
+            return None
+        return int(max(0.0, self._incoming.last_data_s + self._idle_s - time.monotonic()) * 1000) + 1
+
+    def _run_commands(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_out.recv(4096):
+                pass
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _advance(self) -> bool:
+        busy = False
+        for name, receiver in self._receivers.items():
+            mine = self._incoming is not None and self._incoming.transport == name
+            busy |= receiver.advance(self._incoming if mine else None)
+        return busy
+
+    def _on_control(self, header: Mapping[str, Any], reply: Reply) -> None:
+        try:
+            if self._closing:
+                raise _ended()
+            action = check_fields(header)
+            {"begin": self._begin, "commit": self._on_commit, "abort": self._abort, "status": self._status}[action](
+                header, reply
+            )
+        except RolloutError as error:
+            reply(error_reply(error))
+        except Exception as error:
+            _log.exception("a weights message failed")
+            reply(error_reply(InternalError(f"the worker failed on this message: {error!r:.200}")))
+
+    def _begin(self, header: Mapping[str, Any], reply: Reply) -> None:
+        if self._committed is not None or self._staging.busy:
+            if self._waiting_begin is not None:
+                self._waiting_begin[1](error_reply(WeightsRejected("a newer begin took the place of this one")))
+            self._waiting_begin = (header, reply)
+            return
+        begun_s = time.monotonic()
+        manifest, receiver, options = self._check_begin(header)
+        fit = self._map.check(manifest)
+        if self._incoming is not None:
+            self._reject(WeightsRejected(f"version {manifest.version} was begun before this update was complete"))
+        stream = self._staging.reserve(manifest.total_bytes)
+        incoming = Incoming(manifest, receiver.name, secrets.token_bytes(16), stream)
+        try:
+            grant = receiver.begin(incoming, options)
+        except RolloutError:
+            receiver.drop(incoming, None)
+            raise
+        self._incoming, self._fit, self._begun_s = incoming, fit, begun_s
+        reply({"op": "ok", "version": manifest.version, "token": incoming.token.hex(), "grant": grant})
+
+    def _check_begin(self, header: Mapping[str, Any]) -> tuple[Manifest, TransportReceiver, Mapping[str, Any]]:
+        manifest = from_wire(header["manifest"])
+        if type(header["version"]) is not int or header["version"] != manifest.version:
+            raise WeightsRejected(f"version must be the manifest's, {manifest.version}", field="version")
+        if manifest.version <= self._version:
+            raise WeightsRejected(
+                f"version {manifest.version} is not newer than version {self._version}, which is served; "
+                "publish with a version that grows",
+                field="version",
+            )
+        transport = header["transport"]
+        if type(transport) is not str or transport not in self._receivers:
+            raise BadRequest(f"transport must be one of {', '.join(self._receivers)}", field="transport")
+        return manifest, self._receivers[transport], header["options"]
+
+    def _on_commit(self, header: Mapping[str, Any], reply: Reply) -> None:
+        token, options = read_token(header["token"]), header["options"]
+        if self._incoming is None or self._incoming.token != token:
+            if self._failure is not None and self._failure[0] == token:
+                raise self._failure[1]
+            raise NotFound("no update with this token is being received; begin one", field="token")
+        if self._commit is not None:
+            raise BadRequest("this update is committed already", field="token")
+        now_s = time.monotonic()
+        self._commit = _Commit(token, options, reply, {"receive": now_s - self._begun_s}, now_s)
+
+    def _try_commit(self) -> None:
+        if self._commit is None or self._incoming is None:
+            return
+        incoming, commit = self._incoming, self._commit
+        receiver = self._receivers[incoming.transport]
+        if not receiver.finish(incoming, commit.options):
+            return
+        assert self._fit is not None
+        _check_aliases(incoming, self._fit, self._map)
+        update = StagedUpdate(incoming.manifest, self._plan(incoming, self._fit))
+        receiver.drop(incoming, None)
+        self._incoming = self._commit = None
+        now_s = time.monotonic()
+        commit.phases["verify"], commit.since_s = now_s - commit.since_s, now_s
+        self._staging.lend(update)
+        self._committed = (update, commit)
+        self._ready.append(update)
+
+    def _plan(self, incoming: Incoming, fit: Fit) -> list[Copy]:
+        """The copies of an update; made once for updates that look alike."""
+        key = (incoming.manifest.layout_digest, incoming.stream.data_ptr())
+        if self._copies is None or self._copies[0] != key:
+            self._copies = (key, plan_copies(incoming.manifest, fit, self._map.views, incoming.stream))
+        return self._copies[1]
+
+    def _on_applied(self, update: StagedUpdate, pause_s: float) -> None:
+        commit = self._take_committed(update)
+        commit.phases["wait"] = max(0.0, time.monotonic() - commit.since_s - pause_s)
+        commit.phases["apply"] = pause_s
+        report = {"version": update.version, "pause_s": pause_s, "bytes": update.nbytes, "phases": commit.phases}
+        self._last = report
+        commit.reply({"op": "ok", **report})
+
+    def _on_failed(self, update: StagedUpdate, message: str) -> None:
+        self._take_committed(update).reply(
+            error_reply(InternalError(f"the worker could not apply the update: {message}"))
+        )
+
+    def _take_committed(self, update: StagedUpdate) -> _Commit:
+        assert self._committed is not None and self._committed[0] is update, "this update is not being applied"
+        commit = self._committed[1]
+        self._committed = None
+        return commit
+
+    def _retry_begin(self) -> None:
+        if self._waiting_begin is not None and self._committed is None and not self._staging.busy:
+            header, reply = self._waiting_begin
+            self._waiting_begin = None
+            self._on_control(header, reply)
+
+    def _abort(self, header: Mapping[str, Any], reply: Reply) -> None:
+        token = read_token(header["token"])
+        if self._committed is not None and self._committed[1].token == token:
+            raise WeightsRejected("the update is committed and will be applied; it is too late to abort it")
+        if self._incoming is None or self._incoming.token != token:
+            raise NotFound("no update with this token is being received", field="token")
+        self._reject(WeightsRejected("the publisher aborted this update"))
+        reply({"op": "ok"})
+
+    def _status(self, header: Mapping[str, Any], reply: Reply) -> None:
+        incoming = self._incoming
+        state = "receiving" if incoming else "ready" if self._ready else "applying" if self._committed else "idle"
+        reply(
+            {
+                "op": "ok",
+                "version": self._version,
+                "state": state,
+                "incoming": incoming
+                and {
+                    "version": incoming.manifest.version,
+                    "transport": incoming.transport,
+                    "arrived_bytes": incoming.arrived_bytes,
+                    "total_bytes": incoming.manifest.total_bytes,
+                },
+                "last": dict(self._last) or None,
+                "transports": list(self._receivers),
+                "endpoint": self.endpoint,
+            }
+        )
+
+    def _drop_idle(self) -> None:
+        incoming = self._incoming
+        if incoming is not None and time.monotonic() - incoming.last_data_s > self._idle_s:
+            raise WeightsRejected(f"no data came for {self._idle_s:g} s; the update was dropped, publish it again")
+
+    def _reject(self, error: RolloutError) -> None:
+        """Drop the incoming update, if there is one, and tell everyone who waits for it."""
+        incoming, commit = self._incoming, self._commit
+        self._incoming = self._commit = None
+        if incoming is None:
+            return
+        _log.warning("weights version %d rejected: %s", incoming.manifest.version, error)
+        self._failure = (incoming.token, error)
+        self._receivers[incoming.transport].drop(incoming, error)
+        if commit is not None:
+            commit.reply(error_reply(error))
+
+    def _stop(self) -> None:
+        self._closing = True
+
+    def _shut_down(self) -> None:
+        with self._post_lock:
+            self._ended = True
+        self._run_commands()
+        self._reject(_ended())
+        if self._waiting_begin is not None:
+            self._waiting_begin[1](error_reply(_ended()))
+        if self._committed is not None:
+            self._committed[1].reply(error_reply(_ended()))
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+
+def _ended() -> Unavailable:
+    return Unavailable("the worker is shutting down")
+
+
+def _check_aliases(incoming: Incoming, fit: Fit, parameters: ParameterMap) -> None:
+    entries = {entry.name: entry for entry in incoming.manifest.tensors} if fit.aliases else {}
+    for kept, other in fit.aliases:
+        a, b = (typed_view(incoming.stream, entries[name]) for name in (kept, other))
+        dtype = parameters.views[kept].dtype
+        same = torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dtype == b.dtype else False
+        if not same and not torch.equal(a.to(dtype), b.to(dtype)):
+            raise WeightsRejected(f"{kept} and {other} are one parameter of the model, but differ; send one of them")

@@ -1,0 +1,198 @@
+"""What a client gets back, typed: completions, chunks of a stream, the result of a request.
+
+Arrays are numpy, one entry a token, and read-only. Everything is checked when it is read from a reply: a completion
+whose arrays differ in length, or whose version runs do not add up, raises `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from trainer_bridge.errors import ProtocolError
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
+_FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One completion, or the part of one that a stream has brought so far (`finish_reason` is None then).
+
+    `logprobs` are under the policy at the request's temperature, `raw_logprobs` at temperature 1; `drawn_logprobs`
+    are under the distribution really drawn from, where truncation or penalties made it another one. `versions` are
+    runs of (weights version, tokens). `stop` is the token id or the string that ended it.
+    """
+
+    index: int
+    token_ids: np.ndarray  # int32 [tokens]
+    logprobs: np.ndarray  # float32 [tokens]
+    raw_logprobs: np.ndarray  # float32 [tokens]
+    versions: list[tuple[int, int]]
+    drawn_logprobs: np.ndarray | None = None  # float32 [tokens]
+    finish_reason: FinishReason | None = None
+    stop: int | str | None = None
+    text: str | None = None
+    seed: int | None = None
+    routing: np.ndarray | None = None  # uint8 or uint16 [tokens, moe layers, top k]
+    error: str | None = None  # with finish_reason "error"
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """New tokens of one completion. `offset` is the position of the first one in the completion.
+
+    The last chunk of a completion has `finish_reason`. Fields as in `Completion`, for the new tokens only.
+    """
+
+    offset: int
+    part: Completion
+
+    @property
+    def index(self) -> int:
+        """Which of the `n` completions."""
+        return self.part.index
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The new tokens, int32."""
+        return self.part.token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How the completion ended, or None while it goes on."""
+        return self.part.finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went, in seconds."""
+
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateResult:
+    """The answer to one `generate`: its `n` completions in order of their index."""
+
+    id: str
+    completions: list[Completion]
+    prompt_tokens: int
+    cached_tokens: int
+    timing: Timing
+    preemptions: int
+    worker: str | None = None
+    metadata: Any = None
+    endpoint: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # fields of the reply that this client does not know
+
+
+_RESULT_FIELDS = {
+    "v",
+    "id",
+    "op",
+    "completions",
+    "prompt_tokens",
+    "cached_tokens",
+    "timing",
+    "preemptions",
+    "worker",
+    "metadata",
+}
+
+
+def read_result(header: Mapping[str, Any], endpoint: str | None = None) -> GenerateResult:
+    """The result in a `result` reply. Raises `ProtocolError`."""
+    completions = _required(header, "completions", list)
+    timing = header.get("timing") or {}
+    if not isinstance(timing, dict):
+        raise ProtocolError("the field 'timing' of a reply is not a map")
+    return GenerateResult(
+        id=_required(header, "id", str),
+        completions=sorted((read_completion(item) for item in completions), key=lambda completion: completion.index),
+        prompt_tokens=_required(header, "prompt_tokens", int),
+        cached_tokens=_required(header, "cached_tokens", int),
+        timing=Timing(**{name: float(timing.get(name, 0.0)) for name in Timing.__dataclass_fields__}),
+        preemptions=_required(header, "preemptions", int),
+        worker=header.get("worker"),
+        metadata=header.get("metadata"),
+        endpoint=endpoint,
+        extra={name: value for name, value in header.items() if name not in _RESULT_FIELDS},
+    )
+
+
+def read_chunk(header: Mapping[str, Any]) -> Chunk:
+    """The new tokens in a `chunk` reply. Raises `ProtocolError`."""
+    return Chunk(offset=_required(header, "offset", int), part=read_completion(header))
+
+
+def read_completion(fields: Any) -> Completion:
+    """The per-completion fields of a reply. Raises `ProtocolError`."""
+    if not isinstance(fields, Mapping):
+        raise ProtocolError("a completion in a reply is not a map")
+    token_ids = _array(fields, "token_ids", np.int32)
+    reason = fields.get("finish_reason")
+    if reason is not None and reason not in _FINISH_REASONS:
+        raise ProtocolError(f"a reply has the unknown finish_reason {reason!r:.40}")
+    drawn = None if fields.get("drawn_logprobs") is None else _array(fields, "drawn_logprobs", np.float32)
+    completion = Completion(
+        index=_required(fields, "index", int),
+        token_ids=token_ids,
+        logprobs=_array(fields, "logprobs", np.float32),
+        raw_logprobs=_array(fields, "raw_logprobs", np.float32),
+        drawn_logprobs=drawn,
+        versions=_versions(fields, len(token_ids)),
+        finish_reason=reason,
+        stop=fields.get("stop"),
+        text=fields.get("text"),
+        seed=fields.get("seed"),
+        routing=fields.get("routing"),
+        error=fields.get("error"),
+    )
+    for name in ("logprobs", "raw_logprobs", "drawn_logprobs"):
+        values = getattr(completion, name)
+        if values is not None and len(values) != len(token_ids):
+            raise ProtocolError(f"a reply has {len(token_ids)} token_ids but {len(values)} {name}")
+    return completion
+
+
+def _required(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = fields.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ProtocolError(f"the field {name!r} of a reply is {value!r:.40}, not of type {kind.__name__}")
+    return value
+
+
+def _array(fields: Mapping[str, Any], name: str, dtype: type) -> np.ndarray:
+    value = fields.get(name)
+    if not isinstance(value, (np.ndarray, list)):
+        raise ProtocolError(f"the field {name!r} of a reply is not an array")
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ProtocolError(f"the field {name!r} of a reply is not an array of numbers") from error
+    kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+        raise ProtocolError(f"the field {name!r} of a reply is {array.dtype} of shape {array.shape}")
+    array = array.astype(dtype, copy=False)
+    array.flags.writeable = False
+    return array
+
+
+def _versions(fields: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
+    runs = _required(fields, "versions", list)
+    for run in runs:
+        if not isinstance(run, list) or [type(number) for number in run] != [int, int]:
+            raise ProtocolError(f"the version run {run!r:.40} of a reply is not [version, tokens]")
+    if sum(count for _, count in runs) != tokens:
+        raise ProtocolError(f"the versions {runs!r:.80} of a reply do not add up to its {tokens} tokens")
+    return [(version, count) for version, count in runs]

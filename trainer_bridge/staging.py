@@ -1,0 +1,117 @@
+"""Host memory in which an update waits, and the update that the engine's loop takes from it.
+
+    stream bytes (one buffer, reused)   |-- a --|..|---- b ----|.|-- c --|
+                                            | typed view  --copy_-->  view of a fused parameter
+
+Invariants:
+
+- The buffer is allocated once, for the largest layout seen; updates of one layout find it at the same address.
+- From `lend` until the update is released nothing is written to the buffer: `busy` says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from trainer_bridge.manifest import Manifest, TensorEntry
+from trainer_bridge.parameter_map import Fit
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def typed_view(stream: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """The bytes of one tensor in a packed stream (uint8, one dimension) as a tensor of its dtype and shape."""
+    return stream[entry.offset : entry.end].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+
+
+#: (view of a parameter, staged tensor that goes there)
+Copy = tuple[torch.Tensor, torch.Tensor]
+
+
+def plan_copies(manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], stream: torch.Tensor) -> list[Copy]:
+    """Which staged tensor goes to which view; valid as long as the staging memory stays where it is."""
+    wanted = set(fit.copied)
+    return [(views[entry.name], typed_view(stream, entry)) for entry in manifest.tensors if entry.name in wanted]
+
+
+class HostStaging:
+    """The buffer. Owned by the receiver's thread; only `StagedUpdate` crosses to the engine's loop."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._lent: StagedUpdate | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an update that may still be read lies in the buffer."""
+        if self._lent is not None and self._lent.released:
+            self._lent = None
+        return self._lent is not None
+
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` of the buffer (uint8), which grows when it is too small."""
+        assert not self.busy, "the staging memory still holds an update"
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._buffer[:nbytes]
+
+    def lend(self, update: StagedUpdate) -> None:
+        """Keep the buffer as it is until `update` is released."""
+        assert not self.busy, "the staging memory holds another update"
+        self._lent = update
+
+
+class StagedUpdate:
+    """A whole, checked update, ready to be copied into the model. `version` and `nbytes` are for reports."""
+
+    def __init__(self, manifest: Manifest, copies: Sequence[Copy]) -> None:
+        self.version = manifest.version
+        self.nbytes = manifest.tensor_bytes
+        self._copies = copies
+        self._cuda = [view.device for view, _ in self._copies if view.is_cuda][:1]
+        self._lock = threading.Lock()
+        self._copying = False
+        self._copied = False
+        self._closed = False
+        self._done: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def copy_into(self) -> None:
+        """Copy every staged tensor into the model, converting dtypes; call it on the engine's compute stream.
+
+        On CUDA the copies are enqueued on the current stream and the call returns before they have run. What could
+        be refused was refused before: this raises only for a broken device.
+        """
+        with self._lock:
+            self._copying = True
+        try:
+            for view, staged in self._copies:
+                view.copy_(staged, non_blocking=True)
+            if self._cuda:
+                done = torch.cuda.Event()
+                done.record(torch.cuda.current_stream(self._cuda[0]))
+                self._done = done
+        finally:
+            with self._lock:
+                self._copying, self._copied = False, True
+
+    def close(self, applied: bool) -> None:
+        """The engine is done with this update. Its memory is free once no copy reads it; if `applied` is true, that
+        includes a copy that is queued and has not begun.
+        """
+        with self._lock:
+            self._closed = True
+            self._copied |= not applied
+
+    @property
+    def released(self) -> bool:
+        """Whether the staged bytes may be overwritten."""
+        with self._lock:
+            if not self._closed or self._copying or not self._copied:
+                return False
+        return self._done is None or self._done.query()

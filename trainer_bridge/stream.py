@@ -1,0 +1,39 @@
+"""What a stream is to both clients, apart from waiting."""
+
+from __future__ import annotations
+
+from trainer_bridge.call import Call
+from trainer_bridge.client_core import ClientCore
+from trainer_bridge.results import Completion, GenerateResult
+
+
+class StreamView:
+    """One streamed request: its id, its endpoint, what it has brought."""
+
+    def __init__(self, core: ClientCore, call: Call) -> None:
+        self._core = core
+        self._call = call
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self._call.id
+
+    @property
+    def endpoint(self) -> str:
+        """Where it runs."""
+        return self._core.endpoints[self._call.place]
+
+    @property
+    def result(self) -> GenerateResult | None:
+        """The whole result, once it has come."""
+        return self._call.result
+
+    def partials(self) -> list[Completion]:
+        """The completions as far as they have come, each put together from its chunks."""
+        assert self._call.assembler is not None
+        return self._call.assembler.partials()
+
+    def close(self) -> None:
+        """Take no more; the worker stops if it still runs."""
+        self._core.abandon(self._call)

@@ -1,0 +1,318 @@
+"""The transport `disk`: a folder of safetensors files on a path that trainer and workers share.
+
+    <folder>/version-12-5f0c.../model-00001-of-00003.safetensors ... model.safetensors.index.json
+
+The publisher writes the folder under a temporary name and renames it once it is whole, so whoever finds it finds all
+of it; any reader of Hugging Face checkpoints can read it. The worker gets the names, sizes and CRC-32 of the files in
+`begin`, reads them while it generates, and writes their bytes straight to the staging memory.
+
+Invariants of the reader:
+
+- It opens regular files only, by plain names inside the folder, without following links.
+- It believes no number in a file: each tensor's dtype, shape and length must be what the manifest says, the tensors
+  follow each other without holes, and a file ends where its last tensor ends.
+- It never maps a file: one that shrinks while it is read is an error, not a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save
+
+from trainer_bridge.errors import BadRequest, RolloutError, WeightsRejected
+from trainer_bridge.manifest import TensorEntry, checksum
+from trainer_bridge.payload import Payload
+from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
+
+DEFAULT_FILE_BYTES = 512 << 20
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+_MAX_FILES = 1 << 16
+_MAX_HEADER_BYTES = 100 << 20  # the limit of the format's own library
+_READ_BYTES = 64 << 20
+
+
+# --- worker ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _FileNote:
+    """What `begin` says about a file."""
+
+    name: str
+    nbytes: int
+    crc: int
+
+
+class DiskReceiver(TransportReceiver):
+    """Reads the folder that `begin` names, a piece of at most 64 MiB at a time."""
+
+    name = "disk"
+
+    def __init__(self) -> None:
+        self._folder = -1
+        self._todo: list[_FileNote] = []
+        self._entries: dict[str, TensorEntry] = {}
+        self._file: _OpenFile | None = None
+
+    def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Open the folder. Reading starts at once, before `commit`."""
+        if set(options) != {"folder", "files"}:
+            raise BadRequest("transport disk takes the options folder and files", field="options")
+        folder, files = options["folder"], options["files"]
+        if type(folder) is not str or not os.path.isabs(folder) or "\0" in folder:
+            raise BadRequest("the folder must be an absolute path", field="options.folder")
+        notes = _read_notes(files)
+        try:
+            self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise WeightsRejected(
+                f"the worker cannot open {folder!r}: {error.strerror}; use a folder that it can read",
+                field="options.folder",
+            ) from error
+        self._todo = notes
+        self._entries = {entry.name: entry for entry in incoming.manifest.tensors}
+        return {}
+
+    def advance(self, incoming: Incoming | None) -> bool:
+        """Read one piece of one file."""
+        if incoming is None or (self._file is None and not self._todo):
+            return False
+        try:
+            if self._file is None:
+                self._file = _OpenFile(self._folder, self._todo.pop(0), self._entries)
+            incoming.arrived(self._file.read_piece(incoming.host))
+            if self._file.done:
+                self._file.close()
+                self._file = None
+        except OSError as error:
+            raise WeightsRejected(f"the worker cannot read the folder: {error}", field="options.folder") from error
+        return True
+
+    def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
+        """Verify that the files held every tensor."""
+        if options:
+            raise BadRequest("commit takes no options with transport disk", field="options")
+        if self._file is not None or self._todo:
+            return False
+        if self._entries:
+            raise WeightsRejected(f"the files hold no {', '.join(list(self._entries)[:8])}; write every tensor")
+        return True
+
+    def drop(self, incoming: Incoming, error: Exception | None) -> None:
+        """Close the files."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._file is not None:
+            self._file.close()
+        if self._folder >= 0:
+            os.close(self._folder)
+        self._folder, self._file, self._todo, self._entries = -1, None, [], {}
+
+
+class _OpenFile:
+    """One safetensors file on its way to the staging memory."""
+
+    def __init__(self, folder: int, note: _FileNote, entries: dict[str, TensorEntry]) -> None:
+        self._name, self._note = note.name, note
+        try:
+            # O_NONBLOCK: opening a pipe must not wait for its writer.
+            self._fd = os.open(note.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        except OSError as error:
+            raise self._bad(f"cannot be opened: {error.strerror}") from error
+        try:
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise self._bad("is not a regular file")
+            if found.st_size != note.nbytes:
+                raise self._bad(
+                    f"has {found.st_size} bytes, but was written with {note.nbytes}; it is cut off or changed"
+                )
+            self._crc = 0
+            self._pieces = self._read_header(entries)
+        except BaseException:
+            self.close()
+            raise
+        self._at = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all was read and verified."""
+        return self._at == len(self._pieces)
+
+    def read_piece(self, host: np.ndarray) -> int:
+        """Read the next piece to its place in the stream (uint8); its bytes."""
+        nbytes = 0
+        if not self.done:
+            start, end = self._pieces[self._at]
+            self._read_into(memoryview(host[start:end]))  # type: ignore[arg-type]
+            self._at += 1
+            nbytes = end - start
+        if self.done and self._crc != self._note.crc:
+            raise self._bad(f"is damaged: checksum {self._crc:08x}, written as {self._note.crc:08x}")
+        return nbytes
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read_header(self, entries: dict[str, TensorEntry]) -> list[tuple[int, int]]:
+        """Check the header against the manifest; the spans of the stream that the file fills, in file order."""
+        if self._note.nbytes < 8:
+            raise self._bad("is too short for a safetensors file")
+        (length,) = struct.unpack("<Q", self._read(8))
+        if length > min(_MAX_HEADER_BYTES, self._note.nbytes - 8):
+            raise self._bad("has a header longer than itself")
+        try:
+            header = json.loads(self._read(length))
+        except (ValueError, RecursionError) as error:
+            raise self._bad("has a header that is not JSON") from error
+        if type(header) is not dict:
+            raise self._bad("has a header that is not a map")
+        header.pop("__metadata__", None)
+        pieces: list[tuple[int, int]] = []
+        at = 0
+        for start, _, name in sorted(self._check_tensor(name, value, entries) for name, value in header.items()):
+            entry = entries.pop(name)
+            if start != at:
+                raise self._bad(f"has a hole or an overlap before {name}")
+            at += entry.nbytes
+            pieces += [(lo, min(lo + _READ_BYTES, entry.end)) for lo in range(entry.offset, entry.end, _READ_BYTES)]
+        if 8 + length + at != self._note.nbytes:
+            raise self._bad("does not end where its last tensor ends")
+        return pieces
+
+    def _check_tensor(self, name: str, value: Any, entries: dict[str, TensorEntry]) -> tuple[int, int, str]:
+        entry = entries.get(name)
+        if entry is None:
+            raise self._bad(f"holds {name!r:.80}, which is not in the manifest or was in an earlier file")
+        if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
+            raise self._bad(f"has a broken header entry for {name}")
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        if type(dtype) is not str or _DTYPES.get(dtype) != entry.dtype or shape != list(entry.shape):
+            raise self._bad(
+                f"holds {name} as {dtype!r:.20} {shape!r:.80}, the manifest {entry.dtype} {list(entry.shape)}"
+            )
+        if type(offsets) is not list or len(offsets) != 2 or any(type(offset) is not int for offset in offsets):
+            raise self._bad(f"has broken offsets for {name}")
+        if offsets[1] - offsets[0] != entry.nbytes:
+            raise self._bad(f"has {offsets[1] - offsets[0]} bytes for {name}, which needs {entry.nbytes}")
+        return offsets[0], offsets[1], name
+
+    def _read(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self._read_into(memoryview(data))
+        return bytes(data)
+
+    def _read_into(self, out: memoryview) -> None:
+        done = 0
+        while done < len(out):
+            count = os.readv(self._fd, [out[done:]])
+            if count == 0:
+                raise self._bad("ended before its last tensor")
+            done += count
+        self._crc = zlib.crc32(out, self._crc)
+
+    def _bad(self, what: str) -> WeightsRejected:
+        return WeightsRejected(f"{self._name} {what}", field="options.files")
+
+
+def _read_notes(files: Any) -> list[_FileNote]:
+    if type(files) is not list or not 1 <= len(files) <= _MAX_FILES:
+        raise BadRequest("files must be a list of [name, bytes, crc32]", field="options.files")
+    notes = []
+    for item in files:
+        if type(item) is not list or len(item) != 3 or [type(part) for part in item] != [str, int, int]:
+            raise BadRequest("files must be a list of [name, bytes, crc32]", field="options.files")
+        if not _FILE_NAME.fullmatch(item[0]):
+            raise BadRequest(f"{item[0]!r:.80} is not a plain name of a .safetensors file", field="options.files")
+        notes.append(_FileNote(*item))
+    if len({note.name for note in notes}) != len(notes):
+        raise BadRequest("a file is listed twice", field="options.files")
+    return notes
+
+
+# --- trainer ---------------------------------------------------------------------------------------------------------
+
+
+class DiskSender(TransportSender):
+    """Writes one folder for each update, for all workers, and keeps the newest `keep` of those it has written."""
+
+    name = "disk"
+
+    def __init__(self, folder: str, file_bytes: int = DEFAULT_FILE_BYTES, keep: int = 2) -> None:
+        assert keep >= 1 and file_bytes >= 1
+        self._root = Path(folder).resolve()
+        self._file_bytes = file_bytes
+        self._keep = keep
+        self._written: list[Path] = []
+
+    def prepare(self, payload: Payload) -> dict[str, Any]:
+        """Write the folder; the tensors are not read any more afterwards. Raises `RolloutError` when it cannot."""
+        name = f"version-{payload.manifest.version}-{secrets.token_hex(4)}"
+        final, draft = self._root / name, self._root / f".{name}.part"
+        try:
+            draft.mkdir(parents=True)
+            files = self._write_files(payload, draft)
+            draft.rename(final)
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise RolloutError(f"prepare: cannot write to {self._root}: {error}; free or choose a folder") from error
+        self._written.append(final)
+        payload.release()
+        return {"folder": str(final), "files": files}
+
+    def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
+        """Nothing to do: the workers read by themselves."""
+        return {}
+
+    def release(self, payload: Payload, applied: bool) -> None:
+        """Remove the oldest folders."""
+        while len(self._written) > self._keep:
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+
+    def _write_files(self, payload: Payload, draft: Path) -> list[list[Any]]:
+        groups = _group(payload.manifest.tensors, self._file_bytes)
+        files: list[list[Any]] = []
+        home: dict[str, str] = {}
+        for number, group in enumerate(groups, 1):
+            name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            entries = [payload.manifest.tensors[i] for i in group]
+            data = save({entry.name: payload.host_copy(i) for i, entry in zip(group, entries, strict=True)})
+            (draft / name).write_bytes(data)
+            files.append([name, len(data), checksum(data)])
+            home |= {entry.name: name for entry in entries}
+        index = {"metadata": {"total_size": payload.manifest.tensor_bytes}, "weight_map": home}
+        (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        return files
+
+
+def _group(tensors: Sequence[TensorEntry], file_bytes: int) -> list[list[int]]:
+    """Indices of the tensors of each file, in order."""
+    groups: list[list[int]] = []
+    size = file_bytes + 1
+    for i, entry in enumerate(tensors):
+        if size + entry.nbytes > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += entry.nbytes
+    return groups

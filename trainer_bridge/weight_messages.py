@@ -1,0 +1,175 @@
+"""The control messages of the weight bridge: which fields each action has, and asking several workers at once.
+
+    {op: weights, action: begin,  version, manifest, transport, options}  -> {op: ok, version, token, grant}
+    {op: weights, action: commit, token, options}                         -> {op: ok, version, pause_s, bytes, phases}
+    {op: weights, action: abort,  token}                                  -> {op: ok}
+    {op: weights, action: status}                                         -> {op: ok, version, state, ...}
+
+`commit` is answered once the update is applied. They pass through the worker's request socket, tensors never do.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import zmq
+
+from trainer_bridge.errors import BadRequest, ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, from_reply
+from trainer_bridge.wire import PROTOCOL_VERSION, REPLY_LIMITS, WireError, decode, encode, split_envelope
+
+_ENVELOPE = {"v", "op", "id", "client", "action"}
+_FIELDS: dict[str, set[str]] = {
+    "begin": {"version", "manifest", "transport", "options"},
+    "commit": {"token", "options"},
+    "abort": {"token"},
+    "status": set(),
+}
+_POLL_MS = 50  # how often a waiting publisher looks whether it is closing
+
+
+# --- worker ----------------------------------------------------------------------------------------------------------
+
+
+def check_fields(header: Mapping[str, Any]) -> str:
+    """The action of a `weights` message. Raises `BadRequest`, naming the field, when fields are unknown or missing."""
+    action = header.get("action")
+    if type(action) is not str or action not in _FIELDS:
+        raise BadRequest(f"action must be one of {', '.join(_FIELDS)}", field="action")
+    for name in sorted(header.keys() - _ENVELOPE - _FIELDS[action]):
+        raise BadRequest(f"{action} takes no field {name!r:.80}", field=name)
+    for name in sorted(_FIELDS[action] - header.keys()):
+        raise BadRequest(f"{action} needs the field {name}", field=name)
+    if "options" in _FIELDS[action] and type(header["options"]) is not dict:
+        raise BadRequest("options must be a map", field="options")
+    return action
+
+
+def read_token(value: Any) -> bytes:
+    """The bytes of a token. Raises `BadRequest`."""
+    try:
+        return bytes.fromhex(value)
+    except (TypeError, ValueError):
+        raise BadRequest("token must be the one that begin was answered with", field="token") from None
+
+
+def error_reply(error: RolloutError) -> dict[str, Any]:
+    """The reply that `trainer_bridge.errors.from_reply` turns into `error` again."""
+    header: dict[str, Any] = {"op": "error", "code": error.code, "message": str(error)}
+    return header if error.field is None else {**header, "field": error.field}
+
+
+# --- trainer ---------------------------------------------------------------------------------------------------------
+
+
+class ControlLink:
+    """The connection to one worker's request socket. Belongs to one thread."""
+
+    def __init__(self, endpoint: str, client: str) -> None:
+        self.endpoint = endpoint
+        self._client = client
+        self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.IMMEDIATE, 1)  # queue nothing for a worker that is not there
+        self.socket.set(zmq.HEARTBEAT_IVL, 10_000)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise ValueError(f"{endpoint!r} is not an endpoint that can be connected to: {error}") from error
+
+    def send(self, fields: Mapping[str, Any]) -> str | None:
+        """Send a message; its id, or None while there is no connection."""
+        message_id = f"w-{secrets.token_hex(8)}"
+        header = {"v": PROTOCOL_VERSION, "op": "weights", "id": message_id, "client": self._client, **fields}
+        try:
+            self.socket.send_multipart(encode(header), zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return message_id
+
+    def receive(self, message_id: str) -> dict[str, Any] | None:
+        """The reply to a message, if it is there. Replies to older messages are passed over."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            try:
+                header = decode(split_envelope(frames)[1], REPLY_LIMITS)
+            except WireError as error:
+                raise ProtocolError(f"{self.endpoint} sent a reply that cannot be read: {error}") from error
+            if header.get("id") == message_id:
+                return header
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close(0)
+
+
+class _Ask:
+    """One question that is on its way."""
+
+    def __init__(self, link: ControlLink, fields: Mapping[str, Any]) -> None:
+        self.link, self.fields = link, fields
+        self.message_id: str | None = None
+        self.answer: dict[str, Any] | RolloutError | None = None
+
+    def step(self) -> None:
+        try:
+            if self.message_id is None:
+                self.message_id = self.link.send(self.fields)
+            if self.message_id is not None:
+                header = self.link.receive(self.message_id)
+                if header is not None:
+                    self.answer = header if header.get("op") == "ok" else _problem(header, self.link.endpoint)
+        except RolloutError as error:
+            self.answer = error
+
+
+def ask_all(
+    questions: Sequence[tuple[ControlLink, Mapping[str, Any]]],
+    phase: str,
+    timeout_s: float,
+    closing: threading.Event,
+) -> list[dict[str, Any] | RolloutError]:
+    """Send each worker its message; each one's `ok` reply, or the error. `phase` is named in errors."""
+    asks = [_Ask(link, fields) for link, fields in questions]
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        for ask in asks:
+            if ask.answer is None:
+                ask.step()
+        waiting = [ask for ask in asks if ask.answer is None]
+        if not waiting:
+            break
+        if closing.is_set() or time.monotonic() > deadline_s:
+            for ask in waiting:
+                ask.answer = _no_answer(ask, phase, timeout_s, closing)
+            break
+        poller = zmq.Poller()
+        for ask in waiting:
+            poller.register(ask.link.socket, zmq.POLLOUT if ask.message_id is None else zmq.POLLIN)
+        poller.poll(_POLL_MS)
+    return [ask.answer for ask in asks if ask.answer is not None]
+
+
+def _problem(header: dict[str, Any], endpoint: str) -> RolloutError:
+    if header.get("op") != "error":
+        return ProtocolError(f"{endpoint} answered with {header.get('op')!r:.40}, not ok or error")
+    error = from_reply({**header, "message": f"{endpoint}: {header.get('message', 'the worker gave no reason')}"})
+    return error
+
+
+def _no_answer(ask: _Ask, phase: str, timeout_s: float, closing: threading.Event) -> RolloutError:
+    endpoint = ask.link.endpoint
+    if closing.is_set():
+        return RolloutError(f"{phase}: the publisher was closed before {endpoint} answered", code="closed")
+    if ask.message_id is None:
+        return ConnectionLost(
+            f"{phase}: no connection to {endpoint} within {timeout_s:g} s; see whether the worker lives"
+        )
+    return RolloutTimeout(f"{phase}: no answer from {endpoint} within {timeout_s:g} s; see the worker's log")
