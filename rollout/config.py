@@ -66,7 +66,9 @@ class ServiceSettings(_Section):
     max_clients: int = Field(1024, ge=1, description="clients remembered at once")
     heartbeat_s: float = Field(10.0, gt=0, description="interval of ZMTP heartbeats, seconds")
     max_stream_buffer_bytes: int = Field(256 << 20, ge=1 << 16, description="unsent bytes kept for one slow client")
-    drain_s: float = Field(30.0, ge=0, description="seconds that a drain may take before rows are handed back as they are")
+    drain_s: float = Field(
+        30.0, ge=0, description="seconds that a drain may take before rows are handed back as they are"
+    )
 
 
 class WeightsSettings(_Section):

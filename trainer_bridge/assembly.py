@@ -15,13 +15,13 @@ from trainer_bridge.results import Chunk, Completion, GenerateResult
 class Assembler:
     """The chunks of one request so far.
 
-    `start` is how many tokens the completions had before (`continue_from`). With `whole`, every chunk must be a
-    finished completion from its first token on.
+    `prior` is what the completions begin with (`continue_from`): chunks go on after it. With `whole`, every chunk
+    must end its completion, and may bring the prior tokens again.
     """
 
-    def __init__(self, n: int, start: int = 0, *, whole: bool = False) -> None:
-        self._parts: list[list[Completion]] = [[] for _ in range(n)]
-        self._ends = [0 if whole else start] * n
+    def __init__(self, n: int, prior: Completion | None = None, *, whole: bool = False) -> None:
+        self._parts: list[list[Completion]] = [[] if prior is None else [prior] for _ in range(n)]
+        self._ends = [0 if prior is None else len(prior)] * n
         self._whole = whole
 
     def add(self, chunk: Chunk) -> None:
@@ -31,6 +31,9 @@ class Assembler:
         parts = self._parts[chunk.index]
         if parts and parts[-1].finish_reason is not None:
             raise ProtocolError(f"a chunk of completion {chunk.index} came after its end")
+        if self._whole and chunk.offset == 0:
+            parts.clear()
+            self._ends[chunk.index] = 0
         if chunk.offset != self._ends[chunk.index]:
             raise ProtocolError(
                 f"the stream of completion {chunk.index} has a gap: a chunk begins at token {chunk.offset} "
@@ -43,7 +46,11 @@ class Assembler:
 
     def partials(self) -> list[Completion]:
         """Every completion of which something has come, with what has come."""
-        return [_join(parts) for parts in self._parts if parts]
+        return [self.joined(index) for index, parts in enumerate(self._parts) if parts]
+
+    def joined(self, index: int) -> Completion:
+        """A completion of which something has come, with what has come."""
+        return _join(self._parts[index], index)
 
     def check_complete(self, result: GenerateResult) -> None:
         """Raise `ProtocolError` unless the chunks were all of the result."""
@@ -52,9 +59,7 @@ class Assembler:
                 raise ProtocolError(f"the stream of completion {completion.index} lacks tokens that its result has")
 
 
-def _join(parts: list[Completion]) -> Completion:
-    if len(parts) == 1:
-        return parts[0]
+def _join(parts: list[Completion], index: int) -> Completion:
     last = parts[-1]
     runs: list[tuple[int, int]] = []
     for version, count in (run for part in parts for run in part.versions):
@@ -62,23 +67,30 @@ def _join(parts: list[Completion]) -> Completion:
             runs[-1] = (version, runs[-1][1] + count)
         else:
             runs.append((version, count))
-    drawn = [part.drawn_logprobs for part in parts]
+    texts = [part.text for part in parts if part.text is not None]
     return Completion(
-        index=last.index,
+        index=index,
         token_ids=_concat([part.token_ids for part in parts]),
         logprobs=_concat([part.logprobs for part in parts]),
         raw_logprobs=_concat([part.raw_logprobs for part in parts]),
-        drawn_logprobs=None if any(values is None for values in drawn) else _concat(drawn),
+        drawn_logprobs=_drawn(parts),
         versions=runs,
         finish_reason=last.finish_reason,
         stop=last.stop,
-        text=last.text,
+        text="".join(texts) if texts else None,
         seed=next((part.seed for part in parts if part.seed is not None), None),
         error=last.error,
     )
 
 
-def _concat(arrays: list) -> np.ndarray:
+def _drawn(parts: list[Completion]) -> np.ndarray | None:
+    if all(part.drawn_logprobs is None for part in parts):
+        return None
+    # A part without them was drawn from the plain distribution.
+    return _concat([part.logprobs if part.drawn_logprobs is None else part.drawn_logprobs for part in parts])
+
+
+def _concat(arrays: list[np.ndarray]) -> np.ndarray:
     array = np.concatenate(arrays)
     array.flags.writeable = False
     return array

@@ -76,7 +76,7 @@ class AsyncRolloutClient:
         if stream == "tokens":
             return AsyncStream(self, call, lambda chunk: chunk)
         if stream == "completions":
-            return AsyncStream(self, call, lambda chunk: chunk.part)
+            return AsyncStream(self, call, lambda chunk: call.joined(chunk.index))
         await self._finish(call)
         assert call.result is not None
         return call.result

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer_bridge.assembly import Assembler
 from trainer_bridge.errors import RolloutError
-from trainer_bridge.results import Chunk, GenerateResult
+from trainer_bridge.results import Chunk, Completion, GenerateResult
 
 
 class Call:
@@ -37,6 +37,11 @@ class Call:
     def done(self) -> bool:
         """True once there is an outcome."""
         return self.result is not None or self.reply is not None or self.error is not None
+
+    def joined(self, index: int) -> Completion:
+        """A completion of a stream, with what has come of it."""
+        assert self.assembler is not None, "not a stream"
+        return self.assembler.joined(index)
 
     def fail(self, error: RolloutError) -> None:
         """End with an error; chunks that had come stay."""

@@ -83,7 +83,7 @@ class RolloutClient:
         if stream == "tokens":
             return Stream(self, call, lambda chunk: chunk)
         if stream == "completions":
-            return Stream(self, call, lambda chunk: chunk.part)
+            return Stream(self, call, lambda chunk: call.joined(chunk.index))
         self._finish(call)
         assert call.result is not None
         return call.result

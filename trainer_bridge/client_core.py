@@ -75,7 +75,7 @@ class ClientCore:
             self.absorb(place)
         call = self.start("generate", plan.fields, self._choose(plan), plan.timeout_s, plan.n, plan.request_id)
         if plan.stream:
-            call.assembler = Assembler(plan.n, plan.start, whole=plan.stream == "completions")
+            call.assembler = Assembler(plan.n, plan.prior, whole=plan.stream == "completions")
         return call
 
     def control(self, op: str, endpoint: str | None, timeout_s: float | None = None, **fields: Any) -> list[Call]:
@@ -98,13 +98,12 @@ class ClientCore:
         request_id = self._next_id() if request_id is None else request_id
         if request_id in self._calls or not 1 <= len(request_id) <= wire.MAX_ID_CHARS:
             raise ValueError(f"the id {request_id!r:.40} is in flight already, or has not 1 to 128 characters")
-        frames = wire.encode(self._header(op, request_id) | fields)
+        self._send(place, request_id, self._header(op, request_id) | fields)
         seconds = self.timeout_s if timeout_s is None else timeout_s
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         call = Call(request_id, op, place, weight, deadline)
         self._calls[request_id] = call
         self._loads[place] += weight
-        self._send(place, frames)
         return call
 
     def abandon(self, call: Call) -> None:
@@ -112,8 +111,9 @@ class ClientCore:
         if not self._forget(call):
             return
         call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
-        if call.op == "generate":
-            self._send(call.place, wire.encode(self._header("cancel", self._next_id()) | {"target": call.id}))
+        if not self.connections[call.place].withdraw(call.id) and call.op == "generate":
+            cancel_id = self._next_id()
+            self._send(call.place, cancel_id, self._header("cancel", cancel_id) | {"target": call.id})
 
     def close(self) -> None:
         """Cancel what is in flight and close all sockets; then call `term`."""
@@ -144,8 +144,8 @@ class ClientCore:
         header: dict[str, Any] = {"v": wire.PROTOCOL_VERSION, "op": op, "id": request_id}
         return header if self._client is None else header | {"client": self._client}
 
-    def _send(self, place: int, frames: list[bytes]) -> None:
-        self.connections[place].send(frames)
+    def _send(self, place: int, request_id: str, header: dict[str, Any]) -> None:
+        self.connections[place].send(request_id, wire.encode(header))
         self.on_sent(place)
 
     def _forget(self, call: Call) -> bool:

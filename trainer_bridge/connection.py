@@ -2,7 +2,8 @@
 
 ZeroMQ reconnects quietly, but a worker that comes back is another worker: it knows nothing of the requests before. So
 a connection that was up and went down is `lost`: the socket is thrown away with all that it holds, and a new one is
-opened. Heartbeats make a peer that vanished without a word count as gone.
+opened. Heartbeats make a peer that vanished without a word count as gone. What is sent before a worker is there waits
+here, where it can still be withdrawn.
 
 Sending never blocks (no high-water mark: the number of requests in flight is the caller's business). Not thread-safe.
 """
@@ -29,6 +30,7 @@ class Connection:
 
     def _open(self) -> None:
         self.connected = False
+        self._unsent: dict[str, Sequence[bytes]] = {}  # only while not connected
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.RCVHWM, 0)
@@ -43,9 +45,16 @@ class Connection:
             self._close(0)
             raise ValueError(f"{self.endpoint!r} is not a ZeroMQ endpoint such as tcp://host:5757 ({error})") from error
 
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Hand a message to ZeroMQ, which sends it when the worker can be reached."""
-        self.socket.send_multipart(frames, zmq.NOBLOCK)
+    def send(self, key: str, frames: Sequence[bytes]) -> None:
+        """Send a message, now or when the worker can be reached."""
+        if self.connected:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        else:
+            self._unsent[key] = frames
+
+    def withdraw(self, key: str) -> bool:
+        """Take a message back. False if it is on its way."""
+        return self._unsent.pop(key, None) is not None
 
     def drain(self) -> tuple[list[list[bytes]], bool]:
         """Every message that has arrived, and whether the connection was lost after them. Never blocks.
@@ -69,9 +78,15 @@ class Connection:
                 return lost
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected = True
+                self._send_waiting()
             elif self.connected:  # an attempt that never got through is not a loss
                 self.connected = False
                 lost = True
+
+    def _send_waiting(self) -> None:
+        for frames in self._unsent.values():
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        self._unsent.clear()
 
     def reopen(self) -> None:
         """Throw the socket away, unsent messages included, and open another one."""

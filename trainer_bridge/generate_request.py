@@ -7,7 +7,7 @@ what cannot be written down as a message, or was misspelt, is an error here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -87,7 +87,7 @@ class RequestPlan:
 
     fields: dict[str, Any]
     n: int
-    start: int  # tokens of `continue_from`: where the first chunk of a stream begins
+    prior: Completion | None = None  # of `continue_from`
     session: str | None = None
     endpoint: str | None = None
     request_id: str | None = None
@@ -117,17 +117,17 @@ def plan_request(
         sent["sampling"] = sampling
     if "stop" in sent and "token_ids" in sent["stop"]:
         sent["stop"] = {**sent["stop"], "token_ids": [int(token) for token in sent["stop"]["token_ids"]]}
-    start = 0
+    prior = None
     if "continue_from" in sent:
-        sent["continue_from"] = _prior(sent["continue_from"])
-        start = len(sent["continue_from"]["token_ids"])
+        prior = _prior(sent["continue_from"])
+        sent["continue_from"] = _prior_fields(sent["continue_from"], prior)
     if stream:
         sent["stream"] = stream
     n = sent.get("n", 1)
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"n is {n!r}; use an integer of at least 1")
     local = {name: fields[name] for name in _LOCAL if name in fields}
-    return RequestPlan(fields=sent, n=n, start=start, stream=stream or None, **local)
+    return RequestPlan(fields=sent, n=n, prior=prior, stream=stream or None, **local)
 
 
 def token_array(values: Any, name: str) -> np.ndarray:
@@ -163,15 +163,32 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _prior(partial: Completion | Mapping[str, Any]) -> dict[str, Any]:
+def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
+    """An earlier partial completion; what a map does not say of it is NaN, and version -1."""
+    if isinstance(partial, Completion):
+        return replace(partial, finish_reason=None, stop=None, error=None)
+    token_ids = token_array(partial.get("token_ids", ()), "continue_from.token_ids")
+    unknown = np.full(len(token_ids), np.nan, np.float32)
+    runs = partial.get("versions", [(-1, len(token_ids))])
+    return Completion(
+        index=0,
+        token_ids=token_ids,
+        logprobs=np.asarray(partial.get("logprobs", unknown), np.float32),
+        raw_logprobs=np.asarray(partial.get("raw_logprobs", unknown), np.float32),
+        versions=[(version, count) for version, count in runs],
+        seed=partial.get("seed"),
+    )
+
+
+def _prior_fields(partial: Completion | Mapping[str, Any], prior: Completion) -> dict[str, Any]:
     if not isinstance(partial, Completion):
-        return {**partial, "token_ids": token_array(partial.get("token_ids", ()), "continue_from.token_ids")}
-    if partial.seed is None:
+        return {**partial, "token_ids": prior.token_ids}
+    if prior.seed is None:
         raise ValueError("continue_from is a completion without a seed; it cannot go on at the same random position")
     return {
-        "token_ids": partial.token_ids,
-        "seed": partial.seed,
-        "logprobs": partial.logprobs,
-        "raw_logprobs": partial.raw_logprobs,
-        "versions": [list(run) for run in partial.versions],
+        "token_ids": prior.token_ids,
+        "seed": prior.seed,
+        "logprobs": prior.logprobs,
+        "raw_logprobs": prior.raw_logprobs,
+        "versions": [list(run) for run in prior.versions],
     }

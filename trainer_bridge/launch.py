@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,9 +59,9 @@ def start_worker(
     log lies in a temporary folder that goes with the worker. With `wait=False` the worker is still starting: call
     `wait_ready` (to start several at once). Raises `WorkerFailed` when it does not come up.
     """
-    folder = tempfile.TemporaryDirectory(prefix="rollout-worker-")
-    ready_file = Path(folder.name) / "ready.json"
-    log_path = Path(folder.name) / "worker.log" if log_file is None else Path(log_file)
+    folder = Path(tempfile.mkdtemp(prefix="rollout-worker-"))
+    ready_file = folder / "ready.json"
+    log_path = folder / "worker.log" if log_file is None else Path(log_file)
     flags = {"bind": "tcp://127.0.0.1:0", **flags, "ready_file": ready_file, "exit_with_parent": True}
     with open(log_path, "ab") as log:
         process = subprocess.Popen(
@@ -116,9 +117,7 @@ class WorkerProcess:
     As a context manager it ends the worker at once on leaving, with what it has; call `stop()` before for a drain.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory, ready_file: Path, log_path: Path
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, ready_file: Path, log_path: Path) -> None:
         self.log_path = log_path
         self._process = process
         self._ready_file = ready_file
@@ -231,10 +230,10 @@ class WorkerProcess:
         self.stop("now", timeout_s=10.0)
 
 
-def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory, owner: int) -> None:
+def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the job has a copy of the object, but not the worker
         return
     if process.poll() is None:  # else the number may be somebody else's by now
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    folder.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -48,7 +48,8 @@ class Completion:
 class Chunk:
     """New tokens of one completion. `offset` is the position of the first one in the completion.
 
-    The last chunk of a completion has `finish_reason`. Fields as in `Completion`, for the new tokens only.
+    The last chunk of a completion has `finish_reason`. `part` has the fields of `Completion` for the new tokens only,
+    `text` included.
     """
 
     offset: int

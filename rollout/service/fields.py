@@ -11,8 +11,11 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BeforeValidator, Field
 
+from rollout.engine.types import MAX_LOGIT_BIAS
+
 INT32_MAX = 2**31 - 1
 SEED_END = 2**63
+MAX_BIAS = 100
 
 
 def token_id_array(value: Any) -> np.ndarray:
@@ -78,10 +81,6 @@ def bias_map(value: Any) -> dict[int, float]:
             raise ValueError(f"token {token} is there twice; send one bias for it")
         biases[token] = float(bias)
     return biases
-
-
-MAX_LOGIT_BIAS = 512
-MAX_BIAS = 100
 
 
 def _token_key(key: Any) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollout.config import ServiceSettings
-from rollout.engine.types import Prior, Request, RequestKey, SamplingParams, StopParams
+from rollout.engine.types import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
 from rollout.service.columns import TokenColumns
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests import ContinueFrom, Generate, Sampling
@@ -155,8 +155,15 @@ class Intake:
 
     def _stop(self, message: Generate) -> StopParams:
         eos = () if message.stop.ignore_eos else self._model.eos_ids
+        token_ids = tuple(dict.fromkeys((*eos, *message.stop.token_ids)))
+        if message.stop.min_tokens > 0 and len(token_ids) > MAX_STOP_IDS:
+            raise bad_request(
+                f"with 'min_tokens' there can be at most {MAX_STOP_IDS} stop tokens, eos ids included; these are "
+                f"{len(token_ids)}",
+                "stop.token_ids",
+            )
         return StopParams(
-            token_ids=tuple(dict.fromkeys((*eos, *message.stop.token_ids))),
+            token_ids=token_ids,
             strings=tuple(dict.fromkeys(message.stop.strings)),
             min_tokens=message.stop.min_tokens,
         )

@@ -406,6 +406,34 @@ def test_a_stream_is_continued_from_what_had_come(connect: Connect, serve: Serve
     sent = second.requests[0]["continue_from"]
     assert sent["token_ids"].tolist() == [1, 2, 3] and sent["logprobs"].tolist() == [0, -1, 0]
     assert (sent["seed"], sent["versions"]) == (100, [[3, 2], [4, 1]])
+    assert again.partials()[0].token_ids.tolist() == [1, 2, 3, 4]
+    assert again.partials()[0].versions == [(3, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("repeats_prior", [True, False])
+def test_a_continued_completion_is_whole(connect: Connect, serve: Serve, repeats_prior: bool) -> None:
+    whole = completion([1, 2, 3], versions=[[-1, 2], [3, 1]], finish_reason="stop")
+    reply = {**whole, "offset": 0} if repeats_prior else {**completion([3]), "offset": 2, "finish_reason": "stop"}
+    worker = serve(chunks(reply, then=result([whole])))
+    prior = {"token_ids": [1, 2], "seed": 100}
+    stream = connect(worker.endpoint).generate([0], stream="completions", continue_from=prior)
+    assert [(item.token_ids.tolist(), item.versions) for item in stream] == [([1, 2, 3], [(-1, 2), (3, 1)])]
+    assert worker.requests[0]["continue_from"]["token_ids"].tolist() == [1, 2]
+
+
+def test_text_and_drawn_logprobs_of_chunks_are_joined(connect: Connect, serve: Serve) -> None:
+    drawn = np.float32([-7.0])
+    worker = serve(
+        chunks(
+            {**completion([1, 2], text="a "), "offset": 0},
+            {**completion([3], text="b", drawn_logprobs=drawn), "offset": 2, "finish_reason": "stop"},
+            then=result([completion([1, 2, 3])]),
+        )
+    )
+    stream = connect(worker.endpoint).generate([0], stream="tokens", return_text=True)
+    assert len(list(stream)) == 2
+    (joined,) = stream.partials()
+    assert joined.text == "a b" and joined.drawn_logprobs.tolist() == [0, -1, -7]
 
 
 def test_leaving_a_stream_cancels_it(connect: Connect, serve: Serve) -> None:
@@ -455,7 +483,7 @@ def test_a_lost_connection_is_an_error_and_the_next_worker_is_found(connect: Con
 
 def test_what_was_not_sent_when_the_connection_was_lost_is_never_sent(connect: Connect, serve: Serve) -> None:
     first = serve(lambda worker, peer, header: worker.vanish(), hwm=1)
-    client = connect(first.endpoint)
+    client = connect(first.endpoint, connect_timeout_s=1.0)
     prompt = np.zeros(1 << 18, np.int32)  # more than the system's buffers hold, all together
     settled = list(client.generate_as_completed([prompt] * 40))
     assert all(isinstance(item.error, errors.ConnectionLost) for item in settled) and len(settled) == 40
@@ -503,6 +531,17 @@ def test_a_request_may_be_made_before_the_worker_is_there(connect: Connect, serv
     second = serve(endpoint=first.endpoint)
     assert next(settled).unwrap().completions[0].token_ids.tolist() == [2]
     assert len(second.requests) == 1
+
+
+def test_what_was_given_up_before_the_worker_was_there_is_never_sent(connect: Connect, serve: Serve) -> None:
+    first = serve()
+    first.stop()
+    client = connect(first.endpoint)
+    with pytest.raises(errors.RolloutTimeout):
+        client.generate([1], timeout_s=0.02)
+    second = serve(endpoint=first.endpoint)
+    client.ping()
+    assert [header["op"] for header in second.requests] == ["ping"]
 
 
 def test_a_timeout_is_an_error_and_cancels(connect: Connect, serve: Serve) -> None:

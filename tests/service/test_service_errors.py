@@ -93,6 +93,7 @@ WRONG_FIELDS = [
     ({"stop": {"token_ids": [-1]}}, "stop.token_ids.0"),
     ({"stop": {"min_tokens": 11}, "max_tokens": 10}, "stop.min_tokens"),
     ({"stop": {"min_tokens": 1001}}, "stop.min_tokens"),
+    ({"stop": {"min_tokens": 1, "token_ids": list(range(65))}}, "stop.token_ids"),
     ({"continue_from": {"token_ids": [1]}}, "continue_from.seed"),
     ({"continue_from": {"seed": 1}}, "continue_from.token_ids"),
     ({"continue_from": {"token_ids": [302], "seed": 1}}, "continue_from.token_ids"),

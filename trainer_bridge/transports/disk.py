@@ -37,7 +37,7 @@ from trainer_bridge.manifest import TensorEntry, checksum
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
 
-DEFAULT_FILE_BYTES = 512 << 20
+DEFAULT_FILE_BYTES = 256 << 20
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")

@@ -1,0 +1,75 @@
+"""Every family through the whole engine: its greedy tokens are transformers', whatever the scheduler does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import FAMILIES, make_checkpoint
+from harness import Bench, Completion, load
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    hf_model = make_checkpoint(request.param, folder)
+    return load(folder), hf_model
+
+
+def agrees(hf_model, prompt: list[int], completion: Completion) -> bool:
+    """Tokens are transformers' greedy choice, and log-probs within 1e-4 of its logits'."""
+    tokens = completion.token_ids
+    with torch.inference_mode():
+        logits = hf_model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    close = torch.allclose(torch.tensor(completion.raw_logprobs), logprobs, atol=1e-4, rtol=0)
+    return close and logits.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("pages", [600, 75], ids=["roomy", "with preemptions"])
+def test_greedy_tokens_equal_transformers(family, pages):
+    model, hf_model = family
+    vocab = model.spec.vocab
+    bench = Bench(model, max_rows=5, kv_pages=pages, prefill_chunk_tokens=23)
+    prompts = {
+        f"r{i}": torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(i)).tolist()
+        for i, length in enumerate((3, 50, 17, 31, 4, 8))
+    }
+    for i, (name, prompt) in enumerate(prompts.items()):
+        bench.submit(name, prompt, 60 + 5 * i, n=2 if i == 1 else 1)
+        for _ in range(3):
+            bench.engine.tick()  # the batch changes as they come and go
+    bench.run()
+    assert (bench.engine.scheduler.counters.preemptions > 0) == (pages == 75)
+    for i, (name, prompt) in enumerate(prompts.items()):
+        assert len(bench.tokens(name)) == 60 + 5 * i
+        assert agrees(hf_model, prompt, bench.completions[name, 0])
+    assert bench.tokens("r1", 1) == bench.tokens("r1", 0)
+    bench.close()
+
+
+@pytest.mark.parametrize("damage", ["rope", "page", "kv"])
+def test_damage_in_a_running_engine_is_seen(family, damage, monkeypatch):
+    """What the test above compares is sharp enough to see one wrong position, one wrong page, one lost page of KV."""
+    model, hf_model = family
+    prompt = torch.randint(0, model.spec.vocab, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    bench = Bench(model)
+    bench.submit("a", prompt, 60)
+    if damage == "rope":
+        turn = model.rope.forward
+        monkeypatch.setattr(model.rope, "forward", lambda positions: turn(positions * 2))
+    for _ in range(6):
+        bench.engine.tick()
+    seq = bench.engine.scheduler.groups["c", "a"].sequences[0]
+    runner = bench.engine.runner
+    if damage == "page":
+        runner.compute.run(
+            lambda: runner.rows.pages[seq.row].index_copy_(
+                0, torch.tensor([6, 7]), runner.rows.pages[seq.row, torch.tensor([7, 6])]
+            )
+        )
+    if damage == "kv":
+        runner.compute.run(lambda: runner.kv.v[0][seq.pages[7]].mul_(-3.0))
+    bench.run()
+    assert not agrees(hf_model, prompt, bench.completions["a", 0])
+    bench.close()
