@@ -51,7 +51,7 @@ class Worker:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         inbox: SimpleQueue[Command] = SimpleQueue()
         model, version = loaded.model, settings.weights.initial_version
-        self.receiver = WeightReceiver(model.hf_views(), version, settings.weights)
+        self.receiver = WeightReceiver(trainer_views(loaded), version, settings.weights)
         self.server = Server(
             settings.service,
             ServedModel(
@@ -165,6 +165,14 @@ def serve(settings: Settings) -> int:
         return worker.loop()
     finally:
         worker.close()
+
+
+def trainer_views(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    """The names that a trainer may send: the checkpoint's, and a tied output layer, which its state_dict lists too."""
+    views = loaded.model.hf_views()
+    if loaded.spec.tied:
+        views["lm_head.weight"] = views["model.embed_tokens.weight"]
+    return views
 
 
 def make_sinks(settings: Settings) -> list[Sink]:

@@ -54,7 +54,7 @@ class Receiver(Protocol):
         """An update to apply now, or None."""
 
     def applied(self, update: Any, pause_s: float) -> None:
-        """This update of `take_ready` is in use; the compute stream was busy with it for `pause_s`."""
+        """An update that `take_ready` gave is in use; the compute stream was busy with it for `pause_s`."""
 
 
 @dataclass(slots=True)

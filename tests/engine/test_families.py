@@ -63,11 +63,7 @@ def test_damage_in_a_running_engine_is_seen(family, damage, monkeypatch):
     seq = bench.engine.scheduler.groups["c", "a"].sequences[0]
     runner = bench.engine.runner
     if damage == "page":
-        runner.compute.run(
-            lambda: runner.rows.pages[seq.row].index_copy_(
-                0, torch.tensor([6, 7]), runner.rows.pages[seq.row, torch.tensor([7, 6])]
-            )
-        )
+        runner.compute.run(lambda: runner.rows.pages[seq.row, 6].fill_(seq.pages[0]))
     if damage == "kv":
         runner.compute.run(lambda: runner.kv.v[0][seq.pages[7]].mul_(-3.0))
     bench.run()
