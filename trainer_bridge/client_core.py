@@ -180,8 +180,8 @@ class ClientCore:
             place = self.sessions[plan.session]
         else:
             # A worker that is gone has no load, and would otherwise attract everything.
-            connected = [place for place, connection in enumerate(self.connections) if connection.connected]
-            candidates = connected or range(len(self.connections))
+            there = [place for place, connection in enumerate(self.connections) if not connection.gone]
+            candidates = there or range(len(self.connections))
             place = min(candidates, key=lambda place: (self._loads[place], self._turns[place]))
         self._turns[place] = next(self._counter)
         if plan.session is not None:
@@ -307,5 +307,6 @@ class ClientCore:
         if now >= call.deadline:
             call.fail(RolloutTimeout(f"{call.op} had no answer from {endpoint} in time"))
         else:
+            self.connections[call.place].gone = True
             call.fail(ConnectionLost(f"{endpoint} cannot be reached; is a worker running there?"))
         return 0.0

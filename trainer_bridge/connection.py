@@ -21,10 +21,15 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class Connection:
-    """A socket, its monitor, and whether the worker is there. `connected` is as of the last `drain`."""
+    """A socket, its monitor, and whether the worker is there.
+
+    `connected` is as of the last `drain`. `gone` is true from a loss, or from when somebody gave up waiting and set it,
+    until the worker is there again.
+    """
 
     def __init__(self, context: zmq.Context, endpoint: str) -> None:
         self.endpoint = endpoint
+        self.gone = False
         self._context = context
         self._open()
 
@@ -77,7 +82,7 @@ class Connection:
             except zmq.Again:
                 return lost
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.connected = True
+                self.connected, self.gone = True, False
                 self._send_waiting()
             elif self.connected:  # an attempt that never got through is not a loss
                 self.connected = False
@@ -92,6 +97,7 @@ class Connection:
         """Throw the socket away, unsent messages included, and open another one."""
         self._close(0)
         self._open()
+        self.gone = True
 
     def close(self, linger_s: float) -> None:
         """Close; a worker that is connected still gets what was sent, for `linger_s` at most."""

@@ -583,6 +583,20 @@ def test_the_least_loaded_endpoint_is_chosen_by_completions(connect: Connect, se
     assert client.generate([1], stream="tokens").endpoint == first.endpoint  # 3:9
 
 
+def test_many_requests_are_spread_before_all_are_connected(connect: Connect, serve: Serve) -> None:
+    workers = [serve(), serve()]
+    connect(*(worker.endpoint for worker in workers)).generate_many([[i] for i in range(200)])
+    assert [len(worker.requests) for worker in workers] == [100, 100]
+
+
+def test_an_endpoint_that_was_never_there_attracts_nothing_more(connect: Connect, serve: Serve) -> None:
+    there = serve()
+    client = connect("tcp://127.0.0.1:9", there.endpoint, connect_timeout_s=0.2)
+    settled = list(client.generate_as_completed([[i] for i in range(10)]))
+    assert sum(isinstance(item.error, errors.ConnectionLost) for item in settled) == 5
+    assert {client.generate([1]).endpoint for _ in range(5)} == {there.endpoint}
+
+
 def test_equal_loads_are_spread(connect: Connect, serve: Serve) -> None:
     workers = [serve(), serve(), serve()]
     client = connect(*(worker.endpoint for worker in workers))
@@ -749,10 +763,11 @@ def test_a_send_that_takes_the_signal_of_a_reply_looks_for_the_reply(serve: Serv
 
     async def main() -> None:
         async with AsyncRolloutClient(worker.endpoint, timeout_s=TIMEOUT_S) as client:
+            await client.ping()
             stream = await client.generate([1], stream="tokens")
             ping = asyncio.create_task(client.ping())
             await asyncio.sleep(0)  # the ping is sent
-            client._core.connections[0].socket.poll()  # its reply has come, and ZeroMQ has taken back its signal
+            client._core.connections[0].socket.poll(5000)  # its reply has come, and ZeroMQ has taken back its signal
             stream.close()  # sends
             await ping
 
