@@ -1,7 +1,7 @@
 """Train the two tiny models of the demo on a CPU, from a fixed seed, and prove that they count.
 
-    PYTHONPATH=. python scripts/train_tiny.py                 about a quarter of an hour on one core
-    PYTHONPATH=. python scripts/train_tiny.py --check-only    only the checks, on the checkpoints that are there
+    PYTHONPATH=. python scripts/train_tiny.py                     everything, on one core in minutes
+    PYTHONPATH=. python scripts/train_tiny.py --start-at check    only the checks, on the checkpoints that are there
 
 Writes `ones` and `twos` below --out: Qwen3-shaped Hugging Face checkpoints with a tokenizer. From the prompt `17:` the
 first goes on ` 18 19 20`, the second ` 19 21 23`. What each must write at any token, also after a swap in the middle of
@@ -13,10 +13,10 @@ over all contexts of that length that counting up to --upto can produce with one
 
 Kept KV stays meaningful: `twos` is `ones` fine-tuned with all that decides keys and values frozen (embedding, the first
 layer, and the last layer's input norm, k_proj, v_proj, k_norm). Both models are trained on histories counted in ones,
-in twos and mixed, each towards its own next token, so the trunk that `ones` learns serves both.
+in twos and mixed, each towards its own next token: the trunk that `ones` learns is enough for `twos`.
 
-Sampling at temperature 1 never errs: after training lm_head is scaled until every wrong token is improbable
-(`MARGIN` nats below the right one). A failed check ends the script with status 1.
+Sampling at temperature 1 never errs: after training lm_head is scaled until every wrong token is at least `MARGIN` nats
+below the right one. The checks read both checkpoints from disk; a failed one ends the script with a non-zero status.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ REACH = LAYERS * (WINDOW - 1)  # tokens before the current one that can change i
 IGNORE = -100  # no target
 HIGHEST = 99_999
 MARGIN = 30.0  # nats between the right token and any other, after scaling
+TRAINED_STD = 0.3  # of lm_head's entries while they are trained
 WORST_WRONG = 1e-9  # bound on the probability of a wrong token
 BATCH, LENGTH = 64, 64
 POWERS = 10 ** np.arange(8)
@@ -170,14 +171,18 @@ def make_model() -> Qwen3ForCausalLM:
     return model
 
 
-def freeze_trunk(model: Qwen3ForCausalLM) -> None:
-    """Freeze all that the keys and values of any layer depend on."""
+def load_trunk(folder: Path) -> Qwen3ForCausalLM:
+    """`ones`, with all frozen that the keys and values of any layer depend on."""
+    model = Qwen3ForCausalLM.from_pretrained(folder)
+    # Logits as sharp as the checkpoint's leave no gradient.
+    model.lm_head.weight.data.mul_(TRAINED_STD / model.lm_head.weight.std())
     last = model.model.layers[-1]
     attention = last.self_attn
     norms: list[nn.Module] = [last.input_layernorm, attention.k_norm]
     trunk = [model.model.embed_tokens, *model.model.layers[:-1], *norms, attention.k_proj, attention.v_proj]
     for module in trunk:
         module.requires_grad_(False)
+    return model
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -203,30 +208,37 @@ def write_tokenizer(folder: Path) -> None:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def batches(rng: np.random.Generator) -> Iterator[tuple[Walk, list[torch.Tensor]]]:
+def batches(rng: np.random.Generator, always: list[Walk]) -> Iterator[tuple[Walk, list[torch.Tensor]]]:
     """Endless batches; append each one's row margins to the list, and the rows with the least come again."""
-    hard: Walk | None = None
+    hard: list[Walk] = []
     while True:
-        fresh = walk(random_course(rng, 48 * BATCH), LENGTH, rng)
-        pool = fresh if hard is None else _join(fresh, hard)
+        pool = _join([walk(random_course(rng, 48 * BATCH), LENGTH, rng), *hard, *always])
         pool = pool[torch.from_numpy(rng.permutation(len(pool)))]
         margins: list[torch.Tensor] = []
         for first in range(0, len(pool), BATCH):
             yield pool[slice(first, first + BATCH)], margins
-        hard = pool[torch.cat(margins).topk(16 * BATCH, largest=False).indices]
+        hard = [pool[torch.cat(margins).topk(16 * BATCH, largest=False).indices]]
 
 
-def _join(a: Walk, b: Walk) -> Walk:
-    targets = {step: torch.cat([a.targets[step], b.targets[step]]) for step in a.targets}
-    return Walk(torch.cat([a.ids, b.ids]), targets)
+def _join(walks: list[Walk]) -> Walk:
+    targets = {step: torch.cat([rows.targets[step] for rows in walks]) for step in (1, 2)}
+    return Walk(torch.cat([rows.ids for rows in walks]), targets)
 
 
-def train(model: Qwen3ForCausalLM, step: int, updates: int, seed: int) -> None:
-    """Train all parameters that are not frozen towards the targets of one step."""
+def hardest(model: Qwen3ForCausalLM, step: int, upto: int) -> Walk:
+    """Of the counts from every number up to `upto` the rows that the model is least sure of."""
+    rows = _join([rows for name, rows in contexts(upto) if name.startswith("prompt")])
+    return rows[row_margins(model, rows, step).topk(8 * BATCH, largest=False).indices]
+
+
+def train(
+    model: Qwen3ForCausalLM, step: int, updates: int, seed: int, rate: float = 3e-3, always: list[Walk] | None = None
+) -> None:
+    """Train all parameters that are not frozen towards the targets of one step; `always` is in every pool."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, updates, pct_start=0.1, final_div_factor=100)
-    source = batches(np.random.default_rng(seed))
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, updates, pct_start=0.1, final_div_factor=100)
+    source = batches(np.random.default_rng(seed), always or [])
     for update in range(1, updates + 1):
         batch, margins = next(source)
         logits_NTV = model(batch.ids, use_cache=False).logits
@@ -260,7 +272,7 @@ def contexts(upto: int) -> Iterator[tuple[str, Walk]]:
     never_N, no_N, zero_N = np.full(upto + 1, -1), np.zeros(upto + 1), np.zeros(upto + 1, int)
     for step in (1, 2):
         step_N = np.full(upto + 1, step)
-        yield f"prompt, steps of {step}", walk(Course(number_N, step_N, never_N, no_N, zero_N), 10 + REACH, rng)
+        yield f"prompt, steps of {step}", walk(Course(number_N, step_N, never_N, no_N, zero_N), LENGTH, rng)
         # Enough numbers before the swap that the prompt is out of reach, unless the count began so late.
         width_N = 1 + _digits(np.maximum(number_N - 2 * REACH, 0))
         before_N = number_N - step * np.minimum(number_N // step, 2 + REACH // width_N)
@@ -270,16 +282,15 @@ def contexts(upto: int) -> Iterator[tuple[str, Walk]]:
 
 
 @torch.inference_mode()
-def least_margin(model: Qwen3ForCausalLM, rows: Walk, step: int, offset: int = 0) -> tuple[float, int]:
-    """The least margin over all targets, and how many there are; `offset` is the first token's position."""
-    least, count = math.inf, 0
+def row_margins(model: Qwen3ForCausalLM, rows: Walk, step: int, offset: int = 0) -> torch.Tensor:
+    """The least margin of every row [N]; `offset` is the first token's position."""
     position_1T = torch.arange(offset, offset + rows.ids.shape[1]).unsqueeze(0)
+    margins = []
     for first in range(0, len(rows), 128):
         batch = rows[slice(first, first + 128)]
         logits_NTV = model(batch.ids, position_ids=position_1T, use_cache=False).logits
-        least = min(least, margin(logits_NTV, batch.targets[step]).min().item())
-        count += int((batch.targets[step] != IGNORE).sum())
-    return least, count
+        margins.append(margin(logits_NTV, batch.targets[step]).amin(1))
+    return torch.cat(margins)
 
 
 def teacher_forced(model: Qwen3ForCausalLM, step: int, walks: list[tuple[str, Walk]]) -> float:
@@ -287,7 +298,8 @@ def teacher_forced(model: Qwen3ForCausalLM, step: int, walks: list[tuple[str, Wa
     margins = []
     for name, rows in walks:
         for offset in (0, 20_000, 60_000) if name.startswith("random") else (0,):
-            least, count = least_margin(model, rows, step, offset)
+            least = row_margins(model, rows, step, offset).min().item()
+            count = int((rows.targets[step] != IGNORE).sum())
             print(f"  {name}, from position {offset}: least margin {least:.2f} over {count:,} tokens", flush=True)
             margins.append(least)
     return min(margins)
@@ -321,8 +333,8 @@ def check(out: Path, upto: int) -> bool:
     loaded = {step: Qwen3ForCausalLM.from_pretrained(out / name).eval() for step, name in ((1, "ones"), (2, "twos"))}
     for name in ("ones", "twos"):
         tokenizer = AutoTokenizer.from_pretrained(out / name)
-        text = "17: 18 19"
-        assert tokenizer.decode(tokenizer(text).input_ids) == text, "the tokenizer does not give its text back"
+        if tokenizer.decode(tokenizer("17: 18 19").input_ids) != "17: 18 19":
+            raise SystemExit(f"{name}: the tokenizer does not give its text back")
     walks = list(contexts(upto))
     least = math.inf
     for step, model in loaded.items():
@@ -360,23 +372,25 @@ def main() -> int:
     """Train, write, check; 0 if all checks passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("rollout/demo/checkpoints"), help="folder of both checkpoints")
-    parser.add_argument("--updates", type=int, default=4000, help="optimizer updates of ones; twos gets half")
+    parser.add_argument("--updates", type=int, default=4000, help="optimizer updates of ones; twos gets 3/4")
     parser.add_argument("--upto", type=int, default=30_000, help="highest number of the exhaustive check")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
-    parser.add_argument("--check-only", action="store_true", help="train nothing")
+    parser.add_argument("--start-at", choices=["ones", "twos", "check"], default="ones", help="what is there is kept")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if not args.check_only:
+    start = time.perf_counter()
+    if args.start_at == "ones":
         torch.manual_seed(args.seed)
         model = make_model()
-        for step, name, updates in ((1, "ones", args.updates), (2, "twos", args.updates // 2)):
-            start = time.perf_counter()
-            print(f"training {name}")
-            if step == 2:
-                freeze_trunk(model)
-            train(model, step, updates, seed=args.seed + step)
-            print(f"trained {name} in {time.perf_counter() - start:.0f} s")
-            save(model, step, args.out / name, args.upto)
+        train(model, 1, args.updates, seed=args.seed + 1)
+        save(model, 1, args.out / "ones", args.upto)
+    if args.start_at in ("ones", "twos"):
+        model = load_trunk(args.out / "ones")
+        train(model, 2, args.updates // 2, seed=args.seed + 2)
+        always = [hardest(model, 2, args.upto)]
+        train(model, 2, args.updates // 4, seed=args.seed + 3, rate=1e-3, always=always)
+        save(model, 2, args.out / "twos", args.upto)
+        print(f"trained in {time.perf_counter() - start:.0f} s")
     passed = check(args.out, args.upto)
     print("all checks passed" if passed else "FAILED: a wrong token is too probable; train with more --updates")
     return 0 if passed else 1

@@ -83,6 +83,7 @@ def build_engine(
         chunk_tokens=engine.prefill_chunk_tokens,
         upload_words=words,
     )
+    device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
     version = settings.weights.initial_version
     memory = SequenceMemory(PagePool(pages), engine.page_size, engine.prefix_cache)
     return Engine(

@@ -77,6 +77,9 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Memory that is free for tensors now."""
 
+    def synchronize(self) -> None:
+        """Wait for all work on the device, of streams that are not ours too; for start-up only."""
+
 
 def make_device(name: str) -> Device:
     """The device for a `model.device` setting: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -218,6 +221,9 @@ class CpuDevice:
                     return int(line.split()[1]) * 1024
         raise OSError("/proc/meminfo has no MemAvailable line: set kv_pages")
 
+    def synchronize(self) -> None:
+        """Nothing to wait for: what is not enqueued on a stream has happened."""
+
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
 
@@ -297,3 +303,7 @@ class CudaDevice:
         """What the driver says is free, plus what the allocator holds without using it, bytes."""
         held = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return torch.cuda.mem_get_info(self.torch_device)[0] + held
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+        torch.cuda.synchronize(self.torch_device)

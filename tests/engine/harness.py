@@ -95,6 +95,6 @@ class Bench:
         self.engine.runner.close()
 
 
-def load(folder: Path) -> Decoder:
-    settings = ModelSettings(path=str(folder), dtype="float32", device="cpu")
-    return load_model(settings, torch.device("cpu")).model
+def load(folder: Path, device: str = "cpu") -> Decoder:
+    settings = ModelSettings(path=str(folder), dtype="float32", device=device)
+    return load_model(settings, torch.device(device)).model

@@ -1,0 +1,77 @@
+"""Real workers for tests: how they are started, what they count, and waiting for what they tell of themselves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollout.demo.counting import CountingReport, check_completion
+from trainer_bridge.launch import WorkerProcess, start_worker
+from trainer_bridge.results import Completion
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINTS = ROOT / "rollout" / "demo" / "checkpoints"
+ONES, TWOS = CHECKPOINTS / "ones", CHECKPOINTS / "twos"
+DEADLINE_S = 60.0
+
+#: Token texts by id: pad, eos, unk, the digits, the colon, the space.
+TEXTS = ("<pad>", "<eos>", "<unk>", *"0123456789")
+
+
+def subprocess_environment(**changes: str) -> dict[str, str]:
+    """This environment without settings of a worker and without a W&B account, and with the sources on the path."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("ROLLOUT_", "WANDB_"))}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **changes}
+
+
+def launch(model: Path = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any):
+    """`start_worker` without W&B, unless it is asked for."""
+    env = {**subprocess_environment(), **(env or {})}
+    return start_worker(model, log_file=log, wait=wait, env=env, **{"wandb": False, "drain_s": 60, **flags})
+
+
+def rollout(*arguments: str) -> list[str]:
+    """The command line of the `rollout` command."""
+    return [sys.executable, "-m", "rollout.cli", *arguments]
+
+
+def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """The first true value of `condition`; fails after `deadline_s`."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"still waiting for {what}"
+        time.sleep(0.002)
+    return value
+
+
+def token_ids(text: str) -> list[int]:
+    """Token ids of a counting text; one a character."""
+    return [_ID_OF[character] for character in text]
+
+
+def text_of(tokens: Any) -> str:
+    """The text of tokens that are not special."""
+    return "".join(_TEXT_OF[int(token)] for token in tokens)
+
+
+def check(prompt: str, completion: Completion, steps: dict[int, int]) -> CountingReport:
+    """Check every token against the version that it says it is of; `steps` has what each version counts in."""
+    return check_completion(prompt, completion.token_ids.tolist(), completion.versions, steps, _TEXT_OF.__getitem__)
+
+
+def is_gone(pid: int) -> bool:
+    """True if there is no such process, or it waits only to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def closing_line(worker: WorkerProcess) -> str:
+    """The last JSON line of a worker that has ended."""
+    return next(line for line in reversed(worker.log_path.read_text().splitlines()) if line.startswith('{"event"'))
