@@ -39,7 +39,7 @@ test-gpu: ## the GPU tests, with the machine's own torch and the wheels of the f
 		echo "make test-gpu: $(PYTHON) has no torch that sees a CUDA device" >&2; exit 1; }
 	@extra=$$(mktemp -d) && trap 'rm -rf "$$extra"' EXIT && \
 	if [ -n "$(WHEELS)" ]; then \
-		wheels=$$(find "$(WHEELS)" -maxdepth 1 -name '*.whl' \
+		wheels=$$(find "$(WHEELS)" -maxdepth 1 -type f -name '*.whl' \
 			! -name 'torch-*' ! -name 'triton-*' ! -name 'nvidia_*' | sort) && \
 		[ -n "$$wheels" ] || { echo "make test-gpu: no wheels in WHEELS=$(WHEELS)" >&2; exit 1; } && \
 		$(PYTHON) -m pip install --quiet --no-index --no-deps --target "$$extra" $$wheels; \

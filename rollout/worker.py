@@ -149,7 +149,9 @@ def serve(settings: Settings) -> int:
 
     Raises ValueError or OSError, with what to change, when the model or the settings don't allow serving.
     """
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # libraries: warnings only
+    for package in ("rollout", "trainer_bridge"):
+        logging.getLogger(package).setLevel(settings.log_level.upper())
     if settings.metrics.timeline is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("timeline needs matplotlib: pip install 'rollout-engine[plot]', or leave the setting out")
     torch.set_num_threads(settings.model.cpu_threads)

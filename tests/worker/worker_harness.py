@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -18,8 +19,9 @@ CHECKPOINTS = ROOT / "rollout" / "demo" / "checkpoints"
 ONES, TWOS = CHECKPOINTS / "ones", CHECKPOINTS / "twos"
 DEADLINE_S = 60.0
 
-#: Token texts by id: pad, eos, unk, the digits, the colon, the space.
-TEXTS = ("<pad>", "<eos>", "<unk>", *"0123456789")
+#: Token texts by id, as in the checkpoints' tokenizer.json.
+TEXTS = ("<pad>", "<eos>", "<unk>", *"0123456789 :\n")
+EOS, SPACE, COLON = 1, TEXTS.index(" "), TEXTS.index(":")
 
 
 def subprocess_environment(**changes: str) -> dict[str, str]:
@@ -29,9 +31,12 @@ def subprocess_environment(**changes: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **changes}
 
 
-def launch(model: Path = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any):
+def launch(
+    model: Path = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any
+) -> WorkerProcess:
     """`start_worker` without W&B, unless it is asked for."""
-    env = {**subprocess_environment(), **(env or {})}
+    settings = {name: None for name in os.environ if name.startswith(("ROLLOUT_", "WANDB_"))}
+    env = {**settings, **subprocess_environment(), **(env or {})}
     return start_worker(model, log_file=log, wait=wait, env=env, **{"wandb": False, "drain_s": 60, **flags})
 
 
@@ -51,17 +56,17 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_
 
 def token_ids(text: str) -> list[int]:
     """Token ids of a counting text; one a character."""
-    return [_ID_OF[character] for character in text]
+    return [TEXTS.index(character) for character in text]
 
 
 def text_of(tokens: Any) -> str:
     """The text of tokens that are not special."""
-    return "".join(_TEXT_OF[int(token)] for token in tokens)
+    return "".join(TEXTS[token] for token in tokens)
 
 
 def check(prompt: str, completion: Completion, steps: dict[int, int]) -> CountingReport:
     """Check every token against the version that it says it is of; `steps` has what each version counts in."""
-    return check_completion(prompt, completion.token_ids.tolist(), completion.versions, steps, _TEXT_OF.__getitem__)
+    return check_completion(prompt, completion.token_ids.tolist(), completion.versions, steps, TEXTS.__getitem__)
 
 
 def is_gone(pid: int) -> bool:
@@ -72,6 +77,6 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def closing_line(worker: WorkerProcess) -> str:
-    """The last JSON line of a worker that has ended."""
-    return next(line for line in reversed(worker.log_path.read_text().splitlines()) if line.startswith('{"event"'))
+def facts(log: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a worker's output: ready and, at the end, ended."""
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"event"')]
