@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -61,7 +62,7 @@ class Worker:
                 loaded.generation_config.eos_token_ids,
             ),
             inbox=inbox,
-            status=lambda: self.status,
+            status=self.latest_status,
             text=load_text_codec(loaded.folder),
             receiver=self.receiver,
             worker_name=self.name,
@@ -81,6 +82,10 @@ class Worker:
         self.server.start()
         self.status = self.engine.status()
         self._announce()
+
+    def latest_status(self) -> EngineStatus:
+        """The last snapshot, with the state and the version of now: whoever was told `ok` sees what it did."""
+        return replace(self.status, state=self.engine.state, weights_version=self.engine.scheduler.version)
 
     def loop(self) -> int:
         """Serve until shut down; returns the exit status."""

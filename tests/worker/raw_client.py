@@ -80,7 +80,7 @@ class RawClient:
         return chunks, reply
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection. Idempotent."""
         self._socket.close()
         self._context.term()
 

@@ -17,14 +17,13 @@ from trainer_bridge.launch import WorkerProcess
 
 TEXT = " 18 19 20 21 22 23 24 25"
 ARRAYS = {"token_ids": "<i4", "logprobs": "<f4", "raw_logprobs": "<f4"}
-HOW = pytest.mark.parametrize(
+
+
+@pytest.mark.parametrize(
     ("kind", "delimiter"),
     [(zmq.REQ, False), (zmq.DEALER, False), (zmq.DEALER, True)],
     ids=["REQ", "DEALER", "DEALER with a delimiter"],
 )
-
-
-@HOW
 def test_a_prompt_is_completed_whatever_the_socket(worker: WorkerProcess, kind: int, delimiter: bool) -> None:
     with RawClient(worker.endpoint, kind, delimiter=delimiter) as raw:
         reply = raw.ask("generate", "a", prompt=token_ids("17:"), max_tokens=24)
@@ -43,11 +42,9 @@ def test_a_prompt_is_completed_whatever_the_socket(worker: WorkerProcess, kind: 
         assert raw.ask("status", "d")["op"] == "status"
 
 
-@HOW
-def test_streams_come_with_the_framing_of_their_request(worker: WorkerProcess, kind: int, delimiter: bool) -> None:
-    if kind == zmq.REQ:
-        pytest.skip("a REQ socket takes one reply only")
-    with RawClient(worker.endpoint, kind, delimiter=delimiter) as raw:
+@pytest.mark.parametrize("delimiter", [False, True])
+def test_streams_come_with_the_framing_of_their_request(worker: WorkerProcess, delimiter: bool) -> None:
+    with RawClient(worker.endpoint, delimiter=delimiter) as raw:
         raw.send("generate", "s", prompt="17:", max_tokens=100, stream="tokens", stream_every=8, return_text=True)
         chunks, result = raw.receive_all("s")
     (completion,) = result["completions"]
