@@ -51,6 +51,15 @@ class EngineSettings(_Section):
         "keep", description="what happens to the KV of running rows when weights change"
     )
     stop_check_every: int = Field(4, ge=1, description="tokens between two looks for stop strings")
+    max_faults: int = Field(
+        3, ge=0, description="faults in an hour after which the engine is rebuilt; the next one ends the worker"
+    )
+    stall_s: float = Field(
+        120.0, gt=0, description="seconds for which the loop may hang before the status is stalled and work is refused"
+    )
+    stall_exit_s: float | None = Field(
+        600.0, gt=0, description="seconds for which the loop may hang before the worker hands back what it has and ends"
+    )
 
 
 class ServiceSettings(_Section):
@@ -93,6 +102,16 @@ class MetricsSettings(_Section):
     timeline_steps: int = Field(40, ge=2, le=2000, description="steps in the timeline picture")
 
 
+class SupervisorSettings(_Section):
+    """Several workers on one machine, each with a device of its own."""
+
+    workers: int = Field(1, ge=1, le=64, description="worker processes; more than 1 has them supervised")
+    max_restarts: int = Field(5, ge=0, description="restarts of one worker in an hour; then it is given up")
+    restart_backoff_s: float = Field(
+        1.0, ge=0, description="seconds before the first restart; doubles with each in the last hour, to 60 at most"
+    )
+
+
 class Settings(_Section):
     """All settings of one worker."""
 
@@ -101,6 +120,7 @@ class Settings(_Section):
     service: ServiceSettings = Field(default_factory=ServiceSettings)
     weights: WeightsSettings = Field(default_factory=WeightsSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
+    supervisor: SupervisorSettings = Field(default_factory=SupervisorSettings)
     ready_file: str | None = Field(None, description="file that gets the endpoints as JSON once the worker can serve")
     exit_with_parent: bool = Field(False, description="end when the process that launched the worker ends")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line shown")

@@ -4,7 +4,11 @@
       Worker.loop          tick while there is work; sleep on the inbox while there is none
 
 What a launcher sees: one JSON line on stdout and the ready file once the worker can serve, one JSON line on stdout at
-the end. SIGTERM and SIGINT drain; a second one ends at once. Exit status 0 after an orderly end, 1 after a fault.
+the end. SIGTERM and SIGINT drain; a second one ends at once.
+
+After a fault every request ends as `error` with the tokens that it has. Then the engine is built anew around the
+weights; where that can't be, the worker ends with status FAULT. A loop that hangs has its requests handed back by the
+watchdog's thread, and ends with status HUNG.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import importlib.util
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -26,14 +29,15 @@ import torch
 from rich.progress import Progress
 
 from rollout.config import Settings
-from rollout.engine.build import build_engine, context_limit
-from rollout.engine.device import DeviceError, make_device
+from rollout.engine.build import build_engine, context_limit, rebuild_engine
+from rollout.engine.device import make_device
 from rollout.engine.types import Command, EngineStatus, Shutdown
 from rollout.metrics import JsonlSink, MetricsThread, Sink, WandbSink, write_timeline
 from rollout.models import LoadedModel, load_model
 from rollout.service.intake import ServedModel
 from rollout.service.server import Server
 from rollout.service.text import load_text_codec
+from rollout.watchdog import Watchdog
 from trainer_bridge.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -41,13 +45,21 @@ log = logging.getLogger(__name__)
 _STATUS_EVERY_S = 0.1
 _IDLE_WAIT_S = 0.01  # how long a staged update waits at the most when nothing runs
 _SINK_DEADLINE_S = 20.0
+_STOP_S = 10.0  # for the loop to end at once
+_CLOSE_S = 60.0  # for threads and sinks to end once the loop has
+_FAULTS_WITHIN_S = 3600.0
+
+#: Exit statuses, beside 0 (orderly end) and 2 (wrong usage).
+FAILED, FAULT, HUNG = 1, 3, 4
 
 
 class Worker:
     """Everything that one process serves with. Construction binds the sockets; nothing runs before `loop`."""
 
-    def __init__(self, settings: Settings, loaded: LoadedModel) -> None:
+    def __init__(self, settings: Settings, loaded: LoadedModel, restarts: int = 0) -> None:
         self.settings = settings
+        self.restarts = restarts
+        self.faults: list[float] = []  # when, `time.perf_counter()`
         self.status = EngineStatus(state="serving", rows_max=settings.engine.max_rows)
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         inbox: SimpleQueue[Command] = SimpleQueue()
@@ -73,45 +85,104 @@ class Worker:
         )
         self.sinks = make_sinks(settings)
         self.metrics = MetricsThread(self.sinks)
+        self.last_tick_s = time.perf_counter()
+        self._next_status_s = 0.0
+        self._known_problems: tuple[str, ...] = ()
+        self._next_report_s = self.last_tick_s + settings.metrics.interval_s
+        self.watchdog = Watchdog(
+            last_tick_s=lambda: self.last_tick_s,
+            stall_s=settings.engine.stall_exit_s,
+            on_signal=self._on_signal,
+            on_stall=self._on_stall,
+        )
 
     def start(self) -> None:
         """Take requests."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
         self.metrics.start()
         self.server.start()
+        self.last_tick_s = time.perf_counter()
+        self.watchdog.start()
         self.status = self.engine.status()
         self._announce()
 
     def latest_status(self) -> EngineStatus:
-        """The last snapshot, with the state and the version of now: whoever was told `ok` sees what it did."""
-        return replace(self.status, state=self.engine.state, weights_version=self.engine.scheduler.version)
+        """The last snapshot, with the state and the version of now: whoever was told `ok` sees what it did.
+
+        It is called on the service thread, which answers while the loop hangs.
+        """
+        silent_s = time.perf_counter() - self.last_tick_s
+        return replace(
+            self.status,
+            state="stalled" if silent_s > self.settings.engine.stall_s else self.engine.state,
+            weights_version=self.engine.scheduler.version,
+            last_tick_s=silent_s,
+            faults=len(self.faults),
+            restarts=self.restarts,
+            problems=self.problems(),
+        )
+
+    def problems(self) -> tuple[str, ...]:
+        """What has ended that generation can do without, a sentence each."""
+        threads = {"the weight receiver": self.receiver.alive, "the metrics thread": self.metrics.alive}
+        return tuple(f"{name} has ended" for name, alive in threads.items() if not alive)
 
     def loop(self) -> int:
         """Serve until shut down; returns the exit status."""
-        engine, next_status_s = self.engine, 0.0
-        next_report_s = time.perf_counter() + self.settings.metrics.interval_s
-        try:
-            while not engine.stopped:
-                if not engine.busy:
-                    engine.wait(_IDLE_WAIT_S)
-                engine.tick()
-                now = time.perf_counter()
-                if now >= next_status_s:
-                    self.status, next_status_s = engine.status(), now + _STATUS_EVERY_S
-                    if not self.server.alive:
-                        raise RuntimeError("the service thread has ended; nobody can be answered")
-                if now >= next_report_s:
-                    next_report_s = now + self.settings.metrics.interval_s
-                    self._report(now)
-        except DeviceError as error:
-            log.critical("the device failed", exc_info=True)
-            engine.fail(str(error))
-            return 1
+        while not self.engine.stopped:
+            if not self.server.alive:
+                log.critical("the service thread has ended; nobody can be answered")
+                return FAILED
+            try:
+                self._turn()
+                continue
+            # Whatever it was (the device, memory, our own books), nobody may be left without an answer.
+            except Exception as error:
+                log.critical("the engine failed", exc_info=True)
+                message = f"the engine failed: {type(error).__name__}: {error:.500}"
+            if not self._recover(message):
+                return FAULT
         return 0
 
-    def close(self) -> None:
+    def _turn(self) -> None:
+        engine = self.engine
+        self.last_tick_s = time.perf_counter()
+        if not engine.busy:
+            engine.wait(_IDLE_WAIT_S)
+        engine.tick()
+        now = time.perf_counter()
+        if now >= self._next_status_s:
+            self.status, self._next_status_s = engine.status(), now + _STATUS_EVERY_S
+            if (problems := self.problems()) != self._known_problems:
+                self._known_problems = problems
+                log.error("; ".join(problems))
+        if now >= self._next_report_s:
+            self._next_report_s = now + self.settings.metrics.interval_s
+            self._report(now)
+
+    def _recover(self, message: str) -> bool:
+        """Hand every request back, then make the engine whole; False if it can't be, or has failed too often."""
+        now = time.perf_counter()
+        try:
+            self.engine.fail(message)
+            self.faults.append(now)
+            if self.engine.state == "draining":
+                return False  # nothing is left to do
+            if sum(when > now - _FAULTS_WITHIN_S for when in self.faults) > self.settings.engine.max_faults:
+                log.critical("that was one fault too many (max_faults is %d)", self.settings.engine.max_faults)
+                return False
+            rebuild_engine(self.engine, self.settings)
+        # What is not answered by now gets `unavailable` when the service ends.
+        except Exception:
+            log.critical("the engine cannot be made whole", exc_info=True)
+            return False
+        self.status = self.engine.status()
+        log.warning("the engine is whole again, with weights version %d", self.engine.scheduler.version)
+        return True
+
+    def close(self, status: int) -> None:
         """Answer what is left, end the threads, write the last report and the timeline."""
+        self.watchdog.stop_watching()
+        self.watchdog.end_within(_CLOSE_S, status)
         self.status = self.engine.status()
         self.receiver.close()  # first: it answers a publisher that waits, through the service
         self.server.stop()
@@ -119,7 +190,10 @@ class Worker:
         totals = self.engine.meter.totals()
         self.metrics.put(self.engine.meter.steps, totals, final=True)
         self.metrics.close(_SINK_DEADLINE_S)
-        self.engine.runner.close()
+        try:
+            self.engine.runner.close()
+        except RuntimeError:  # of a device that has failed
+            log.debug("the streams did not end in order", exc_info=True)
         metrics = self.settings.metrics
         steps = self.engine.meter.recent_steps()[-metrics.timeline_steps :]
         if metrics.timeline is not None and steps:
@@ -131,9 +205,24 @@ class Worker:
         self.engine.set_gauges()
         self.metrics.put(self.engine.meter.steps, self.engine.meter.report(now))
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        again = self.engine.state == "draining"
-        self.engine.inbox.put(Shutdown("now" if again else "drain"))
+    def _on_signal(self, count: int) -> None:
+        now = count > 1 or self.engine.state == "draining"
+        self.engine.inbox.put(Shutdown("now" if now else "drain"))
+        if now:
+            self.watchdog.expect_end(_STOP_S)
+
+    def _on_stall(self, seconds: float) -> None:
+        """The loop hangs: do what it can't, from the watchdog's thread, and end the process."""
+        log.critical("the loop has hung for %.0f s; the worker ends", seconds)
+        try:
+            self.engine.fail(f"the worker hung for {seconds:.0f} s")
+        # The loop may wake up and change what is read here; who got no tokens is told so when the service ends.
+        except Exception:
+            log.critical("what was generated cannot be handed back", exc_info=True)
+        try:
+            self.server.stop()
+        finally:
+            os._exit(HUNG)
 
     def _announce(self) -> None:
         ready = {
@@ -149,8 +238,8 @@ class Worker:
         _say(ready)
 
 
-def serve(settings: Settings) -> int:
-    """Run a worker until it is shut down; returns the exit status.
+def serve(settings: Settings, restarts: int = 0) -> int:
+    """Run a worker until it is shut down; returns the exit status. A supervisor started it `restarts` times before.
 
     Raises ValueError or OSError, with what to change, when the model or the settings don't allow serving.
     """
@@ -166,12 +255,14 @@ def serve(settings: Settings) -> int:
         loaded = load_model(
             settings.model, device.torch_device, lambda done, total: bar.update(task, completed=done, total=total)
         )
-    worker = Worker(settings, loaded)
+    worker = Worker(settings, loaded, restarts)
     worker.start()
+    status = FAILED
     try:
-        return worker.loop()
+        status = worker.loop()
+        return status
     finally:
-        worker.close()
+        worker.close(status)
 
 
 def trainer_views(loaded: LoadedModel) -> dict[str, torch.Tensor]:

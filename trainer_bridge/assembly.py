@@ -6,6 +6,8 @@ begin where the last one ended, or that comes after the end, is a `ProtocolError
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from trainer_bridge.errors import ProtocolError
@@ -21,6 +23,7 @@ class Assembler:
 
     def __init__(self, n: int, prior: Completion | None = None, *, whole: bool = False) -> None:
         self._parts: list[list[Completion]] = [[] if prior is None else [prior] for _ in range(n)]
+        self._prior = prior
         self._ends = [0 if prior is None else len(prior)] * n
         self._whole = whole
 
@@ -50,7 +53,19 @@ class Assembler:
 
     def joined(self, index: int) -> Completion:
         """A completion of which something has come, with what has come."""
-        return _join(self._parts[index], index)
+        return _join(self._parts[index], index, self._prior)
+
+    def has(self, index: int) -> bool:
+        """True if something of a completion is there, if only that it ended."""
+        return bool(self._parts[index])
+
+    def length(self, index: int) -> int:
+        """Tokens of a completion so far, prior ones included."""
+        return self._ends[index]
+
+    def tokens(self, index: int) -> np.ndarray:
+        """The token ids of a completion so far, int32."""
+        return _concat([np.zeros(0, np.int32), *(part.token_ids for part in self._parts[index])])
 
     def check_complete(self, result: GenerateResult) -> None:
         """Raise `ProtocolError` unless the chunks were all of the result."""
@@ -59,7 +74,27 @@ class Assembler:
                 raise ProtocolError(f"the stream of completion {completion.index} lacks tokens that its result has")
 
 
-def _join(parts: list[Completion], index: int) -> Completion:
+def tail(completion: Completion, start: int) -> Completion:
+    """A completion without its first `start` tokens, and without its text."""
+    runs, position = [], 0
+    for version, count in completion.versions:
+        kept = min(count, position + count - start)
+        if kept > 0:
+            runs.append((version, kept))
+        position += count
+    drawn = completion.drawn_logprobs
+    return replace(
+        completion,
+        token_ids=completion.token_ids[start:],
+        logprobs=completion.logprobs[start:],
+        raw_logprobs=completion.raw_logprobs[start:],
+        drawn_logprobs=None if drawn is None else drawn[start:],
+        versions=runs,
+        text=None,
+    )
+
+
+def _join(parts: list[Completion], index: int, prior: Completion | None) -> Completion:
     last = parts[-1]
     runs: list[tuple[int, int]] = []
     for version, count in (run for part in parts for run in part.versions):
@@ -73,7 +108,7 @@ def _join(parts: list[Completion], index: int) -> Completion:
         token_ids=_concat([part.token_ids for part in parts]),
         logprobs=_concat([part.logprobs for part in parts]),
         raw_logprobs=_concat([part.raw_logprobs for part in parts]),
-        drawn_logprobs=_drawn(parts),
+        drawn_logprobs=_drawn(parts, prior),
         versions=runs,
         finish_reason=last.finish_reason,
         stop=last.stop,
@@ -83,11 +118,18 @@ def _join(parts: list[Completion], index: int) -> Completion:
     )
 
 
-def _drawn(parts: list[Completion]) -> np.ndarray | None:
+def _drawn(parts: list[Completion], prior: Completion | None) -> np.ndarray | None:
     if all(part.drawn_logprobs is None for part in parts):
         return None
-    # A part without them was drawn from the plain distribution.
-    return _concat([part.logprobs if part.drawn_logprobs is None else part.drawn_logprobs for part in parts])
+    return _concat([_drawn_of(part, prior) for part in parts])
+
+
+def _drawn_of(part: Completion, prior: Completion | None) -> np.ndarray:
+    if part.drawn_logprobs is not None:
+        return part.drawn_logprobs
+    if part is prior:  # it came without; nobody knows
+        return np.full(len(part), np.nan, np.float32)
+    return part.logprobs  # drawn from the plain distribution
 
 
 def _concat(arrays: list[np.ndarray]) -> np.ndarray:

@@ -8,14 +8,18 @@ Catch `RolloutError` for all of them, or a class such as `Overloaded`, whose `re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_bridge.results import Completion
 
 
 class RolloutError(Exception):
     """Base of all of them. Also raised itself for a code that this version of the client does not know.
 
     `code` is the protocol's code, `field` the field at fault, `retry_after_s` when to come back, in seconds, and
-    `request_id` the id of the request; each of the last three may be None.
+    `request_id` the id of the request; each of the last three may be None. `partials` are the completions as far as
+    they had come, where the client resumes requests by itself.
     """
 
     code = "internal"
@@ -34,6 +38,7 @@ class RolloutError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
         self.request_id = request_id
+        self.partials: list[Completion] = []
 
 
 class BadMessage(RolloutError):
@@ -102,6 +107,22 @@ class RolloutTimeout(RolloutError, TimeoutError):
     """No answer within `timeout_s`. The request was cancelled."""
 
     code = "timeout"
+
+
+class ResumeFailed(RolloutError):
+    """No worker went on with a request in time, or too many were lost in a row without a new token of it.
+
+    `__cause__` is the last error, `partials` what there is. The request can be asked for again with `continue_from`, or
+    by its id with a journal.
+    """
+
+    code = "resume_failed"
+
+
+class JournalFailed(RolloutError):
+    """The journal cannot be read or written: damaged, in use by another client, the disk is full."""
+
+    code = "journal_failed"
 
 
 class ProtocolError(RolloutError):

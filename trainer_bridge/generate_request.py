@@ -120,7 +120,7 @@ def plan_request(
     prior = None
     if "continue_from" in sent:
         prior = _prior(sent["continue_from"])
-        sent["continue_from"] = _prior_fields(sent["continue_from"], prior)
+        sent["continue_from"] = _given_prior(sent["continue_from"], prior)
     if stream:
         sent["stream"] = stream
     n = sent.get("n", 1)
@@ -169,26 +169,37 @@ def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
         return replace(partial, finish_reason=None, stop=None, error=None)
     token_ids = token_array(partial.get("token_ids", ()), "continue_from.token_ids")
     unknown = np.full(len(token_ids), np.nan, np.float32)
-    runs = partial.get("versions", [(-1, len(token_ids))])
+    runs, drawn = partial.get("versions", [(-1, len(token_ids))]), partial.get("drawn_logprobs")
     return Completion(
         index=0,
         token_ids=token_ids,
         logprobs=np.asarray(partial.get("logprobs", unknown), np.float32),
         raw_logprobs=np.asarray(partial.get("raw_logprobs", unknown), np.float32),
         versions=[(version, count) for version, count in runs],
+        drawn_logprobs=None if drawn is None else np.asarray(drawn, np.float32),
         seed=partial.get("seed"),
     )
 
 
-def _prior_fields(partial: Completion | Mapping[str, Any], prior: Completion) -> dict[str, Any]:
+def _given_prior(partial: Completion | Mapping[str, Any], prior: Completion) -> dict[str, Any]:
     if not isinstance(partial, Completion):
         return {**partial, "token_ids": prior.token_ids}
     if prior.seed is None:
         raise ValueError("continue_from is a completion without a seed; it cannot go on at the same random position")
-    return {
+    return prior_fields(prior)
+
+
+def prior_fields(prior: Completion) -> dict[str, Any]:
+    """`continue_from` for a completion that has a seed."""
+    fields = {
         "token_ids": prior.token_ids,
         "seed": prior.seed,
         "logprobs": prior.logprobs,
         "raw_logprobs": prior.raw_logprobs,
         "versions": [list(run) for run in prior.versions],
     }
+    if prior.drawn_logprobs is not None:
+        fields["drawn_logprobs"] = prior.drawn_logprobs
+    if prior.text is not None:
+        fields["text_chars"] = len(prior.text)
+    return fields

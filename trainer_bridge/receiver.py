@@ -99,6 +99,11 @@ class WeightReceiver:
         """The version of the weights that were applied last."""
         return self._version
 
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs; without it every control message is refused."""
+        return self._thread.is_alive()
+
     def control(self, header: Mapping[str, Any], reply: Reply) -> None:
         """Handle a `weights` message; `reply` gets one `ok` or `error` map, later, from the receiver's thread."""
         if not self._post(lambda: self._on_control(header, reply)):
@@ -140,6 +145,12 @@ class WeightReceiver:
     # --- the receiver's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:  # whatever ended the thread, nobody waits for it in vain
+            self._shut_down()
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_out, zmq.POLLIN)
         for receiver in self._receivers.values():
@@ -159,7 +170,6 @@ class WeightReceiver:
             except Exception as error:  # a fault of ours must not end the thread: the old weights serve on
                 _log.exception("the weight receiver failed")
                 self._reject(InternalError(f"the worker failed while it received weights: {error!r:.200}"))
-        self._shut_down()
 
     def _poll_ms(self) -> int | None:
         if self._waiting_begin is not None and self._committed is None:

@@ -94,6 +94,7 @@ class GenerateResult:
     worker: str | None = None
     metadata: Any = None
     endpoint: str | None = None
+    resumes: int = 0  # how often a completion went on after the loss of its worker (`RolloutClient(resume=True)`)
     extra: dict[str, Any] = field(default_factory=dict)  # fields of the reply that this client does not know
 
 

@@ -11,7 +11,7 @@ import torch
 from rollout.config import Settings
 from rollout.engine.admission import SchedulerLimits
 from rollout.engine.device import Device
-from rollout.engine.engine import Engine, Receiver
+from rollout.engine.engine import Engine, EngineParts, Receiver
 from rollout.engine.memory import SequenceMemory, pages_for
 from rollout.engine.pages import PagePool
 from rollout.engine.pipeline import Pipeline
@@ -67,6 +67,40 @@ def build_engine(
     receiver: Receiver | None = None,
 ) -> Engine:
     """An engine that is ready to tick. `emit` takes the events of a tick, on the loop's thread, and must not block."""
+    version = settings.weights.initial_version
+    return Engine(
+        _build_parts(settings, device, model, version),
+        Meter(version=version, keep_steps=max(settings.metrics.timeline_steps, 2)),
+        inbox,
+        emit,
+        receiver,
+        recompute_on_swap=settings.engine.kv_on_swap == "recompute",
+        drain_s=settings.service.drain_s,
+    )
+
+
+def rebuild_engine(engine: Engine, settings: Settings) -> None:
+    """Make a failed engine whole: new streams, slots, row state and books, an empty KV pool, the weights as they are.
+
+    Weights are written by swaps alone, so without one under way they are whole. Raises RuntimeError (of CUDA, too)
+    when the weights or the device are not.
+    """
+    if engine.swapping:
+        raise RuntimeError("the weights were being changed; only a new process has whole ones")
+    runner = engine.runner
+    runner.close()  # what was launched has ended: nothing writes to the KV any more
+    runner.device.synchronize()  # a broken CUDA context raises here
+    if runner.device.torch_device.type == "cuda":
+        torch.cuda.empty_cache()
+    with torch.inference_mode():
+        for cache in (*runner.kv.k, *runner.kv.v):
+            cache.zero_()  # a page may hold NaN, which masks don't hold back
+    engine.adopt(_build_parts(settings, runner.device, runner.model, engine.scheduler.version, runner.kv))
+
+
+def _build_parts(
+    settings: Settings, device: Device, model: Decoder, version: int, kv: KVCache | None = None
+) -> EngineParts:
     engine = settings.engine
     dtype = model.embed.dtype
     context = context_limit(settings, model)
@@ -74,8 +108,9 @@ def build_engine(
     rows = RowState(engine.max_rows, most_pages, model.spec.vocab, device.torch_device)
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
     slots = [Slot(device, words, engine.max_rows) for _ in range(_SLOTS)]
-    pages = kv_pages(settings, model, dtype, device.free_bytes())
-    kv = KVCache.allocate(model.spec, pages, engine.page_size, dtype, device.torch_device)
+    if kv is None:
+        pages = kv_pages(settings, model, dtype, device.free_bytes())
+        kv = KVCache.allocate(model.spec, pages, engine.page_size, dtype, device.torch_device)
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
@@ -84,16 +119,9 @@ def build_engine(
         upload_words=words,
     )
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    version = settings.weights.initial_version
-    memory = SequenceMemory(PagePool(pages), engine.page_size, engine.prefix_cache)
-    return Engine(
+    memory = SequenceMemory(PagePool(len(kv.k[0])), engine.page_size, engine.prefix_cache)
+    return EngineParts(
         Scheduler(limits, memory, version, time.perf_counter, upload_words),
         Pipeline(slots, engine.pipeline_depth),
         Runner(device, model, kv, rows),
-        Meter(version=version, keep_steps=max(settings.metrics.timeline_steps, 2)),
-        inbox,
-        emit,
-        receiver,
-        recompute_on_swap=engine.kv_on_swap == "recompute",
-        drain_s=settings.service.drain_s,
     )

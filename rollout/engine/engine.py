@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from rollout.engine.device import Event
 from rollout.engine.pipeline import Pipeline, StepInFlight
 from rollout.engine.plan import Plan
+from rollout.engine.rescue import rescue
 from rollout.engine.runner import Runner
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.slot import Slot
@@ -56,6 +57,9 @@ class Receiver(Protocol):
     def applied(self, update: Any, pause_s: float) -> None:
         """An update that `take_ready` gave is in use; the compute stream was busy with it for `pause_s`."""
 
+    def failed(self, update: Any, message: str) -> None:
+        """An update that `take_ready` gave is not in use."""
+
 
 @dataclass(slots=True)
 class _Swap:
@@ -66,14 +70,21 @@ class _Swap:
     end: Event
 
 
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What a fault may leave half-way, and what is built anew after one."""
+
+    scheduler: Scheduler
+    pipeline: Pipeline
+    runner: Runner
+
+
 class Engine:
     """Scheduler, pipeline and runner, driven by `tick`."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        pipeline: Pipeline,
-        runner: Runner,
+        parts: EngineParts,
         meter: Meter,
         inbox: SimpleQueue[Command],
         emit: Callable[[list[ServiceEvent]], None],
@@ -82,9 +93,7 @@ class Engine:
         drain_s: float = 30.0,
     ) -> None:
         self.inbox = inbox
-        self.scheduler = scheduler
-        self.pipeline = pipeline
-        self.runner = runner
+        self.scheduler, self.pipeline, self.runner = parts.scheduler, parts.pipeline, parts.runner
         self.meter = meter
         self.state: Literal["serving", "paused", "draining"] = "serving"
         self.stopped = False
@@ -96,6 +105,7 @@ class Engine:
         self._quiet_tokens: list[int] = []  # pauses to confirm once no step is in flight
         self._end_token: int | None = None
         self._swap: _Swap | None = None
+        self._command: Command | None = None  # being obeyed
         self._started_s = time.perf_counter()
 
     @property
@@ -169,8 +179,8 @@ class Engine:
             return
         swap = self._swap
         if swap is not None and swap.end.query():
+            self.runner.check()  # first: while there is a swap, nobody may count on the weights
             self._swap = None
-            self.runner.check()
             pause_s = swap.end.time_s - swap.start.time_s
             self.meter.swap(pause_s, swap.update.version)
             self._receiver.applied(swap.update, pause_s)
@@ -190,6 +200,11 @@ class Engine:
             self._obey(command)
 
     def _obey(self, command: Command) -> None:
+        self._command = command
+        self._change(command)
+        self._command = None
+
+    def _change(self, command: Command) -> None:
         scheduler = self.scheduler
         match command:
             case Submit(request) if self.state == "draining":
@@ -218,7 +233,7 @@ class Engine:
         self.state = "draining"
         self.scheduler.paused = False  # what is paused could never finish
         self._end_token = token if token is not None else self._end_token
-        self._drain_until_s = time.perf_counter() + self._drain_s
+        self._drain_until_s = min(self._drain_until_s, time.perf_counter() + self._drain_s)
         if mode == "now":
             self.scheduler.end_all("cancelled")
 
@@ -230,6 +245,9 @@ class Engine:
         if self.state == "draining":
             self._end_if_drained()
         events, self.scheduler.events = self.scheduler.events, []
+        self._tell(events)
+
+    def _tell(self, events: list[ServiceEvent]) -> None:
         if events:
             for event in events:
                 if isinstance(event, Delta) and event.finish is not None:
@@ -244,11 +262,35 @@ class Engine:
             if self._end_token is not None:
                 self.scheduler.events.append(Done(self._end_token))
 
+    # --- faults ------------------------------------------------------------------------------------------------------
+
     def fail(self, message: str) -> None:
-        """A device fault: every request ends with what it has, and the engine stops."""
-        self.scheduler.end_all("error", message)
-        self.stopped = True
-        self._report()
+        """After a fault: every request ends as `error` with what it has, and whoever waits for it is told.
+
+        The engine is not whole after this: `adopt` new parts or end it.
+        """
+        lost = self._command.request.key if isinstance(self._command, Submit) else None
+        self._command = None
+        known = lost in self.scheduler.groups
+        events = rescue(self.scheduler, message)
+        if lost is not None and not known:
+            events.append(Rejected(lost, "internal", message))
+        if self.state == "draining" and self._end_token is not None:
+            events.append(Done(self._end_token))
+        self._tell(events)
+        if self._swap is not None and self._receiver is not None:
+            self._receiver.failed(self._swap.update, message)
+
+    @property
+    def swapping(self) -> bool:
+        """True while the weights are between two versions; for ever, if the engine failed meanwhile."""
+        return self._swap is not None
+
+    def adopt(self, parts: EngineParts) -> None:
+        """Go on with parts that nothing was done with yet, in the state of before."""
+        parts.scheduler.counters = self.scheduler.counters
+        self.scheduler, self.pipeline, self.runner = parts.scheduler, parts.pipeline, parts.runner
+        self.scheduler.paused = self.state == "paused"
 
     # --- views -------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,7 @@ from rollout.engine.types import Delta, RequestDone, VersionRuns
 def make_delta(seq: Sequence) -> Delta:
     """The tokens of `seq` that no delta has carried yet; moves the mark."""
     start, end = seq.flushed, len(seq.tokens)
-    seq.flushed = end
-    return Delta(
+    delta = Delta(
         key=seq.group.key,
         index=seq.index,
         offset=start,
@@ -26,6 +25,8 @@ def make_delta(seq: Sequence) -> Delta:
         seed=seq.seed,
         finish=seq.finish,
     )
+    seq.flushed = end  # last: a fault before this loses no token
+    return delta
 
 
 def last_runs(runs: list[list[int]], count: int) -> VersionRuns:

@@ -75,16 +75,15 @@ class Scheduler:
         """Queue a request, or emit `Rejected`."""
         assert request.key not in self.groups, "the service keeps keys unique"
         pool_tokens = self.memory.pool.total * self.memory.page_size
-        rejected = refusal(request, self.limits, pool_tokens, self.waiting)
-        if rejected is not None:
+        if (rejected := refusal(request, self.limits, pool_tokens, self.waiting)) is not None:
             self.events.append(rejected)
             return
         now = self.clock()
         group = Group(request, arrived_s=now, unfinished=request.n)
-        self.groups[request.key] = group
         for index in range(request.n):
             self._arrivals += 1
             group.sequences.append(Sequence(group, index, self._arrivals))
+        self.groups[request.key] = group
         self.waiting += request.n
         group.leader, group.followers = group.sequences[0], group.sequences[1:]
         self._queue.push(group.leader)
@@ -315,8 +314,9 @@ class Scheduler:
             self.waiting -= 1
         elif seq.state is not State.LEAVING:
             self._running_list(seq).remove(seq)
-        seq.finalized, seq.finish = True, finish
+        seq.finish = finish
         self.events.append(make_delta(seq))
+        seq.finalized = True  # after its last delta: `rescue` relies on it
         group = seq.group
         group.unfinished -= 1
         if seq is group.leader:

@@ -183,7 +183,7 @@ class Rejected:
     """A request was not taken."""
 
     key: RequestKey
-    code: Literal["too_long", "overloaded", "unavailable", "bad_request"]
+    code: Literal["too_long", "overloaded", "unavailable", "bad_request", "internal"]
     message: str
     field: str | None = None
     retry_after_s: float | None = None
@@ -203,7 +203,7 @@ Event = Delta | RequestDone | Rejected | Done
 class EngineStatus:
     """A snapshot of the engine, replaced as a whole a few times a second; what `status` answers from."""
 
-    state: Literal["serving", "paused", "draining", "asleep", "stale"] = "serving"
+    state: Literal["serving", "paused", "draining", "asleep", "stale", "stalled"] = "serving"
     weights_version: int = 0
     rows_running: int = 0
     rows_max: int = 0
@@ -219,3 +219,7 @@ class EngineStatus:
     reclaimed: int = 0
     preemptions: int = 0
     uptime_s: float = 0.0
+    last_tick_s: float = 0.0  # seconds since the loop turned last
+    faults: int = 0  # of the engine, after which it was built anew
+    restarts: int = 0  # of the worker, by its supervisor
+    problems: tuple[str, ...] = ()  # what has ended that should not have, a sentence each

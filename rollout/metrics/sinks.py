@@ -162,6 +162,11 @@ class MetricsThread:
         """Start the thread, which opens the sinks."""
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
     def put(self, step: int, metrics: Mapping[str, float], *, final: bool = False) -> bool:
         """Hand a report over; False if it was dropped. Never blocks. To be called by one thread."""
         assert not self._closing, "a report after close()"

@@ -95,6 +95,12 @@ class Connections:
             else:
                 del self._backlogs[connection]
 
+    def ended(self, connection: bytes) -> None:
+        """Nothing can be delivered to this connection any more."""
+        self._backlogs.pop(connection, None)
+        logger.info("connection %s is gone", connection.hex())
+        self._on_gone(connection)
+
     def _try_send(self, message: list[bytes]) -> bool:
         """False if the pipe is full; true if the message is off our hands, also when nobody is there to get it."""
         try:
@@ -104,8 +110,5 @@ class Connections:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            connection = message[0]
-            self._backlogs.pop(connection, None)
-            logger.info("connection %s is gone", connection.hex())
-            self._on_gone(connection)
+            self.ended(message[0])
         return True

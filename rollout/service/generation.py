@@ -53,6 +53,7 @@ _UNAVAILABLE = {
     "draining": "this worker is draining; send to another one",
     "asleep": "this worker is asleep; wake it first",
     "stale": "this worker waits for weights; publish them first",
+    "stalled": "this worker's engine hangs; send to another one",
 }
 _RETRY_AFTER_S = 1.0
 
@@ -94,6 +95,7 @@ class Generation:
         worker: str,
     ) -> None:
         self.draining = False
+        self.reclaimed = 0  # completions of vanished clients that were ended
         self._settings = settings
         self._intake = intake
         self._text = text
@@ -189,7 +191,13 @@ class Generation:
         streams = any(waiter.peer.connection == peer.connection for waiter in entry.waiters)
         entry.waiters.append(_Waiter(peer, streaming=bool(entry.message.stream) and not streams))
 
+    def check_alive(self) -> None:
+        """Raise `ServiceError` if the engine hangs."""
+        if self._status().state == "stalled":
+            raise ServiceError("unavailable", _UNAVAILABLE["stalled"])
+
     def _check_capacity(self, client: str) -> None:
+        self.check_alive()
         state = "draining" if self.draining else self._status().state
         if state in _UNAVAILABLE:
             raise ServiceError("unavailable", _UNAVAILABLE[state])
@@ -225,8 +233,9 @@ class Generation:
     def _new_completion(self, message: requests.Generate, request: Request, index: int) -> Completion:
         text = None
         if self._text is not None and (message.return_text or request.stop.strings):
-            prior = message.continue_from.token_ids.tolist() if message.continue_from else ()
-            text = StopText(self._text.decode, request.stop.strings, request.stop.min_tokens, prior)
+            known = message.continue_from
+            prior, taken = (known.token_ids.tolist(), known.text_chars) if known else ((), None)
+            text = StopText(self._text.decode, request.stop.strings, request.stop.min_tokens, prior, taken)
         return Completion(index, prior_columns(message.continue_from), text)
 
     def _add(self, entry: _InFlight, delta: Delta) -> None:
@@ -280,6 +289,8 @@ class Generation:
                 logger.error("the reply to %r is lost: its client does not read", entry.name[1])
 
     def _give_up(self, entry: _InFlight) -> None:
+        """End a request that nobody waits for any more."""
+        self.reclaimed += entry.message.n - sum(completion.finish is not None for completion in entry.completions)
         if entry.request is not None:
             self._inbox.put(Cancel(entry.key))
         self._forget(entry)

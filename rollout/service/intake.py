@@ -185,10 +185,11 @@ def prior_columns(prior: ContinueFrom | None) -> TokenColumns:
             prior.token_ids,
             unknown if prior.logprobs is None else prior.logprobs,
             unknown if prior.raw_logprobs is None else prior.raw_logprobs,
-            None,
+            prior.drawn_logprobs,
             [(-1, len(prior.token_ids))] if prior.versions is None else prior.versions,
         )
-        columns.mark_drawn_unknown()
+        if prior.drawn_logprobs is None:
+            columns.mark_drawn_unknown()
     return columns
 
 

@@ -99,12 +99,14 @@ class ContinueFrom(_Strict):
     seed: Seed
     logprobs: Logprobs | None = None
     raw_logprobs: Logprobs | None = None
+    drawn_logprobs: Logprobs | None = None
     versions: VersionRunList | None = None
+    text_chars: int | None = Field(None, ge=0)
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> ContinueFrom:
         tokens = len(self.token_ids)
-        for name in ("logprobs", "raw_logprobs"):
+        for name in ("logprobs", "raw_logprobs", "drawn_logprobs"):
             values = getattr(self, name)
             if values is not None and len(values) != tokens:
                 raise ValueError(f"'{name}' has {len(values)} entries and 'token_ids' {tokens}; send as many of both")

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -26,6 +27,7 @@ from rollout.engine.types import Command, Done, EngineStatus, Pause, Resume, Shu
 from rollout.service import requests
 from rollout.service.capabilities import WeightControl, default_capabilities
 from rollout.service.connections import Connections, Peer
+from rollout.service.departures import Departures
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.generation import Generation
 from rollout.service.intake import Intake, ServedModel
@@ -101,6 +103,7 @@ class Server:
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._connections = Connections(self._socket, self._settings.max_stream_buffer_bytes, self._connection_gone)
+        self._departures = Departures(self._socket)
         self._preparer = Preparer(self.outbox.post)
         self._generation = Generation(
             self._settings,
@@ -127,11 +130,13 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self.outbox.fileno(), zmq.POLLIN)
+        poller.register(self._departures.monitor, zmq.POLLIN)
         try:
             while not self._stopping:
                 poller.poll(_BACKLOG_POLL_MS if self._connections.has_backlog else None)
                 self._take_events()
                 self._take_messages()
+                self._take_departures()
                 self._connections.flush()
             self._say_goodbye()
         # The worker sees `failed`; this line says why.
@@ -140,6 +145,7 @@ class Server:
             logger.critical("the service thread failed", exc_info=True)
         finally:
             self._preparer.close()
+            self._departures.close()
             self._socket.close(linger=int(_LINGER_S * 1000))
             self._context.term()
             self.outbox.close()
@@ -156,10 +162,16 @@ class Server:
     def _take_messages(self) -> None:
         for _ in range(_MESSAGES_A_ROUND):
             try:
-                connection, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                first = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._receive(connection, frames)
+            connection = first.bytes
+            self._departures.note(connection, first)
+            self._receive(connection, self._socket.recv_multipart(zmq.NOBLOCK))
+
+    def _take_departures(self) -> None:
+        for connection in self._departures.take():
+            self._connections.ended(connection)
 
     def _begin_stop(self) -> None:
         self._stopping = True
@@ -207,6 +219,7 @@ class Server:
             case requests.Status():
                 self._reply(peer, self._status_reply(peer.id))
             case requests.Ping():
+                self._generation.check_alive()
                 self._reply(peer, ok_reply(peer.id))
             case requests.Pause():
                 self._inbox.put(Pause(message.mode, self._control(peer)))
@@ -245,7 +258,7 @@ class Server:
     def _status_reply(self, request_id: str) -> dict[str, Any]:
         return status_reply(
             request_id,
-            self._status(),
+            replace(self._status(), reclaimed=self._generation.reclaimed),
             self._model,
             draining=self._generation.draining,
             preparing=self._preparer.waiting,

@@ -26,11 +26,17 @@ class StopText:
 
     `strings` may be empty: then this is text only. A string is found if all of it is text of tokens at index
     `min_tokens` or later. `prior` tokens are text, too, and a string may begin in them, but one that lies in them
-    altogether was there before and stops nothing.
+    altogether was there before and stops nothing. `taken` characters of their text were handed out before: `take`
+    goes on after them; None says all.
     """
 
     def __init__(
-        self, decode: Decode, strings: Sequence[str] = (), min_tokens: int = 0, prior: Sequence[int] = ()
+        self,
+        decode: Decode,
+        strings: Sequence[str] = (),
+        min_tokens: int = 0,
+        prior: Sequence[int] = (),
+        taken: int | None = None,
     ) -> None:
         self._detokenizer = Detokenizer(decode)
         self._strings = tuple(strings)
@@ -46,7 +52,9 @@ class StopText:
         if early:
             self._append(self._detokenizer.feed(early), len(early), searched=False)
         self._append(self._detokenizer.feed(late), len(late), searched=True)
-        self._pending = ""
+        taken = len(self.text) if taken is None else taken
+        self._pending = self.text[taken:]
+        self._skip = max(0, taken - len(self.text))  # handed out before, though not decoded yet
 
     def feed(self, token_ids: Sequence[int]) -> StopMatch | None:
         """Add tokens. Returns the match, which is final: after it nothing may be fed."""
@@ -74,10 +82,12 @@ class StopText:
         return "".join(self._pieces)
 
     def take(self) -> str:
-        """Text, `prior` not included, that was not taken before and can no longer become part of a stop string."""
+        """Text that was not taken before and can no longer become part of a stop string."""
         settled = len(self._pending) - (0 if self._finished or self.match else self._possible_match())
         ready, self._pending = self._pending[: max(settled, 0)], self._pending[max(settled, 0) :]
-        return ready
+        skipped = min(self._skip, len(ready))
+        self._skip -= skipped
+        return ready[skipped:]
 
     def _split(self, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """The tokens before index `min_tokens`, and those from it on."""

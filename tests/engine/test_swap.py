@@ -27,6 +27,7 @@ class Mailbox:
     def __init__(self) -> None:
         self.ready: Update | None = None
         self.done: list[tuple[int, float]] = []
+        self.failures: list[tuple[int, str]] = []
 
     def take_ready(self) -> Update | None:
         update, self.ready = self.ready, None
@@ -34,6 +35,9 @@ class Mailbox:
 
     def applied(self, update: Update, pause_s: float) -> None:
         self.done.append((update.version, pause_s))
+
+    def failed(self, update: Update, message: str) -> None:
+        self.failures.append((update.version, message))
 
 
 @pytest.fixture
@@ -154,4 +158,5 @@ def test_a_fault_in_the_copy_ends_requests_with_an_error_not_in_silence(model, p
     finish = bench.completions["a", 0].finish
     assert finish.reason == "error" and "no such memory" in finish.error
     assert len(bench.tokens("a")) >= 3 and set(bench.completions["a", 0].versions) == {0}
+    assert mailbox.failures == [(1, finish.error)] and bench.engine.swapping
     bench.close(check=False)

@@ -22,10 +22,8 @@ def test_a_paused_worker_generates_nothing_and_goes_on_where_it_was(client: Roll
     next(stream)
     client.pause()
     status = client.status()
-    assert status["state"] == "paused" and status["rows"]["running"] == 1
-    assert client.status()["slots"]["in_flight"] == 0 or until(
-        lambda: client.status()["slots"]["in_flight"] == 0, "the snapshot"
-    )
+    assert status["state"] == "paused"
+    until(lambda: (client.status()["slots"]["in_flight"], client.status()["rows"]["running"]) == (0, 1), "the snapshot")
     had = sum(len(part) for part in stream.partials())
     client.ping()  # an answer that comes after whatever was still on its way
     now = sum(len(part) for part in stream.partials())
@@ -84,7 +82,7 @@ def test_a_deadline_ends_a_completion_with_what_it_has(client: RolloutClient) ->
     for completion in result.completions:
         assert completion.finish_reason == "deadline" and 0 < len(completion) < 20_000
         assert text_of(completion.token_ids) == counted(17, len(completion))
-    assert 0.3 <= result.timing.total_s < 20
+    assert 0.25 <= result.timing.total_s < 20
 
 
 def test_a_deadline_that_passes_in_the_queue_ends_it_empty(client: RolloutClient) -> None:
@@ -115,7 +113,6 @@ def test_a_vanished_client_leaves_nothing_behind(worker: WorkerProcess, client: 
         while raw.receive()["op"] != "ok":
             pass
         until(lambda: client.status()["rows"]["running"] == 5, "the rows")
-    # Nobody asked for the others' tokens yet, but where one cannot be delivered, none can.
     until(lambda: client.status()["rows"]["running"] == 0, "the rows to be free again", 10.0)
     assert client.status()["reclaimed"] == reclaimed + 5
 
@@ -125,8 +122,19 @@ def test_a_vanished_client_that_streams_nothing_is_noticed_too(worker: WorkerPro
     with RawClient(worker.endpoint) as raw:
         raw.send("generate", "waits", prompt="17:", n=4, max_tokens=30_000)
         until(lambda: client.status()["rows"]["running"] == 4, "the rows")
-    until(lambda: client.status()["rows"]["running"] == 0, "the rows to be free again", 5.0)
+    until(lambda: client.status()["rows"]["running"] == 0, "the rows to be free again", 10.0)
     assert client.status()["reclaimed"] == reclaimed + 4
+
+
+def test_a_connection_that_takes_an_ended_ones_place_is_not_taken_for_it(worker: WorkerProcess) -> None:
+    """The kernel gives the next connection the file descriptor of the one that just ended."""
+    for i in range(30):
+        with RawClient(worker.endpoint) as gone:
+            gone.send("generate", "g", prompt="17:", max_tokens=30_000)
+            assert gone.ask("ping", "p")["op"] == "ok"
+        with RawClient(worker.endpoint) as stays:
+            reply = stays.ask("generate", "s", prompt="17:", max_tokens=3 + i)
+            assert reply["op"] == "result" and reply["completions"][0]["finish_reason"] == "length"
 
 
 def test_a_client_that_comes_back_on_another_connection_keeps_its_request(worker: WorkerProcess) -> None:
@@ -144,7 +152,7 @@ def test_a_client_that_comes_back_on_another_connection_keeps_its_request(worker
 def test_status_has_every_field_while_it_runs(client: RolloutClient, worker: WorkerProcess) -> None:
     with client.generate("17:", n=10, **LONG) as stream:
         until(lambda: client.status()["rows"]["running"] == 8 and client.status()["gpu_active_pct"] > 0, "rows")
-        until(lambda: client.status()["tokens_per_s"] > 0, "a rate")
+        until(lambda: client.status()["tokens_per_s"] > 0 and client.status()["queue"]["waiting"] == 2, "a rate")
         status = client.status()
         stream.cancel()
     assert status.keys() >= {"model", "worker", "state", "weights_version", "weights_endpoint", "capabilities"}

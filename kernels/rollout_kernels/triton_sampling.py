@@ -1,0 +1,204 @@
+"""Drawing tokens on a GPU: one pass over the logits, then a small one over what the first left.
+
+    pass 1   program (row, block of the vocabulary): Gumbel noise, the best noisy logit, and maximum and sum of
+             exponentials of the plain and of the tempered logits
+    pass 2   program (row): the best of all blocks, log-sum-exps, three log-probs; the token goes into the step's output
+             and into the row's state, where the next step reads it
+
+Noise and order of operations are those of `rollout_kernels.sampling.sample`: the same counter, the same words.
+
+Legend: S rows that sample, V vocabulary, B blocks, I columns of the row state.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 2048
+_FIELDS = 8  # float32 values that pass 1 leaves for each block
+
+
+@triton.jit
+def _gumbel(seed, index, first, BLOCK: tl.constexpr):
+    """Standard Gumbel noise of tokens first..first+BLOCK-1 (a multiple of 4), as `philox.gumbel_noise` has it."""
+    counter = first // 4 + tl.arange(0, BLOCK // 4)
+    zero = tl.zeros([BLOCK // 4], tl.int32)
+    block = counter.to(tl.uint32, bitcast=True)
+    zeros = zero.to(tl.uint32, bitcast=True)
+    low = zeros + seed.to(tl.uint32)  # the low word: the conversion truncates
+    high = zeros + (seed >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox_impl(block, zeros + index.to(tl.uint32), zeros, zeros, low, high)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
+    uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # log1p(-u), exact where u is small, which is where the winners are: log(y) u / (y - 1) corrects the rounding of y.
+    rest = 1.0 - uniform
+    gap = tl.where(rest == 1.0, -1.0, rest - 1.0)
+    log1p = tl.where(rest == 1.0, -uniform, tl.log(rest) * -uniform / gap)
+    return -tl.log(-log1p)
+
+
+@triton.jit
+def _pass_1(
+    logits_ptr,
+    drawn_ptr,
+    floats_ptr,
+    ints_ptr,
+    rows_ptr,
+    partial_ptr,
+    V,
+    blocks,
+    INTS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PROMPT: tl.constexpr,
+    SEED: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    NOISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DRAWN: tl.constexpr,
+):
+    sampled = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    row = tl.load(rows_ptr + sampled)
+    seed = tl.load(ints_ptr + row * INTS + SEED)
+    index = tl.load(ints_ptr + row * INTS + LENGTH) + 1 - tl.load(ints_ptr + row * INTS + PROMPT)
+    temperature = tl.load(floats_ptr + row * FLOATS + TEMPERATURE)
+    noise_scale = tl.load(floats_ptr + row * FLOATS + NOISE)
+    v = block * BLOCK + tl.arange(0, BLOCK)
+    live = v < V
+    logits = tl.load(logits_ptr + sampled * V + v, mask=live, other=-float("inf"))
+    tempered = logits / temperature
+    drawn = tempered
+    if DRAWN:
+        drawn = tl.load(drawn_ptr + sampled * V + v, mask=live, other=-float("inf"))
+    noisy = drawn
+    if noise_scale != 0.0:
+        noisy = drawn + _gumbel(seed, index, block * BLOCK, BLOCK) * noise_scale
+    noisy = tl.where(live, noisy, -float("inf"))
+    best = tl.max(noisy)
+    token = tl.min(tl.where(noisy == best, v, 2147483647))
+    chosen = v == token
+    out = partial_ptr + (sampled * blocks + block) * 8
+    plain_max = tl.max(logits)
+    tempered_max = tl.max(tempered)
+    drawn_max = tl.max(drawn)
+    tl.store(out + 0, best)
+    tl.store(out + 1, token.to(tl.float32, bitcast=True))
+    tl.store(out + 2, tl.sum(tl.where(chosen, logits, 0.0)))
+    tl.store(out + 3, plain_max + tl.log(tl.sum(tl.exp(logits - plain_max))))
+    tl.store(out + 4, tempered_max + tl.log(tl.sum(tl.exp(tempered - tempered_max))))
+    tl.store(out + 5, tl.sum(tl.where(chosen, drawn, 0.0)))
+    # A block may have nothing to draw from.
+    safe = tl.where(drawn_max > -float("inf"), drawn_max, 0.0)
+    tl.store(out + 6, safe + tl.log(tl.sum(tl.exp(drawn - safe))))
+
+
+@triton.jit
+def _pass_2(
+    floats_ptr,
+    ints_ptr,
+    rows_ptr,
+    partial_ptr,
+    output_ptr,
+    output_stride,
+    blocks,
+    INTS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    LAST: tl.constexpr,
+    LENGTH: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    sampled = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + sampled)
+    b = tl.arange(0, BLOCKS)
+    live = b < blocks
+    at = partial_ptr + (sampled * blocks + b) * 8
+    noisy = tl.load(at, mask=live, other=-float("inf"))
+    tokens = tl.load(at + 1, mask=live, other=0.0).to(tl.int32, bitcast=True)
+    best = tl.max(noisy)
+    token = tl.min(tl.where(live & (noisy == best), tokens, 2147483647))
+    mine = live & (tokens == token) & (noisy == best)
+    logit = tl.sum(tl.where(mine, tl.load(at + 2, mask=live, other=0.0), 0.0))
+    drawn = tl.sum(tl.where(mine, tl.load(at + 5, mask=live, other=0.0), 0.0))
+    temperature = tl.load(floats_ptr + row * FLOATS + TEMPERATURE)
+    plain = logit - _log_sum(tl.load(at + 3, mask=live, other=-float("inf")))
+    tempered = logit / temperature - _log_sum(tl.load(at + 4, mask=live, other=-float("inf")))
+    drawn = drawn - _log_sum(tl.load(at + 6, mask=live, other=-float("inf")))
+    tl.store(output_ptr + sampled, token)
+    tl.store(output_ptr + output_stride + sampled, tempered.to(tl.int32, bitcast=True))
+    tl.store(output_ptr + 2 * output_stride + sampled, plain.to(tl.int32, bitcast=True))
+    tl.store(output_ptr + 3 * output_stride + sampled, drawn.to(tl.int32, bitcast=True))
+    if row != 0:  # row 0 is padding
+        length = tl.load(ints_ptr + row * INTS + LENGTH)
+        tl.store(ints_ptr + row * INTS + LAST, token.to(tl.int64))
+        tl.store(ints_ptr + row * INTS + LENGTH, length + 1)
+
+
+@triton.jit
+def _log_sum(logs):
+    """log of the sum of exp(logs), of which at least one is finite."""
+    most = tl.max(logs)
+    return most + tl.log(tl.sum(tl.exp(logs - most)))
+
+
+def draw_and_advance(
+    logits_SV: torch.Tensor,
+    drawn_SV: torch.Tensor | None,
+    rows_S: torch.Tensor,
+    ints_RI: torch.Tensor,
+    floats_RF: torch.Tensor,
+    output_4S: torch.Tensor,
+    columns: dict[str, int],
+) -> None:
+    """Draw a token for each sampling row, write it and its log-probs, carry it over and advance the row by one.
+
+    Args:
+        logits_SV: float32.
+        drawn_SV: float32 tempered logits to draw from, where they are not `logits / temperature`; or None.
+        rows_S: int64 row of each; distinct, except for the padding row 0.
+        ints_RI: int64 row state; LENGTH is the number of tokens before this step's own, and grows by one.
+        floats_RF: float32 row state.
+        output_4S: int32 [4, >= S]: token ids and, as float bits, log-probs, raw and drawn log-probs.
+        columns: places of LAST, LENGTH, PROMPT, SEED (ints) and TEMPERATURE, NOISE (floats) in the row state.
+    """
+    count, vocab = logits_SV.shape
+    blocks = triton.cdiv(vocab, _BLOCK)
+    partial = torch.empty(count, blocks, _FIELDS, dtype=torch.float32, device=logits_SV.device)
+    sizes = {"INTS": ints_RI.shape[1], "FLOATS": floats_RF.shape[1]}
+    _pass_1[(count, blocks)](
+        logits_SV,
+        drawn_SV,
+        floats_RF,
+        ints_RI,
+        rows_S,
+        partial,
+        vocab,
+        blocks,
+        LENGTH=columns["LENGTH"],
+        PROMPT=columns["PROMPT"],
+        SEED=columns["SEED"],
+        TEMPERATURE=columns["TEMPERATURE"],
+        NOISE=columns["NOISE"],
+        BLOCK=_BLOCK,
+        DRAWN=drawn_SV is not None,
+        num_warps=8,
+        **sizes,
+    )
+    _pass_2[(count,)](
+        floats_RF,
+        ints_RI,
+        rows_S,
+        partial,
+        output_4S,
+        output_4S.stride(0),
+        blocks,
+        LAST=columns["LAST"],
+        LENGTH=columns["LENGTH"],
+        TEMPERATURE=columns["TEMPERATURE"],
+        BLOCKS=triton.next_power_of_2(blocks),
+        num_warps=1,
+        **sizes,
+    )

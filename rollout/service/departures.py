@@ -1,0 +1,74 @@
+"""Which connections of the request socket have ended, also those that nothing is sent to.
+
+The ROUTER socket tells of a lost connection only to who sends to it, and a request for one long result sends nothing
+for minutes. ZeroMQ's monitor tells at once, but by file descriptor; each message carries the descriptor that it came
+through, which connects the two.
+
+A descriptor is used again after its connection has ended. ZeroMQ reports the end of the first before the second can
+deliver anything, so whoever reads the monitor before noting a message never takes one connection for another.
+"""
+
+from __future__ import annotations
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+
+class Departures:
+    """Watches the connections of one bound socket. Used by the thread that reads it."""
+
+    def __init__(self, socket: zmq.Socket) -> None:
+        self._socket = socket
+        #: To be polled together with the socket.
+        self.monitor: zmq.Socket = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._descriptors: dict[bytes, int] = {}
+        self._connections: dict[int, list[bytes]] = {}
+        self._ended: set[int] = set()  # descriptors whose connection ended and that are not in use again
+        self._gone: list[bytes] = []
+
+    def note(self, connection: bytes, frame: zmq.Frame) -> None:
+        """A message of `connection` has come, with this first frame."""
+        try:
+            descriptor = int(frame.get(zmq.SRCFD))
+        except zmq.ZMQError:  # not every transport has descriptors; then only a failing send tells
+            return
+        self._read()
+        if self._descriptors.get(connection) == descriptor:
+            return
+        self._forget(connection)
+        if descriptor in self._ended:  # the message outlived its connection
+            self._gone.append(connection)
+            return
+        self._descriptors[connection] = descriptor
+        self._connections.setdefault(descriptor, []).append(connection)
+
+    def take(self) -> list[bytes]:
+        """The connections that have ended since the last call."""
+        self._read()
+        gone, self._gone = self._gone, []
+        return gone
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._socket.disable_monitor()
+        self.monitor.close(0)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            descriptor = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._ended.discard(descriptor)
+                continue
+            self._ended.add(descriptor)
+            for connection in self._connections.pop(descriptor, []):
+                del self._descriptors[connection]
+                self._gone.append(connection)
+
+    def _forget(self, connection: bytes) -> None:
+        descriptor = self._descriptors.pop(connection, None)
+        if descriptor is not None:
+            self._connections[descriptor].remove(connection)

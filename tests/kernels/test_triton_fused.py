@@ -1,0 +1,120 @@
+"""The kernels between the matrix products, and the draw, against their torch twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout_kernels import SamplingRows, apply_rope, gumbel_noise, head_rms_norm, rope_cos_sin, sample
+from rollout_kernels.triton_fused import add_rms_norm, finish_qkv
+from rollout_kernels.triton_sampling import draw_and_advance
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COLUMNS = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 5, "TEMPERATURE": 0, "NOISE": 1}
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (5, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_rms_norm(parts, rows, hidden, dtype):
+    residual = torch.randn(rows, hidden).to(DEVICE, dtype)
+    weight = torch.rand(hidden).to(DEVICE, dtype)
+    partial = torch.randn(parts, rows, hidden, device=DEVICE) if parts else None
+    added = residual.double() + (partial.double().sum(0) if parts else 0)
+    got = add_rms_norm(residual, partial, weight, 1e-6)
+    exact = 1e-6 if dtype == torch.float32 else 6e-3
+    assert relative(residual, added) < exact
+    expected = residual.double() * (residual.double().pow(2).mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    assert relative(got, expected) < exact
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dim", [16, 24])
+def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, bias, dim):
+    rows, q_heads, kv_heads, parts = 3, 4, 2, 2
+    partial = torch.randn(parts, rows, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
+    bias_W = torch.randn(partial.shape[2], device=DEVICE) if bias else None
+    norm_2D = torch.rand(2, dim, device=DEVICE) if norm else None
+    half = dim // 2
+    inv_freq = (10_000.0 ** (-torch.arange(half) / half)).repeat(2).to(DEVICE)
+    sign = torch.cat([-torch.ones(half), torch.ones(half)]).to(DEVICE)
+    cos, sin = rope_cos_sin(torch.tensor([0, 5, 77], device=DEVICE), inv_freq, sign)
+    k_cache, v_cache = (torch.full((4, 4, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(2))
+    slots = torch.tensor([3, 14, 8], device=DEVICE)
+    got = finish_qkv(partial, bias_W, norm_2D, 1e-6, cos, sin, slots, k_cache, v_cache, q_heads)
+    qkv = (partial.sum(0) + (bias_W if bias else 0)).view(rows, -1, dim)
+    qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
+    if norm:
+        qk = head_rms_norm(qk, torch.cat([norm_2D[:1].expand(q_heads, -1), norm_2D[1:].expand(kv_heads, -1)]), 1e-6)
+    qk = apply_rope(qk, cos, sin)
+    assert relative(got, qk[:, :q_heads]) < 1e-5
+    assert relative(k_cache.flatten(0, 1)[slots], qk[:, q_heads:]) < 1e-5
+    assert relative(v_cache.flatten(0, 1)[slots], v) < 1e-6
+    assert k_cache.flatten(0, 1).isnan().all(dim=(1, 2)).sum() == 16 - rows, "nothing else was written"
+
+
+def row_state(rows: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ints = torch.zeros(rows + 1, 6, dtype=torch.int64)
+    ints[:, 1] = torch.arange(rows + 1) + 20  # length
+    ints[:, 2] = 9  # prompt
+    ints[:, 5] = torch.arange(rows + 1) * 7919 + 2**40
+    floats = torch.ones(rows + 1, 7)
+    floats[:, 0] = torch.linspace(0.5, 2.0, rows + 1)
+    floats[::3, 1] = 0.0  # greedy
+    floats[::3, 0] = 1.0
+    return ints.to(DEVICE), floats.to(DEVICE)
+
+
+@pytest.mark.parametrize("vocab", [97, 2048, 5003])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_the_draw_is_that_of_the_torch_twin(vocab, truncated):
+    count = 7
+    logits = torch.randn(count, vocab, device=DEVICE) * 3
+    ints, floats = row_state(count, vocab)
+    rows = torch.tensor([3, 1, 2, 7, 5, 6, 4], device=DEVICE)
+    settings = SamplingRows(floats[rows, 0], floats[rows, 1], ints[rows, 5], ints[rows, 1] + 1 - ints[rows, 2])
+    drawn = None
+    if truncated:
+        drawn = logits / settings.temperature_S[:, None]
+        drawn = drawn.masked_fill(drawn < drawn.topk(5).values[:, -1:], -torch.inf)
+    expected = sample(logits if drawn is None else drawn * settings.temperature_S[:, None], settings)
+    output = torch.full((4, count + 2), -1, dtype=torch.int32, device=DEVICE)
+    before = ints.clone()
+    draw_and_advance(logits, drawn, rows, ints, floats, output, COLUMNS)
+    assert output[0, :count].tolist() == expected.tokens_S.tolist()
+    floats_out = output[1:, :count].view(torch.float32)
+    plain = sample(logits, settings)
+    if not truncated:
+        assert torch.allclose(floats_out[0], plain.logprobs_S, atol=2e-5)
+        assert torch.allclose(floats_out[1], plain.raw_logprobs_S, atol=2e-5)
+    assert torch.allclose(floats_out[2], expected.drawn_logprobs_S, atol=2e-5)
+    assert (output[:, count:] == -1).all()
+    assert ints[rows, 0].tolist() == expected.tokens_S.tolist()
+    assert (ints[rows, 1] == before[rows, 1] + 1).all()
+    assert torch.equal(ints[:, 2:], before[:, 2:]) and torch.equal(ints[0], before[0])
+
+
+def test_the_noise_is_the_twins_to_the_last_bits():
+    """With flat logits the draw is decided by the noise alone, over a whole vocabulary."""
+    vocab, count = 4099, 5
+    logits = torch.zeros(count, vocab, device=DEVICE)
+    ints, floats = row_state(count, vocab)
+    floats[:, :2] = 1.0
+    rows = torch.arange(1, count + 1, device=DEVICE)
+    output = torch.zeros(4, count, dtype=torch.int32, device=DEVICE)
+    noise = gumbel_noise(ints[rows, 5], ints[rows, 1] + 1 - ints[rows, 2], vocab)
+    draw_and_advance(logits, None, rows, ints, floats, output, COLUMNS)
+    assert output[0].tolist() == noise.argmax(1).tolist()
+
+
+def test_padding_rows_are_left_alone():
+    logits = torch.randn(3, 64, device=DEVICE)
+    ints, floats = row_state(2, 64)
+    before = ints.clone()
+    output = torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)
+    draw_and_advance(logits, None, torch.tensor([1, 0, 0], device=DEVICE), ints, floats, output, COLUMNS)
+    assert torch.equal(ints[[0, 2]], before[[0, 2]]) and ints[1, 1] == before[1, 1] + 1

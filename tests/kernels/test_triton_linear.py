@@ -1,0 +1,62 @@
+"""The few-row matrix products against float64, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def operands(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows + outputs)
+    x = torch.randn(rows, inputs, generator=generator).bfloat16().to(DEVICE)
+    w = (torch.randn(outputs, inputs, generator=generator) * 0.1).bfloat16().to(DEVICE)
+    return x, w, x.double() @ w.double().T
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 128), (3, 150), (20, 64)])
+def test_partial_sums_add_up_to_the_product(rows, outputs, split):
+    x, w, expected = operands(rows, outputs, 512)
+    parts = linear_parts(x, w, LinearConfig(64, 64, split, 4, 3))
+    assert parts.shape == (split, rows, outputs) and parts.dtype == torch.float32
+    assert relative(parts.double().sum(0), expected) < 1e-6
+    if split > 1:
+        assert relative(parts[0].double(), x[:, : 512 // split].double() @ w[:, : 512 // split].double().T) < 1e-6
+
+
+def test_a_residual_is_added_before_rounding():
+    x, w, expected = operands(5, 96, 256)
+    residual = torch.randn(5, 96).bfloat16().to(DEVICE)
+    got = linear(x, w, LinearConfig(32, 64, 1, 4, 3), residual)
+    assert got.dtype == torch.bfloat16
+    assert relative(got, expected + residual.double()) < 5e-3
+    exact = linear(x, w, LinearConfig(32, 64, 1, 4, 3), residual, torch.float32)
+    assert relative(exact, expected + residual.double()) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_gate_and_up_are_taken_from_their_halves(rows):
+    x, w, product = operands(rows, 2 * 96, 256)
+    gate, up = product.chunk(2, dim=1)
+    got = gate_up_silu(x, w, LinearConfig(32, 64, 1, 4, 3))
+    assert relative(got, torch.nn.functional.silu(gate) * up) < 5e-3
+
+
+def test_rows_of_x_may_be_part_of_a_wider_tensor():
+    x, w, expected = operands(4, 64, 256)
+    wide = torch.full((4, 300), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    wide[:, :256] = x
+    assert relative(linear_parts(wide[:, :256], w, LinearConfig(64, 64, 2, 4, 3)).sum(0), expected) < 1e-6
+
+
+def test_a_depth_that_does_not_divide_is_refused():
+    x, w, _ = operands(1, 64, 320)
+    with pytest.raises(AssertionError, match="no multiple"):
+        linear_parts(x, w, LinearConfig(64, 128, 2, 4, 3))

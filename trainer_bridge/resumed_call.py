@@ -1,0 +1,170 @@
+"""What one request of a resuming client has so far, over all the workers that have had a part in it.
+
+    ResumedCall  1 --- n  Part   one completion: with a worker (`leg`), waiting for one (`down_since`), or done
+                 1 --- *  Call   a leg: one request to one worker, for some of the completions
+
+Every token is taken once: the legs' chunks go to one assembler, which refuses gaps and repetitions. Nothing in here
+sends or waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trainer_bridge.assembly import Assembler, tail
+from trainer_bridge.call import Call
+from trainer_bridge.continuation import completion_seed, empty_part
+from trainer_bridge.errors import ProtocolError, RolloutError
+from trainer_bridge.generate_request import RequestPlan
+from trainer_bridge.results import Chunk, Completion, FinishReason, GenerateResult, Timing
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One completion on its way. Times are of `time.monotonic`."""
+
+    index: int
+    seed: int
+    leg: Call | None = None
+    done: bool = False
+    text: str | None = None  # of the whole completion, once a result told it
+    due: float = 0.0  # when to look for a worker again
+    tries: int = 0  # workers lost since the last new token
+    faults: int = 0  # those of them that may be this request's fault
+    down_since: float | None = None
+    down_s: float = 0.0  # time without a worker since the last new token, up to `down_since`
+    avoid: int | None = None  # the endpoint that refused it last
+    error: RolloutError | None = None  # the last one
+
+    def suspend(self, error: RolloutError, now: float) -> None:
+        """It lost its worker, or found none."""
+        self.leg, self.error, self.down_since = None, error, now
+        self.tries += 1
+
+    def progress(self) -> None:
+        """A new token has come."""
+        self.tries = self.faults = 0
+        self.down_s = 0.0
+
+
+class ResumedCall(Call):
+    """A request that outlives its workers. `started_unix_s` is when it was first asked for, of `time.time`."""
+
+    def __init__(
+        self, request_id: str, plan: RequestPlan, seed: int, deadline: float, started_unix_s: float | None = None
+    ) -> None:
+        super().__init__(request_id, "generate", 0, 0, deadline)
+        self.plan = plan
+        self.seed = seed
+        self.started_unix_s = time.time() if started_unix_s is None else started_unix_s
+        self.assembler: Assembler = Assembler(plan.n, plan.prior)
+        seeds = [seed] if plan.prior is not None else [completion_seed(seed, index) for index in range(plan.n)]
+        self.parts = [Part(index, each, down_since=self.started) for index, each in enumerate(seeds)]
+        self.waiting: list[Part] = list(self.parts)
+        self.legs: dict[Call, list[int]] = {}  # which completions each one has, by its own index
+        self.results: list[GenerateResult] = []  # of legs
+        self.resumes = 0
+        self.cancelled = False
+        limit_s = plan.fields.get("deadline_s")
+        self.ends_at = math.inf  # of the request's own deadline, after which completions end with what they have
+        if limit_s is not None:
+            self.ends_at = time.monotonic() + limit_s - (time.time() - self.started_unix_s)
+
+    @property
+    def begun(self) -> bool:
+        """True if any token has come, or a worker was lost."""
+        return self.resumes > 0 or any(self.new_tokens(part) or part.done for part in self.parts)
+
+    def new_tokens(self, part: Part) -> int:
+        """Tokens of a completion beyond those that the request brought."""
+        prior = 0 if self.plan.prior is None else len(self.plan.prior)
+        return self.assembler.length(part.index) - prior
+
+    def held(self, part: Part) -> Completion:
+        """What there is of a completion, its seed included."""
+        if not self.assembler.has(part.index):
+            return empty_part(part.index, part.seed)
+        return replace(self.assembler.joined(part.index), seed=part.seed)
+
+    def add_leg(self, leg: Call, parts: list[Part], now: float) -> None:
+        """A worker has these completions now."""
+        self.legs[leg] = [part.index for part in parts]
+        self.place = leg.place
+        for part in parts:
+            assert part.down_since is not None, "it has a worker"
+            part.leg = leg
+            part.down_s, part.down_since = part.down_s + now - part.down_since, None
+            self.waiting.remove(part)
+
+    def part_of(self, leg: Call, index: int) -> Part | None:
+        """The completion that a leg calls `index`; None if it was taken from it."""
+        indexes = self.legs[leg]
+        if not 0 <= index < len(indexes):
+            raise ProtocolError(f"the worker tells of completion {index}, but it has {len(indexes)}")
+        part = self.parts[indexes[index]]
+        return part if part.leg is leg else None
+
+    def take(self, part: Part, chunk: Chunk) -> Chunk:
+        """Add new tokens to a completion; returns the chunk as it is of this request."""
+        chunk = Chunk(chunk.offset, replace(chunk.part, index=part.index, seed=part.seed))
+        self.assembler.add(chunk)
+        if len(chunk.token_ids):
+            part.progress()
+        if chunk.finish_reason is not None:
+            part.done, part.leg, part.down_since = True, None, None
+            if part in self.waiting:
+                self.waiting.remove(part)
+        if self.plan.stream == "tokens" or (self.plan.stream == "completions" and part.done):
+            self.chunks.append(chunk)
+        return chunk
+
+    def missing(self, part: Part, whole: Completion) -> Chunk | None:
+        """What a result holds of a completion beyond its chunks. Raises `ProtocolError` if it holds less."""
+        have = self.assembler.length(part.index)
+        if len(whole) < have or not np.array_equal(whole.token_ids[:have], self.assembler.tokens(part.index)):
+            raise ProtocolError(f"the result of completion {part.index} is not what its stream was")
+        return None if part.done else Chunk(have, tail(whole, have))
+
+    def ending(self, part: Part, reason: FinishReason) -> Chunk:
+        """The chunk that ends a completion here, without a worker."""
+        return Chunk(self.assembler.length(part.index), empty_part(part.index, part.seed, reason))
+
+    def conclude(self) -> GenerateResult:
+        """The result, once every completion is done."""
+        if self.resumes == 0 and len(self.results) == 1:
+            return replace(self.results[0], id=self.id)
+        last = self.results[-1] if self.results else None
+        prompt = self.plan.fields.get("prompt")
+        known = len(prompt) if isinstance(prompt, np.ndarray) else 0
+        return GenerateResult(
+            id=self.id,
+            completions=self.completions(),
+            prompt_tokens=max([known, *(result.prompt_tokens for result in self.results)]),
+            cached_tokens=max([0, *(result.cached_tokens for result in self.results)]),
+            timing=self._timing(),
+            preemptions=sum(result.preemptions for result in self.results),
+            worker=None if last is None else last.worker,
+            metadata=self.plan.fields.get("metadata"),
+            endpoint=None if last is None else last.endpoint,
+            resumes=self.resumes,
+            extra={**({} if last is None else last.extra), "seed": self.seed},
+        )
+
+    def completions(self) -> list[Completion]:
+        """Every completion, with the text that a result told where there was one."""
+        return [
+            replace(self.held(part), text=part.text) if part.text is not None else self.held(part)
+            for part in self.parts
+        ]
+
+    def _timing(self) -> Timing:
+        timings = [result.timing for result in self.results]
+        longest = {
+            name: max((getattr(timing, name) for timing in timings), default=0.0)
+            for name in ("queued_s", "prefill_s", "decode_s")
+        }
+        return Timing(**longest, total_s=time.time() - self.started_unix_s)
