@@ -12,7 +12,7 @@ from rollout_kernels.moe import moe_experts, route
 from rollout_kernels.norm import head_rms_norm, rms_norm
 from rollout_kernels.philox import gumbel_noise, philox_4x32
 from rollout_kernels.rope import apply_rope, rope_cos_sin
-from rollout_kernels.sampling import PROMPT_BIT, Sampled, SamplingRows, sample
+from rollout_kernels.sampling import PROMPT_BIT, Sampled, SamplingRows, change_logits, sample, truncate
 
 __all__ = [
     "PROMPT_BIT",
@@ -20,6 +20,7 @@ __all__ = [
     "Sampled",
     "SamplingRows",
     "apply_rope",
+    "change_logits",
     "gumbel_noise",
     "head_rms_norm",
     "moe_experts",
@@ -32,5 +33,6 @@ __all__ = [
     "route",
     "sample",
     "silu_mul",
+    "truncate",
     "write_kv",
 ]

@@ -165,9 +165,11 @@ def finish_qkv(
         bias_W: bias of the projection, or None.
         norm_2D: weights of the query and the key norm over a head, or None.
         eps: of these norms.
-        cos_M1D: float32, as `rope_cos_sin` gives it, and `sin_M1D` with the rotation's sign.
+        cos_M1D: float32, as `rope_cos_sin` gives it.
+        sin_M1D: likewise, with the rotation's sign.
         slots_M: int64, page * page_size + offset of each token.
-        k_cache_PSGD: keys, written in place, as `v_cache_PSGD`; contiguous, in the model's dtype.
+        k_cache_PSGD: keys, written in place; contiguous, in the model's dtype.
+        v_cache_PSGD: values, likewise.
         q_heads: query heads.
     """
     parts, rows, _ = parts_SMW.shape

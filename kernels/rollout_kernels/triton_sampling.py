@@ -139,7 +139,7 @@ def _pass_2(
 
 @triton.jit
 def _log_sum(logs):
-    """log of the sum of exp(logs), of which at least one is finite."""
+    """Log of the sum of exp(logs), of which at least one is finite."""
     most = tl.max(logs)
     return most + tl.log(tl.sum(tl.exp(logs - most)))
 

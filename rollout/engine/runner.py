@@ -16,29 +16,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from rollout_kernels import Sampled, SamplingRows, sample
 
 from rollout.engine.device import Device, Event
 from rollout.engine.plan import Plan, PromptChunk, StepOutput
-from rollout.engine.rows import (
-    FREQUENCY,
-    LAST,
-    LENGTH,
-    MIN_P,
-    MIN_TOKENS,
-    NOISE,
-    PRESENCE,
-    PROMPT,
-    REPETITION,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    RowState,
-    most_setup_words,
-    put_setup,
-    setup_words,
-)
+from rollout.engine.rows import LAST, LENGTH, RowState, most_setup_words, put_setup, setup_words
+from rollout.engine.sampler import Sampler
 from rollout.engine.sequence import Feature, Sequence
 from rollout.engine.slot import Slot, Upload
 from rollout.models.batch import AttentionBatch, Chunk, KVCache
@@ -53,6 +35,7 @@ class Runner:
         self.model = model
         self.kv = kv
         self.rows = rows
+        self.sample = Sampler(rows)
         self.h2d, self.compute, self.d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
 
     def launch(self, plan: Plan, slot: Slot) -> None:
@@ -116,6 +99,8 @@ class Runner:
         slot.put("token_chunk", np.repeat(np.arange(len(chunks), dtype=np.int64), [c.length for c in chunks]))
         slot.put("rows", np.array([chunk.seq.row for chunk in chunks], dtype=np.int64))
         slot.put("ends", np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int64))
+        # Sampling advances a row by one, so a row that samples in this step is left one short.
+        slot.put("lengths", np.array([chunk.start + chunk.length - chunk.final for chunk in chunks], dtype=np.int64))
         last = np.cumsum([chunk.length for chunk in chunks]) - 1
         final = [i for i, chunk in enumerate(chunks) if chunk.final]
         slot.put("sampled_rows", np.array([chunks[i].seq.row for i in final], dtype=np.int64))
@@ -128,23 +113,28 @@ class Runner:
 
     def _decode(self, features: Feature, max_context: int, upload: Upload, output: torch.Tensor) -> None:
         """One token for each row: its last token goes in at position `length`, the next one is sampled."""
-        rows_B, new_pages_B = upload["rows"], upload["new_pages"]
+        token_ids_B, batch = self.begin_decode(upload["rows"], upload["new_pages"], max_context)
+        hidden_BD = self.model(token_ids_B, batch, self.kv)
+        self.sample(self.model.compute_logits(hidden_BD), upload["rows"], features, output)
+
+    def begin_decode(
+        self, rows_B: torch.Tensor, new_pages_B: torch.Tensor, max_context: int
+    ) -> tuple[torch.Tensor, AttentionBatch]:
+        """The input of a decode step from the row state: token ids, and where they sit; opens new pages."""
         page_size = self.kv.page_size
         ints_BI = self.rows.ints.index_select(0, rows_B)
         positions_B = ints_BI[:, LENGTH]
         columns_B = positions_B // page_size
         pages_B = torch.where(new_pages_B > 0, new_pages_B, self.rows.pages[rows_B, columns_B])
         self.rows.pages[rows_B, columns_B] = pages_B
-        ends_B = positions_B + 1
         batch = AttentionBatch(
             positions_T=positions_B,
             kv_slots_T=pages_B * page_size + positions_B % page_size,
             page_table_BP=self._page_table(rows_B, max_context),
-            context_lens_B=ends_B,
+            context_lens_B=positions_B + 1,
             max_context=max_context,
         )
-        hidden_BD = self.model(ints_BI[:, LAST], batch, self.kv)
-        self._sample(hidden_BD, rows_B, ints_BI, ends_B, features, output)
+        return ints_BI[:, LAST], batch
 
     def _prefill(
         self,
@@ -170,12 +160,10 @@ class Runner:
             chunks=layout,
         )
         hidden_TD = self.model(upload["tokens"], batch, self.kv)
-        self.rows.ints[rows_C, LENGTH] = ends_C
-        sampled_S = upload["sampled_rows"]
-        if len(sampled_S):
-            ints_SI = self.rows.ints.index_select(0, sampled_S)
-            ends_S = ints_SI[:, LENGTH].clone()
-            self._sample(hidden_TD[upload["sampled_at"]], sampled_S, ints_SI, ends_S, features, output)
+        self.rows.ints[rows_C, LENGTH] = upload["lengths"]
+        if len(upload["sampled_rows"]):
+            logits_SV = self.model.compute_logits(hidden_TD[upload["sampled_at"]])
+            self.sample(logits_SV, upload["sampled_rows"], features, output)
 
     def _page_table(self, rows_B: torch.Tensor, max_context: int) -> torch.Tensor:
         columns = -(-max_context // self.kv.page_size)
@@ -186,55 +174,10 @@ class Runner:
         for cache in (*self.kv.k, *self.kv.v):
             cache.index_copy_(0, target_N, cache.index_select(0, source_N))
 
-    def _sample(
-        self,
-        hidden_SD: torch.Tensor,
-        rows_S: torch.Tensor,
-        ints_SI: torch.Tensor,
-        ends_S: torch.Tensor,
-        features: Feature,
-        output: torch.Tensor,
-    ) -> None:
-        """Draw a token a row, carry it over, advance the rows; `ends_S` is the number of tokens with KV now."""
-        settings = self._sampling_rows(rows_S, ints_SI, ends_S, features)
-        sampled = sample(self.model.compute_logits(hidden_SD), settings)
-        ints_SI[:, LAST] = sampled.tokens_S
-        ints_SI[:, LENGTH] = ends_S
-        self.rows.ints.index_copy_(0, rows_S, ints_SI)
-        if features & Feature.PENALIZE:
-            one = torch.ones((), dtype=torch.int32, device=rows_S.device)
-            self.rows.counts.index_put_((rows_S, sampled.tokens_S), one, accumulate=True)
-        _write_output(output, sampled)
-
-    def _sampling_rows(
-        self, rows_S: torch.Tensor, ints_SI: torch.Tensor, ends_S: torch.Tensor, features: Feature
-    ) -> SamplingRows:
-        state, index_S = self.rows, ends_S - ints_SI[:, PROMPT]
-        floats_SF = state.floats.index_select(0, rows_S)
-        penalize, bias = bool(features & Feature.PENALIZE), bool(features & Feature.BIAS)
-        ban, truncate = bool(features & Feature.MIN_TOKENS), bool(features & Feature.TRUNCATE)
-        return SamplingRows(
-            temperature_S=floats_SF[:, TEMPERATURE],
-            noise_S=floats_SF[:, NOISE] if features & Feature.DRAW else None,
-            seed_S=ints_SI[:, SEED],
-            index_S=index_S,
-            counts_SV=state.counts.index_select(0, rows_S) if penalize else None,
-            repetition_S=floats_SF[:, REPETITION] if penalize else None,
-            presence_S=floats_SF[:, PRESENCE] if penalize else None,
-            frequency_S=floats_SF[:, FREQUENCY] if penalize else None,
-            bias_ids_SK=state.bias_ids.index_select(0, rows_S) if bias else None,
-            bias_SK=state.bias.index_select(0, rows_S) if bias else None,
-            banned_ids_SK=state.banned.index_select(0, rows_S) if ban else None,
-            banned_S=index_S < ints_SI[:, MIN_TOKENS] if ban else None,
-            top_k_S=ints_SI[:, TOP_K] if truncate else None,
-            top_p_S=floats_SF[:, TOP_P] if truncate else None,
-            min_p_S=floats_SF[:, MIN_P] if truncate else None,
-        )
-
 
 def upload_words(seq: Sequence, length: int) -> int:
     """Upper bound on the int32 words that a prefill chunk of `length` tokens adds to an upload."""
-    words = 5 * length + 16
+    words = 5 * length + 18
     if not seq.row_ready:
         assert seq.prefill_tokens is not None
         words += setup_words(seq, len(seq.prefill_tokens)) + 2
@@ -253,10 +196,3 @@ def _chunk_tokens(chunk: PromptChunk) -> np.ndarray:
 
 def _span(chunk: PromptChunk) -> np.ndarray:
     return np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int64)
-
-
-def _write_output(output: torch.Tensor, sampled: Sampled) -> None:
-    count = len(sampled.tokens_S)
-    output[0, :count] = sampled.tokens_S
-    floats = output[1:, :count].view(torch.float32)
-    floats[0], floats[1], floats[2] = sampled.logprobs_S, sampled.raw_logprobs_S, sampled.drawn_logprobs_S

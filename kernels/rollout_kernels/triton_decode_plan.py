@@ -1,0 +1,172 @@
+"""How the contexts of a decode step are shared out over the chip, decided on the device.
+
+The visible contexts of all rows, in tiles of BLOCK_N positions, are laid end to end and cut into equal shares, one a
+program. So one row of 32K and 128 rows of 1K fill the chip alike, and so does any mix of lengths:
+
+    rows       | row 0                 | row 1 | row 2     |
+    shares     | 0         | 1         | 2         | 3     |
+    items      | 0         | 1         | 2 | 3     | 4     |        wrong here: see below
+
+An item is what a share and a row have in common. A row's items are consecutive; so are a share's. A row in a single
+item is finished by it; the results of several are combined, in their order.
+
+    rows       |---- 0 ----------------|--- 1 ---|--- 2 ---|
+    shares     |---- 0 ----|---- 1 ----|---- 2 ----|-- 3 --|
+    items      |     0     |     1     |    2    |3|   4   |
+
+The plan depends on the lengths only, so all layers with the same window share it. Where results must not depend on
+the other rows of a step, rows are cut every `chunk` positions instead, and each item is a share of its own.
+
+Legend: B rows, G KV heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# Words of an item: row, first and last + 1 tile, first item of the row, items of the row, context length.
+ITEM_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How the decode kernel is cut up. `chunk`, in positions, replaces the equal shares where it is set."""
+
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 2
+    min_tiles: int = 1  # of a share
+    fused: bool = True  # the last program of a row combines its parts; otherwise a second kernel does
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """A plan, in device memory; the shapes of its tensors depend on host integers only."""
+
+    items: torch.Tensor  # int32 [most items, ITEM_WORDS]
+    first: torch.Tensor  # int32 [shares + 1]: the first item of each share
+    arrivals_BG: torch.Tensor  # int32: parts of a row that are done; 0 between two launches
+    window: int | None
+    config: DecodeConfig
+
+
+@triton.jit
+def _plan_kernel(
+    lens_ptr,
+    items_ptr,
+    first_ptr,
+    arrivals_ptr,
+    rows,
+    shares,
+    window,
+    min_tiles,
+    chunk_tiles,
+    KV_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
+):
+    b = tl.arange(0, BLOCK_B)
+    is_row = b < rows
+    length = tl.load(lens_ptr + b, mask=is_row, other=0).to(tl.int32)
+    begin = tl.zeros([BLOCK_B], tl.int32)
+    if HAS_WINDOW:
+        begin = tl.maximum(length - window, 0) // BLOCK_N
+    # A row without context has a tile too, all of it hidden, so that its output is written.
+    end = tl.maximum((length + BLOCK_N - 1) // BLOCK_N, 1)
+    tiles = tl.where(is_row, end - begin, 0)
+    if CHUNKED:
+        # Chunks start at multiples of their size, whatever the window hides of the first.
+        share_tiles = chunk_tiles
+        left = begin
+    else:
+        total = tl.sum(tiles, 0)
+        share_tiles = tl.maximum((total + shares - 1) // shares, min_tiles)
+        left = tl.cumsum(tiles, 0) - tiles
+    first_share = left // share_tiles
+    count = tl.where(is_row, (left + tiles + share_tiles - 1) // share_tiles - first_share, 0)
+    first_item = tl.cumsum(count, 0) - count
+    for i in range(tl.max(count, 0)):
+        is_item = i < count
+        share_left = (first_share + i) * share_tiles
+        item_left = tl.maximum(share_left, left)
+        item_right = tl.minimum(share_left + share_tiles, left + tiles)
+        item = items_ptr + (first_item + i) * 8
+        tl.store(item, b, mask=is_item)
+        tl.store(item + 1, begin + item_left - left, mask=is_item)
+        tl.store(item + 2, begin + item_right - left, mask=is_item)
+        tl.store(item + 3, first_item, mask=is_item)
+        tl.store(item + 4, count, mask=is_item)
+        tl.store(item + 5, length, mask=is_item)
+        if CHUNKED:
+            tl.store(first_ptr + first_item + i, first_item + i, mask=is_item)
+        else:
+            tl.store(first_ptr + first_share + i, first_item + i, mask=is_item & (item_left == share_left))
+    items = tl.sum(count, 0)
+    if CHUNKED:
+        used = items
+    else:
+        used = (total + share_tiles - 1) // share_tiles
+    for start in range(0, shares + 1, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        tl.store(first_ptr + s, items, mask=(s >= used) & (s <= shares))
+    for g in tl.static_range(KV_HEADS):
+        tl.store(arrivals_ptr + b * KV_HEADS + g, tl.zeros([BLOCK_B], tl.int32), mask=is_row)
+
+
+def plan_decode_work(
+    context_lens_B: torch.Tensor,
+    kv_heads: int,
+    *,
+    window: int | None,
+    config: DecodeConfig,
+    max_context: int | None = None,
+    multiprocessors: int | None = None,
+) -> DecodeWork:
+    """Share out a decode step over the chip: one launch, nothing read on the host.
+
+    `context_lens_B` is int32 or int64, contiguous; lengths may be 0. `max_context`, an upper bound on them, is needed
+    with `config.chunk` only. `multiprocessors` is the device's number, which is looked up where it is not given.
+    """
+    assert context_lens_B.is_contiguous()
+    rows, device = context_lens_B.shape[0], context_lens_B.device
+    if config.chunk is None:
+        if multiprocessors is None:
+            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        shares = max(1, multiprocessors * config.programs_per_sm // kv_heads)
+        most_items = shares + rows
+    else:
+        assert max_context is not None and config.chunk % config.block_n == 0
+        span = max_context if window is None else min(window, max_context)
+        # A span that starts inside a chunk touches one chunk more than its length says.
+        most_items = shares = rows * (triton.cdiv(max(span, 1), config.chunk) + (window is not None))
+    items = torch.empty(most_items, ITEM_WORDS, dtype=torch.int32, device=device)
+    first = torch.empty(shares + 1, dtype=torch.int32, device=device)
+    arrivals_BG = torch.empty(rows, kv_heads, dtype=torch.int32, device=device)
+    _plan_kernel[(1,)](
+        context_lens_B,
+        items,
+        first,
+        arrivals_BG,
+        rows,
+        shares,
+        window or 0,
+        config.min_tiles,
+        (config.chunk or 0) // config.block_n,
+        KV_HEADS=kv_heads,
+        BLOCK_N=config.block_n,
+        BLOCK_B=triton.next_power_of_2(rows),
+        BLOCK_S=256,
+        HAS_WINDOW=window is not None,
+        CHUNKED=config.chunk is not None,
+        num_warps=4,
+    )
+    return DecodeWork(items, first, arrivals_BG, window, config)
