@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout.engine.sequence import Group, Sequence
@@ -28,6 +29,9 @@ def refusal(request: Request, limits: SchedulerLimits, pool_tokens: int, waiting
     if total > most:
         message = f"prompt plus max_tokens is {total} tokens and this worker holds at most {most}: ask for fewer"
         return Rejected(request.key, "too_long", message, "max_tokens")
+    if request.n > limits.max_queue:
+        message = f"n is {request.n} and the queue holds {limits.max_queue} completions: ask for fewer at a time"
+        return Rejected(request.key, "bad_request", message, "n")
     if waiting + request.n > limits.max_queue:
         message = f"{waiting} completions wait, the queue holds {limits.max_queue}: come back later"
         return Rejected(request.key, "overloaded", message, retry_after_s=_RETRY_AFTER_S)
@@ -37,15 +41,32 @@ def refusal(request: Request, limits: SchedulerLimits, pool_tokens: int, waiting
     return None
 
 
+#: Entries that a heap may hold beyond twice those that it needed when it was last cleaned.
+_SLACK = 16
+
+
 class WaitingQueue:
-    """Sequences without a row, by rank. Finalized ones are skipped, not searched for."""
+    """Sequences without a row, by rank. Finalized ones are skipped, and swept out when they are many."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        self._sweep_at = _SLACK
 
     def push(self, seq: Sequence) -> None:
         """Add a sequence; its rank is unique."""
         heapq.heappush(self._heap, (seq.rank, seq))
+        if len(self._heap) >= self._sweep_at:
+            self._keep(lambda seq: not seq.finalized)
+
+    def remove(self, seqs: list[Sequence]) -> None:
+        """Take out these sequences."""
+        ranks = {seq.rank for seq in seqs}
+        self._keep(lambda seq: seq.rank not in ranks and not seq.finalized)
+
+    def _keep(self, wanted: Callable[[Sequence], bool]) -> None:
+        self._heap = [entry for entry in self._heap if wanted(entry[1])]
+        heapq.heapify(self._heap)
+        self._sweep_at = 2 * len(self._heap) + _SLACK
 
     def first(self) -> Sequence | None:
         """The sequence that is next, left in the queue."""
@@ -63,10 +84,15 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Group]] = []
+        self._sweep_at = _SLACK
 
     def add(self, at_s: float, group: Group) -> None:
         """End `group` at clock time `at_s`."""
         heapq.heappush(self._heap, (at_s, group.sequences[0].arrival, group))
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if entry[2].unfinished]
+            heapq.heapify(self._heap)
+            self._sweep_at = 2 * len(self._heap) + _SLACK
 
     def take_overdue(self, now_s: float) -> list[Group]:
         """The unfinished groups whose time has passed, taken out."""

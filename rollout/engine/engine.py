@@ -103,7 +103,7 @@ class Engine:
         self._drain_s = drain_s
         self._drain_until_s = float("inf")
         self._quiet_tokens: list[int] = []  # pauses to confirm once no step is in flight
-        self._end_token: int | None = None
+        self._end_tokens: list[int] = []  # shutdowns to confirm at the end
         self._swap: _Swap | None = None
         self._command: Command | None = None  # being obeyed
         self._started_s = time.perf_counter()
@@ -225,14 +225,16 @@ class Engine:
             case Resume(token):
                 scheduler.paused = False
                 self.state = "serving" if self.state == "paused" else self.state
-                scheduler.events.append(Done(token))
+                scheduler.events += [Done(paused) for paused in (*self._quiet_tokens, token)]
+                self._quiet_tokens = []
             case Shutdown(mode, token):
                 self._begin_end(mode, token)
 
     def _begin_end(self, mode: str, token: int | None) -> None:
         self.state = "draining"
         self.scheduler.paused = False  # what is paused could never finish
-        self._end_token = token if token is not None else self._end_token
+        if token is not None:
+            self._end_tokens.append(token)
         self._drain_until_s = min(self._drain_until_s, time.perf_counter() + self._drain_s)
         if mode == "now":
             self.scheduler.end_all("cancelled")
@@ -259,8 +261,7 @@ class Engine:
             self.scheduler.end_all("cancelled")
         if self.scheduler.idle and self.pipeline.in_flight == 0:
             self.stopped = True
-            if self._end_token is not None:
-                self.scheduler.events.append(Done(self._end_token))
+            self.scheduler.events += [Done(token) for token in self._end_tokens]
 
     # --- faults ------------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,26 @@
-"""From a sequence's state to the events that the service sees."""
+"""From a sequence's state to the events that the service sees, and the totals that the meter reads."""
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 import numpy as np
 
 from rollout.engine.sequence import Group, Sequence
 from rollout.engine.types import Delta, RequestDone, VersionRuns
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals since start."""
+
+    tokens: int = 0
+    zombie_rows: int = 0
+    decode_rows: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 def make_delta(seq: Sequence) -> Delta:

@@ -53,6 +53,7 @@ class RowState:
         self.pages.index_fill_(0, rows, 0)
         row, column, page = upload["page_updates"].long().unbind(1)
         self.pages.index_put_((row, column), page.int())
+        self.bias.index_fill_(0, rows, 0.0)  # a step that biases one row gathers the bias of all
         if "banned" in upload:
             self.banned.index_copy_(0, upload["banned_rows"], upload["banned"])
         if "bias_ids" in upload:
@@ -115,7 +116,9 @@ def _ints(seq: Sequence, vocab: int) -> list[int]:
     sampling = seq.group.request.sampling
     greedy = sampling.temperature == 0
     top_k = vocab if greedy or sampling.top_k == 0 else sampling.top_k
-    return [seq.row, 0, 0, seq.prompt_len, seq.group.request.stop.min_tokens, top_k, seq.seed]
+    # Without stop tokens there is nothing to ban, and what the row's list holds is its predecessor's.
+    min_tokens = seq.group.request.stop.min_tokens if seq.features & Feature.MIN_TOKENS else 0
+    return [seq.row, 0, 0, seq.prompt_len, min_tokens, top_k, seq.seed]
 
 
 def _floats(seq: Sequence) -> list[float]:

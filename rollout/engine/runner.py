@@ -26,6 +26,10 @@ from rollout.engine.slot import Slot, Upload
 from rollout.models.batch import AttentionBatch, Chunk, KVCache
 from rollout.models.decoder import Decoder
 
+#: int32 words of an upload. A token: id, position, chunk. A chunk: rows, ends, lengths, samples, copy, alignment.
+_TOKEN_WORDS = 6
+_CHUNK_WORDS = 18
+
 
 class Runner:
     """The model, its KV and row state, and the three streams."""
@@ -177,7 +181,7 @@ class Runner:
 
 def upload_words(seq: Sequence, length: int) -> int:
     """Upper bound on the int32 words that a prefill chunk of `length` tokens adds to an upload."""
-    words = 5 * length + 18
+    words = _TOKEN_WORDS * length + _CHUNK_WORDS
     if not seq.row_ready:
         assert seq.prefill_tokens is not None
         words += setup_words(seq, len(seq.prefill_tokens)) + 2
@@ -186,7 +190,8 @@ def upload_words(seq: Sequence, length: int) -> int:
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int) -> int:
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
-    return max(4 * max_rows, 5 * chunk_tokens + most_setup_words(max_pages, max_context)) + 64 * max_rows + 1024
+    largest = _TOKEN_WORDS * chunk_tokens + _CHUNK_WORDS + most_setup_words(max_pages, max_context)
+    return max(4 * max_rows, largest) + 64 * max_rows + 1024
 
 
 def _chunk_tokens(chunk: PromptChunk) -> np.ndarray:

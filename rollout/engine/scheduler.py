@@ -17,26 +17,13 @@ Rules that keep it right (tests/engine/test_invariants.py breaks each):
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rollout.engine.admission import Deadlines, SchedulerLimits, WaitingQueue, refusal
 from rollout.engine.memory import SequenceMemory
-from rollout.engine.outcome import make_delta, make_request_done
+from rollout.engine.outcome import Counters, make_delta, make_request_done
 from rollout.engine.plan import Plan, PromptChunk, StepOutput
 from rollout.engine.sequence import Feature, Group, Sequence, State
 from rollout.engine.types import Event, Finish, FinishReason, Request, RequestKey
-
-
-@dataclass(slots=True)
-class Counters:
-    """Running totals since start."""
-
-    tokens: int = 0
-    zombie_rows: int = 0
-    decode_rows: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
 
 
 class Scheduler:
@@ -68,6 +55,8 @@ class Scheduler:
         self._arrivals = 0
         self._last_kind = "decode"
         self._upload_words = upload_words
+        self._refused: Sequence | None = None  # did not fit, with so many running and so many pages available
+        self._refused_at = (0, 0)
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -116,6 +105,9 @@ class Scheduler:
     def weights_changed(self, version: int, recompute: bool) -> None:
         """Steps planned from now on run under `version`; with `recompute` running rows start again."""
         self.version = version
+        self._refused = None
+        for group in list(self.memory.sharing):
+            self._lead_again(group)
         self.memory.weights_changed()
         for seq in self.prefilling + self.decoding:
             if recompute or not seq.row_ready:  # what was admitted but has launched nothing takes no old KV along
@@ -149,12 +141,17 @@ class Scheduler:
     def _admit(self) -> None:
         while self._free_rows and not self.leaving and (seq := self._queue.first()) is not None:
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
-            running = len(self.decoding) + len(self.prefilling)
+            running, available = len(self.decoding) + len(self.prefilling), self.memory.pool.available
+            if self._refused is seq and running >= self._refused_at[0] and available <= self._refused_at[1]:
+                return  # nothing came free since it did not fit
             if not self.memory.try_admit(seq, self.version, spare=running):
+                self._refused, self._refused_at = seq, (running, available)
                 if running or not self.memory.sharing:
                     return
                 self.memory.close_share(self.memory.sharing[0])  # nothing runs that could give pages back
+                self._refused = None
                 continue
+            self._refused = None
             self._queue.pop()
             seq.row, seq.row_ready, seq.state = self._free_rows.pop(), False, State.PREFILL
             self.prefilling.append(seq)
@@ -375,6 +372,15 @@ class Scheduler:
         else:
             group.leader = group.followers.pop(0)
             self._queue.push(group.leader)
+
+    def _lead_again(self, group: Group) -> None:
+        """The share is of an old version: of those that have not started, one prefills for all."""
+        unstarted = [seq for seq in group.sequences if seq.may_share]
+        self._queue.remove(unstarted)
+        for seq in unstarted:
+            self._no_longer_unstarted(seq)
+        group.leader, group.followers = unstarted[0], unstarted[1:]
+        self._queue.push(group.leader)
 
     def _no_longer_unstarted(self, seq: Sequence) -> None:
         if seq.may_share:

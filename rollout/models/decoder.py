@@ -78,7 +78,7 @@ class Decoder(Block):
         if hidden_SH.is_cuda and hidden_SH.dtype != torch.float32:
             # Rounding logits to 16 bits would cost more precision in log-probs than all else.
             return torch.mm(hidden_SH, self.lm_head.t(), out_dtype=torch.float32)
-        return F.linear(hidden_SH, self.lm_head).float()
+        return F.linear(hidden_SH.float(), self.lm_head.float())
 
     def hf_regions(self) -> list[Region]:
         """The model's parameters, each once, under their Hugging Face names."""
