@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Section(BaseModel):
@@ -46,6 +46,9 @@ class EngineSettings(_Section):
         None, ge=2, description="prompt plus completion, tokens; absent: what the model was made for"
     )
     prefill_chunk_tokens: int = Field(2048, ge=1, description="prompt tokens in one prefill step")
+    cuda_graphs: bool = Field(
+        True, description="capture decode steps as CUDA graphs, for models that have fused kernels"
+    )
     prefix_cache: bool = Field(True, description="keep pages of finished prompts for reuse")
     kv_on_swap: Literal["keep", "recompute"] = Field(
         "keep", description="what happens to the KV of running rows when weights change"
@@ -72,7 +75,19 @@ class ServiceSettings(_Section):
     max_message_bytes: int = Field(64 << 20, ge=1024, description="bytes of one message, all frames")
     max_header_bytes: int = Field(16 << 20, ge=1024, description="bytes of one message header")
     max_blobs: int = Field(256, ge=0, description="blobs of one message")
+    max_prompt_chars: int = Field(
+        8 << 20, ge=1, description="characters of one prompt sent as text, or of what a chat template makes of messages"
+    )
+    max_pending_bytes: int = Field(
+        1 << 30, ge=1024, description="bytes of all messages whose requests wait or run; beyond that they are refused"
+    )
     max_clients: int = Field(1024, ge=1, description="clients remembered at once")
+    lease_s: float = Field(
+        60.0, ge=0, description="seconds that a named client may stay away before its requests are ended"
+    )
+    max_results: int = Field(4096, ge=0, description="results kept for clients that come back for them")
+    max_results_bytes: int = Field(512 << 20, ge=0, description="bytes of all results that are kept")
+    max_results_age_s: float = Field(3600.0, ge=0, description="seconds after which a result is forgotten")
     heartbeat_s: float = Field(10.0, gt=0, description="interval of ZMTP heartbeats, seconds")
     max_stream_buffer_bytes: int = Field(256 << 20, ge=1 << 16, description="unsent bytes kept for one slow client")
     drain_s: float = Field(
@@ -86,6 +101,24 @@ class WeightsSettings(_Section):
     bind: str = Field("tcp://127.0.0.1:0", description="endpoint of the weight transport; port 0 picks a free one")
     initial_version: int = Field(0, ge=0, description="weights version of the checkpoint that is served first")
     idle_s: float = Field(60.0, gt=0, description="seconds without data after which a half-sent update is dropped")
+
+
+class SecuritySettings(_Section):
+    """Who may connect to the request socket and to the weight transport."""
+
+    curve_secret_key: str | None = Field(
+        None, description="file with the CURVE key pair of both sockets (rollout keys makes it); absent: no CURVE"
+    )
+    curve_client_keys: str | None = Field(
+        None, description="folder with the public keys (*.key) of the clients that may connect"
+    )
+    insecure: bool = Field(False, description="bind addresses that other hosts can reach without CURVE")
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> SecuritySettings:
+        if (self.curve_secret_key is None) != (self.curve_client_keys is None):
+            raise ValueError("curve_secret_key and curve_client_keys go together: set both, or none")
+        return self
 
 
 class MetricsSettings(_Section):
@@ -119,6 +152,7 @@ class Settings(_Section):
     engine: EngineSettings = Field(default_factory=EngineSettings)
     service: ServiceSettings = Field(default_factory=ServiceSettings)
     weights: WeightsSettings = Field(default_factory=WeightsSettings)
+    security: SecuritySettings = Field(default_factory=SecuritySettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     supervisor: SupervisorSettings = Field(default_factory=SupervisorSettings)
     ready_file: str | None = Field(None, description="file that gets the endpoints as JSON once the worker can serve")

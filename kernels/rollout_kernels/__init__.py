@@ -6,6 +6,7 @@ from rollout_kernels.attention import (
     paged_decode_attention,
     paged_prefill_attention,
     plan_decode,
+    plan_paged_decode,
     write_kv,
 )
 from rollout_kernels.moe import moe_experts, route
@@ -28,6 +29,7 @@ __all__ = [
     "paged_prefill_attention",
     "philox_4x32",
     "plan_decode",
+    "plan_paged_decode",
     "rms_norm",
     "rope_cos_sin",
     "route",

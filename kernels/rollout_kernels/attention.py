@@ -19,10 +19,13 @@ page table), S page size, N gathered pages, C gathered positions of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from rollout_kernels.triton_decode_plan import DecodeWork
 
 # Query positions that a prefill handles at once; bounds the size of the mask.
 _QUERY_BLOCK = 256
@@ -81,6 +84,25 @@ def plan_decode(
     return DecodePlan(pages_BN.reshape(-1), _bias(visible_BC, dtype)[:, None, None])
 
 
+def plan_paged_decode(
+    page_table_BP: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    k_cache_PSGD: torch.Tensor,
+    *,
+    window: int | None,
+    max_context: int,
+) -> DecodePlan | DecodeWork:
+    """The plan that `paged_decode_attention` takes on the device of these tensors; one for all layers of a window."""
+    _, page_size, kv_heads, dim = k_cache_PSGD.shape
+    dtype = k_cache_PSGD.dtype
+    if not k_cache_PSGD.is_cuda:
+        return plan_decode(page_table_BP, context_lens_B, page_size, window, max_context, dtype)
+    from rollout_kernels.triton_decode_attention import default_decode_config
+    from rollout_kernels.triton_decode_plan import plan_decode_work
+
+    return plan_decode_work(context_lens_B, kv_heads, window=window, config=default_decode_config(dim, dtype))
+
+
 def paged_decode_attention(
     q_BHD: torch.Tensor,
     k_cache_PSGD: torch.Tensor,
@@ -91,16 +113,21 @@ def paged_decode_attention(
     scale: float,
     window: int | None,
     max_context: int,
-    plan: DecodePlan | None = None,
+    plan: DecodePlan | DecodeWork | None = None,
 ) -> torch.Tensor:
     """One query a row over that row's context, which ends with the query's own position; returns out_BHD.
 
-    H is a multiple of G; query head h reads KV head `h // (H / G)`. `plan` is `plan_decode`'s result for the same rows
-    and window; without it it is made here.
+    H is a multiple of G; query head h reads KV head `h // (H / G)`. `plan` is `plan_paged_decode`'s result for the same
+    rows and window; without it it is made here.
     """
     if plan is None:
-        page_size = k_cache_PSGD.shape[1]
-        plan = plan_decode(page_table_BP, context_lens_B, page_size, window, max_context, q_BHD.dtype)
+        plan = plan_paged_decode(page_table_BP, context_lens_B, k_cache_PSGD, window=window, max_context=max_context)
+    if not isinstance(plan, DecodePlan):
+        from rollout_kernels.triton_decode_attention import decode_attention
+
+        return decode_attention(
+            q_BHD, k_cache_PSGD, v_cache_PSGD, page_table_BP, context_lens_B, scale=scale, window=window, work=plan
+        )
     rows, heads, dim = q_BHD.shape
     kv_heads = k_cache_PSGD.shape[2]
     k_BGCD = k_cache_PSGD.index_select(0, plan.pages_N).view(rows, -1, kv_heads, dim).transpose(1, 2)

@@ -77,7 +77,8 @@ def sample(logits_SV: torch.Tensor, rows: SamplingRows) -> Sampled:
 
 def logprob_of(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
     """log-softmax of each row at its token, float32 [S]."""
-    return logits_SV.gather(1, tokens_S[:, None]).squeeze(1) - logits_SV.logsumexp(dim=1)
+    shifted_SV = logits_SV - logits_SV.amax(dim=1, keepdim=True)  # small numbers lose no digits in the difference
+    return shifted_SV.gather(1, tokens_S[:, None]).squeeze(1) - shifted_SV.exp().sum(dim=1).log_()
 
 
 def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

@@ -3,16 +3,12 @@
 The visible contexts of all rows, in tiles of BLOCK_N positions, are laid end to end and cut into equal shares, one a
 program. So one row of 32K and 128 rows of 1K fill the chip alike, and so does any mix of lengths:
 
-    rows       | row 0                 | row 1 | row 2     |
-    shares     | 0         | 1         | 2         | 3     |
-    items      | 0         | 1         | 2 | 3     | 4     |        wrong here: see below
+    rows     |------------- 0 -------------|---- 1 ----|--- 2 ---|
+    shares   |------ 0 ------|------ 1 ------|------ 2 ------|-3-|
+    items    |------ 0 ------|----- 1 -----|2|--- 3 ---|--4--|-5-|
 
 An item is what a share and a row have in common. A row's items are consecutive; so are a share's. A row in a single
 item is finished by it; the results of several are combined, in their order.
-
-    rows       |---- 0 ----------------|--- 1 ---|--- 2 ---|
-    shares     |---- 0 ----|---- 1 ----|---- 2 ----|-- 3 --|
-    items      |     0     |     1     |    2    |3|   4   |
 
 The plan depends on the lengths only, so all layers with the same window share it. Where results must not depend on
 the other rows of a step, rows are cut every `chunk` positions instead, and each item is a share of its own.
@@ -56,7 +52,7 @@ class DecodeWork:
     config: DecodeConfig
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "shares", "window", "min_tiles", "chunk_tiles"])
 def _plan_kernel(
     lens_ptr,
     items_ptr,
@@ -118,7 +114,7 @@ def _plan_kernel(
     for start in range(0, shares + 1, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
         tl.store(first_ptr + s, items, mask=(s >= used) & (s <= shares))
-    for g in tl.static_range(KV_HEADS):
+    for g in range(KV_HEADS):
         tl.store(arrivals_ptr + b * KV_HEADS + g, tl.zeros([BLOCK_B], tl.int32), mask=is_row)
 
 
@@ -163,7 +159,7 @@ def plan_decode_work(
         (config.chunk or 0) // config.block_n,
         KV_HEADS=kv_heads,
         BLOCK_N=config.block_n,
-        BLOCK_B=triton.next_power_of_2(rows),
+        BLOCK_B=max(32, triton.next_power_of_2(rows)),
         BLOCK_S=256,
         HAS_WINDOW=window is not None,
         CHUNKED=config.chunk is not None,

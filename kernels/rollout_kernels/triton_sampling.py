@@ -76,9 +76,10 @@ def _pass_1(
     noisy = drawn
     if noise_scale != 0.0:
         noisy = drawn + _gumbel(seed, index, block * BLOCK, BLOCK) * noise_scale
-    noisy = tl.where(live, noisy, -float("inf"))
+    # A NaN is never the best; its log-prob, which is NaN too, tells the host.
+    noisy = tl.where(live & (noisy == noisy), noisy, -float("inf"))
     best = tl.max(noisy)
-    token = tl.min(tl.where(noisy == best, v, 2147483647))
+    token = tl.min(tl.where(live & (noisy == best), v, 2147483647))
     chosen = v == token
     out = partial_ptr + (sampled * blocks + block) * 8
     plain_max = tl.max(logits)

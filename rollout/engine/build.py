@@ -12,6 +12,7 @@ from rollout.config import Settings
 from rollout.engine.admission import SchedulerLimits
 from rollout.engine.device import Device
 from rollout.engine.engine import Engine, EngineParts, Receiver
+from rollout.engine.graphs import DecodeGraphs
 from rollout.engine.memory import SequenceMemory, pages_for
 from rollout.engine.pages import PagePool
 from rollout.engine.pipeline import Pipeline
@@ -23,8 +24,12 @@ from rollout.engine.types import Command, Event
 from rollout.metrics.meter import Meter
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
+from rollout.models.fused import FusedDecoder, supports
 
 _SLOTS = 2
+
+#: Told (done, in all).
+Progress = Callable[[int, int], None]
 
 
 def context_limit(settings: Settings, model: Decoder) -> int:
@@ -65,11 +70,15 @@ def build_engine(
     inbox: SimpleQueue[Command],
     emit: Callable[[list[Event]], None],
     receiver: Receiver | None = None,
+    progress: Progress | None = None,
 ) -> Engine:
-    """An engine that is ready to tick. `emit` takes the events of a tick, on the loop's thread, and must not block."""
+    """An engine that is ready to tick. `emit` takes the events of a tick, on the loop's thread, and must not block.
+
+    `progress` is told (done, in all) while decode steps are captured as CUDA graphs.
+    """
     version = settings.weights.initial_version
     return Engine(
-        _build_parts(settings, device, model, version),
+        _build_parts(settings, device, model, version, progress=progress),
         Meter(version=version, keep_steps=max(settings.metrics.timeline_steps, 2)),
         inbox,
         emit,
@@ -99,7 +108,12 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
 
 
 def _build_parts(
-    settings: Settings, device: Device, model: Decoder, version: int, kv: KVCache | None = None
+    settings: Settings,
+    device: Device,
+    model: Decoder,
+    version: int,
+    kv: KVCache | None = None,
+    progress: Progress | None = None,
 ) -> EngineParts:
     engine = settings.engine
     dtype = model.embed.dtype
@@ -111,6 +125,11 @@ def _build_parts(
     if kv is None:
         pages = kv_pages(settings, model, dtype, device.free_bytes())
         kv = KVCache.allocate(model.spec, pages, engine.page_size, dtype, device.torch_device)
+    device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
+    runner = Runner(device, model, kv, rows)
+    if engine.cuda_graphs and supports(model):
+        runner.graphs = DecodeGraphs(runner, FusedDecoder(model), context, engine.max_rows)
+        runner.graphs.capture(slots, progress)
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
@@ -118,10 +137,9 @@ def _build_parts(
         chunk_tokens=engine.prefill_chunk_tokens,
         upload_words=words,
     )
-    device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
     memory = SequenceMemory(PagePool(len(kv.k[0])), engine.page_size, engine.prefix_cache)
     return EngineParts(
         Scheduler(limits, memory, version, time.perf_counter, upload_words),
         Pipeline(slots, engine.pipeline_depth),
-        Runner(device, model, kv, rows),
+        runner,
     )

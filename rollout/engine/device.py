@@ -192,7 +192,7 @@ class CpuStream:
             return
         try:
             work()
-        except Exception as error:  # reported by check(): a stream has no caller to raise to
+        except BaseException as error:  # reported by check(): a stream has no caller to raise to
             self._failure = error
 
 

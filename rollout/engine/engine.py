@@ -36,6 +36,9 @@ from rollout.engine.types import (
 from rollout.engine.types import Event as ServiceEvent
 from rollout.metrics.meter import Meter, StepRecord
 
+#: In the `error` of completions that end as cancelled because the worker does, not because somebody wanted it.
+_ENDS = "the worker ended before the completion did; continue_from goes on with it elsewhere"
+
 
 class StagedUpdate(Protocol):
     """New weights, complete and checked, not yet in use."""
@@ -237,7 +240,7 @@ class Engine:
             self._end_tokens.append(token)
         self._drain_until_s = min(self._drain_until_s, time.perf_counter() + self._drain_s)
         if mode == "now":
-            self.scheduler.end_all("cancelled")
+            self.scheduler.end_all("cancelled", _ENDS)
 
     def _report(self) -> None:
         """Confirm what took effect; hand all events to the service at once."""
@@ -258,7 +261,7 @@ class Engine:
 
     def _end_if_drained(self) -> None:
         if time.perf_counter() >= self._drain_until_s:
-            self.scheduler.end_all("cancelled")
+            self.scheduler.end_all("cancelled", _ENDS)
         if self.scheduler.idle and self.pipeline.in_flight == 0:
             self.stopped = True
             self.scheduler.events += [Done(token) for token in self._end_tokens]
@@ -276,8 +279,8 @@ class Engine:
         events = rescue(self.scheduler, message)
         if lost is not None and not known:
             events.append(Rejected(lost, "internal", message))
-        if self.state == "draining" and self._end_token is not None:
-            events.append(Done(self._end_token))
+        if self.state == "draining":
+            events += [Done(token) for token in self._end_tokens]
         self._tell(events)
         if self._swap is not None and self._receiver is not None:
             self._receiver.failed(self._swap.update, message)

@@ -10,6 +10,9 @@ import numpy as np
 from rollout.engine.sequence import Group, Sequence
 from rollout.engine.types import Delta, RequestDone, VersionRuns
 
+#: Error of a completion whose next token could not be drawn.
+NOT_FINITE = "the model's logits are not finite (NaN or infinity): look at the weights of this version"
+
 
 @dataclass(slots=True)
 class Counters:

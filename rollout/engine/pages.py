@@ -6,7 +6,8 @@ Every page but page 0 is in exactly one of three places:
     cached     nobody refers to it, its content is a known prefix: reusable, and evicted least recently used first
     used       refs > 0; it may be known as a prefix too, so that others can share it
 
-Page 0 is the dump page: padding rows and zombies write there. It is never handed out.
+Page 0 is the dump page: padding rows write there, and it fills the page table past a row's own pages. It is never
+handed out.
 
 A prefix is known by a chain of digests, one a full page: digest_i = H(digest_{i-1}, tokens of page i), and digest_{-1}
 is the weights version. So a key says which tokens, at which positions, under which weights.

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 
 import numpy as np
 import torch
 
 from rollout.engine.device import Device, Event
+from rollout.engine.graphs import DecodeGraphs
 from rollout.engine.plan import Plan, PromptChunk, StepOutput
 from rollout.engine.rows import LAST, LENGTH, RowState, most_setup_words, put_setup, setup_words
 from rollout.engine.sampler import Sampler
@@ -40,6 +42,7 @@ class Runner:
         self.kv = kv
         self.rows = rows
         self.sample = Sampler(rows)
+        self.graphs: DecodeGraphs | None = None  # captured decode steps, where the device has them
         self.h2d, self.compute, self.d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
 
     def launch(self, plan: Plan, slot: Slot) -> None:
@@ -89,9 +92,22 @@ class Runner:
     # --- packing, on the host ----------------------------------------------------------------------------------------
 
     def _pack_decode(self, plan: Plan, slot: Slot) -> Callable[[Upload, torch.Tensor], None]:
-        slot.put("rows", np.array([seq.row for seq in plan.seqs], dtype=np.int64))
-        slot.put("new_pages", np.array(plan.new_pages, dtype=np.int32))
+        rows = len(plan.seqs)
+        size = self.graphs.size_for(rows) if self.graphs is not None else None
+        self.stage_decode(slot, plan.seqs, size or rows, plan.new_pages)
+        if self.graphs is not None and size is not None:
+            return functools.partial(self.graphs.run, slot, size, rows, plan.features)
         return functools.partial(self._decode, plan.features, plan.max_context)
+
+    @staticmethod
+    def stage_decode(slot: Slot, seqs: list[Sequence], size: int, new_pages: Sequences[int] = ()) -> None:
+        """Put a decode step's rows and new pages into a slot, padded to `size` with row 0."""
+        rows = np.zeros(size, dtype=np.int64)
+        rows[: len(seqs)] = [seq.row for seq in seqs]
+        pages = np.zeros(size, dtype=np.int32)
+        pages[: len(new_pages)] = new_pages
+        slot.put("rows", rows)
+        slot.put("new_pages", pages)
 
     def _pack_prefill(self, plan: Plan, slot: Slot) -> Callable[[Upload, torch.Tensor], None]:
         chunks = plan.chunks

@@ -20,9 +20,9 @@ from collections.abc import Callable
 
 from rollout.engine.admission import Deadlines, SchedulerLimits, WaitingQueue, refusal
 from rollout.engine.memory import SequenceMemory
-from rollout.engine.outcome import Counters, make_delta, make_request_done
+from rollout.engine.outcome import NOT_FINITE, Counters, make_delta, make_request_done
 from rollout.engine.plan import Plan, PromptChunk, StepOutput
-from rollout.engine.sequence import Feature, Group, Sequence, State
+from rollout.engine.sequence import Group, Sequence, State, union_of
 from rollout.engine.types import Event, Finish, FinishReason, Request, RequestKey
 
 
@@ -186,7 +186,7 @@ class Scheduler:
             return None
         seqs = [chunk.seq for chunk in chunks]
         longest = max(chunk.start + chunk.length for chunk in chunks)
-        return Plan("prefill", seqs, _union(seqs), self.version, longest, [], chunks)
+        return Plan("prefill", seqs, union_of(seqs), self.version, longest, [], chunks)
 
     def _plan_decode(self) -> Plan | None:
         seqs = [seq for seq in self.decoding if seq.launched < seq.max_tokens]
@@ -200,7 +200,7 @@ class Scheduler:
         ps = self.memory.page_size
         new_pages = [0 if seq.kv_len % ps else seq.pages[seq.kv_len // ps] for seq in seqs]
         longest = max(seq.kv_len for seq in seqs) + 1
-        return Plan("decode", seqs, _union(seqs), self.version, longest, new_pages, [])
+        return Plan("decode", seqs, union_of(seqs), self.version, longest, new_pages, [])
 
     def _grow(self, seq: Sequence) -> None:
         """One page more for `seq`, at the cost of others if need be; it may go without for this step."""
@@ -269,7 +269,9 @@ class Scheduler:
                 self.counters.zombie_rows += output is not None
                 self._settle(seq)
                 continue
-            if output is not None:
+            if output is not None and output.logprobs[i] != output.logprobs[i]:
+                self._finish(seq, Finish("error", error=NOT_FINITE))
+            elif output is not None:
                 token = output.tokens[i]
                 seq.tokens.append(token)
                 seq.logprobs.append(output.logprobs[i])
@@ -399,10 +401,3 @@ class Scheduler:
         assert self.waiting == 0 and not self.memory.sharing, "a queue or a share is left"
         pool = self.memory.pool
         assert pool.free + pool.cached == pool.total, f"{pool.used} pages are in use"
-
-
-def _union(seqs: list[Sequence]) -> Feature:
-    features = 0
-    for seq in seqs:
-        features |= seq.features.value
-    return Feature(features)

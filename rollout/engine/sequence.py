@@ -222,3 +222,11 @@ class Sequence:
         """Append pages to the sequence's table."""
         self.pages.extend(pages)
         self.kv_capacity = len(self.pages) * page_size
+
+
+def union_of(seqs: Iterable[Sequence]) -> Feature:
+    """What the sampling of any of these rows needs."""
+    features = 0
+    for seq in seqs:
+        features |= seq.features.value
+    return Feature(features)

@@ -14,7 +14,6 @@ nobody else in between.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -90,8 +89,3 @@ class Upload:
         """A section on the device."""
         section = self.sections[name]
         return self.device[section.start : section.start + section.words].view(section.dtype).view(section.shape)
-
-
-def words_of(**arrays: Any) -> int:
-    """Upper bound on the int32 words that arrays of these (length, item size in words) take in an upload."""
-    return sum(length * size + _ALIGN for length, size in arrays.values())

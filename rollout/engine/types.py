@@ -102,7 +102,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class StopAt:
-    """The text side found a stop string: end this completion, whose text is complete after `tokens` tokens."""
+    """The text side found a stop string: end this completion, whose text is complete after `tokens` tokens.
+
+    The engine ends it where it is; the text side cuts at `tokens`.
+    """
 
     key: RequestKey
     index: int

@@ -9,12 +9,15 @@ Legend: T tokens of the step, B rows, P pages (of the cache, or of a row), S pag
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from rollout_kernels import DecodePlan, plan_decode
+from rollout_kernels import DecodePlan, plan_paged_decode
 
 from rollout.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from rollout_kernels.triton_decode_plan import DecodeWork
 
 
 class Chunk(NamedTuple):
@@ -39,13 +42,17 @@ class AttentionBatch:
     context_lens_B: torch.Tensor  # int32, this step's tokens included
     max_context: int  # host-side bound on context_lens_B
     chunks: tuple[Chunk, ...] | None = None
-    _plans: dict[int | None, DecodePlan] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _plans: dict[int | None, DecodePlan | DecodeWork] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    def decode_plan(self, window: int | None, page_size: int, dtype: torch.dtype) -> DecodePlan:
-        """The gather that the decode layers of this window share."""
+    def decode_plan(self, window: int | None, k_cache_PSGD: torch.Tensor) -> DecodePlan | DecodeWork:
+        """What the decode layers of this window share; their caches have one shape and dtype."""
         plan = self._plans.get(window)
         if plan is None:
-            plan = plan_decode(self.page_table_BP, self.context_lens_B, page_size, window, self.max_context, dtype)
+            plan = plan_paged_decode(
+                self.page_table_BP, self.context_lens_B, k_cache_PSGD, window=window, max_context=self.max_context
+            )
             self._plans[window] = plan
         return plan
 

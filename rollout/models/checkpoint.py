@@ -75,7 +75,7 @@ def check_tensors(
         if stored.shape != tuple(views[name].shape)
     ]
     types = [f"{name} {stored.dtype}" for name, stored in wanted.items() if stored.dtype not in _DTYPES]
-    problems = {
+    problems: dict[str, Sequence[str]] = {
         "missing": check.missing,
         f"not part of {architecture}": check.unknown,
         "given twice, in two layouts": check.doubled,
@@ -111,6 +111,8 @@ def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is not a file")
     try:
         with safe_open(file, framework="pt", device="cpu") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
@@ -140,4 +142,4 @@ def _refuse(folder: Path, problems: dict[str, Sequence[str]] | dict[str, list[st
 
 def _some(names: Sequence[str]) -> str:
     more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(f"{name:.200}" for name in names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

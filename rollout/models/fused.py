@@ -118,4 +118,5 @@ class FusedDecoder:
             scale=attention.scale,
             window=attention.window,
             max_context=batch.max_context,
+            plan=batch.decode_plan(attention.window, k_cache),
         )

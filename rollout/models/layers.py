@@ -130,7 +130,7 @@ class Attention(Block):
                 scale=self.scale,
                 window=self.window,
                 max_context=batch.max_context,
-                plan=batch.decode_plan(self.window, kv.page_size, q_TQD.dtype),
+                plan=batch.decode_plan(self.window, k_cache),
             )
         else:
             out_TQD = paged_prefill_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,16 @@ import torch
 from rollout.config import ModelSettings
 from rollout.models.checkpoint import Progress, check_tensors, copy_tensors, list_tensors, stored_dtype
 from rollout.models.decoder import Decoder
+from rollout.models.errors import CheckpointError
 from rollout.models.random_init import fill_random
 from rollout.models.registry import spec_from_config
-from rollout.models.source import GenerationDefaults, read_config, read_generation_defaults, resolve_folder
+from rollout.models.source import (
+    GenerationDefaults,
+    check_links,
+    read_config,
+    read_generation_defaults,
+    resolve_folder,
+)
 from rollout.models.spec import ModelSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,18 +48,36 @@ def load_model(settings: ModelSettings, device: torch.device, progress: Progress
     """
     random = settings.load_format == "random"
     folder = resolve_folder(settings.path, settings.revision, weights=not random)
+    check_links(folder)
     config, architecture = read_config(folder)
     spec = spec_from_config(config, architecture)
     tensors = {} if random else list_tensors(folder)
     dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
+    defaults = read_generation_defaults(folder, config)
+    outline = Decoder(spec, dtype, torch.device("meta"))  # shapes without memory
+    if not random:
+        check_tensors(folder, tensors, outline.hf_regions(), architecture, spec.tied)
+    _check_memory(outline, folder, device)
     model = Decoder(spec, dtype, device)
     if random:
         fill_random(model, settings.random_seed)
     else:
-        regions = model.hf_regions()
-        check_tensors(folder, tensors, regions, architecture, spec.tied)
         copy_tensors(tensors, model.hf_views(), spec.tied, progress)
-    return LoadedModel(model.eval(), spec, folder, read_generation_defaults(folder, config))
+    return LoadedModel(model.eval(), spec, folder, defaults)
+
+
+def _check_memory(outline: Decoder, folder: Path, device: torch.device) -> None:
+    """Raise CheckpointError before memory is asked for that the device does not have."""
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
+    if device.type == "cuda":
+        there, _ = torch.cuda.mem_get_info(device)
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise CheckpointError(
+            f"the model in {folder} needs {needed / 2**30:.1f} GiB and {device} has {there / 2**30:.1f} GiB; "
+            "use a smaller model, another device or a smaller dtype"
+        )
 
 
 def _pick_dtype(settings: ModelSettings, own: Any, device: torch.device) -> torch.dtype:

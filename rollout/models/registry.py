@@ -67,11 +67,21 @@ def check_supported(architecture: str) -> None:
         )
 
 
+def check_model_type(architecture: str, model_type: Any) -> None:
+    """Raise ValueError if the `model_type` of a config.json is not the one of its architecture."""
+    if model_type != _MODEL_TYPES[architecture]:
+        raise ValueError(
+            f"model_type {model_type!r:.80} does not go with {architecture}; it must be {_MODEL_TYPES[architecture]!r}"
+        )
+
+
 def _check_shapes(spec: ModelSpec) -> None:
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
     if spec.head_dim % 2:
         raise ValueError(f"head_dim ({spec.head_dim}) must be even for rotary embeddings")
+    if len(spec.windows) != spec.layers:
+        raise ValueError(f"layer_types names {len(spec.windows)} layers of {spec.layers}")
     if any(window is not None and window < 1 for window in spec.windows):
         raise ValueError("sliding_window must be at least 1")
     if spec.moe is not None and not 1 <= spec.moe.top_k <= spec.moe.experts:
@@ -88,6 +98,8 @@ def _rope(config: Any) -> RopeSpec:
     theta = params.get("rope_theta")
     if theta is None:
         raise ValueError("config.json gives no rope_theta")
+    if theta <= 1:
+        raise ValueError(f"rope_theta ({theta}) must be more than 1")
     if params.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
     if kind == "default":
@@ -226,4 +238,14 @@ _FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "MixtralForCausalLM": _mixtral,
     "OlmoeForCausalLM": _olmoe,
+}
+
+#: What `model_type` says in the config.json of each architecture: the config class that transformers reads it with.
+_MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "OlmoeForCausalLM": "olmoe",
 }

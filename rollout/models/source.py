@@ -1,12 +1,14 @@
 """Where a checkpoint lies, and its small files: config.json and generation_config.json.
 
-Code that a checkpoint brings along is never run.
+A folder may come from anyone: code that it brings along is never run, its numbers are checked before anything is made
+after them, and no link leads out of it.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoConfig
 
 from rollout.models.errors import CheckpointError
-from rollout.models.registry import check_supported
+from rollout.models.limits import check_config, check_token_ids
+from rollout.models.registry import check_model_type, check_supported
 
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _UNWANTED = ("*/*", "consolidated*")
+_MAX_JSON_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +59,49 @@ def resolve_folder(path: str, revision: str | None, weights: bool) -> Path:
         raise CheckpointError(f"{path} is neither a local folder nor a hub model that can be had: {error}") from error
 
 
+def check_links(folder: Path) -> None:
+    """Raise CheckpointError if a file that would be read is a link to somewhere else.
+
+    In the hub's cache, where a snapshot is all links, they may lead to anywhere in the cached repository.
+    """
+    root = folder.resolve()
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    for entry in sorted(folder.iterdir()):
+        if entry.is_symlink() and any(fnmatch(entry.name, pattern) for pattern in (*_SMALL_FILES, *_WEIGHT_FILES)):
+            try:
+                inside = entry.resolve().is_relative_to(root)
+            except (OSError, RuntimeError):  # links in a circle
+                inside = False
+            if not inside:
+                raise CheckpointError(f"{entry} is a link that leads out of its folder; put the file itself there")
+
+
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file, or CheckpointError."""
+    """A JSON object from a file, no key in it twice, or CheckpointError."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is not a file" if file.exists() else f"{file} is missing")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing") from error
+        if file.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{file} is larger than {_MAX_JSON_BYTES >> 20} MiB, which no such file is")
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: it is nested too deeply") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
+    return content
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r:.80} is there twice")
     return content
 
 
@@ -72,14 +109,25 @@ def read_config(folder: Path) -> tuple[Any, str]:
     """The transformers config of a checkpoint and the name of its architecture.
 
     Raises:
-        CheckpointError: config.json is missing or names no architecture.
+        CheckpointError: config.json is missing, names no architecture, or asks for what no model has.
         ValueError: the architecture is not supported.
     """
-    names = read_json(folder / "config.json").get("architectures")
+    file = folder / "config.json"
+    content = read_json(file)
+    names = content.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise CheckpointError(f"{folder / 'config.json'} must name one architecture in 'architectures', not {names!r}")
+        raise CheckpointError(f"{file} must name one architecture in 'architectures', not {names!r:.200}")
     check_supported(names[0])
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True), names[0]
+    check_model_type(names[0], content.get("model_type"))
+    check_config(content, str(file))
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    # It checks little and fails in many ways; whatever it raises is about this file.
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} is no config that can be read: {type(error).__name__}: {error!s:.500}"
+        ) from error
+    return config, names[0]
 
 
 def read_generation_defaults(folder: Path, config: Any) -> GenerationDefaults:
@@ -91,6 +139,6 @@ def read_generation_defaults(folder: Path, config: Any) -> GenerationDefaults:
         given = content.get(key)
         return getattr(config, key, None) if given is None else given
 
-    eos = value("eos_token_id")
-    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    return GenerationDefaults(tuple(sorted(set(eos_ids))), value("bos_token_id"), value("pad_token_id"))
+    where = str(file if "eos_token_id" in content else folder / "config.json")
+    eos_ids = check_token_ids(value("eos_token_id"), config.vocab_size, where, "eos_token_id")
+    return GenerationDefaults(eos_ids, value("bos_token_id"), value("pad_token_id"))

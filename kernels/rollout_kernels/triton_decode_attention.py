@@ -1,0 +1,288 @@
+"""Paged decode attention in Triton: one query a row, its context split over programs by a `DecodeWork` plan.
+
+A program belongs to one KV head and one share of the plan, and goes through the share's items: a row and a range of
+tiles of its context. The query heads of a KV head are the rows of the matrix products, padded to 16. Scores are in
+base 2 and float32. A row in one item is written at once; otherwise each item leaves its normalised result and the
+logarithm of its sum, and the last program of the row to arrive, or a second kernel, combines them in a fixed order:
+results never depend on timing.
+
+Nothing is read on the host and the grid depends on the plan's shapes only, so a captured graph stays right while the
+contexts grow. Hidden positions are never loaded: what other sequences left there does not matter.
+
+Legend: B rows, H query heads, G KV heads, D head dimension, P pages (of the cache, or of a row of the page table),
+S page size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout_kernels.triton_decode_plan import ITEM_WORDS, DecodeConfig, DecodeWork, plan_decode_work
+from rollout_kernels.triton_math import dot, narrow
+
+# Score of a hidden position: finite, so that a row without any position stays finite.
+_HIDDEN = tl.constexpr(-1e30)
+_ITEM_WORDS = tl.constexpr(ITEM_WORDS)
+
+
+@triton.jit
+def _combine(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    row,
+    head,
+    first_item,
+    count,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """Weigh the parts of one row and one KV head's query heads by their sums; write the output."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    here = (g[:, None] < GROUP) & (d[None, :] < D)
+    at = (head + g[:, None]) * D + d[None, :]
+    peak = tl.full([BLOCK_G], _HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(0, count, BLOCK_I):
+        i = start + tl.arange(0, BLOCK_I)
+        item = (first_item + i).to(tl.int64)
+        live = i < count
+        # Other programs wrote these while this one ran: the L1 cache is passed by.
+        lse = tl.load(
+            lse_ptr + item[:, None] * H + head + g[None, :],
+            mask=live[:, None] & (g[None, :] < GROUP),
+            other=_HIDDEN,
+            cache_modifier=".cg",
+        )
+        part = tl.load(
+            part_ptr + item[:, None, None] * (H * D) + at[None, :, :],
+            mask=live[:, None, None] & here[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        keep = tl.exp2(peak - new_peak)
+        weight = tl.exp2(lse - new_peak[None, :])
+        total = total * keep + tl.sum(weight, 0)
+        acc = acc * keep[:, None] + tl.sum(weight[:, :, None] * part, 0)
+        peak = new_peak
+    out = narrow(acc / total[:, None], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    items_ptr,
+    first_ptr,
+    arrivals_ptr,
+    scale_log2,
+    window,
+    stride_q_row,
+    stride_q_head,
+    stride_page,
+    stride_slot,
+    stride_kv_head,
+    stride_table,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    share = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP
+    is_q = (m[:, None] < GROUP) & (d[None, :] < D)
+    k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
+    v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
+    first = tl.load(first_ptr + share)
+    last = tl.load(first_ptr + share + 1)
+    for i in range(first, last):
+        item = items_ptr + i * _ITEM_WORDS
+        row = tl.load(item)
+        begin = tl.load(item + 1)
+        end = tl.load(item + 2)
+        first_item = tl.load(item + 3)
+        count = tl.load(item + 4)
+        length = tl.load(item + 5)
+        q_at = row.to(tl.int64) * stride_q_row + (head + m[:, None]) * stride_q_head + d[None, :]
+        q = tl.load(q_ptr + q_at, mask=is_q, other=0.0)
+        table = table_ptr + row.to(tl.int64) * stride_table
+        peak = tl.full([BLOCK_M], _HIDDEN, tl.float32)
+        # The sum stays spread over the tile's columns until the end: one reduction an item, not one a tile.
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+        page = tl.load(table + n // PAGE_SIZE, mask=n < length, other=0)
+        for tile in range(begin, end):
+            n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            at = page.to(tl.int64) * stride_page + (n % PAGE_SIZE) * stride_slot
+            live = (n < length)[:, None]
+            if HAS_WINDOW:
+                live = live & (n >= length - window)[:, None]
+            if BLOCK_D != D:
+                live = live & (d[None, :] < D)
+            k = tl.load(k_base + at[:, None] + d[None, :], mask=live, other=0.0)
+            v = tl.load(v_base + at[:, None] + d[None, :], mask=live, other=0.0)
+            # The next tile's pages are under way while this tile is worked on.
+            next_n = n + BLOCK_N
+            page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
+            score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
+            visible = n < length
+            if HAS_WINDOW:
+                visible = visible & (n >= length - window)
+            score = tl.where(visible[None, :], score, _HIDDEN)
+            new_peak = tl.maximum(peak, tl.max(score, 1))
+            keep = tl.exp2(peak - new_peak)
+            weight = tl.exp2(score - new_peak[:, None])
+            total = total * keep[:, None] + weight
+            acc = dot(narrow(weight, v.dtype), v, acc * keep[:, None])
+            peak = new_peak
+        sum_M = tl.sum(total, 1)
+        result = acc / sum_M[:, None]
+        at_out = (head + m[:, None]) * D + d[None, :]
+        if count == 1:
+            out = narrow(result, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row.to(tl.int64) * (H * D) + at_out, out, mask=is_q)
+        else:
+            tl.store(part_ptr + i * (H * D) + at_out, result, mask=is_q)
+            tl.store(lse_ptr + i * H + head + m, peak + tl.log2(sum_M), mask=m < GROUP)
+            if FUSED:
+                arrival = arrivals_ptr + row * (H // GROUP) + kv_head
+                # All threads have written before one of them announces it; it then sees what others announced.
+                tl.debug_barrier()
+                arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
+                if arrived == count - 1:
+                    tl.debug_barrier()
+                    _combine(
+                        part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
+                        H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+                    )  # fmt: skip
+                    tl.store(arrival, 0)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def _combine_kernel(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    items_ptr,
+    first_ptr,
+    shares,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    i = tl.program_id(1)
+    if i < tl.load(first_ptr + shares):
+        item = items_ptr + i * _ITEM_WORDS
+        first_item = tl.load(item + 3)
+        count = tl.load(item + 4)
+        if (first_item == i) & (count > 1):
+            head = tl.program_id(0) * GROUP
+            row = tl.load(item)
+            _combine(
+                part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
+                H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+            )  # fmt: skip
+
+
+def default_decode_config(dim: int, dtype: torch.dtype) -> DecodeConfig:
+    """The configuration for a head dimension and the dtype of the cache."""
+    wide = dim * dtype.itemsize > 256
+    return DecodeConfig(block_n=32 if wide else 64)
+
+
+def decode_attention(
+    q_BHD: torch.Tensor,
+    k_cache_PSGD: torch.Tensor,
+    v_cache_PSGD: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    work: DecodeWork | None = None,
+) -> torch.Tensor:
+    """One query a row over that row's context, which ends with the query's own position; returns out_BHD.
+
+    H is a multiple of G; query head h reads KV head `h // (H / G)`. Queries and caches have one dtype: float32,
+    float16 or bfloat16; the last dimension is contiguous, and both caches have the same strides. `work` is
+    `plan_decode_work`'s result for the same lengths and window; without it it is made here. Launches that share a plan
+    follow one another on one stream. A row without context gives zeros.
+    """
+    rows, heads, dim = q_BHD.shape
+    page_size, kv_heads = k_cache_PSGD.shape[1:3]
+    assert q_BHD.stride(2) == 1 and k_cache_PSGD.stride(3) == 1 and page_table_BP.stride(1) == 1
+    assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and q_BHD.dtype == k_cache_PSGD.dtype == v_cache_PSGD.dtype
+    if work is None:
+        config = default_decode_config(dim, q_BHD.dtype)
+        work = plan_decode_work(context_lens_B, kv_heads, window=window, config=config)
+    assert work.window == window and work.arrivals_BG.shape == (rows, kv_heads)
+    config, group = work.config, heads // kv_heads
+    items, shares = work.items.shape[0], work.first.shape[0] - 1
+    device = q_BHD.device
+    out_BHD = torch.empty(rows, heads, dim, dtype=q_BHD.dtype, device=device)
+    part_IHD = torch.empty(items, heads, dim, dtype=torch.float32, device=device)
+    lse_IH = torch.empty(items, heads, dtype=torch.float32, device=device)
+    block_g, block_d = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+    # 4,096 values of parts at a time: 32 registers of each of 128 threads.
+    sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
+    sizes["BLOCK_I"] = max(1, 4096 // (block_g * block_d))
+    _decode_kernel[(kv_heads, shares)](
+        q_BHD,
+        k_cache_PSGD,
+        v_cache_PSGD,
+        page_table_BP,
+        out_BHD,
+        part_IHD,
+        lse_IH,
+        work.items,
+        work.first,
+        work.arrivals_BG,
+        scale * math.log2(math.e),
+        window or 0,
+        q_BHD.stride(0),
+        q_BHD.stride(1),
+        *k_cache_PSGD.stride()[:3],
+        page_table_BP.stride(0),
+        PAGE_SIZE=page_size,
+        HAS_WINDOW=window is not None,
+        FUSED=config.fused,
+        BLOCK_M=max(16, block_g),
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **sizes,
+    )
+    if not config.fused:
+        _combine_kernel[(kv_heads, items)](part_IHD, lse_IH, out_BHD, work.items, work.first, shares, **sizes)
+    return out_BHD
