@@ -1,6 +1,6 @@
 """Milliseconds of a decode step through the whole engine, beside the floor that memory sets.
 
-    PYTHONPATH=.:kernels python scripts/bench_decode.py --shape qwen3-8b --rows 1 8 32 128 --out docs/results/decode.json
+    PYTHONPATH=.:kernels python scripts/bench_decode.py --shape qwen3-8b --rows 1 8 32 128 --out FILE
 
 Random weights of the real shapes; prompts of 128 tokens, --new tokens each, temperature 1. A step's time is wall time
 between commits, median over the second half; the floor is (weights + KV read once) over the read bandwidth that a sum

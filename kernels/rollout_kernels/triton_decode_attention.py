@@ -253,7 +253,7 @@ def decode_attention(
     out_BHD = torch.empty(rows, heads, dim, dtype=q_BHD.dtype, device=device)
     part_IHD = torch.empty(items, heads, dim, dtype=torch.float32, device=device)
     lse_IH = torch.empty(items, heads, dtype=torch.float32, device=device)
-    block_g, block_d = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+    block_g, block_d = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
     # 4,096 values of parts at a time: 32 registers of each of 128 threads.
     sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
     sizes["BLOCK_I"] = max(1, 4096 // (block_g * block_d))
