@@ -80,7 +80,7 @@ def _combine(
     tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "stride_table"])
 def _decode_kernel(
     q_ptr,
     k_ptr,

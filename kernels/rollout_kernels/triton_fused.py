@@ -111,9 +111,9 @@ def _finish_qkv_kernel(
     low = tl.zeros([HALF], tl.float32)
     high = tl.zeros([HALF], tl.float32)
     for part in tl.static_range(PARTS):
-        at = parts_ptr + (part * rows + row) * width + head * D + d
-        low += tl.load(at, mask=live, other=0.0)
-        high += tl.load(at + D // 2, mask=live, other=0.0)
+        here = parts_ptr + (part * rows + row) * width + head * D + d
+        low += tl.load(here, mask=live, other=0.0)
+        high += tl.load(here + D // 2, mask=live, other=0.0)
     if BIAS:
         low += tl.load(bias_ptr + head * D + d, mask=live, other=0.0).to(tl.float32)
         high += tl.load(bias_ptr + head * D + D // 2 + d, mask=live, other=0.0).to(tl.float32)

@@ -21,6 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
+#: Shared memory of a Hopper multiprocessor that one program may take, bytes.
+_SHARED_BYTES = 220_000
+
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -99,9 +102,16 @@ def _block_m(rows: int) -> int:
     return max(16, triton.next_power_of_2(rows))
 
 
+def _stages(config: LinearConfig, block_m: int, element_bytes: int, silu: bool) -> int:
+    """As many stages as the configuration asks for and shared memory holds; they change no result."""
+    tile_bytes = config.block_k * (config.block_n * (2 if silu else 1) + block_m) * element_bytes
+    return max(1, min(config.num_stages, _SHARED_BYTES // tile_bytes))
+
+
 def _launch(x_MK, w_NK, out, residual, outputs: int, config: LinearConfig, silu: bool, parts: bool) -> None:
     rows, inputs = x_MK.shape
     assert inputs % (config.block_k * config.split) == 0, f"K = {inputs} is no multiple of {config}"
+    block_m = _block_m(rows)
     _linear_kernel[(triton.cdiv(outputs, config.block_n), config.split)](
         x_MK,
         w_NK,
@@ -111,7 +121,7 @@ def _launch(x_MK, w_NK, out, residual, outputs: int, config: LinearConfig, silu:
         outputs,
         inputs,
         x_MK.stride(0),
-        BLOCK_M=_block_m(rows),
+        BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SPLIT=config.split,
@@ -120,7 +130,7 @@ def _launch(x_MK, w_NK, out, residual, outputs: int, config: LinearConfig, silu:
         RESIDUAL=residual is not None,
         EVEN_N=outputs % config.block_n == 0,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=_stages(config, block_m, x_MK.element_size(), silu),
     )
 
 

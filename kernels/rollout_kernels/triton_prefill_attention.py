@@ -97,7 +97,7 @@ def _attend(
     return peak, total, acc
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "stride_table"])
 def _prefill_kernel(
     q_ptr,
     k_ptr,
