@@ -34,10 +34,10 @@ def supports(model: Decoder) -> bool:
     spec = model.spec
     rare = spec.moe is not None or spec.qk_norm == "full" or spec.clip_qkv is not None or spec.mlp_bias or spec.o_bias
     sixteen = model.embed.is_cuda and model.embed.dtype in (torch.bfloat16, torch.float16)
-    return sixteen and not rare and None not in _configs(spec).values()
+    return sixteen and not rare and None not in _configs(spec, 1).values()
 
 
-def _configs(spec: ModelSpec) -> dict[str, LinearConfig | None]:
+def _configs(spec: ModelSpec, rows: int) -> dict[str, LinearConfig | None]:
     products: dict[str, tuple[int, int, Kind]] = {
         "qkv": (spec.q_dim + 2 * spec.kv_dim, spec.hidden, "parts"),
         "o": (spec.hidden, spec.q_dim, "parts"),
@@ -45,7 +45,7 @@ def _configs(spec: ModelSpec) -> dict[str, LinearConfig | None]:
         "down": (spec.hidden, spec.intermediate, "parts"),
         "head": (spec.vocab, spec.hidden, "whole"),
     }
-    return {name: linear_config(*product) for name, product in products.items()}
+    return {name: linear_config(*product, rows) for name, product in products.items()}
 
 
 class FusedDecoder:
@@ -54,18 +54,24 @@ class FusedDecoder:
     def __init__(self, model: Decoder) -> None:
         assert supports(model)
         self._model = model
-        self._configs = cast(dict[str, LinearConfig], _configs(model.spec))
+        self._configs_of_rows: dict[int, dict[str, LinearConfig]] = {}
 
     def __call__(self, token_ids_B: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Logits of each row's next token, float32 [B, V]; writes the step's KV."""
+        configs = self._configs_for(len(token_ids_B))
         model, eps = self._model, self._model.spec.eps
         residual_BH = F.embedding(token_ids_B, model.embed)
         cos_sin = model.rope(batch.positions_T)
         parts = None
         for layer in model.layers:
-            parts = self._layer(cast(DecoderLayer, layer), residual_BH, parts, cos_sin, batch, kv)
+            parts = self._layer(cast(DecoderLayer, layer), residual_BH, parts, cos_sin, batch, kv, configs)
         x_BH = add_rms_norm(residual_BH, parts, model.norm.weight, eps)
-        return linear(x_BH, model.lm_head, self._configs["head"], out_dtype=torch.float32)
+        return linear(x_BH, model.lm_head, configs["head"], out_dtype=torch.float32)
+
+    def _configs_for(self, rows: int) -> dict[str, LinearConfig]:
+        if rows not in self._configs_of_rows:
+            self._configs_of_rows[rows] = cast(dict[str, LinearConfig], _configs(self._model.spec, rows))
+        return self._configs_of_rows[rows]
 
     def _layer(
         self,
@@ -75,12 +81,13 @@ class FusedDecoder:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         batch: AttentionBatch,
         kv: KVCache,
+        configs: dict[str, LinearConfig],
     ) -> torch.Tensor:
         """One layer; `parts` are the last layer's output, not yet added. Returns this layer's."""
-        configs, eps = self._configs, self._model.spec.eps
+        eps = self._model.spec.eps
         mlp = cast(DenseMLP, layer.mlp)
         x_BH = add_rms_norm(residual_BH, parts, layer.input_norm.weight, eps)
-        out_BQD = self._attention(layer.attention, x_BH, cos_sin, batch, kv)
+        out_BQD = self._attention(layer.attention, x_BH, cos_sin, batch, kv, configs["qkv"])
         parts = linear_parts(out_BQD.flatten(1), layer.attention.o_proj.weight, configs["o"])
         x_BH = add_rms_norm(residual_BH, parts, layer.post_attention_norm.weight, eps)
         gated_BI = gate_up_silu(x_BH, mlp.gate_up_proj.weight, configs["gate_up"])
@@ -93,10 +100,11 @@ class FusedDecoder:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         batch: AttentionBatch,
         kv: KVCache,
+        config: LinearConfig,
     ) -> torch.Tensor:
         spec = self._model.spec
         k_cache, v_cache = kv.k[attention.layer], kv.v[attention.layer]
-        parts = linear_parts(x_BH, attention.qkv_proj.weight, self._configs["qkv"])
+        parts = linear_parts(x_BH, attention.qkv_proj.weight, config)
         norm = attention.qk_norm_weight if spec.qk_norm == "head" else None
         q_BQD = finish_qkv(
             parts,
