@@ -44,6 +44,7 @@ def _combine(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    COMBINE_STAGES: tl.constexpr,
 ):
     """Weigh the parts of one row and one KV head's query heads by their sums; write the output."""
     g = tl.arange(0, BLOCK_G)
@@ -53,7 +54,7 @@ def _combine(
     peak = tl.full([BLOCK_G], _HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(0, count, BLOCK_I):
+    for start in tl.range(0, count, BLOCK_I, num_stages=COMBINE_STAGES):
         i = start + tl.arange(0, BLOCK_I)
         item = (first_item + i).to(tl.int64)
         live = i < count
@@ -111,6 +112,7 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    COMBINE_STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
@@ -181,7 +183,7 @@ def _decode_kernel(
                     tl.debug_barrier()
                     _combine(
                         part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
-                        H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+                        H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
                     )  # fmt: skip
                     tl.store(arrival, 0)
 
@@ -200,6 +202,7 @@ def _combine_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    COMBINE_STAGES: tl.constexpr,
 ):
     i = tl.program_id(1)
     if i < tl.load(first_ptr + shares):
@@ -211,7 +214,7 @@ def _combine_kernel(
             row = tl.load(item)
             _combine(
                 part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
-                H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+                H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
             )  # fmt: skip
 
 
@@ -256,7 +259,7 @@ def decode_attention(
     block_g, block_d = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
     # 4,096 values of parts at a time: 32 registers of each of 128 threads.
     sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
-    sizes["BLOCK_I"] = max(1, 4096 // (block_g * block_d))
+    sizes |= {"BLOCK_I": max(1, 4096 // (block_g * block_d)), "COMBINE_STAGES": config.combine_stages}
     _decode_kernel[(kv_heads, shares)](
         q_BHD,
         k_cache_PSGD,
@@ -281,6 +284,7 @@ def decode_attention(
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
         **sizes,
     )
     if not config.fused:

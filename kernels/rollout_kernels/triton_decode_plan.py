@@ -38,6 +38,8 @@ class DecodeConfig:
     programs_per_sm: int = 2
     min_tiles: int = 1  # of a share
     fused: bool = True  # the last program of a row combines its parts; otherwise a second kernel does
+    combine_stages: int = 1  # more than one: parts are prefetched while others are combined
+    max_registers: int | None = None  # of a thread; fewer let more programs run on a multiprocessor
     chunk: int | None = None
 
 

@@ -14,16 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _to(value, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 to `dtype`, rounded to nearest even; Triton's interpreter would truncate to bf16."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = value.to(tl.int32, bitcast=True)
-        bits = (bits + 32767 + ((bits >> 16) & 1)) & -65536
-        return bits.to(tl.float32, bitcast=True).to(dtype)
-    else:
-        return value.to(dtype)
+from rollout_kernels.triton_math import narrow
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -37,7 +28,6 @@ def _add_rms_norm_kernel(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
@@ -49,13 +39,13 @@ def _add_rms_norm_kernel(
         for part in tl.static_range(PARTS):
             added += tl.load(parts_ptr + (part * rows + row) * H + h, mask=live, other=0.0)
         # The sum is rounded as a matrix product's result would be, then the residual as the model keeps it.
-        stored = _to(x + _to(added, dtype, INTERPRETED).to(tl.float32), dtype, INTERPRETED)
+        stored = narrow(x + narrow(added, dtype).to(tl.float32), dtype)
         tl.store(residual_ptr + row * H + h, stored, mask=live)
         x = stored.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x) / H + eps)
     weight = tl.load(weight_ptr + h, mask=live, other=0.0).to(tl.float32)
-    unit = _to(x * scale, dtype, INTERPRETED).to(tl.float32)
-    tl.store(out_ptr + row * H + h, _to(unit * weight, dtype, INTERPRETED), mask=live)
+    unit = narrow(x * scale, dtype).to(tl.float32)
+    tl.store(out_ptr + row * H + h, narrow(unit * weight, dtype), mask=live)
 
 
 def add_rms_norm(
@@ -74,7 +64,6 @@ def add_rms_norm(
         H=hidden,
         BLOCK=triton.next_power_of_2(hidden),
         PARTS=0 if parts_SMH is None else parts_SMH.shape[0],
-        INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=8 if hidden > 1024 else 4,
     )
     return out_MH
@@ -100,7 +89,6 @@ def _finish_qkv_kernel(
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -117,18 +105,18 @@ def _finish_qkv_kernel(
     if BIAS:
         low += tl.load(bias_ptr + head * D + d, mask=live, other=0.0).to(tl.float32)
         high += tl.load(bias_ptr + head * D + D // 2 + d, mask=live, other=0.0).to(tl.float32)
-    low = _to(low, dtype, INTERPRETED).to(tl.float32)
-    high = _to(high, dtype, INTERPRETED).to(tl.float32)
+    low = narrow(low, dtype).to(tl.float32)
+    high = narrow(high, dtype).to(tl.float32)
     if head < Q_HEADS + KV_HEADS:
         if NORM:
             scale = 1.0 / tl.sqrt((tl.sum(low * low) + tl.sum(high * high)) / D + eps)
             weight = norm_ptr + (head >= Q_HEADS).to(tl.int32) * D + d
-            low = _to(low * scale, dtype, INTERPRETED).to(tl.float32)
-            high = _to(high * scale, dtype, INTERPRETED).to(tl.float32)
+            low = narrow(low * scale, dtype).to(tl.float32)
+            high = narrow(high * scale, dtype).to(tl.float32)
             low = low * tl.load(weight, mask=live, other=0.0).to(tl.float32)
             high = high * tl.load(weight + D // 2, mask=live, other=0.0).to(tl.float32)
-            low = _to(low, dtype, INTERPRETED).to(tl.float32)
-            high = _to(high, dtype, INTERPRETED).to(tl.float32)
+            low = narrow(low, dtype).to(tl.float32)
+            high = narrow(high, dtype).to(tl.float32)
         cos = tl.load(cos_ptr + row * D + d, mask=live, other=0.0)
         # The sign of the rotation is folded into the sine: minus in the first half, plus in the second.
         sin_low = tl.load(sin_ptr + row * D + d, mask=live, other=0.0)
@@ -142,8 +130,8 @@ def _finish_qkv_kernel(
             at = k_cache_ptr + (slot * KV_HEADS + head - Q_HEADS) * D + d
         else:
             at = v_cache_ptr + (slot * KV_HEADS + head - Q_HEADS - KV_HEADS) * D + d
-    tl.store(at, _to(low, dtype, INTERPRETED), mask=live)
-    tl.store(at + D // 2, _to(high, dtype, INTERPRETED), mask=live)
+    tl.store(at, narrow(low, dtype), mask=live)
+    tl.store(at + D // 2, narrow(high, dtype), mask=live)
 
 
 def finish_qkv(
@@ -194,7 +182,6 @@ def finish_qkv(
         PARTS=parts,
         BIAS=bias_W is not None,
         NORM=norm_2D is not None,
-        INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=1,
     )
     return q_MHD

@@ -21,10 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.triton_math import dot
+
 #: Shared memory of a Hopper multiprocessor that one program may take, bytes.
 _SHARED_BYTES = 220_000
-
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,6 @@ class LinearConfig:
     split: int
     num_warps: int
     num_stages: int
-
-
-@triton.jit
-def _dot(a, b, acc):
-    # Triton's interpreter multiplies the raw bits of bf16 operands.
-    if _INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-    else:
-        return tl.dot(a, b, acc)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -81,9 +72,9 @@ def _linear_kernel(
     for _ in range(steps):
         w_tile = tl.load(w)
         x_tile = tl.load(x, mask=live, other=0.0)
-        acc = _dot(w_tile, x_tile, acc)
+        acc = dot(w_tile, x_tile, acc)
         if SILU:
-            up = _dot(tl.load(w + N.to(tl.int64) * K), x_tile, up)
+            up = dot(tl.load(w + N.to(tl.int64) * K), x_tile, up)
         w += BLOCK_K
         x += BLOCK_K
     if SILU:
