@@ -228,12 +228,40 @@ class CpuDevice:
 # --- CUDA ------------------------------------------------------------------------------------------------------------
 
 
+class _CudaClock:
+    """Maps CUDA events to the host's clock.
+
+    CUDA gives the time between two events as a float32 of milliseconds, so the event that all are compared with is
+    renewed every few seconds: at 10 s the resolution is a microsecond.
+    """
+
+    _RENEW_MS = 10_000.0
+
+    def __init__(self) -> None:
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record()
+        self._origin.synchronize()
+        self._origin_s = time.perf_counter()
+
+    def time_s(self, event: torch.cuda.Event) -> float:
+        """`time.perf_counter()` seconds at which a reached event was recorded."""
+        elapsed_ms = self._origin.elapsed_time(event)
+        if elapsed_ms > self._RENEW_MS:
+            newer = torch.cuda.Event(enable_timing=True)
+            newer.record()  # on the default stream, which runs nothing: reached at once
+            newer.synchronize()
+            self._origin_s += self._origin.elapsed_time(newer) * 1e-3
+            self._origin = newer
+            elapsed_ms = newer.elapsed_time(event)
+        return self._origin_s + elapsed_ms * 1e-3
+
+
 class CudaEvent:
     """A timed CUDA event whose times are mapped to the host's clock."""
 
-    def __init__(self, origin: torch.cuda.Event, origin_s: float) -> None:
+    def __init__(self, clock: _CudaClock) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
-        self._origin, self._origin_s = origin, origin_s
+        self._clock = clock
 
     def query(self) -> bool:
         """True once the newest record was reached."""
@@ -246,7 +274,7 @@ class CudaEvent:
     @property
     def time_s(self) -> float:
         """When the newest record was reached, `time.perf_counter()` seconds."""
-        return self._origin_s + self._origin.elapsed_time(self.event) * 1e-3
+        return self._clock.time_s(self.event)
 
 
 class CudaStream:
@@ -282,10 +310,7 @@ class CudaDevice:
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         torch.cuda.set_device(torch_device)
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record()
-        self._origin.synchronize()
-        self._origin_s = time.perf_counter()
+        self._clock = _CudaClock()
 
     def stream(self, name: str) -> Stream:
         """A new stream."""
@@ -293,7 +318,7 @@ class CudaDevice:
 
     def event(self) -> CudaEvent:
         """A new timed event."""
-        return CudaEvent(self._origin, self._origin_s)
+        return CudaEvent(self._clock)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed pinned memory."""

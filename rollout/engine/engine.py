@@ -181,6 +181,8 @@ class Engine:
         if self._receiver is None:
             return
         swap = self._swap
+        if swap is not None and self.pipeline.in_flight == 0:
+            swap.end.synchronize()  # there is nothing to do meanwhile
         if swap is not None and swap.end.query():
             self.runner.check()  # first: while there is a swap, nobody may count on the weights
             self._swap = None
@@ -220,7 +222,7 @@ class Engine:
             case StopAt(key, index, _, string):
                 scheduler.stop_at(key, index, string)
             case Pause(mode, token):
-                scheduler.paused = True
+                scheduler.paused = self.state != "draining"  # what is paused could never finish
                 self.state = "paused" if self.state == "serving" else self.state
                 self._quiet_tokens.append(token)
                 if mode == "abort":

@@ -34,7 +34,11 @@ METRICS = (
     ),
     Metric("queue/waiting", "requests", "requests that wait for a row, now"),
     Metric("kv/used_pct", "%", "share of the KV pages that sequences hold, now; cached pages are not counted"),
-    Metric("kv/prefix_hit_pct", "%", "share of the prompt tokens since start that were found in the prefix cache"),
+    Metric(
+        "kv/prefix_hit_pct",
+        "%",
+        "share of the admitted prompt tokens whose KV was there, cached or shared, since start",
+    ),
     Metric("kv/preemptions", "count", "sequences that lost their pages and had to be computed again, since start"),
     Metric("step/decode_ms", "ms", "time of a decode step on the compute stream, mean"),
     Metric("step/prefill_ms", "ms", "time of a prefill step on the compute stream, mean"),
