@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.triton_math import narrow
+from rollout_kernels.triton_math import follow, follow_options, narrow
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -33,6 +33,8 @@ def _add_rms_norm_kernel(
     h = tl.arange(0, BLOCK)
     live = h < H
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + h, mask=live, other=0.0).to(tl.float32)
+    follow()
     x = tl.load(residual_ptr + row * H + h, mask=live, other=0.0).to(tl.float32)
     if PARTS > 0:
         added = tl.zeros([BLOCK], tl.float32)
@@ -43,7 +45,6 @@ def _add_rms_norm_kernel(
         tl.store(residual_ptr + row * H + h, stored, mask=live)
         x = stored.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x) / H + eps)
-    weight = tl.load(weight_ptr + h, mask=live, other=0.0).to(tl.float32)
     unit = narrow(x * scale, dtype).to(tl.float32)
     tl.store(out_ptr + row * H + h, narrow(unit * weight, dtype), mask=live)
 
@@ -65,6 +66,7 @@ def add_rms_norm(
         BLOCK=triton.next_power_of_2(hidden),
         PARTS=0 if parts_SMH is None else parts_SMH.shape[0],
         num_warps=8 if hidden > 1024 else 4,
+        **follow_options(residual_MH.device),
     )
     return out_MH
 
@@ -96,6 +98,7 @@ def _finish_qkv_kernel(
     d = tl.arange(0, HALF)
     live = d < D // 2
     width: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) * D
+    follow()
     low = tl.zeros([HALF], tl.float32)
     high = tl.zeros([HALF], tl.float32)
     for part in tl.static_range(PARTS):
@@ -183,5 +186,6 @@ def finish_qkv(
         BIAS=bias_W is not None,
         NORM=norm_2D is not None,
         num_warps=1,
+        **follow_options(parts_SMW.device),
     )
     return q_MHD

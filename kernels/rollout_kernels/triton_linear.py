@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.triton_math import dot
+from rollout_kernels.triton_math import dot, follow, follow_options
 
 #: Shared memory of a Hopper multiprocessor that one program may take, bytes.
 _SHARED_BYTES = 220_000
@@ -69,14 +69,23 @@ def _linear_kernel(
     live = m[None, :] < rows
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for _ in range(steps):
+    # The first weights are under way before the kernel that makes x has ended.
+    w_tile = tl.load(w)
+    if SILU:
+        u_tile = tl.load(w + N.to(tl.int64) * K)
+    follow()
+    x_tile = tl.load(x, mask=live, other=0.0)
+    acc = dot(w_tile, x_tile, acc)
+    if SILU:
+        up = dot(u_tile, x_tile, up)
+    for _ in range(1, steps):
+        w += BLOCK_K
+        x += BLOCK_K
         w_tile = tl.load(w)
         x_tile = tl.load(x, mask=live, other=0.0)
         acc = dot(w_tile, x_tile, acc)
         if SILU:
             up = dot(tl.load(w + N.to(tl.int64) * K), x_tile, up)
-        w += BLOCK_K
-        x += BLOCK_K
     if SILU:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     here = (m[None, :] < rows) & (n[:, None] < N)
@@ -122,6 +131,7 @@ def _launch(x_MK, w_NK, out, residual, outputs: int, config: LinearConfig, silu:
         EVEN_N=outputs % config.block_n == 0,
         num_warps=config.num_warps,
         num_stages=_stages(config, block_m, x_MK.element_size(), silu),
+        **follow_options(x_MK.device),
     )
 
 

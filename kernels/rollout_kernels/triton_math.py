@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def follow():
+    """Wait until the kernel before has written its results, and let the one after start its own preparations.
+
+    What stands before this call in a kernel may read weights, which no kernel writes, and nothing else. Launched with
+    `follow_options`, it overlaps with the end of the kernel before.
+    """
+    if not INTERPRETED:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@lru_cache(maxsize=8)
+def follow_options(device: torch.device) -> dict[str, Any]:
+    """Launch options for a kernel that calls `follow`: programmatic dependent launch, on Hopper and later."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return {}
+    return {"launch_pdl": True}
 
 
 @triton.jit
