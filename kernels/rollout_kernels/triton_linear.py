@@ -103,9 +103,9 @@ def _block_m(rows: int) -> int:
 
 
 def _stages(config: LinearConfig, block_m: int, element_bytes: int, silu: bool) -> int:
-    """As many stages as the configuration asks for and shared memory holds; they change no result."""
+    """As many stages as the configuration asks for and shared memory holds beside the first tile; no result changes."""
     tile_bytes = config.block_k * (config.block_n * (2 if silu else 1) + block_m) * element_bytes
-    return max(1, min(config.num_stages, _SHARED_BYTES // tile_bytes))
+    return max(1, min(config.num_stages, _SHARED_BYTES // tile_bytes - 1))
 
 
 def _launch(x_MK, w_NK, out, residual, outputs: int, config: LinearConfig, silu: bool, parts: bool) -> None:
