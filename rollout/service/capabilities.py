@@ -19,10 +19,10 @@ class WeightControl(Protocol):
 
 def default_capabilities(text: TextCodec | None, receiver: WeightControl | None) -> tuple[str, ...]:
     """What `status.capabilities` lists: the ops, and what of `generate` is not a matter of course."""
-    offered = ["generate", "cancel", "status", "ping", "pause", "resume", "shutdown"]
+    offered = ["generate", "cancel", "attach", "ack", "status", "ping", "pause", "resume", "shutdown"]
     if receiver is not None:
         offered.append("weights")
-    offered += ["stream", "continue_from", "priority", "deadline_s"]
+    offered += ["stream", "continue_from", "priority", "deadline_s", "detached"]
     if text is not None:
         offered += ["text", "return_text", "stop.strings"]
         if text.has_chat_template:

@@ -6,30 +6,41 @@ here, before anything can be sent.
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from rollout.engine.types import Delta, Finish
 from rollout.service.columns import TokenColumns, runs_between
 from rollout.service.stop_strings import StopMatch, StopText
+from rollout.service.waiters import Position
 
 
 class Completion:
-    """Collects the deltas of one completion. `text` is there when text is wanted or stop strings are looked for."""
+    """Collects the deltas of one completion. `text` is there when text is wanted or stop strings are looked for.
 
-    def __init__(self, index: int, columns: TokenColumns, text: StopText | None) -> None:
+    Chunks bring text from character `shown_from` on, if it is not None.
+    """
+
+    def __init__(self, index: int, columns: TokenColumns, text: StopText | None, shown_from: int | None = None) -> None:
         self.index = index
         self.finish: Finish | None = None
         self.closed = False  # the engine has ended it, too
-        self.announced = False  # its last chunk was taken
+        self.start = Position(columns.count, shown_from or 0)
         self._columns = columns
         self._text = text
         self._seed = 0
-        self._sent = columns.count
+        self._shown = io.StringIO(newline="") if shown_from is not None else None  # text that no match can take back
+        self._shown_chars = 0
 
     @property
-    def unsent(self) -> int:
-        """Tokens that no chunk has carried."""
-        return self._columns.count - self._sent
+    def end(self) -> Position:
+        """How far it has come: where the next chunk ends."""
+        return Position(self._columns.count, self.start.chars + self._shown_chars)
+
+    @property
+    def ended(self) -> bool:
+        """True if nothing is added any more."""
+        return self.finish is not None
 
     def add(self, delta: Delta) -> StopMatch | None:
         """Take a delta. Returns a stop string that the engine must be told of."""
@@ -46,15 +57,15 @@ class Completion:
             self.finish = delta.finish
             if self._text is not None:
                 self._text.finish()
+        self._show()
         return match if not self.closed else None
 
-    def take_chunk(self, *, with_text: bool) -> dict[str, Any]:
-        """The fields of a chunk: all tokens since the last one, and how it ended if it did."""
-        fields = {"index": self.index, "offset": self._sent, **self._columns.fields(self._sent), "seed": self._seed}
-        if with_text and self._text is not None:
-            fields["text"] = self._text.take()
-        self._sent = self._columns.count
-        self.announced = self.finish is not None
+    def part(self, held: Position) -> dict[str, Any]:
+        """The fields of a chunk: everything behind `held`, and how it ended if it did."""
+        fields = {"index": self.index, "offset": held.tokens, **self._columns.fields(held.tokens), "seed": self._seed}
+        if self._shown is not None:
+            self._shown.seek(held.chars - self.start.chars)
+            fields["text"] = self._shown.read()
         return fields | self._finish_fields()
 
     def result_fields(self, *, with_text: bool) -> dict[str, Any]:
@@ -64,6 +75,10 @@ class Completion:
         if with_text and self._text is not None:
             fields["text"] = self._text.text
         return fields | self._finish_fields()
+
+    def _show(self) -> None:
+        if self._shown is not None and self._text is not None:
+            self._shown_chars += self._shown.write(self._text.take())  # `part` has read to the end
 
     def _extend(self, delta: Delta, keep: int) -> None:
         self._columns.extend(

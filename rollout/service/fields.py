@@ -6,6 +6,7 @@ Every check raises ValueError with what to send instead; `requests` turns that i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from rollout.engine.types import MAX_LOGIT_BIAS
 INT32_MAX = 2**31 - 1
 SEED_END = 2**63
 MAX_BIAS = 100
+MAX_INDEX_ENTRIES = 65_536
 
 
 def token_id_array(value: Any) -> np.ndarray:
@@ -74,7 +76,7 @@ def bias_map(value: Any) -> dict[int, float]:
         raise ValueError(f"{len(value)} entries are too many; send at most {MAX_LOGIT_BIAS}")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        token = _token_key(key)
+        token = _digits(key, "a token id")
         if type(bias) not in (int, float) or not math.isfinite(bias) or abs(bias) > MAX_BIAS:
             raise ValueError(f"the bias of token {token} must be a number from -{MAX_BIAS} to {MAX_BIAS}")
         if token in biases:
@@ -83,12 +85,42 @@ def bias_map(value: Any) -> dict[int, float]:
     return biases
 
 
-def _token_key(key: Any) -> int:
+def offset_map(value: Any) -> dict[int, int | None]:
+    """A map of a completion's index, as digits, to a number of tokens, or to null."""
+    return _index_map(value, lambda item: item is None or _is_count(item), "a number of tokens, or null")
+
+
+def char_map(value: Any) -> dict[int, int]:
+    """A map of a completion's index, as digits, to a number of characters."""
+    return _index_map(value, _is_count, "a number of characters")
+
+
+def _index_map(value: Any, fits: Callable[[Any], bool], what: str) -> dict[int, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"send a map of index (as a string of digits) to {what}, not {_type_name(value)}")
+    if len(value) > MAX_INDEX_ENTRIES:
+        raise ValueError(f"{len(value)} entries are too many; send at most {MAX_INDEX_ENTRIES}")
+    counts: dict[int, Any] = {}
+    for key, item in value.items():
+        index = _digits(key, "the index of a completion")
+        if not fits(item):
+            raise ValueError(f"the entry of completion {index} must be {what}")
+        if index in counts:
+            raise ValueError(f"completion {index} is there twice; send one entry for it")
+        counts[index] = item
+    return counts
+
+
+def _is_count(item: Any) -> bool:
+    return type(item) is int and 0 <= item <= INT32_MAX
+
+
+def _digits(key: Any, what: str) -> int:
     if type(key) is int and 0 <= key <= INT32_MAX:
         return key
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= INT32_MAX:
         return int(key)
-    raise ValueError(f"the key {key!r:.40} is not a token id; use a string of digits")
+    raise ValueError(f"the key {key!r:.40} is not {what}; use a string of digits")
 
 
 def _type_name(value: Any) -> str:
@@ -101,4 +133,7 @@ TokenIds = Annotated[Any, BeforeValidator(token_id_array)]
 Logprobs = Annotated[Any, BeforeValidator(logprob_array)]
 VersionRunList = Annotated[Any, BeforeValidator(version_runs)]
 LogitBias = Annotated[Any, BeforeValidator(bias_map)]
+#: By index of a completion: tokens that a client holds, None for all; and characters of its text.
+Offsets = Annotated[Any, BeforeValidator(offset_map)]
+CharCounts = Annotated[Any, BeforeValidator(char_map)]
 Seed = Annotated[int, Field(ge=0, lt=SEED_END)]

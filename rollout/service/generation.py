@@ -1,10 +1,12 @@
 """The requests in flight, from a `generate` message to its result.
 
-    generate --check--> Preparer --build--> Submit ==> engine ==> Delta... RequestDone --> chunks, result
+    generate --check--> Preparer --build--> Submit ==> engine ==> Delta... RequestDone --> chunks, result --> store
 
 Invariants:
 
-- A client's id names one request in flight; the same message again is one more waiter for its replies.
+- A client's id names one request, in flight or in the store; the same message again is one more waiter for its result.
+- A request in flight ends: by itself, by a cancel, or when the lease of its client does. Its result is in the store
+  until the client acknowledges it, as far as the store's limits allow. An error is not kept: its id is free again.
 - The engine's key is never used twice, so events of a request that was given up cannot reach a later one.
 - After a stop string nothing more of its completion is sent, whatever deltas still come.
 """
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -39,12 +40,15 @@ from rollout.engine.types import (
 from rollout.service import requests
 from rollout.service.completion import Completion
 from rollout.service.connections import Connections, Peer
-from rollout.service.errors import ServiceError
+from rollout.service.errors import ServiceError, bad_request
 from rollout.service.intake import Intake, prior_columns
+from rollout.service.leases import Leases, client_key, may_return
 from rollout.service.prepare import Preparer
-from rollout.service.replies import chunk_reply, error_reply, ok_reply, result_reply
+from rollout.service.replies import error_reply, ok_reply, result_reply
 from rollout.service.stop_strings import StopText
+from rollout.service.store import ResultStore, Stored, StoredCompletion
 from rollout.service.text import TextCodec
+from rollout.service.waiters import Delivery, Position, Waiter, held_positions
 from trainer_bridge.wire import encode
 
 logger = logging.getLogger(__name__)
@@ -56,12 +60,9 @@ _UNAVAILABLE = {
     "stalled": "this worker's engine hangs; send to another one",
 }
 _RETRY_AFTER_S = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    peer: Peer
-    streaming: bool
+_MAX_WAITERS = 64  # for one request
+_MAX_WAIT_S = 60.0
+_COMPLETION_BYTES = 2048  # that a completion takes beside the message and its tokens, roughly
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +74,8 @@ class _InFlight:
     message: requests.Generate
     content: bytes
     arrived_s: float
-    waiters: list[_Waiter]
+    waiters: list[Waiter]
+    size: int  # bytes that it takes, roughly: the message, and something for each completion
     request: Request | None = None  # None while its prompt is prepared
     cancelled: bool = False
     completions: list[Completion] = field(default_factory=list)
@@ -93,7 +95,9 @@ class Generation:
         connections: Connections,
         preparer: Preparer,
         worker: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.store = ResultStore(settings, clock)
         self.draining = False
         self.reclaimed = 0  # completions of vanished clients that were ended
         self._settings = settings
@@ -102,30 +106,38 @@ class Generation:
         self._inbox = inbox
         self._status = status
         self._connections = connections
+        self._delivery = Delivery(connections)
+        self._leases = Leases(settings.lease_s, clock)
         self._preparer = preparer
         self._worker = worker
         self._serial = count()
         self._by_name: dict[tuple[str, str], _InFlight] = {}
         self._by_key: dict[RequestKey, _InFlight] = {}
-        self._clients: Counter[str] = Counter()
+        self._by_client: dict[str, dict[RequestKey, _InFlight]] = {}
+        self._pending_bytes = 0  # of all of them
 
     # --- from clients ------------------------------------------------------------------------------------------------
 
-    def generate(self, peer: Peer, client: str, message: requests.Generate, content: bytes) -> None:
-        """Take a request. `content` tells whether two messages are the same. Raises `ServiceError`."""
+    def generate(self, peer: Peer, client: str, message: requests.Generate, content: bytes, nbytes: int) -> None:
+        """Take a request. `content` tells whether two messages are the same, `nbytes` how large they are.
+
+        Raises `ServiceError`.
+        """
         name = (client, message.id)
-        known = self._by_name.get(name)
+        waiter = Waiter(peer, message.stream, message.stream_every)
+        known = self._by_name.get(name) or self.store.get(name)
         if known is not None:
-            self._join(known, peer, content)
+            self._join(known, waiter, content)
             return
-        self._check_capacity(client)
         self._intake.check(message)
+        size = nbytes + message.n * _COMPLETION_BYTES
+        self._check_capacity(client, size)
         key = (client, f"{message.id}#{next(self._serial)}")
-        entry = _InFlight(
-            key, name, message, content, time.monotonic(), [_Waiter(peer, streaming=bool(message.stream))]
-        )
+        entry = _InFlight(key, name, message, content, time.monotonic(), [waiter], size)
+        self._pending_bytes += size
         self._by_name[name] = self._by_key[key] = entry
-        self._clients[client] += 1
+        self._by_client.setdefault(client, {})[key] = entry
+        self._leases.hold(client, peer.connection)
         self._preparer.run(
             client,
             partial(self._intake.tokenize, message),
@@ -138,17 +150,67 @@ class Generation:
         entry = self._by_name.get((client, message.target))
         if entry is None:
             raise ServiceError("not_found", f"no request {message.target!r} is in flight; check the id", "target")
-        entry.cancelled = True
-        if entry.request is not None:
+        if entry.request is not None and not entry.cancelled:
             self._inbox.put(Cancel(entry.key))
+        entry.cancelled = True
         self._connections.send(peer, encode(ok_reply(peer.id)))
 
+    def attach(self, peer: Peer, client: str, message: requests.Attach) -> None:
+        """Answer with the result of an earlier request, now or when it ends. Raises `ServiceError`."""
+        waiter = Waiter(peer, message.stream, message.stream_every)
+        name = (client, message.target)
+        entry, stored = self._by_name.get(name), self.store.get(name)
+        if entry is not None:
+            waiter.held = self._held(entry, message)
+            self._add_waiter(entry, waiter)
+        elif stored is not None:
+            completions = stored.completions() if message.stream else []
+            waiter.held = held_positions(message.offsets, message.text_chars, completions)
+            self._answer_from(stored, completions, waiter)
+        else:
+            raise ServiceError(
+                "not_found",
+                f"there is no request {message.target!r}, or its result was forgotten; send the request itself",
+                "target",
+            )
+
+    def ack(self, peer: Peer, client: str, message: requests.Ack) -> None:
+        """Forget results. Raises `ServiceError`, and forgets nothing, if one of the requests is in flight."""
+        for i, target in enumerate(message.targets):
+            if (client, target) in self._by_name:
+                raise bad_request(f"{target!r} is in flight and has no result yet; cancel it instead", f"targets.{i}")
+        for target in message.targets:
+            self.store.forget((client, target))
+        self._connections.send(peer, encode(ok_reply(peer.id)))
+
+    # --- clients that come and go ------------------------------------------------------------------------------------
+
+    def heard(self, client: str, connection: bytes) -> None:
+        """A message of this client has come: it is there."""
+        self._leases.heard(client, connection)
+
     def connection_gone(self, connection: bytes) -> None:
-        """Give up the requests that only this connection waits for."""
-        for entry in list(self._by_key.values()):
+        """A connection has ended; with it its client, if that has no name."""
+        for entry in self._by_key.values():
             entry.waiters = [waiter for waiter in entry.waiters if waiter.peer.connection != connection]
-            if not entry.waiters:
-                self._give_up(entry)
+        self._leases.gone(connection)
+        client = client_key(None, connection)
+        if not may_return(client):
+            self.store.forget_client(client)
+        self.tick()
+
+    def tick(self) -> None:
+        """Do what is due by time: end the requests of clients that stayed away, forget old results."""
+        for client in self._leases.take_ended():
+            for entry in list(self._by_client.get(client, {}).values()):
+                if not entry.message.detached:
+                    self._reclaim(entry)
+        self.store.expire()
+
+    def wait_s(self) -> float | None:
+        """Seconds until `tick` has something to do, None if nothing is due by time."""
+        waits = [wait_s for wait_s in (self._leases.wait_s(), self.store.wait_s()) if wait_s is not None]
+        return min(*waits, _MAX_WAIT_S) if waits else None
 
     def fail_all(self, error: ServiceError) -> None:
         """Answer every request in flight with an error."""
@@ -183,27 +245,61 @@ class Generation:
 
     # --- one request -------------------------------------------------------------------------------------------------
 
-    def _join(self, entry: _InFlight, peer: Peer, content: bytes) -> None:
-        if entry.content != content:
+    def _join(self, known: _InFlight | Stored, waiter: Waiter, content: bytes) -> None:
+        """Answer a request that was sent before."""
+        peer = waiter.peer
+        if known.content != content:
             raise ServiceError(
-                "duplicate", f"the id {peer.id!r} is taken by another request in flight; use a new one", "id"
+                "duplicate",
+                f"the id {peer.id!r} is taken by another request; use a new one, or acknowledge that one's result",
+                "id",
             )
-        streams = any(waiter.peer.connection == peer.connection for waiter in entry.waiters)
-        entry.waiters.append(_Waiter(peer, streaming=bool(entry.message.stream) and not streams))
+        if isinstance(known, Stored):
+            self._answer_from(known, known.completions() if waiter.stream else [], waiter)
+            return
+        same = [other.peer for other in known.waiters if other.stream and other.peer.id == peer.id]
+        if any(other.connection == peer.connection for other in same):
+            waiter.stream = False  # a reader cannot tell two streams under one id
+        self._add_waiter(known, waiter)
+
+    def _add_waiter(self, entry: _InFlight, waiter: Waiter) -> None:
+        if len(entry.waiters) >= _MAX_WAITERS:
+            raise ServiceError(
+                "overloaded", f"{_MAX_WAITERS} wait for this request; come back later", None, _RETRY_AFTER_S
+            )
+        entry.waiters.append(waiter)
+        self._delivery.chunks([waiter], entry.completions)
+
+    def _held(self, entry: _InFlight, message: requests.Attach) -> dict[int, Position | None]:
+        if entry.completions:
+            return held_positions(message.offsets, message.text_chars, entry.completions)
+        known = entry.message.continue_from
+        begin = len(known.token_ids) if known else 0
+        if any(tokens != begin for tokens in message.offsets.values()):
+            raise bad_request("no chunk of this request was sent yet; leave the offsets out", "offsets")
+        return {}
+
+    def _answer_from(self, stored: Stored, completions: list[StoredCompletion], waiter: Waiter) -> None:
+        self._delivery.chunks([waiter], completions)
+        self._delivery.last([waiter], stored.frames, None)
 
     def check_alive(self) -> None:
         """Raise `ServiceError` if the engine hangs."""
         if self._status().state == "stalled":
             raise ServiceError("unavailable", _UNAVAILABLE["stalled"])
 
-    def _check_capacity(self, client: str) -> None:
+    def _check_capacity(self, client: str, size: int) -> None:
         self.check_alive()
         state = "draining" if self.draining else self._status().state
         if state in _UNAVAILABLE:
             raise ServiceError("unavailable", _UNAVAILABLE[state])
-        if client not in self._clients and len(self._clients) >= self._settings.max_clients:
+        if client not in self._by_client and len(self._by_client) >= self._settings.max_clients:
             raise ServiceError(
-                "overloaded", f"{len(self._clients)} clients are served; come back later", None, _RETRY_AFTER_S
+                "overloaded", f"{len(self._by_client)} clients are served; come back later", None, _RETRY_AFTER_S
+            )
+        if self._pending_bytes + size > self._settings.max_pending_bytes:
+            raise ServiceError(
+                "overloaded", "the requests in flight take all the room there is; come back later", None, _RETRY_AFTER_S
             )
         if self._preparer.waiting >= self._settings.max_queue:
             raise ServiceError("overloaded", "the queue is full; come back later", None, _RETRY_AFTER_S)
@@ -231,38 +327,21 @@ class Generation:
             self._inbox.put(Cancel(entry.key))
 
     def _new_completion(self, message: requests.Generate, request: Request, index: int) -> Completion:
-        text = None
+        text, known = None, message.continue_from
+        prior, taken = (known.token_ids.tolist(), known.text_chars) if known else ((), None)
         if self._text is not None and (message.return_text or request.stop.strings):
-            known = message.continue_from
-            prior, taken = (known.token_ids.tolist(), known.text_chars) if known else ((), None)
             text = StopText(self._text.decode, request.stop.strings, request.stop.min_tokens, prior, taken)
-        return Completion(index, prior_columns(message.continue_from), text)
+        shown_from = None
+        if text is not None and message.return_text:
+            shown_from = len(text.text) if taken is None else taken
+        return Completion(index, prior_columns(message.continue_from), text, shown_from)
 
     def _add(self, entry: _InFlight, delta: Delta) -> None:
         completion = entry.completions[delta.index]
         match = completion.add(delta)
         if match is not None:
             self._inbox.put(StopAt(entry.key, delta.index, match.tokens, match.string))
-        if self._chunk_is_due(entry.message, completion):
-            self._send_chunk(entry, completion)
-
-    def _chunk_is_due(self, message: requests.Generate, completion: Completion) -> bool:
-        if not message.stream or completion.announced:
-            return False
-        enough = message.stream == "tokens" and completion.unsent >= message.stream_every
-        return enough or completion.finish is not None
-
-    def _send_chunk(self, entry: _InFlight, completion: Completion) -> None:
-        fields = completion.take_chunk(with_text=entry.message.return_text)
-        streaming = [waiter for waiter in entry.waiters if waiter.streaming]
-        if not streaming:
-            return
-        frames = encode(chunk_reply(entry.name[1], fields))
-        for waiter in streaming:
-            if not self._connections.send(waiter.peer, frames, stream=entry.key):
-                waiter.streaming = False
-                self._connections.drop_stream(waiter.peer.connection, entry.key)
-                logger.warning("the stream of %r is dropped: its client does not read", entry.name[1])
+        self._delivery.chunks(entry.waiters, [completion])
 
     def _finish(self, entry: _InFlight, done: RequestDone) -> None:
         assert entry.request is not None, "done before it was submitted"
@@ -276,31 +355,35 @@ class Generation:
             worker=self._worker,
             metadata=entry.message.metadata,
         )
-        self._answer(entry, encode(result))
+        frames = encode(result)
+        self._forget(entry)
+        self.store.add(entry.name, frames, entry.content, entry.completions[0].start)
+        self._delivery.last(entry.waiters, frames, entry.name[1])
 
     def _fail(self, entry: _InFlight, error: ServiceError) -> None:
-        self._answer(entry, encode(error_reply(entry.name[1], error)))
-
-    def _answer(self, entry: _InFlight, frames: list[bytes]) -> None:
-        """Send the reply that ends a request, and forget it."""
+        frames = encode(error_reply(entry.name[1], error))
         self._forget(entry)
-        for waiter in entry.waiters:
-            if not self._connections.send(waiter.peer, frames):
-                logger.error("the reply to %r is lost: its client does not read", entry.name[1])
+        self._delivery.last(entry.waiters, frames, entry.name[1])
 
-    def _give_up(self, entry: _InFlight) -> None:
-        """End a request that nobody waits for any more."""
-        self.reclaimed += entry.message.n - sum(completion.finish is not None for completion in entry.completions)
-        if entry.request is not None:
-            self._inbox.put(Cancel(entry.key))
-        self._forget(entry)
+    def _reclaim(self, entry: _InFlight) -> None:
+        """End a request whose client is gone. What it has is kept for a client that may return."""
+        if not entry.cancelled:
+            self.reclaimed += entry.message.n - sum(completion.ended for completion in entry.completions)
+            entry.cancelled = True
+            if entry.request is not None:
+                self._inbox.put(Cancel(entry.key))
+        if not may_return(entry.name[0]):
+            self._forget(entry)
 
     def _forget(self, entry: _InFlight) -> None:
+        client = entry.name[0]
         del self._by_key[entry.key]
+        self._pending_bytes -= entry.size
         del self._by_name[entry.name]
-        self._clients[entry.name[0]] -= 1
-        if not self._clients[entry.name[0]]:
-            del self._clients[entry.name[0]]
+        del self._by_client[client][entry.key]
+        if not self._by_client[client]:
+            del self._by_client[client]
+            self._leases.release(client)
 
 
 def _internal() -> ServiceError:

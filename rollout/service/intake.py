@@ -48,6 +48,8 @@ class Intake:
             raise bad_request(f"set 'n' to at most {self._settings.max_n}, or send several requests", "n")
         if isinstance(message.prompt, np.ndarray):
             self._check_prompt(message.prompt, "prompt")
+        elif isinstance(message.prompt, str):
+            self._check_chars(message.prompt, "prompt")
         if message.needs_text:
             self._check_text(message)
         self._check_vocabulary(message)
@@ -66,7 +68,9 @@ class Intake:
             return message.prompt
         assert self._text is not None
         if message.messages is not None:
-            return self._text.encode_chat(message.messages, message.tools, message.chat_template_kwargs)
+            text = self._text.render_chat(message.messages, message.tools, message.chat_template_kwargs)
+            self._check_chars(text, "messages")
+            return self._text.encode_rendered(text)
         assert isinstance(message.prompt, str)
         return self._text.encode(message.prompt)
 
@@ -97,6 +101,15 @@ class Intake:
                 field,
             )
         self._check_ids(prompt, field)
+
+    def _check_chars(self, text: str, field: str) -> None:
+        """Tokenizing takes time for every character, whatever comes of it."""
+        if len(text) > self._settings.max_prompt_chars:
+            raise ServiceError(
+                "too_long",
+                f"the prompt has {len(text)} characters; send at most {self._settings.max_prompt_chars}",
+                field,
+            )
 
     def _check_vocabulary(self, message: Generate) -> None:
         if message.continue_from is not None:

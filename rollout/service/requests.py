@@ -14,16 +14,27 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from rollout.service.errors import ServiceError, bad_request
-from rollout.service.fields import INT32_MAX, LogitBias, Logprobs, Seed, TokenIds, VersionRunList, token_id_array
+from rollout.service.fields import (
+    INT32_MAX,
+    CharCounts,
+    LogitBias,
+    Logprobs,
+    Offsets,
+    Seed,
+    TokenIds,
+    VersionRunList,
+    token_id_array,
+)
 from trainer_bridge.wire import MAX_ID_CHARS, PROTOCOL_VERSION
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 256
+MAX_ACKS = 65_536
 MIN_TEMPERATURE = 1e-3
 
 #: Ops of the protocol that this worker does not offer.
-LATER_OPS = ("attach", "ack", "sleep", "wake", "report", "trace")
+LATER_OPS = ("sleep", "wake", "report", "trace")
 #: Fields of `generate` that this worker does not offer, with the one value that asks for nothing.
 LATER_GENERATE_FIELDS: dict[str, Any] = {
     "logprobs": 0,
@@ -36,7 +47,6 @@ LATER_GENERATE_FIELDS: dict[str, Any] = {
     "session_lease_s": None,
     "min_version": None,
     "max_version_span": None,
-    "detached": False,
 }
 
 
@@ -133,6 +143,7 @@ class Generate(Header):
     continue_from: ContinueFrom | None = None
     priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
     deadline_s: Number | None = Field(None, gt=0)
+    detached: bool = False
     metadata: dict[str, Any] | None = None
 
     @property
@@ -146,6 +157,24 @@ class Cancel(Header):
 
     op: Literal["cancel"]
     target: Id
+
+
+class Attach(Header):
+    """Wait for the result of a request that was sent before, or have its stream from a place in each completion."""
+
+    op: Literal["attach"]
+    target: Id
+    stream: Literal[False, "tokens", "completions"] = False
+    stream_every: int = Field(64, ge=1, le=INT32_MAX)
+    offsets: Offsets = Field(default_factory=dict)
+    text_chars: CharCounts = Field(default_factory=dict)
+
+
+class Ack(Header):
+    """Have results forgotten."""
+
+    op: Literal["ack"]
+    targets: list[Id] = Field(min_length=1, max_length=MAX_ACKS)
 
 
 class Status(Header):
@@ -187,11 +216,13 @@ class Weights(Header):
     op: Literal["weights"]
 
 
-AnyRequest = Generate | Cancel | Status | Ping | Pause | Resume | Shutdown | Weights
+AnyRequest = Generate | Cancel | Attach | Ack | Status | Ping | Pause | Resume | Shutdown | Weights
 
 _OPS: dict[str, type[AnyRequest]] = {
     "generate": Generate,
     "cancel": Cancel,
+    "attach": Attach,
+    "ack": Ack,
     "status": Status,
     "ping": Ping,
     "pause": Pause,
@@ -219,6 +250,8 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
         raise _first_error(error) from None
     if isinstance(request, Generate):
         _check_generate(request)
+    elif isinstance(request, Attach):
+        _check_attach(request)
     return request
 
 
@@ -243,6 +276,8 @@ def _check_generate(request: Generate) -> None:
                 raise bad_request(f"'{name}' goes with 'messages'; leave it out or send messages", name)
     else:
         _check_messages(request.messages)
+    if request.detached and request.client is None:
+        raise bad_request("nobody could come back for a detached request without a 'client'; name it", "client")
     if request.continue_from is not None:
         if request.n != 1:
             raise bad_request("'continue_from' continues one completion; set 'n' to 1", "n")
@@ -250,6 +285,16 @@ def _check_generate(request: Generate) -> None:
             raise bad_request(
                 "'continue_from.seed' decides the random numbers; leave 'sampling.seed' out", "sampling.seed"
             )
+
+
+def _check_attach(request: Attach) -> None:
+    """What no single field shows."""
+    for name in ("offsets", "text_chars"):
+        if getattr(request, name) and not request.stream:
+            raise bad_request(f"'{name}' says where a stream goes on; set 'stream', or leave it out", name)
+    for index in request.text_chars:
+        if request.offsets.get(index) is None:
+            raise bad_request("text without tokens; give the offset of this completion", f"offsets.{index}")
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
@@ -262,7 +307,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
 
 def _first_error(error: ValidationError) -> ServiceError:
     first: ErrorDetails = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
+    field = ".".join(f"{part!s:.80}" for part in first["loc"])
     match first["type"]:
         case "missing":
             text = f"the field '{field}' is missing; add it"

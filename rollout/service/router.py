@@ -5,17 +5,21 @@ from __future__ import annotations
 import zmq
 
 from rollout.config import ServiceSettings
+from trainer_bridge.access import Access
 
 SEND_HWM = 256  # messages in the pipe of one connection, before its backlog
+RECEIVE_HWM = 64  # messages of one connection that wait to be read; beyond that it is held up by TCP
 _HEARTBEATS_MISSED = 3
 
 
-def open_router(context: zmq.Context, settings: ServiceSettings) -> zmq.Socket:
-    """A bound ROUTER socket. Raises ValueError if the endpoint cannot be bound."""
+def open_router(context: zmq.Context, settings: ServiceSettings, access: Access) -> zmq.Socket:
+    """A bound ROUTER socket. Raises ValueError if the endpoint cannot be bound, or must not be without CURVE."""
+    access.check_bind(settings.bind, "service.bind")
     socket = context.socket(zmq.ROUTER)
     interval_ms = max(int(settings.heartbeat_s * 1000), 1)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to nobody is an error that we see
     socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+    socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
     # Somewhat more than what is allowed, so that a message that is just too large is told so; far larger ones are cut
     # off before they take memory.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * settings.max_message_bytes)
@@ -24,6 +28,7 @@ def open_router(context: zmq.Context, settings: ServiceSettings) -> zmq.Socket:
     socket.setsockopt(zmq.HEARTBEAT_TTL, min(_HEARTBEATS_MISSED * interval_ms, 6_553_500))
     if "[" in settings.bind:
         socket.setsockopt(zmq.IPV6, 1)
+    access.secure(context, socket)
     try:
         socket.bind(settings.bind)
     except zmq.ZMQError as error:

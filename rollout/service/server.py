@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 
-from rollout.config import ServiceSettings
+from rollout.config import SecuritySettings, ServiceSettings
 from rollout.engine.types import Command, Done, EngineStatus, Pause, Resume, Shutdown
 from rollout.service import requests
 from rollout.service.capabilities import WeightControl, default_capabilities
@@ -31,11 +32,13 @@ from rollout.service.departures import Departures
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.generation import Generation
 from rollout.service.intake import Intake, ServedModel
+from rollout.service.leases import client_key
 from rollout.service.outbox import Outbox
 from rollout.service.prepare import Preparer
 from rollout.service.replies import error_reply, ok_reply, status_reply
 from rollout.service.router import open_router
 from rollout.service.text import TextCodec
+from trainer_bridge.access import Access
 from trainer_bridge.wire import PROTOCOL_VERSION, WireError, WireLimits, decode, encode, header_id, split_envelope
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,9 @@ logger = logging.getLogger(__name__)
 _MESSAGES_A_ROUND = 64  # then events get their turn
 _BACKLOG_POLL_MS = 5
 _LINGER_S = 2.0
+_MAX_CONTROLS = 1024  # control messages that are not answered yet
+_MAX_WEIGHTS_CONTROLS = 64  # of the weight bridge; each may hold a manifest
+_RETRY_AFTER_S = 1.0
 
 
 class Server:
@@ -64,11 +70,13 @@ class Server:
         worker_name: str = "",
         capabilities: Sequence[str] | None = None,
         stop_check_every: int = 4,
+        security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
     ) -> None:
         self.outbox = Outbox()
         self.endpoint = ""
         self.failed = False  # the thread ended by a fault of its own; the log says which
         self._settings = settings
+        self._security = security
         self._model = model
         self._inbox = inbox
         self._status = status
@@ -84,6 +92,7 @@ class Server:
         )
         self._tokens = count(1)
         self._controls: dict[int, Peer] = {}
+        self._weights_controls = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -93,11 +102,11 @@ class Server:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Bind the socket and serve. Raises ValueError if the endpoint cannot be bound."""
+        """Bind the socket and serve. Raises ValueError if the endpoint cannot be bound, or not without CURVE."""
         assert self._thread is None, "a server starts once"
         self._context = zmq.Context()
         try:
-            self._socket = open_router(self._context, self._settings)
+            self._socket = open_router(self._context, self._settings, Access.from_settings(self._security))
         except ValueError:
             self._context.term()
             raise
@@ -124,6 +133,10 @@ class Server:
             self.outbox.post(self._begin_stop)
             self._thread.join(timeout_s)
 
+    def drain(self) -> None:
+        """As a `shutdown` message with mode `drain` that nobody waits for. May be called from any thread."""
+        self.outbox.post(lambda: self._shut_down("drain", None))
+
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -133,7 +146,8 @@ class Server:
         poller.register(self._departures.monitor, zmq.POLLIN)
         try:
             while not self._stopping:
-                poller.poll(_BACKLOG_POLL_MS if self._connections.has_backlog else None)
+                poller.poll(self._patience_ms())
+                self._generation.tick()
                 self._take_events()
                 self._take_messages()
                 self._take_departures()
@@ -149,6 +163,12 @@ class Server:
             self._socket.close(linger=int(_LINGER_S * 1000))
             self._context.term()
             self.outbox.close()
+
+    def _patience_ms(self) -> int | None:
+        if self._connections.has_backlog:
+            return _BACKLOG_POLL_MS
+        wait_s = self._generation.wait_s()
+        return None if wait_s is None else math.ceil(wait_s * 1000)
 
     def _take_events(self) -> None:
         for item in self.outbox.drain():
@@ -210,12 +230,18 @@ class Server:
 
     def _dispatch(self, peer: Peer, header: dict[str, Any], frames: list[bytes]) -> None:
         message = requests.parse_request(header)
-        client = f"client:{message.client}" if message.client is not None else f"connection:{peer.connection.hex()}"
+        client = client_key(message.client, peer.connection)
+        self._generation.heard(client, peer.connection)
         match message:
             case requests.Generate():
-                self._generation.generate(peer, client, message, _fingerprint(frames))
+                size = sum(len(frame) for frame in frames)
+                self._generation.generate(peer, client, message, _fingerprint(frames), size)
             case requests.Cancel():
                 self._generation.cancel(peer, client, message)
+            case requests.Attach():
+                self._generation.attach(peer, client, message)
+            case requests.Ack():
+                self._generation.ack(peer, client, message)
             case requests.Status():
                 self._reply(peer, self._status_reply(peer.id))
             case requests.Ping():
@@ -226,13 +252,23 @@ class Server:
             case requests.Resume():
                 self._inbox.put(Resume(self._control(peer)))
             case requests.Shutdown():
-                self._generation.draining = True
-                self._inbox.put(Shutdown(message.mode, self._control(peer)))
+                self._shut_down(message.mode, self._control(peer))
             case requests.Weights():
                 self._control_weights(peer, header)
 
+    def _shut_down(self, mode: Literal["drain", "now"], token: int | None) -> None:
+        """Have the engine end. A drain begins behind the requests that are with the tokenizer: they were taken."""
+        self._generation.draining = True
+        command = Shutdown(mode, token)
+        if mode == "drain":
+            self._preparer.run("", lambda: None, lambda _: self._inbox.put(command), slow=True)
+        else:
+            self._inbox.put(command)
+
     def _control(self, peer: Peer) -> int:
         """A token for a control command; its `Done` is answered to this peer."""
+        if len(self._controls) >= _MAX_CONTROLS:
+            raise _too_many_controls()
         token = next(self._tokens)
         self._controls[token] = peer
         return token
@@ -246,12 +282,17 @@ class Server:
         if self._receiver is None:
             raise bad_request("this worker takes no weights; start it with a weight receiver", "op")
 
+        if self._weights_controls >= _MAX_WEIGHTS_CONTROLS:
+            raise _too_many_controls()
+        self._weights_controls += 1
+
         def reply(answer: dict[str, Any]) -> None:
             self.outbox.post(lambda: self._reply_weights(peer, answer))
 
         self._receiver.control(header, reply)
 
     def _reply_weights(self, peer: Peer, answer: dict[str, Any]) -> None:
+        self._weights_controls -= 1
         op = "error" if "code" in answer else "ok"
         self._reply(peer, {"op": op, **answer, "v": PROTOCOL_VERSION, "id": peer.id})
 
@@ -262,6 +303,7 @@ class Server:
             self._model,
             draining=self._generation.draining,
             preparing=self._preparer.waiting,
+            results={"stored": len(self._generation.store), "bytes": self._generation.store.size},
             max_queue=self._settings.max_queue,
             worker=self._worker,
             capabilities=self._capabilities,
@@ -284,6 +326,10 @@ class Server:
 def _valid_id(header: dict[str, Any]) -> str:
     found = header.get("id")
     return found if isinstance(found, str) and 1 <= len(found) <= requests.MAX_ID_CHARS else ""
+
+
+def _too_many_controls() -> ServiceError:
+    return ServiceError("overloaded", "too many control messages wait for an answer", None, _RETRY_AFTER_S)
 
 
 def _fingerprint(frames: list[bytes]) -> bytes:

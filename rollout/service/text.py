@@ -43,8 +43,10 @@ class TextCodec:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            raise ValueError(f"cannot read the tokenizer in {folder}: {error}") from error
+        # It checks little and fails in many ways; whatever it raises is about these files.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error!s:.500}"
+            raise ValueError(f"cannot read the tokenizer in {folder}: {reason}") from error
         self._tokenizer: Any = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
@@ -72,7 +74,11 @@ class TextCodec:
         `options` reach the template; `add_generation_prompt` is true unless they say otherwise or ask for
         `continue_final_message`. Raises `ServiceError` (`bad_request`) when the template does not take the messages.
         """
-        return self._encode(self.render_chat(messages, tools, options), add_special_tokens=False)
+        return self.encode_rendered(self.render_chat(messages, tools, options))
+
+    def encode_rendered(self, text: str) -> np.ndarray:
+        """Token ids of what `render_chat` made, int32 [n]; a template writes the special tokens itself."""
+        return self._encode(text, add_special_tokens=False)
 
     def render_chat(
         self,

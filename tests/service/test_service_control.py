@@ -44,8 +44,9 @@ def test_status_has_every_field(bench):
     for name in ("tokens_per_s", "gpu_active_pct", "reclaimed", "preemptions", "uptime_s"):
         assert status[name] == 0
     assert status["max_context_tokens"] == 1000 and status["eos_ids"] == [301] and status["vocab_size"] == 302
-    assert {"generate", "messages", "stop.strings", "continue_from"} <= set(status["capabilities"])
-    assert "weights" not in status["capabilities"] and "attach" not in status["capabilities"]
+    assert status["results"] == {"stored": 0, "bytes": 0}
+    assert {"generate", "messages", "stop.strings", "continue_from", "attach", "ack"} <= set(status["capabilities"])
+    assert "weights" not in status["capabilities"] and "sleep" not in status["capabilities"]
 
 
 def test_pause_and_resume_are_answered_once_they_took_effect(bench):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_harness import serving
 
-from rollout.engine.types import Submit
+from rollout.engine.types import EngineStatus, Submit
 from rollout.service.requests import LATER_GENERATE_FIELDS
 from trainer_bridge.wire import encode
 
@@ -138,9 +138,10 @@ def test_field_of_a_later_version_is_named_but_its_default_is_fine(bench, client
     client.send("generate", prompt=[1], max_tokens=1, **{field: LATER_GENERATE_FIELDS[field]})
     bench.finish(bench.submitted())
     assert client.receive()["op"] == "result"
+    assert client.ask("ack", "k", targets=["a"])["op"] == "ok"
 
 
-@pytest.mark.parametrize("op", ["attach", "ack", "sleep", "wake", "report", "trace", "nonsense", 5, None])
+@pytest.mark.parametrize("op", ["sleep", "wake", "report", "trace", "nonsense", 5, None])
 def test_op_that_is_not_offered_is_a_bad_request(client, op):
     error = client.ask(op, "z")
     assert (error["id"], error["code"], error["field"]) == ("z", "bad_request", "op")
@@ -152,9 +153,9 @@ def test_id_must_be_a_short_string(client, header_id):
     assert (error["id"], error["code"], error["field"]) == ("", "bad_request", "id")
 
 
-@pytest.mark.parametrize("op", ["ping", "status", "resume", "pause", "shutdown", "cancel"])
+@pytest.mark.parametrize("op", ["ping", "status", "resume", "pause", "shutdown", "cancel", "attach", "ack"])
 def test_unknown_field_of_any_op_is_refused(bench, client, op):
-    extra = {"target": "x"} if op == "cancel" else {}
+    extra = {"cancel": {"target": "x"}, "attach": {"target": "x"}, "ack": {"targets": ["x"]}}.get(op, {})
     error = client.ask(op, wrong=1, **extra)
     assert (error["code"], error["field"]) == ("bad_request", "wrong")
     assert bench.inbox.empty()
@@ -204,6 +205,7 @@ def test_fault_in_one_message_is_internal_and_the_server_goes_on(codec, caplog):
         bench.status[0] = None  # the status reply cannot be made of this
         error = client.ask("status", "s")
         assert (error["id"], error["code"]) == ("s", "internal")
+        bench.status[0] = EngineStatus()
         assert client.ask("ping")["op"] == "ok"
     assert "Traceback" in caplog.text
 
@@ -219,11 +221,14 @@ plain = st.recursive(
     max_leaves=6,
 )
 names = st.sampled_from(
-    ["prompt", "sampling", "stop", "n", "continue_from", "messages", "stream", "metadata", "target"]
+    [
+        *("prompt", "sampling", "stop", "n", "continue_from", "messages", "stream", "metadata"),
+        *("target", "targets", "offsets", "text_chars"),
+    ]
 )
 headers = st.builds(
     lambda op, fields: {"v": 1, "op": op, "id": "f", **fields},
-    st.sampled_from(["generate", "cancel", "weights", "status", "x"]),
+    st.sampled_from(["generate", "cancel", "attach", "ack", "weights", "status", "x"]),
     st.dictionaries(names, plain, max_size=4),
 )
 frames = st.lists(st.binary(max_size=40), max_size=4) | headers.map(lambda header: [msgpack.packb(header)])
@@ -242,6 +247,7 @@ def test_random_messages_do_not_disturb_another_client(fuzzed, messages):
         bad.socket.recv_multipart()
     bench.finish(request)
     assert good.receive()["op"] == "result"
+    assert good.ask("ack", "k", targets=["good"])["op"] == "ok"
 
 
 def good_request(bench):

@@ -222,7 +222,7 @@ def test_same_id_with_other_content_is_a_duplicate_and_the_first_goes_on(bench):
     assert client.receive()["op"] == "result"
 
 
-def test_ids_of_two_clients_do_not_clash_and_an_id_is_free_after_its_result(bench):
+def test_ids_of_two_clients_do_not_clash_and_an_id_is_free_after_its_ack(bench):
     one, two = bench.client(), bench.client()
     one.send("generate", "x", prompt=[1], max_tokens=3)
     first = bench.submitted()
@@ -231,6 +231,8 @@ def test_ids_of_two_clients_do_not_clash_and_an_id_is_free_after_its_result(benc
     assert first.key != second.key
     bench.finish(first)
     assert one.receive()["op"] == "result"
+    assert one.ask("generate", "x", prompt=[3], max_tokens=3)["code"] == "duplicate"
+    assert one.ask("ack", "k", targets=["x"])["op"] == "ok"
     one.send("generate", "x", prompt=[3], max_tokens=3)
     third = bench.submitted()
     assert third.key not in (first.key, second.key)

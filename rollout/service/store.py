@@ -1,0 +1,126 @@
+"""The results that clients may still ask for, after a lost connection for one.
+
+A result stays until its client acknowledges it, or until the store is at one of its limits: number, bytes, age. Then
+the oldest goes first. What is kept is the reply as it was sent, so its bytes are all that it takes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.config import ServiceSettings
+from rollout.service.columns import runs_between
+from rollout.service.waiters import Position
+from trainer_bridge.wire import REPLY_LIMITS, decode
+
+logger = logging.getLogger(__name__)
+
+Name = tuple[str, str]  # (client, id)
+_ARRAYS = ("token_ids", "logprobs", "raw_logprobs", "drawn_logprobs")
+_OVERHEAD_BYTES = 1024  # of an entry, beside its frames: a generous guess
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The result of a request. `content` tells whether a message is the same request."""
+
+    frames: list[bytes]
+    content: bytes
+    ended_s: float
+    start: Position  # where the stream of a completion began
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return _OVERHEAD_BYTES + sum(len(frame) for frame in self.frames)
+
+    def completions(self) -> list[StoredCompletion]:
+        """Its completions, for a stream."""
+        result = decode(self.frames, REPLY_LIMITS)
+        return [StoredCompletion(fields, self.start) for fields in result["completions"]]
+
+
+class StoredCompletion:
+    """A completion of a stored result, to take chunks from."""
+
+    ended = True
+
+    def __init__(self, fields: dict[str, Any], start: Position) -> None:
+        self.index: int = fields["index"]
+        self.start = start
+        self.end = Position(len(fields["token_ids"]), len(fields.get("text", "")))
+        self._fields = fields
+
+    def part(self, held: Position) -> dict[str, Any]:
+        """The fields of a chunk that begins at `held`."""
+        part = self._fields | {"offset": held.tokens}
+        for name in _ARRAYS:
+            if name in part:
+                part[name] = part[name][held.tokens :]
+        part["versions"] = [list(run) for run in runs_between(part["versions"], held.tokens, self.end.tokens)]
+        if "text" in part:
+            part["text"] = part["text"][held.chars :]
+        return part
+
+
+class ResultStore:
+    """Results by (client, id), in the order in which they came. Times are of `clock`."""
+
+    def __init__(self, settings: ServiceSettings, clock: Callable[[], float]) -> None:
+        self.size = 0  # bytes
+        self._max_count = settings.max_results
+        self._max_bytes = settings.max_results_bytes
+        self._max_age_s = settings.max_results_age_s
+        self._clock = clock
+        self._results: dict[Name, Stored] = {}
+        self._ids: dict[str, dict[str, None]] = {}  # of each client
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def add(self, name: Name, frames: list[bytes], content: bytes, start: Position) -> None:
+        """Keep a result, as long as the limits allow. One that is larger than all of the store is not kept."""
+        assert name not in self._results, "an id is taken until its result is forgotten"
+        stored = Stored(frames, content, self._clock(), start)
+        if stored.size > self._max_bytes:
+            logger.warning("the result of %r is not kept: it has %d bytes", name[1], stored.size)
+            return
+        self._results[name] = stored
+        self._ids.setdefault(name[0], {})[name[1]] = None
+        self.size += stored.size
+        while len(self._results) > self._max_count or self.size > self._max_bytes:
+            self.forget(next(iter(self._results)))
+        self.expire()
+
+    def get(self, name: Name) -> Stored | None:
+        """The result of this request, if it is still there."""
+        self.expire()
+        return self._results.get(name)
+
+    def forget(self, name: Name) -> None:
+        """Its client has it, or never will. A name that is unknown by now is ignored."""
+        stored = self._results.pop(name, None)
+        if stored is not None:
+            self.size -= stored.size
+            ids = self._ids[name[0]]
+            del ids[name[1]]
+            if not ids:
+                del self._ids[name[0]]
+
+    def forget_client(self, client: str) -> None:
+        """Nobody can ask for this client's results any more."""
+        for request_id in list(self._ids.get(client, ())):
+            self.forget((client, request_id))
+
+    def expire(self) -> None:
+        """Forget what is too old."""
+        while self.wait_s() == 0.0:
+            self.forget(next(iter(self._results)))
+
+    def wait_s(self) -> float | None:
+        """Seconds until a result is too old, None if there is none."""
+        oldest = next(iter(self._results.values()), None)
+        return None if oldest is None else max(0.0, oldest.ended_s + self._max_age_s - self._clock())

@@ -1,0 +1,279 @@
+"""Leases: how long a client that is gone keeps its requests. The clock is the test's."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import zmq
+from service_harness import delta, done, serving
+
+from rollout.engine.types import Cancel, Finish
+from rollout.service.leases import Leases, client_key, may_return
+
+A, B = b"\x00aaaa", b"\x00bbbb"
+JOB, OTHER = client_key("job", A), client_key("other", A)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def leases(clock):
+    return Leases(60.0, clock)
+
+
+def test_lease_of_a_client_ends_when_it_stayed_away(leases, clock):
+    leases.hold(JOB, A)
+    assert leases.wait_s() is None
+    leases.gone(A)
+    assert leases.wait_s() == 60 and leases.take_ended() == []
+    clock.now += 59.9
+    assert leases.take_ended() == []
+    clock.now += 0.1
+    assert leases.wait_s() == 0
+    assert leases.take_ended() == [JOB]
+    assert leases.take_ended() == [] and leases.wait_s() is None, "told once"
+
+
+def test_client_that_comes_back_keeps_its_lease(leases, clock):
+    leases.hold(JOB, A)
+    leases.gone(A)
+    clock.now += 59
+    leases.heard(JOB, B)
+    clock.now += 1000
+    assert leases.take_ended() == []
+    leases.gone(B)
+    clock.now += 59
+    assert leases.take_ended() == [], "the lease begins anew"
+    clock.now += 1
+    assert leases.take_ended() == [JOB]
+
+
+def test_client_is_there_while_one_of_its_connections_is(leases, clock):
+    leases.hold(JOB, A)
+    leases.heard(JOB, B)
+    leases.gone(A)
+    clock.now += 1000
+    assert leases.take_ended() == []
+
+
+def test_clients_leave_in_order_and_one_connection_may_be_several(leases, clock):
+    leases.hold(JOB, A)
+    leases.hold(OTHER, A)
+    leases.hold(OTHER, B)
+    leases.gone(A)
+    clock.now += 30
+    leases.gone(B)
+    clock.now += 30
+    assert leases.take_ended() == [JOB] and leases.wait_s() == 30
+    clock.now += 30
+    assert leases.take_ended() == [OTHER]
+
+
+def test_client_without_a_name_is_gone_at_once(leases):
+    nameless = client_key(None, A)
+    leases.hold(nameless, A)
+    leases.gone(A)
+    assert leases.wait_s() == 0 and leases.take_ended() == [nameless]
+
+
+def test_only_a_name_or_an_identity_of_its_own_lets_a_client_return():
+    assert may_return(client_key("connection:00", A)) and may_return(client_key(None, b"mine"))
+    assert not may_return(client_key(None, A))
+    assert client_key("x", A) == client_key("x", B) and client_key(None, A) != client_key(None, B)
+
+
+def test_nothing_is_remembered_of_clients_without_requests(leases):
+    for i in range(1000):
+        connection = os.urandom(5)
+        leases.heard(f"client:{i}", connection)
+        leases.hold(JOB, connection)
+        if i % 2:
+            leases.gone(connection)
+        leases.release(JOB)
+        leases.gone(connection)
+    assert not leases._connections and not leases._clients and not leases._left_s
+    assert leases.take_ended() == []
+
+
+# --- through real sockets --------------------------------------------------------------------------------------------
+
+
+def vanish(client):
+    client.socket.close(0)
+
+
+def status_of(bench):
+    return bench.client().ask("status", "s")
+
+
+def test_named_client_that_stays_away_has_its_requests_ended_and_their_partials_kept(codec):
+    with serving(codec, lease_s=0.1) as bench:
+        gone = bench.client()
+        gone.send("generate", "r", client="job", prompt=[1], n=3, max_tokens=9)
+        request = bench.submitted()
+        bench.put(delta(request.key, 0, 0, [1, 2], finish=Finish("length")), delta(request.key, 1, 0, [3]))
+        assert gone.ask("ping", "p", client="job")["op"] == "ok"
+        vanish(gone)
+        assert bench.command() == Cancel(request.key), "nobody sent anything: the worker noticed by itself"
+        for index, tokens in ((1, [4]), (2, [])):
+            bench.put(delta(request.key, index, 1 if index == 1 else 0, tokens, finish=Finish("cancelled")))
+        bench.put(done(request))
+        result = bench.client().ask("attach", "back", client="job", target="r")
+        assert [completion["token_ids"].tolist() for completion in result["completions"]] == [[1, 2], [3, 4], []]
+        assert [completion["finish_reason"] for completion in result["completions"]] == [
+            "length",
+            "cancelled",
+            "cancelled",
+        ]
+        assert status_of(bench)["reclaimed"] == 2, "completions that had ended by themselves are not counted"
+        assert bench.inbox.empty()
+
+
+def test_named_client_that_is_back_within_its_lease_keeps_its_requests(codec):
+    with serving(codec, lease_s=30.0) as bench:
+        gone = bench.client()
+        gone.send("generate", "r", client="job", prompt=[1], max_tokens=9)
+        request = bench.submitted()
+        vanish(gone)
+        back = bench.client()
+        assert back.ask("ping", "p", client="job")["op"] == "ok"
+        back.send("attach", "again", client="job", target="r")
+        bench.finish(request)
+        result = back.receive()
+        assert (result["id"], result["op"]) == ("again", "result")
+        assert result["completions"][0]["finish_reason"] == "length"
+        assert bench.inbox.empty() and status_of(bench)["reclaimed"] == 0
+
+
+def test_message_of_any_kind_renews_a_lease(codec):
+    with serving(codec, lease_s=0.5) as bench:
+        gone, later, back = bench.client(), bench.client(), bench.client()
+        gone.send("generate", "r", client="job", prompt=[1], max_tokens=9)
+        bench.submitted()
+        later.send("generate", "r", client="other", prompt=[1], max_tokens=9)
+        other = bench.submitted()
+        vanish(gone)
+        assert back.ask("ping", "p")["op"] == "ok"
+        vanish(later)
+        assert back.ask("ping", "p", client="job")["op"] == "ok"
+        assert bench.command() == Cancel(other.key), "and not the one that left before it"
+        assert bench.inbox.empty()
+
+
+def test_nameless_client_that_is_gone_has_its_requests_ended_at_once_and_nothing_is_kept(codec):
+    with serving(codec) as bench:
+        gone = bench.client()
+        for name in ("waits", "cancelled", "done"):
+            gone.send("generate", name, prompt=[1], n=2, max_tokens=9)
+        waits, cancelled, finished = (bench.submitted() for _ in range(3))
+        bench.finish(finished)
+        assert gone.receive()["id"] == "done"
+        assert gone.ask("cancel", "c", target="cancelled")["op"] == "ok"
+        assert bench.command() == Cancel(cancelled.key)
+        assert status_of(bench)["results"]["stored"] == 1
+        vanish(gone)
+        assert bench.command() == Cancel(waits.key)
+        bench.finish(cancelled)
+        bench.finish(waits)
+        status = status_of(bench)
+        assert (status["results"], status["reclaimed"]) == ({"stored": 0, "bytes": 0}, 2)
+        assert bench.inbox.empty(), "what its client had cancelled is not cancelled again"
+
+
+def test_detached_request_survives_its_client(codec):
+    with serving(codec, lease_s=0.0) as bench:
+        gone = bench.client()
+        gone.send("generate", "stays", client="job", prompt=[1], max_tokens=9, detached=True)
+        stays = bench.submitted()
+        gone.send("generate", "goes", client="job", prompt=[1], max_tokens=9)
+        goes = bench.submitted()
+        vanish(gone)
+        assert bench.command() == Cancel(goes.key)
+        bench.finish(stays)
+        result = bench.client().ask("attach", "b", client="job", target="stays")
+        assert result["completions"][0]["token_ids"].tolist() == [1, 2, 3]
+        assert bench.inbox.empty() and status_of(bench)["reclaimed"] == 1
+
+
+def test_detached_request_needs_a_name(codec):
+    with serving(codec) as bench:
+        error = bench.client().ask("generate", prompt=[1], detached=True)
+        assert (error["code"], error["field"]) == ("bad_request", "client")
+
+
+def test_connection_with_an_identity_of_its_own_has_a_lease(codec):
+    with serving(codec, lease_s=30.0) as bench:
+        before = with_identity(bench)
+        before.send("generate", "r", prompt=[1], max_tokens=9)
+        request = bench.submitted()
+        vanish(before)
+        while True:  # ZeroMQ turns the second connection away until the first has ended
+            after = with_identity(bench)
+            after.send("attach", "b", target="r")
+            after.send("ping", "p")
+            if after.socket.poll(50):
+                break
+            vanish(after)
+        assert after.receive()["id"] == "p"
+        bench.finish(request)
+        assert after.receive()["op"] == "result"
+        assert bench.inbox.empty()
+
+
+def with_identity(bench):
+    client = bench.client()
+    vanish(client)
+    client.socket = bench.context.socket(zmq.DEALER)
+    for option, value in ((zmq.ROUTING_ID, b"trainer-0"), (zmq.RCVTIMEO, 5000), (zmq.LINGER, 0)):
+        client.socket.setsockopt(option, value)
+    client.socket.connect(bench.server.endpoint)
+    return client
+
+
+class SlowCodec:
+    """A tokenizer that waits for the test."""
+
+    has_chat_template = False
+
+    def __init__(self, codec) -> None:
+        self.decode = codec.decode
+        self.check_stop_strings = codec.check_stop_strings
+        self.go = threading.Event()
+
+    def encode(self, text):
+        self.go.wait(5)
+        return np.array([1, 2], np.int32)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_client_that_goes_while_its_prompt_is_tokenized_leaves_nothing_running(codec, named):
+    slow = SlowCodec(codec)
+    with serving(slow, lease_s=0.0) as bench:
+        gone = bench.client()
+        fields = {"client": "job"} if named else {}
+        gone.send("generate", "r", prompt="text", n=4, max_tokens=9, **fields)
+        assert gone.ask("ping", "p")["op"] == "ok"
+        vanish(gone)
+        other = bench.client()
+        while other.ask("status", "s")["reclaimed"] != 4:
+            pass
+        slow.go.set()
+        if named:  # its partials may still be asked for, so it goes through
+            request = bench.submitted()
+            assert bench.command() == Cancel(request.key)
+        other.send("generate", "next", prompt="text", max_tokens=9)
+        assert bench.submitted().key[1].startswith("next#")
