@@ -12,6 +12,7 @@ from typing import Any
 _HOMES = {
     "AsyncRolloutClient": "async_client",
     "Chunk": "results",
+    "ClientCurve": "keys",
     "Completion": "results",
     "GenerateResult": "results",
     "RolloutClient": "client",

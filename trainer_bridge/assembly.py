@@ -6,6 +6,7 @@ begin where the last one ended, or that comes after the end, is a `ProtocolError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -46,6 +47,14 @@ class Assembler:
             raise ProtocolError(f"a chunk of completion {chunk.index} is not a whole completion")
         parts.append(chunk.part)
         self._ends[chunk.index] += len(chunk.token_ids)
+
+    def hold(self, partials: Iterable[Completion]) -> None:
+        """Begin with what an earlier stream of the same request has brought. Raises ValueError if it cannot be."""
+        for part in partials:
+            if not 0 <= part.index < len(self._parts):
+                raise ValueError(f"a partial is of completion {part.index}, but there are {len(self._parts)}; set n")
+            self._parts[part.index] = [part]
+            self._ends[part.index] = len(part)
 
     def partials(self) -> list[Completion]:
         """Every completion of which something has come, with what has come."""

@@ -10,18 +10,23 @@ touches a socket must empty it: every send is followed by a look at what has com
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Sequence
 from contextlib import aclosing, closing
 from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import zmq
 
+from trainer_bridge.attach import attach
 from trainer_bridge.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
 from trainer_bridge.call import Call
 from trainer_bridge.client_core import ClientCore
 from trainer_bridge.generate_request import GenerateFields, Prompt, plan_request
+from trainer_bridge.journal import Fsync
+from trainer_bridge.keys import ClientCurve
 from trainer_bridge.progress import Progress, report
 from trainer_bridge.results import Chunk, Completion, GenerateResult
+from trainer_bridge.resume import ResumePolicy
 from trainer_bridge.stream import StreamView
 
 _Item = TypeVar("_Item", Chunk, Completion)
@@ -38,8 +43,16 @@ class AsyncRolloutClient:
         client: str | None = None,
         timeout_s: float | None = None,
         connect_timeout_s: float = 30.0,
+        curve: ClientCurve | None = None,
+        resume: bool = False,
+        resume_timeout_s: float = 600.0,
+        resume_max_faults: int = 8,
+        journal: str | os.PathLike[str] | None = None,
+        journal_fsync: Fsync = "never",
     ) -> None:
-        self._core = ClientCore(endpoints, client, timeout_s, connect_timeout_s)
+        policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
+        resumes = resume or journal is not None
+        self._core = ClientCore(endpoints, client, timeout_s, connect_timeout_s, curve, policy if resumes else None)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # --- generate -----------------------------------------------------------------------------------------------------
@@ -105,12 +118,84 @@ class AsyncRolloutClient:
         """As `RolloutClient.generate_as_completed`. Closing it (`contextlib.aclosing`) cancels the rest."""
         return self._settle(plan_batch(requests, common), max_in_flight)
 
+    # --- coming back --------------------------------------------------------------------------------------------------
+
+    @overload
+    async def attach(
+        self,
+        target: str,
+        *,
+        stream: Literal[False] = False,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> GenerateResult: ...
+
+    @overload
+    async def attach(
+        self,
+        target: str,
+        *,
+        stream: Literal["tokens"],
+        stream_every: int | None = None,
+        n: int = 1,
+        partials: Iterable[Completion] = (),
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncStream[Chunk]: ...
+
+    @overload
+    async def attach(
+        self,
+        target: str,
+        *,
+        stream: Literal["completions"],
+        n: int = 1,
+        partials: Iterable[Completion] = (),
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncStream[Completion]: ...
+
+    async def attach(
+        self,
+        target: str,
+        *,
+        stream: Literal[False, "tokens", "completions"] = False,
+        stream_every: int | None = None,
+        n: int = 1,
+        partials: Iterable[Completion] = (),
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
+        """As `RolloutClient.attach`."""
+        self._bind()
+        call = attach(
+            self._core,
+            target,
+            endpoint,
+            stream,
+            stream_every=stream_every,
+            n=n,
+            partials=partials,
+            timeout_s=timeout_s,
+        )
+        if stream == "tokens":
+            return AsyncStream(self, call, lambda chunk: chunk)
+        if stream == "completions":
+            return AsyncStream(self, call, lambda chunk: call.joined(chunk.index))
+        await self._finish(call)
+        assert call.result is not None
+        return call.result
+
+    async def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
+        """As `RolloutClient.ack`."""
+        await self.control("ack", endpoint=endpoint, targets=list(targets))
+
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def cancel(self, target: str, *, endpoint: str | None = None) -> None:
         """As `RolloutClient.cancel`."""
         self._bind()
-        calls = self._core.control("cancel", endpoint or self._core.holder(target), target=target)
+        calls = self._core.cancel(target, endpoint)
         await self._wait(self._core.until_cancelled(calls), calls)
 
     async def status(self, endpoint: str | None = None) -> dict[str, Any]:
@@ -155,6 +240,14 @@ class AsyncRolloutClient:
     def forget_session(self, session: str) -> None:
         """The session is over; were it to come back, its endpoint would be chosen anew."""
         self._core.sessions.pop(session, None)
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """As `RolloutClient.forget`."""
+        self._core.forget(ids)
+
+    def journaled(self) -> dict[str, bool]:
+        """As `RolloutClient.journaled`."""
+        return self._core.journaled()
 
     async def close(self) -> None:
         """Cancel what is in flight and close the connections."""

@@ -61,7 +61,7 @@ def settle_all(
 ) -> Generator[Settled | float | None, None, None]:
     """Send all requests; yield each outcome as it comes and, when there is none, the seconds to wait at most.
 
-    `on_update` is called when something came. Closing the generator abandons what is in flight.
+    `on_update` is called when something happened. Closing the generator abandons what is in flight.
     """
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight is {max_in_flight}; use at least 1")
@@ -72,10 +72,13 @@ def settle_all(
 
     def watch(index: int, call: Call) -> None:
         def update() -> None:
-            done.append(index)
+            if call.done:
+                done.append(index)
             on_update()
 
         flying[index], call.on_update = call, update
+        if call.done:  # a journal had it
+            update()
 
     try:
         while waiting or later or flying:

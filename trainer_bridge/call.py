@@ -26,9 +26,11 @@ class Call:
         self.weight = weight
         self.deadline = deadline
         self.started = time.monotonic()
+        self.target: str | None = None  # of `attach`
+        self.detached = False  # the worker goes on if this client goes
         self.assembler: Assembler | None = None  # of a stream
         self.chunks: deque[Chunk] = deque()  # of a stream, not yet taken
-        self.result: GenerateResult | None = None  # of `generate`
+        self.result: GenerateResult | None = None  # of `generate` and `attach`
         self.reply: dict[str, Any] | None = None  # of anything else
         self.error: RolloutError | None = None
         self.on_update: Callable[[], object] = lambda: None

@@ -11,18 +11,23 @@ A client belongs to one thread at a time; make one for each thread (a connection
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import zmq
 
+from trainer_bridge.attach import attach
 from trainer_bridge.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
 from trainer_bridge.call import Call
 from trainer_bridge.client_core import ClientCore
 from trainer_bridge.generate_request import GenerateFields, Prompt, plan_request
+from trainer_bridge.journal import Fsync
+from trainer_bridge.keys import ClientCurve
 from trainer_bridge.progress import Progress, report
 from trainer_bridge.results import Chunk, Completion, GenerateResult
+from trainer_bridge.resume import ResumePolicy
 from trainer_bridge.stream import StreamView
 
 _Item = TypeVar("_Item", Chunk, Completion)
@@ -35,7 +40,16 @@ class RolloutClient:
     A request goes to the endpoint with the fewest completions of this client in flight; requests of one `session` all
     go to the same one. `client` is a name that the worker knows this client by across connections; `timeout_s` bounds
     every request that brings none of its own, None is for ever. An endpoint that cannot be reached within
-    `connect_timeout_s` raises `ConnectionLost`. All errors are in `trainer_bridge.errors`.
+    `connect_timeout_s` raises `ConnectionLost`. `curve` has the keys for workers that use CURVE
+    (`ClientCurve.from_files`); one that does not take them raises `AccessRefused`. All errors are in
+    `trainer_bridge.errors`.
+
+    With `resume`, a request whose worker is lost, fails or ends goes on by itself where it was, at this endpoint when
+    it is back or at another one; `ResumeFailed` is raised when a completion is without a worker for
+    `resume_timeout_s`, or after more than `resume_max_faults` lost workers in a row without a new token. `journal`
+    (which includes `resume`) is a file that requests, tokens and results are written to: the same request asked for
+    again, by its `request_id` and by whatever process, goes on or is answered from there. `journal_fsync` says when the
+    disk is waited for: never (a killed process loses nothing, a machine may), at results, or always.
     """
 
     def __init__(
@@ -45,8 +59,16 @@ class RolloutClient:
         client: str | None = None,
         timeout_s: float | None = None,
         connect_timeout_s: float = 30.0,
+        curve: ClientCurve | None = None,
+        resume: bool = False,
+        resume_timeout_s: float = 600.0,
+        resume_max_faults: int = 8,
+        journal: str | os.PathLike[str] | None = None,
+        journal_fsync: Fsync = "never",
     ) -> None:
-        self._core = ClientCore(endpoints, client, timeout_s, connect_timeout_s)
+        policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
+        resumes = resume or journal is not None
+        self._core = ClientCore(endpoints, client, timeout_s, connect_timeout_s, curve, policy if resumes else None)
         self._core.on_opened = lambda place: self._watch()
         self._watch()
 
@@ -116,6 +138,85 @@ class RolloutClient:
         """Like `generate_many`, but yields each outcome, result or error, as it comes. Closing it cancels the rest."""
         return self._settle(plan_batch(requests, common), max_in_flight)
 
+    # --- coming back --------------------------------------------------------------------------------------------------
+
+    @overload
+    def attach(
+        self,
+        target: str,
+        *,
+        stream: Literal[False] = False,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> GenerateResult: ...
+
+    @overload
+    def attach(
+        self,
+        target: str,
+        *,
+        stream: Literal["tokens"],
+        stream_every: int | None = None,
+        n: int = 1,
+        partials: Iterable[Completion] = (),
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Stream[Chunk]: ...
+
+    @overload
+    def attach(
+        self,
+        target: str,
+        *,
+        stream: Literal["completions"],
+        n: int = 1,
+        partials: Iterable[Completion] = (),
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Stream[Completion]: ...
+
+    def attach(
+        self,
+        target: str,
+        *,
+        stream: Literal[False, "tokens", "completions"] = False,
+        stream_every: int | None = None,
+        n: int = 1,
+        partials: Iterable[Completion] = (),
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
+        """The result of the request `target` of this `client`, also of one sent over an earlier connection.
+
+        Waits for it if it still runs. With `stream` it goes on after `partials`, what an earlier stream of it brought
+        (`stream.partials()`); `n` is then how many completions it has. Breaking this call off leaves the request alone.
+        Raises `NotFound` when the worker does not know it, or has forgotten its result.
+        """
+        call = attach(
+            self._core,
+            target,
+            endpoint,
+            stream,
+            stream_every=stream_every,
+            n=n,
+            partials=partials,
+            timeout_s=timeout_s,
+        )
+        if stream == "tokens":
+            return Stream(self, call, lambda chunk: chunk)
+        if stream == "completions":
+            return Stream(self, call, lambda chunk: call.joined(chunk.index))
+        self._finish(call)
+        assert call.result is not None
+        return call.result
+
+    def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
+        """Have results forgotten that are kept elsewhere now; ids that no worker knows are ignored.
+
+        Raises `BadRequest`, and that worker forgets none, if one of them is in flight.
+        """
+        self.control("ack", endpoint=endpoint, targets=list(targets))
+
     # --- control ------------------------------------------------------------------------------------------------------
 
     def cancel(self, target: str, *, endpoint: str | None = None) -> None:
@@ -123,7 +224,7 @@ class RolloutClient:
 
         `target` is the id of a request of this client, or of another one with the same `client` name.
         """
-        calls = self._core.control("cancel", endpoint or self._core.holder(target), target=target)
+        calls = self._core.cancel(target, endpoint)
         self._wait(self._core.until_cancelled(calls), calls)
 
     def status(self, endpoint: str | None = None) -> dict[str, Any]:
@@ -167,6 +268,14 @@ class RolloutClient:
     def forget_session(self, session: str) -> None:
         """The session is over; were it to come back, its endpoint would be chosen anew."""
         self._core.sessions.pop(session, None)
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Drop requests from the journal: their results are kept elsewhere now. ValueError for one in flight."""
+        self._core.forget(ids)
+
+    def journaled(self) -> dict[str, bool]:
+        """Every request id in the journal, oldest first, and whether its result is there."""
+        return self._core.journaled()
 
     def close(self) -> None:
         """Cancel what is in flight and close the connections."""

@@ -13,7 +13,8 @@ import itertools
 import math
 import time
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import zmq
@@ -22,9 +23,20 @@ from trainer_bridge import wire
 from trainer_bridge.assembly import Assembler
 from trainer_bridge.call import Call
 from trainer_bridge.connection import Connection
-from trainer_bridge.errors import ConnectionLost, NotFound, ProtocolError, RolloutError, RolloutTimeout, from_reply
+from trainer_bridge.errors import (
+    AccessRefused,
+    ConnectionLost,
+    NotFound,
+    ProtocolError,
+    RolloutError,
+    RolloutTimeout,
+    from_reply,
+)
 from trainer_bridge.generate_request import RequestPlan
+from trainer_bridge.keys import ClientCurve
 from trainer_bridge.results import Chunk, read_chunk, read_result
+from trainer_bridge.resume import ResumePolicy, Resumer
+from trainer_bridge.resumed_call import ResumedCall
 
 _LINGER_S = 1.0
 _ENVELOPE_FIELDS = ("v", "id", "op")
@@ -38,7 +50,13 @@ class ClientCore:
     """
 
     def __init__(
-        self, endpoints: str | Sequence[str], client: str | None, timeout_s: float | None, connect_timeout_s: float
+        self,
+        endpoints: str | Sequence[str],
+        client: str | None,
+        timeout_s: float | None,
+        connect_timeout_s: float,
+        curve: ClientCurve | None = None,
+        resume: ResumePolicy | None = None,
     ) -> None:
         self.endpoints = [endpoints] if isinstance(endpoints, str) else list(endpoints)
         if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
@@ -48,7 +66,7 @@ class ClientCore:
         self.on_sent: Callable[[int], object] = lambda place: None
         self.on_closing: Callable[[int], object] = lambda place: None
         self.on_opened: Callable[[int], object] = lambda place: None
-        self._client = client
+        self.client = client
         self._connect_timeout_s = connect_timeout_s
         self._calls: dict[str, Call] = {}
         self._loads = [0] * len(self.endpoints)
@@ -56,11 +74,12 @@ class ClientCore:
         self._counter = itertools.count(1)
         self._prefix = uuid.uuid4().hex[:12]
         self._closed = False
+        self.resumer = None if resume is None else Resumer(self, resume)
         self._context = zmq.Context()
         self.connections: list[Connection] = []
         try:
             for endpoint in self.endpoints:
-                self.connections.append(Connection(self._context, endpoint))
+                self.connections.append(Connection(self._context, endpoint, curve))
         except ValueError:
             self.close()
             self.term()
@@ -71,11 +90,19 @@ class ClientCore:
     def generate(self, plan: RequestPlan) -> Call:
         """Send a generate request to the endpoint of its session, or to the least loaded one."""
         self._check_open()
-        for place in range(len(self.connections)):
-            self.absorb(place)
-        call = self.start("generate", plan.fields, self._choose(plan), plan.timeout_s, plan.n, plan.request_id)
+        if self.resumer is not None:
+            return self.resumer.start(plan)
+        call = self.launch(plan, plan.timeout_s)
         if plan.stream:
             call.assembler = Assembler(plan.n, plan.prior, whole=plan.stream == "completions")
+        return call
+
+    def launch(self, plan: RequestPlan, timeout_s: float | None, avoid: Collection[int] = ()) -> Call:
+        """Send a generate request to one worker; to none of the endpoints `avoid` where there are others."""
+        for place in range(len(self.connections)):
+            self.absorb(place)
+        call = self.start("generate", plan.fields, self._choose(plan, avoid), timeout_s, plan.n, plan.request_id)
+        call.detached = bool(plan.fields.get("detached"))
         return call
 
     def control(self, op: str, endpoint: str | None, timeout_s: float | None = None, **fields: Any) -> list[Call]:
@@ -95,7 +122,9 @@ class ClientCore:
         """Send one request to one endpoint."""
         self._check_open()
         self.absorb(place)  # a loss that is not known yet is not a loss of this call
-        request_id = self._next_id() if request_id is None else request_id
+        if self.connections[place].refused is not None:  # ZeroMQ would not try again
+            self._reopen(place)
+        request_id = self.next_id() if request_id is None else request_id
         if request_id in self._calls or not 1 <= len(request_id) <= wire.MAX_ID_CHARS:
             raise ValueError(f"the id {request_id!r:.40} is in flight already, or has not 1 to 128 characters")
         self._send(place, request_id, self._header(op, request_id) | fields)
@@ -107,13 +136,32 @@ class ClientCore:
         return call
 
     def abandon(self, call: Call) -> None:
-        """Nobody waits for this call any more: if it still runs, end it here and have the worker stop it."""
+        """Nobody waits for this call any more: end it here and, unless it is detached, have the worker stop it."""
+        if isinstance(call, ResumedCall):
+            assert self.resumer is not None
+            self.resumer.abandon(call)
+            return
         if not self._forget(call):
             return
         call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
-        if not self.connections[call.place].withdraw(call.id) and call.op == "generate":
-            cancel_id = self._next_id()
-            self._send(call.place, cancel_id, self._header("cancel", cancel_id) | {"target": call.id})
+        if not self.connections[call.place].withdraw(call.id) and call.op == "generate" and not call.detached:
+            self.disown(call.place, call.id)
+
+    def disown(self, place: int, request_id: str) -> None:
+        """Have a worker stop a request; what it answers is of no interest."""
+        cancel_id = self.next_id()
+        self._send(place, cancel_id, self._header("cancel", cancel_id) | {"target": request_id})
+
+    def cancel(self, target: str, endpoint: str | None) -> list[Call]:
+        """Send `cancel` for a request to where it is, or may be; returns the calls to wait for."""
+        for place in range(len(self.connections)):
+            self.absorb(place)
+        if self.resumer is not None and target in self.resumer.calls:
+            self.resumer.cancel(self.resumer.calls[target])
+            return []
+        if endpoint is None and target in self._calls:
+            endpoint = self.endpoints[self._calls[target].place]
+        return self.control("cancel", endpoint, target=target)
 
     def close(self) -> None:
         """Cancel what is in flight and close all sockets; then call `term`."""
@@ -121,6 +169,8 @@ class ClientCore:
             return
         for place in range(len(self.connections)):
             self.absorb(place)
+        if self.resumer is not None:
+            self.resumer.close()
         self._closed = True
         for call in list(self._calls.values()):
             self.abandon(call)
@@ -137,12 +187,13 @@ class ClientCore:
         if self._closed:
             raise ValueError("this client is closed; make another one")
 
-    def _next_id(self) -> str:
+    def next_id(self) -> str:
+        """An id that no other request of this client has."""
         return f"{self._prefix}-{next(self._counter)}"
 
     def _header(self, op: str, request_id: str) -> dict[str, Any]:
         header: dict[str, Any] = {"v": wire.PROTOCOL_VERSION, "op": op, "id": request_id}
-        return header if self._client is None else header | {"client": self._client}
+        return header if self.client is None else header | {"client": self.client}
 
     def _send(self, place: int, request_id: str, header: dict[str, Any]) -> None:
         self.connections[place].send(request_id, wire.encode(header))
@@ -155,6 +206,23 @@ class ClientCore:
         self._loads[call.place] -= call.weight
         return True
 
+    # --- journal ------------------------------------------------------------------------------------------------------
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Drop requests from the journal. Raises ValueError for one that is in flight, or if there is no journal."""
+        self._resumer_with_journal().forget(list(ids))
+
+    def journaled(self) -> dict[str, bool]:
+        """The requests in the journal, and whether they are finished. Raises ValueError if there is no journal."""
+        journal = self._resumer_with_journal().journal
+        assert journal is not None
+        return journal.ids()
+
+    def _resumer_with_journal(self) -> Resumer:
+        if self.resumer is None or self.resumer.journal is None:
+            raise ValueError("this client has no journal; make it with journal=")
+        return self.resumer
+
     # --- endpoints ----------------------------------------------------------------------------------------------------
 
     def only_endpoint(self, endpoint: str | None) -> str:
@@ -163,25 +231,27 @@ class ClientCore:
             raise ValueError("this client has several endpoints; say which one with endpoint=")
         return self.endpoints[0] if endpoint is None else endpoint
 
-    def holder(self, request_id: str) -> str | None:
-        """The endpoint that a request of this client is in flight on."""
-        call = self._calls.get(request_id)
-        return None if call is None else self.endpoints[call.place]
-
     def _place_of(self, endpoint: str) -> int:
         if endpoint not in self.endpoints:
             raise ValueError(f"{endpoint!r} is not an endpoint of this client; it has {', '.join(self.endpoints)}")
         return self.endpoints.index(endpoint)
 
-    def _choose(self, plan: RequestPlan) -> int:
+    def reachable(self, plan: RequestPlan) -> bool:
+        """True if an endpoint that a request may go to is not known to be gone."""
+        if plan.endpoint is not None:
+            return not self.connections[self._place_of(plan.endpoint)].gone
+        return any(not connection.gone for connection in self.connections)
+
+    def _choose(self, plan: RequestPlan, avoid: Collection[int] = ()) -> int:
+        # A worker that is gone has no load, and would otherwise attract everything.
+        there = [place for place, connection in enumerate(self.connections) if not connection.gone]
         if plan.endpoint is not None:
             place = self._place_of(plan.endpoint)
-        elif plan.session in self.sessions:
+        elif plan.session in self.sessions and (self.resumer is None or self.sessions[plan.session] in there):
             place = self.sessions[plan.session]
         else:
-            # A worker that is gone has no load, and would otherwise attract everything.
-            there = [place for place, connection in enumerate(self.connections) if not connection.gone]
-            candidates = there or range(len(self.connections))
+            welcome = [place for place in there if place not in avoid]
+            candidates = welcome or there or range(len(self.connections))
             place = min(candidates, key=lambda place: (self._loads[place], self._turns[place]))
         self._turns[place] = next(self._counter)
         if plan.session is not None:
@@ -195,14 +265,22 @@ class ClientCore:
         if self._closed:
             return
         connection = self.connections[place]
+        was_connected = connection.connected
         messages, lost = connection.drain()
         for frames in messages:
             self._take(place, frames)
+        if connection.refused is not None:
+            self._fail_all(place, AccessRefused, connection.refused)
         if lost:
-            self.on_closing(place)
-            connection.reopen()
-            self.on_opened(place)
+            self._reopen(place)
             self._fail_all(place, ConnectionLost, f"the connection to {connection.endpoint} was lost")
+        elif self.resumer is not None and connection.connected and not was_connected:
+            self.resumer.endpoint_came()
+
+    def _reopen(self, place: int) -> None:
+        self.on_closing(place)
+        self.connections[place].reopen()
+        self.on_opened(place)
 
     def _take(self, place: int, frames: list[bytes]) -> None:
         _, frames = wire.split_envelope(frames)
@@ -240,12 +318,12 @@ class ClientCore:
             chunk = read_chunk(reply)
             call.assembler.add(chunk)
             call.chunks.append(chunk)
-        elif op == "result" and call.op == "generate":
+        elif op == "result" and call.op in ("generate", "attach"):
             result = read_result(reply, self.endpoints[call.place])
             if call.assembler is not None:
                 call.assembler.check_complete(result)
-            call.result = result
-        elif op in ("ok", "status", "trace") and call.op != "generate":
+            call.result = result if call.target is None else replace(result, id=call.target)
+        elif op in ("ok", "status", "trace") and call.op not in ("generate", "attach"):
             call.reply = {name: value for name, value in reply.items() if name not in _ENVELOPE_FIELDS}
         else:
             raise ProtocolError(f"the worker answered {call.op} with {op!r:.40}")
@@ -290,11 +368,14 @@ class ClientCore:
                 yield from self.until_done(call)
             except NotFound as error:
                 missing.append(error)
-        if len(missing) == len(calls):
+        if missing and len(missing) == len(calls):
             raise missing[0]
 
     def patience(self, call: Call) -> float | None:
         """Seconds that a call may go on waiting, None for ever. If its time is up, it ends with an error."""
+        if isinstance(call, ResumedCall):
+            assert self.resumer is not None
+            return self.resumer.patience(call)
         if call.done:
             return 0.0
         now, limit = time.monotonic(), call.deadline
@@ -307,6 +388,7 @@ class ClientCore:
         if now >= call.deadline:
             call.fail(RolloutTimeout(f"{call.op} had no answer from {endpoint} in time"))
         else:
-            self.connections[call.place].gone = True
-            call.fail(ConnectionLost(f"{endpoint} cannot be reached; is a worker running there?"))
+            connection = self.connections[call.place]
+            connection.gone = True
+            call.fail(ConnectionLost(f"{endpoint} cannot be reached; is a worker running there?{connection.hint}"))
         return 0.0

@@ -5,6 +5,8 @@ a connection that was up and went down is `lost`: the socket is thrown away with
 opened. Heartbeats make a peer that vanished without a word count as gone. What is sent before a worker is there waits
 here, where it can still be withdrawn.
 
+A worker that refuses the connection (CURVE keys) is not asked again by ZeroMQ: `refused` says why, until `reopen`.
+
 Sending never blocks (no high-water mark: the number of requests in flight is the caller's business). Not thread-safe.
 """
 
@@ -15,9 +17,20 @@ from collections.abc import Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from trainer_bridge.keys import ClientCurve
+
 HEARTBEAT_S = 10.0
 _RECONNECT_MAX_MS = 1000
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+_NOT_ALLOWED = "does not allow this client's key; have its public key put into the worker's folder of client keys"
+_NO_AGREEMENT = "and this client do not agree on CURVE: give the client its keys if the worker uses CURVE, else none"
+_BROKEN_OFF = "; something answers there, but breaks off: is the worker's public key (CURVE) the right one?"
 
 
 class Connection:
@@ -27,14 +40,17 @@ class Connection:
     until the worker is there again.
     """
 
-    def __init__(self, context: zmq.Context, endpoint: str) -> None:
+    def __init__(self, context: zmq.Context, endpoint: str, curve: ClientCurve | None = None) -> None:
         self.endpoint = endpoint
         self.gone = False
         self._context = context
+        self._curve = curve
         self._open()
 
     def _open(self) -> None:
         self.connected = False
+        self.refused: str | None = None
+        self.hint = ""  # more about why there is no connection
         self._unsent: dict[str, Sequence[bytes]] = {}  # only while not connected
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.set(zmq.SNDHWM, 0)
@@ -43,6 +59,10 @@ class Connection:
         self.socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         self.socket.set(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_S * 3000))
+        if "[" in self.endpoint:
+            self.socket.set(zmq.IPV6, 1)
+        if self._curve is not None:
+            self._curve.apply(self.socket)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
         try:
             self.socket.connect(self.endpoint)
@@ -82,8 +102,14 @@ class Connection:
             except zmq.Again:
                 return lost
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.connected, self.gone = True, False
+                self.connected, self.gone, self.hint = True, False, ""
                 self._send_waiting()
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.refused = f"the worker at {self.endpoint} {_NOT_ALLOWED}"
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self.refused = f"the worker at {self.endpoint} {_NO_AGREEMENT}"
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self.hint = _BROKEN_OFF
             elif self.connected:  # an attempt that never got through is not a loss
                 self.connected = False
                 lost = True

@@ -10,7 +10,6 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 
@@ -32,11 +31,13 @@ def draw_seed() -> int:
 
 
 def request_seed(plan: RequestPlan) -> int | None:
-    """The seed that a request names: its own, or that of the completion which it continues."""
-    if plan.prior is not None:
-        return plan.prior.seed
-    seed = plan.fields.get("sampling", {}).get("seed")
-    return None if seed is None else int(seed)
+    """The seed that a request names: its own, or that of the completion which it continues. Raises ValueError."""
+    seed = plan.fields.get("sampling", {}).get("seed") if plan.prior is None else plan.prior.seed
+    if seed is None:
+        return None
+    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << _SEED_BITS:
+        raise ValueError(f"the seed is {seed!r:.40}; use an integer from 0 to 2**63 - 1")
+    return int(seed)
 
 
 def first_plan(plan: RequestPlan, seed: int, remaining_s: float | None) -> RequestPlan:

@@ -1,4 +1,4 @@
-"""What can go wrong for a client, as exceptions: one class for each error code of the protocol, and three of its own.
+"""What can go wrong for a client, as exceptions: one class for each error code of the protocol, and four of its own.
 
 Catch `RolloutError` for all of them, or a class such as `Overloaded`, whose `retry_after_s` says when to come back.
 """
@@ -101,6 +101,12 @@ class ConnectionLost(RolloutError):
     """
 
     code = "connection_lost"
+
+
+class AccessRefused(RolloutError):
+    """The worker takes no connection from this client: CURVE keys are missing, wrong, or not allowed there."""
+
+    code = "access_refused"
 
 
 class RolloutTimeout(RolloutError, TimeoutError):

@@ -3,6 +3,9 @@
     with start_worker("/models/qwen3-8b", max_rows=64, env={"CUDA_VISIBLE_DEVICES": "7"}) as worker:
         client = RolloutClient(worker.endpoint)
 
+    with start_worker("/models/qwen3-8b", workers=8) as worker:      a worker a device, and their supervisor
+        client = RolloutClient(worker.endpoints)
+
 The worker is a process of its own, in a process group of its own, whose output goes to a log file. It does not inherit
 what torchrun and the like put into the environment of a rank: it is not one. Imports no torch.
 """
@@ -20,9 +23,12 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from trainer_bridge.errors import RolloutError
+
+if TYPE_CHECKING:
+    from trainer_bridge.keys import ClientCurve
 
 _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
@@ -50,6 +56,7 @@ def start_worker(
     ready_timeout_s: float = 900.0,
     wait: bool = True,
     command: Sequence[str] = (sys.executable, "-m", "rollout.cli", "serve"),
+    curve: ClientCurve | None = None,
     **flags: Any,
 ) -> WorkerProcess:
     """Start `rollout serve MODEL` and return once it can serve.
@@ -57,7 +64,8 @@ def start_worker(
     `flags` become command line flags: `max_rows=8` is `--max-rows 8`, True is `--flag`, False is `--no-flag`, None is
     left out; `args` are appended as they are. `env` adds to the environment (None removes). Without `log_file`, the
     log lies in a temporary folder that goes with the worker. With `wait=False` the worker is still starting: call
-    `wait_ready` (to start several at once). Raises `WorkerFailed` when it does not come up.
+    `wait_ready` (to start several at once). `curve` has the keys with which `stop` talks to a worker that was started
+    with `curve_secret_key`. Raises `WorkerFailed` when it does not come up.
     """
     folder = Path(tempfile.mkdtemp(prefix="rollout-worker-"))
     ready_file = folder / "ready.json"
@@ -72,7 +80,7 @@ def start_worker(
             env=worker_environment(os.environ, env or {}),
             start_new_session=True,
         )
-    worker = WorkerProcess(process, folder, ready_file, log_path)
+    worker = WorkerProcess(process, folder, ready_file, log_path, curve)
     if wait:
         try:
             worker.wait_ready(ready_timeout_s)
@@ -114,11 +122,20 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
 class WorkerProcess:
     """A worker that `start_worker` started. It is killed when this object goes, at the latest when the job ends.
 
+    With `workers=N` it is a supervisor and its N workers; `endpoint` and `weights_endpoint` are then the first one's.
     As a context manager it ends the worker at once on leaving, with what it has; call `stop()` before for a drain.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, ready_file: Path, log_path: Path) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        folder: Path,
+        ready_file: Path,
+        log_path: Path,
+        curve: ClientCurve | None = None,
+    ) -> None:
         self.log_path = log_path
+        self._curve = curve
         self._process = process
         self._ready_file = ready_file
         self._ready: dict[str, Any] | None = None
@@ -145,11 +162,33 @@ class WorkerProcess:
         return self._told("weights_endpoint")
 
     @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where clients connect, of every worker; they stay when a worker is started again."""
+        return tuple(worker["endpoint"] for worker in self._workers())
+
+    @property
+    def weights_endpoints(self) -> tuple[str, ...]:
+        """Where weights are sent, of every worker."""
+        return tuple(worker["weights_endpoint"] for worker in self._workers())
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids of the workers as they are now: another one after a restart."""
+        self._told("pid")
+        self._ready = self._read_ready() or self._ready
+        return tuple(worker["pid"] for worker in self._workers())
+
+    @property
     def model(self) -> str:
         """What it serves."""
         return self._told("model")
 
-    def _told(self, name: str) -> str:
+    def _workers(self) -> list[dict[str, Any]]:
+        self._told("endpoint")
+        assert self._ready is not None
+        return self._ready.get("workers", [self._ready])
+
+    def _told(self, name: str) -> Any:
         if self._ready is None:
             raise RuntimeError("the worker is still starting; call wait_ready() first")
         return self._ready[name]
@@ -175,7 +214,7 @@ class WorkerProcess:
             told = json.loads(self._ready_file.read_text())
         except (FileNotFoundError, json.JSONDecodeError):  # not there, or not all of it
             return None
-        missing = [name for name in ("endpoint", "weights_endpoint", "model") if name not in told]
+        missing = [name for name in ("endpoint", "weights_endpoint", "model", "pid") if name not in told]
         if missing:
             raise WorkerFailed(f"the worker's ready file lacks {missing[0]!r}; are its version and this one the same?")
         return told
@@ -196,17 +235,27 @@ class WorkerProcess:
         """
         deadline = time.monotonic() + timeout_s
         if self.returncode is None and self._ready is not None:
-            self._ask(mode, timeout_s)
+            if "workers" in self._ready:
+                self._signal(mode)
+            else:
+                self._ask(mode, timeout_s)
             self._wait(max(0.0, deadline - time.monotonic()))
         if self.returncode is None:
             self._process.terminate()
             self._wait(_TERMINATE_S)
         return self.kill()
 
+    def _signal(self, mode: Literal["drain", "now"]) -> None:
+        """Ask a supervisor: a worker that is just being started again could not be asked."""
+        self._process.terminate()
+        if mode == "now":
+            self._process.send_signal(signal.SIGINT)  # another signal: two of one kind may arrive as one
+
     def _ask(self, mode: Literal["drain", "now"], timeout_s: float) -> None:
         from trainer_bridge.client import RolloutClient
 
-        with RolloutClient(self.endpoint, timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
+        client = RolloutClient(self.endpoint, timeout_s=timeout_s, connect_timeout_s=timeout_s, curve=self._curve)
+        with client:
             try:
                 client.shutdown(mode)
             except RolloutError:

@@ -33,12 +33,14 @@ ALIGN_BYTES = 64
 DEFAULT_BUCKET_BYTES = 64 << 20
 MAX_BUCKET_BYTES = 256 << 20
 MAX_VERSION = (1 << 63) - 1
+MAX_TENSORS = 1 << 18
 #: Types that may be sent; the worker converts them to the type of its parameter.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _MAX_DIMS = 8
 _MAX_NAME_CHARS = 512
 _MAX_STREAM_BYTES = 1 << 50
+_MAX_BUCKETS = 1 << 18
 _FIELDS = {"version", "bucket_bytes", "tensors", "digest"}
 
 
@@ -132,14 +134,21 @@ def pack(version: int, tensors: Iterable[tuple[str, str, Sequence[int]]], bucket
         if end > _MAX_STREAM_BYTES:
             raise _rejected(f"the tensors up to {name} take {end} bytes, which no worker holds")
         entries.append(entry)
+    if end > _MAX_BUCKETS * bucket_bytes:
+        raise _rejected(f"{end} bytes in buckets of {bucket_bytes} are more than {_MAX_BUCKETS} buckets; enlarge them")
     return Manifest(version, tuple(entries), bucket_bytes)
 
 
-def from_wire(value: Any) -> Manifest:
-    """Read what `to_wire` wrote. Raises `WeightsRejected` for anything else, a wrong digest included."""
+def from_wire(value: Any, max_tensors: int = MAX_TENSORS) -> Manifest:
+    """Read what `to_wire` wrote. Raises `WeightsRejected` for anything else, a wrong digest included.
+
+    More than `max_tensors` are refused before they are looked at.
+    """
     if type(value) is not dict or value.keys() != _FIELDS:
         raise _rejected(f"the manifest must be a map of exactly {', '.join(sorted(_FIELDS))}")
     rows = value["tensors"]
+    if type(rows) is list and len(rows) > max_tensors:
+        raise _rejected(f"the manifest has {len(rows)} tensors; the model takes at most {max_tensors}")
     if type(rows) is not list or not all(_is_row(row) for row in rows):
         raise _rejected("the manifest's tensors must be a list of [name, dtype, shape]")
     manifest = pack(value["version"], rows, value["bucket_bytes"])

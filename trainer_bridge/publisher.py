@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_bridge.errors import ProtocolError, RolloutError, RolloutTimeout
+from trainer_bridge.keys import ClientCurve
 from trainer_bridge.manifest import DEFAULT_BUCKET_BYTES
 from trainer_bridge.payload import NamedTensors, Payload
 from trainer_bridge.transports import Peer, TransferRules, make_sender
@@ -123,7 +124,8 @@ class WeightPublisher:
     `endpoints` are the workers' request sockets, as `RolloutClient` takes them. `transport` is `zmq`, `disk` (with
     `folder`, on a path that the workers can read) or `auto`: the fastest that works, which is `zmq`; reports say which
     was used. Deadlines in seconds: `begin_s` for connecting and for the workers' check of the manifest, `stall_s`
-    without progress of a transfer, `apply_s` from commit until a worker uses the weights.
+    without progress of a transfer, `apply_s` from commit until a worker uses the weights. `curve` has the keys for
+    workers that use CURVE.
 
     Closing ends what is unfinished: wait for `applied` first. Workers keep what they serve.
     """
@@ -138,12 +140,14 @@ class WeightPublisher:
         begin_s: float = 30.0,
         stall_s: float = 30.0,
         apply_s: float = 120.0,
+        curve: ClientCurve | None = None,
     ) -> None:
         self.endpoints = [endpoints] if isinstance(endpoints, str) else list(endpoints)
         if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
             raise ValueError("endpoints must name at least one worker, and each once")
         self.transport = "zmq" if transport == "auto" else transport
-        self._sender = make_sender(self.transport, folder)
+        self._curve = curve
+        self._sender = make_sender(self.transport, folder, curve)
         self._bucket_bytes, self._begin_s, self._apply_s = bucket_bytes, begin_s, apply_s
         self._closing = threading.Event()
         self._rules = TransferRules(stall_s, self._closing)
@@ -202,7 +206,7 @@ class WeightPublisher:
         links: list[ControlLink] = []
         try:
             for endpoint in self.endpoints:
-                links.append(ControlLink(endpoint, self._client))
+                links.append(ControlLink(endpoint, self._client, self._curve))
         except ValueError:
             for link in links:
                 link.close()

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 import zmq
 
-from rollout.config import WeightsSettings
+from rollout.config import SecuritySettings, WeightsSettings
+from trainer_bridge.access import Access
 from trainer_bridge.errors import BadRequest, InternalError, NotFound, RolloutError, Unavailable, WeightsRejected
 from trainer_bridge.manifest import Manifest, from_wire
 from trainer_bridge.parameter_map import Fit, ParameterMap
@@ -62,14 +63,20 @@ class WeightReceiver:
     """Receives updates for `views`, a map of Hugging Face names to views of the model's parameters.
 
     `version` is the version of the weights that `views` hold now. The socket is bound on return (`endpoint`); raises
-    ValueError when it cannot be.
+    ValueError when it cannot be, or must not be without CURVE.
     """
 
-    def __init__(self, views: Mapping[str, torch.Tensor], version: int, settings: WeightsSettings) -> None:
+    def __init__(
+        self,
+        views: Mapping[str, torch.Tensor],
+        version: int,
+        settings: WeightsSettings,
+        security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
+    ) -> None:
         self._map = ParameterMap(views)
         self._version = version
         self._idle_s = settings.idle_s
-        self._receivers = make_receivers(settings.bind, self._map.max_update_bytes)
+        self._receivers = make_receivers(settings.bind, self._map.max_update_bytes, Access.from_settings(security))
         self.endpoint: str = self._receivers["zmq"].endpoint  # type: ignore[attr-defined]
         self._staging = HostStaging(pinned=any(view.is_cuda for view in views.values()))
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -232,7 +239,8 @@ class WeightReceiver:
         reply({"op": "ok", "version": manifest.version, "token": incoming.token.hex(), "grant": grant})
 
     def _check_begin(self, header: Mapping[str, Any]) -> tuple[Manifest, TransportReceiver, Mapping[str, Any]]:
-        manifest = from_wire(header["manifest"])
+        # A few too many are read all the same, so that the refusal can name them.
+        manifest = from_wire(header["manifest"], max_tensors=2 * len(self._map.views) + 64)
         if type(header["version"]) is not int or header["version"] != manifest.version:
             raise WeightsRejected(f"version must be the manifest's, {manifest.version}", field="version")
         if manifest.version <= self._version:

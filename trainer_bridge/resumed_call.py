@@ -20,6 +20,7 @@ from trainer_bridge.call import Call
 from trainer_bridge.continuation import completion_seed, empty_part
 from trainer_bridge.errors import ProtocolError, RolloutError
 from trainer_bridge.generate_request import RequestPlan
+from trainer_bridge.journal import Saved
 from trainer_bridge.results import Chunk, Completion, FinishReason, GenerateResult, Timing
 
 
@@ -90,6 +91,18 @@ class ResumedCall(Call):
             return empty_part(part.index, part.seed)
         return replace(self.assembler.joined(part.index), seed=part.seed)
 
+    def restore(self, saved: Saved) -> None:
+        """Take what a journal has of this request: all of it, or its beginning."""
+        self.resumes = max(0, len(saved.legs) - 1)
+        for chunk in saved.chunks:
+            if not 0 <= chunk.index < len(self.parts):
+                raise ProtocolError(f"the journal has completion {chunk.index} of {self.id!r}, which has no such")
+            self.take(self.parts[chunk.index], chunk)
+        if saved.result is not None:
+            for part, text in zip(self.parts, saved.texts, strict=True):
+                part.text = text
+            self.result = replace(saved.result, completions=self.completions())
+
     def add_leg(self, leg: Call, parts: list[Part], now: float) -> None:
         """A worker has these completions now."""
         self.legs[leg] = [part.index for part in parts]
@@ -109,16 +122,21 @@ class ResumedCall(Call):
         return part if part.leg is leg else None
 
     def take(self, part: Part, chunk: Chunk) -> Chunk:
-        """Add new tokens to a completion; returns the chunk as it is of this request."""
+        """Add new tokens to a completion; returns the chunk as it is of this request. Raises `ProtocolError`."""
+        if chunk.part.seed not in (None, part.seed):
+            raise ProtocolError(
+                f"the worker draws completion {part.index} from seed {chunk.part.seed}, not from {part.seed}, the one "
+                "that the protocol derives; it could not be continued"
+            )
         chunk = Chunk(chunk.offset, replace(chunk.part, index=part.index, seed=part.seed))
         self.assembler.add(chunk)
         if len(chunk.token_ids):
             part.progress()
         if chunk.finish_reason is not None:
-            part.done, part.leg, part.down_since = True, None, None
+            part.done, part.down_since = True, None
             if part in self.waiting:
                 self.waiting.remove(part)
-        if self.plan.stream == "tokens" or (self.plan.stream == "completions" and part.done):
+        if part.done and self.plan.stream is not None or self.plan.stream == "tokens" and len(chunk.token_ids):
             self.chunks.append(chunk)
         return chunk
 

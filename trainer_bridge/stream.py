@@ -17,7 +17,7 @@ class StreamView:
     @property
     def id(self) -> str:
         """The request's id."""
-        return self._call.id
+        return self._call.target or self._call.id
 
     @property
     def endpoint(self) -> str:
@@ -35,5 +35,5 @@ class StreamView:
         return self._call.assembler.partials()
 
     def close(self) -> None:
-        """Take no more; the worker stops if it still runs."""
+        """Take no more; the worker stops if it still runs, but not what is detached or was attached to."""
         self._core.abandon(self._call)

@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 
 from trainer_bridge.errors import BadRequest, ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, from_reply
+from trainer_bridge.keys import ClientCurve
 from trainer_bridge.wire import PROTOCOL_VERSION, REPLY_LIMITS, WireError, decode, encode, split_envelope
 
 _ENVELOPE = {"v", "op", "id", "client", "action"}
@@ -40,7 +41,7 @@ def check_fields(header: Mapping[str, Any]) -> str:
     if type(action) is not str or action not in _FIELDS:
         raise BadRequest(f"action must be one of {', '.join(_FIELDS)}", field="action")
     for name in sorted(header.keys() - _ENVELOPE - _FIELDS[action]):
-        raise BadRequest(f"{action} takes no field {name!r:.80}", field=name)
+        raise BadRequest(f"{action} takes no field {name!r:.80}", field=name[:80])
     for name in sorted(_FIELDS[action] - header.keys()):
         raise BadRequest(f"{action} needs the field {name}", field=name)
     if "options" in _FIELDS[action] and type(header["options"]) is not dict:
@@ -68,13 +69,17 @@ def error_reply(error: RolloutError) -> dict[str, Any]:
 class ControlLink:
     """The connection to one worker's request socket. Belongs to one thread."""
 
-    def __init__(self, endpoint: str, client: str) -> None:
+    def __init__(self, endpoint: str, client: str, curve: ClientCurve | None = None) -> None:
         self.endpoint = endpoint
         self._client = client
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.IMMEDIATE, 1)  # queue nothing for a worker that is not there
         self.socket.set(zmq.HEARTBEAT_IVL, 10_000)
+        if "[" in endpoint:
+            self.socket.set(zmq.IPV6, 1)
+        if curve is not None:
+            curve.apply(self.socket)
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -170,6 +175,7 @@ def _no_answer(ask: _Ask, phase: str, timeout_s: float, closing: threading.Event
         return RolloutError(f"{phase}: the publisher was closed before {endpoint} answered", code="closed")
     if ask.message_id is None:
         return ConnectionLost(
-            f"{phase}: no connection to {endpoint} within {timeout_s:g} s; see whether the worker lives"
+            f"{phase}: no connection to {endpoint} within {timeout_s:g} s; see whether the worker lives, and whether "
+            "its keys (CURVE) and this publisher's match"
         )
     return RolloutTimeout(f"{phase}: no answer from {endpoint} within {timeout_s:g} s; see the worker's log")

@@ -50,6 +50,8 @@ def test_a_worker_is_asked_to_end(mode: Any, status: int) -> None:
     with start() as worker:
         assert worker.endpoint.startswith("tcp://127.0.0.1:") and worker.weights_endpoint == worker.endpoint
         assert worker.model == "some/model" and worker.returncode is None
+        assert worker.endpoints == (worker.endpoint,) and worker.weights_endpoints == (worker.weights_endpoint,)
+        assert worker.pids == (worker.pid,)
         assert worker.stop(mode) == status
         assert worker.returncode == status
 

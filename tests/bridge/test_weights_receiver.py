@@ -177,7 +177,7 @@ def test_stale_and_duplicate_versions_are_refused(version: int) -> None:
 def test_a_huge_manifest_is_refused_before_memory_is_taken(worker: Worker) -> None:
     raw = RawPublisher(worker, new_tensors(worker.model, 2))
     rows = [(name, "float32", [1 << 20, 1 << 20]) for name in worker.model.names()]
-    assert_rejected(raw.begin(manifest=pack(1, rows, BUCKET).to_wire()), "wrong shapes")
+    assert_rejected(raw.begin(manifest=pack(1, rows, 256 << 20).to_wire()), "wrong shapes")
     assert worker.receiver._staging._buffer.numel() == 0
 
 

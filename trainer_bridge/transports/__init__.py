@@ -28,6 +28,8 @@ from trainer_bridge.errors import RolloutError
 from trainer_bridge.manifest import Manifest
 
 if TYPE_CHECKING:
+    from trainer_bridge.access import Access
+    from trainer_bridge.keys import ClientCurve
     from trainer_bridge.payload import Payload
 
 TRANSPORTS = ("zmq", "disk")
@@ -138,21 +140,24 @@ class TransportSender(ABC):
         """Free sockets, files and memory."""
 
 
-def make_receivers(bind: str, max_update_bytes: int) -> dict[str, TransportReceiver]:
-    """Every transport of a worker, by name. `bind` is the endpoint of the data socket."""
+def make_receivers(bind: str, max_update_bytes: int, access: Access) -> dict[str, TransportReceiver]:
+    """Every transport of a worker, by name. `bind` is the endpoint of the data socket, `access` who may use it."""
     from trainer_bridge.transports.disk import DiskReceiver
     from trainer_bridge.transports.zmq_stream import ZmqReceiver
 
-    return {"zmq": ZmqReceiver(bind, max_update_bytes), "disk": DiskReceiver()}
+    return {"zmq": ZmqReceiver(bind, max_update_bytes, access), "disk": DiskReceiver()}
 
 
-def make_sender(name: str, folder: str | None) -> TransportSender:
-    """The sender of a transport. `folder` is where `disk` writes. Raises ValueError for an unknown name."""
+def make_sender(name: str, folder: str | None, curve: ClientCurve | None = None) -> TransportSender:
+    """The sender of a transport. `folder` is where `disk` writes, `curve` the keys for workers with CURVE.
+
+    Raises ValueError for an unknown name.
+    """
     from trainer_bridge.transports.disk import DiskSender
     from trainer_bridge.transports.zmq_stream import ZmqSender
 
     if name == "zmq":
-        return ZmqSender()
+        return ZmqSender(curve)
     if name == "disk":
         if folder is None:
             raise ValueError("transport 'disk' needs a folder that the workers can read; set folder=")

@@ -43,6 +43,8 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _MAX_FILES = 1 << 16
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the format's own library
+_SPARE_HEADER_BYTES = 1 << 20  # for a file's metadata
+_ENTRY_HEADER_BYTES = 4096  # for one tensor, its name included
 _READ_BYTES = 64 << 20
 
 
@@ -179,8 +181,10 @@ class _OpenFile:
         if self._note.nbytes < 8:
             raise self._bad("is too short for a safetensors file")
         (length,) = struct.unpack("<Q", self._read(8))
-        if length > min(_MAX_HEADER_BYTES, self._note.nbytes - 8):
+        if length > self._note.nbytes - 8:
             raise self._bad("has a header longer than itself")
+        if length > min(_MAX_HEADER_BYTES, _SPARE_HEADER_BYTES + _ENTRY_HEADER_BYTES * len(entries)):
+            raise self._bad("has a header longer than its tensors need")
         try:
             header = json.loads(self._read(length))
         except (ValueError, RecursionError) as error:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import zmq
 
+from trainer_bridge.access import OPEN_ON_LOOPBACK, Access
 from trainer_bridge.errors import (
     BadRequest,
     ConnectionLost,
@@ -36,6 +37,7 @@ from trainer_bridge.errors import (
     RolloutTimeout,
     WeightsRejected,
 )
+from trainer_bridge.keys import ClientCurve
 from trainer_bridge.manifest import MAX_BUCKET_BYTES, checksum, checksums_digest
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
@@ -60,21 +62,28 @@ class ZmqReceiver(TransportReceiver):
 
     name = "zmq"
 
-    def __init__(self, bind: str, max_update_bytes: int, window: int = DEFAULT_WINDOW) -> None:
+    def __init__(
+        self, bind: str, max_update_bytes: int, access: Access = OPEN_ON_LOOPBACK, window: int = DEFAULT_WINDOW
+    ) -> None:
+        access.check_bind(bind, "weights.bind")
         self._window = window
         self.ignored_messages = 0
         self._checksums: list[int | None] = []
         self._sender: bytes | None = None
-        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._context = zmq.Context()  # of its own: the list of allowed clients is one for a context
+        self._socket: zmq.Socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.RCVHWM, window + 4)
         # libzmq drops a connection that announces a larger frame before it allocates memory for it.
         self._socket.set(zmq.MAXMSGSIZE, min(MAX_BUCKET_BYTES, max_update_bytes) + _BUCKET.size)
         self._socket.set(zmq.HEARTBEAT_IVL, 10_000)
+        if "[" in bind:
+            self._socket.set(zmq.IPV6, 1)
+        access.secure(self._context, self._socket)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             raise ValueError(f"cannot bind the weight transport to {bind}: {error}; set weights.bind") from error
         self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT)
 
@@ -132,6 +141,7 @@ class ZmqReceiver(TransportReceiver):
     def close(self) -> None:
         """Close the data socket."""
         self._socket.close(0)
+        self._context.term()
 
     def _take(self, incoming: Incoming, index: int, crc: int, payload: memoryview) -> None:
         manifest = incoming.manifest
@@ -177,7 +187,8 @@ class ZmqSender(TransportSender):
 
     name = "zmq"
 
-    def __init__(self) -> None:
+    def __init__(self, curve: ClientCurve | None = None) -> None:
+        self._curve = curve
         self._buffers: list[torch.Tensor] = []
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
@@ -186,7 +197,7 @@ class ZmqSender(TransportSender):
 
     def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
         """Pack each bucket once and send it to every peer; return when all have acknowledged all."""
-        links = [_Link(peer, rules) for peer in peers]
+        links = [_Link(peer, rules, self._curve) for peer in peers]
         checksums = []
         window = min((link.window for link in _alive(links)), default=DEFAULT_WINDOW)
         try:
@@ -224,7 +235,7 @@ class ZmqSender(TransportSender):
 class _Link:
     """The data connection to one worker."""
 
-    def __init__(self, peer: Peer, rules: TransferRules) -> None:
+    def __init__(self, peer: Peer, rules: TransferRules, curve: ClientCurve | None) -> None:
         self.peer = peer
         self.rules = rules
         self.acknowledged = 0
@@ -235,6 +246,10 @@ class _Link:
         self.socket.set(zmq.IMMEDIATE, 1)  # queue nothing for a worker that is not there
         self.socket.set(zmq.SNDHWM, 2 * self.window)
         self.socket.set(zmq.MAXMSGSIZE, _MAX_REFUSAL_BYTES + _REFUSAL.size)
+        if "[" in address:
+            self.socket.set(zmq.IPV6, 1)
+        if curve is not None:
+            curve.apply(self.socket)
         if peer.error is None:
             try:
                 self.socket.connect(address)
