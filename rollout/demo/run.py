@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rollout.demo.trainer import PROBE_TOKENS
 from trainer_bridge.launch import WorkerProcess, start_worker
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         CHECKPOINTS / "ones",
         log_file=folder / "worker.log",
         max_rows=rows,
-        max_context_tokens=args.tokens + 64,
+        max_context_tokens=max(args.tokens, PROBE_TOKENS) + 64,
         pipeline_depth=args.pipeline_depth,
         jsonl=folder / "metrics.jsonl",
         wandb=args.wandb,

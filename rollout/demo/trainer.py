@@ -29,6 +29,7 @@ from trainer_bridge.results import Completion
 STEP_OF_VERSION = {0: 1, 1: 2}
 _STREAM_EVERY = 256
 _PROBE_PROMPT, _PROBE_STOP, _PROBES = "8:", " 64", 12
+PROBE_TOKENS = 400
 
 
 @dataclass(frozen=True)
@@ -119,14 +120,16 @@ class Trainer:
         for seed in range(_PROBES):
             result = await client.generate(
                 _PROBE_PROMPT,
-                max_tokens=400,
+                max_tokens=PROBE_TOKENS,
                 sampling={"temperature": 1.0, "seed": seed},
                 stop={"strings": [_PROBE_STOP]},
                 return_text=True,
             )
             completion = result.completions[0]
             self._check(_PROBE_PROMPT, completion, keep=False)
-            if completion.stop != _PROBE_STOP or not completion.text or _PROBE_STOP in completion.text:
+            stopped = completion.stop == _PROBE_STOP and completion.text and _PROBE_STOP not in completion.text
+            # Weights that change on an odd number have it go on past 64.
+            if not stopped and len(completion.versions) == 1:
                 self.report.errors.append(f"a probe ended with {completion.finish_reason} {completion.stop!r}")
             self.report.probes += 1
 

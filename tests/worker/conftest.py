@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from raw_client import RawClient
@@ -32,6 +31,12 @@ def worker(workers: tuple[WorkerProcess, WorkerProcess]) -> Iterator[WorkerProce
     """The first worker, which must be idle again when the test is over."""
     yield workers[0]
     assert_idle(workers[0])
+
+
+@pytest.fixture(scope="session")
+def ledger() -> dict[int, int]:
+    """What each version of the second worker's weights counts in; whoever publishes to it writes it down."""
+    return {0: 1}
 
 
 @pytest.fixture

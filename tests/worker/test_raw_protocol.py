@@ -125,8 +125,6 @@ def test_the_same_message_again_is_the_same_request_and_another_is_a_duplicate(w
             assert reply["op"] == "result"
         results = [client.receive() for client in (one, other)]
         assert results[0]["completions"] == results[1]["completions"] and results[0]["seed"] == results[1]["seed"]
-        again = one.ask("generate", "same", **{**request, "max_tokens": 4})  # the id is free again
-        assert len(again["completions"][0]["token_ids"]) == 4
 
 
 def test_metadata_comes_back_as_it_was_sent(raw: RawClient) -> None:

@@ -169,4 +169,3 @@ def test_status_has_every_field_while_it_runs(client: RolloutClient, worker: Wor
     assert (status["max_context_tokens"], status["vocab_size"], status["eos_ids"]) == (32_768, 16, [EOS])
     ops = {"generate", "cancel", "status", "ping", "pause", "resume", "shutdown", "weights"}
     assert ops | {"messages", "stream", "continue_from", "priority", "deadline_s"} <= set(status["capabilities"])
-    assert not {"attach", "sleep", "detached", "constraint"} & set(status["capabilities"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgpack
 import pytest
 from raw_client import RawClient, pack_blob
-from worker_harness import text_of, token_ids
+from worker_harness import text_of
 
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.errors import Duplicate, NotFound, Overloaded, TooLong
@@ -86,17 +86,6 @@ def test_a_message_that_cannot_be_read_is_a_bad_message(raw: RawClient, frames: 
         ({"continue_from": {"token_ids": [3], "seed": 1}, "n": 2}, "n"),
         ({"continue_from": {"token_ids": [3, 4], "seed": 1}, "max_tokens": 2}, "max_tokens"),
         ({"continue_from": {"token_ids": [3, 4], "seed": 1, "logprobs": [0.0]}}, "continue_from"),
-        ({"logprobs": 5}, "logprobs"),
-        ({"prompt_logprobs": True}, "prompt_logprobs"),
-        ({"min_complete": 1}, "min_complete"),
-        ({"return_routing": True}, "return_routing"),
-        ({"constraint": {"regex": "a"}}, "constraint"),
-        ({"adapter": "a"}, "adapter"),
-        ({"session": "a"}, "session"),
-        ({"session_lease_s": 5}, "session_lease_s"),
-        ({"min_version": 1}, "min_version"),
-        ({"max_version_span": 1}, "max_version_span"),
-        ({"detached": True}, "detached"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -105,13 +94,30 @@ def test_a_wrong_field_is_named(raw: RawClient, fields: dict, field: str) -> Non
     assert (code_of(reply), reply["field"]) == ("bad_request", field)
 
 
+#: What the protocol names and not every worker has, with a value that asks for it.
+OPTIONAL_FIELDS = {
+    "logprobs": 5, "prompt_logprobs": True, "min_complete": 1, "return_routing": True, "constraint": {"regex": "a"},
+    "adapter": "a", "session": "a", "session_lease_s": 5, "min_version": 1, "max_version_span": 1, "detached": True,
+}  # fmt: skip
+OPTIONAL_OPS = ("attach", "ack", "sleep", "wake", "report", "trace")
+
+
+def test_what_the_capabilities_do_not_list_is_refused_by_name(raw: RawClient) -> None:
+    offered = set(raw.ask("status", "s")["capabilities"])
+    refused = [name for name in OPTIONAL_FIELDS if name not in offered]
+    for name in refused:
+        reply = raw.ask("generate", "b", prompt="17:", max_tokens=8, **{name: OPTIONAL_FIELDS[name]})
+        assert (code_of(reply), reply["field"]) == ("bad_request", name)
+        assert name in reply["message"] and "capabilities" in reply["message"]
+    for op in (op for op in OPTIONAL_OPS if op not in offered):
+        reply = raw.ask(op, "b")
+        assert (code_of(reply), reply["field"]) == ("bad_request", "op") and op in reply["message"]
+
+
 @pytest.mark.parametrize(
     ("op", "fields", "field"),
     [
         ("generat", {}, "op"),
-        ("attach", {"target": "a"}, "op"),
-        ("sleep", {}, "op"),
-        ("trace", {}, "op"),
         ("ping", {"now": True}, "now"),
         ("cancel", {}, "target"),
         ("pause", {"mode": "stop"}, "mode"),
@@ -133,7 +139,13 @@ def test_a_request_without_a_proper_id_is_answered_without_one(raw: RawClient, r
 
 
 def test_fields_of_other_versions_that_ask_for_nothing_are_accepted(raw: RawClient) -> None:
-    nothing = {"logprobs": 0, "prompt_logprobs": False, "min_complete": None, "return_routing": False, "detached": False}
+    nothing = {
+        "logprobs": 0,
+        "prompt_logprobs": False,
+        "min_complete": None,
+        "return_routing": False,
+        "detached": False,
+    }
     assert raw.ask("generate", "b", prompt="17:", max_tokens=2, **nothing)["op"] == "result"
 
 

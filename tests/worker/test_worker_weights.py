@@ -30,11 +30,11 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 class Served:
     """A worker, a client, a publisher, and the book of what each version counts in."""
 
-    def __init__(self, worker: WorkerProcess) -> None:
+    def __init__(self, worker: WorkerProcess, steps: dict[int, int]) -> None:
         self.endpoint = worker.endpoint
         self.client = RolloutClient(worker.endpoint, timeout_s=60.0)
         self.publisher = WeightPublisher(worker.endpoint, bucket_bytes=1 << 16)
-        self.steps = {0: 1}
+        self.steps = steps
 
     @property
     def version(self) -> int:
@@ -64,8 +64,8 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def book(workers: tuple[WorkerProcess, WorkerProcess]) -> Iterator[Served]:
-    served = Served(workers[1])
+def book(workers: tuple[WorkerProcess, WorkerProcess], ledger: dict[int, int]) -> Iterator[Served]:
+    served = Served(workers[1], ledger)
     yield served
     served.close()
 
@@ -228,7 +228,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Computes the KV again after a swap, has few pages, and forgets half-sent updates quickly."""
     log = tmp_path_factory.mktemp("tight") / "worker.log"
     with launch(log=log, kv_on_swap="recompute", max_rows=4, kv_pages=80, idle_s=0.5, stop_check_every=1) as worker:
-        served = Served(worker)
+        served = Served(worker, {0: 1})
         yield served
         served.close()
 

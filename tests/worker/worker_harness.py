@@ -19,6 +19,9 @@ CHECKPOINTS = ROOT / "rollout" / "demo" / "checkpoints"
 ONES, TWOS = CHECKPOINTS / "ones", CHECKPOINTS / "twos"
 DEADLINE_S = 60.0
 
+_SETTINGS = ("ROLLOUT_", "WANDB_")
+_ALWAYS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+
 #: Token texts by id, as in the checkpoints' tokenizer.json.
 TEXTS = ("<pad>", "<eos>", "<unk>", *"0123456789 :\n")
 EOS, SPACE, COLON = 1, TEXTS.index(" "), TEXTS.index(":")
@@ -26,17 +29,13 @@ EOS, SPACE, COLON = 1, TEXTS.index(" "), TEXTS.index(":")
 
 def subprocess_environment(**changes: str) -> dict[str, str]:
     """This environment without settings of a worker and without a W&B account, and with the sources on the path."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("ROLLOUT_", "WANDB_"))}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **changes}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS)}
+    return {**kept, **_ALWAYS, **changes}
 
 
-def launch(
-    model: Path = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any
-) -> WorkerProcess:
-    """`start_worker` without W&B, unless it is asked for."""
-    settings = {name: None for name in os.environ if name.startswith(("ROLLOUT_", "WANDB_"))}
-    env = {**settings, **subprocess_environment(), **(env or {})}
+def launch(model: Path = ONES, *, log: Path, wait: bool = True, **flags: Any) -> WorkerProcess:
+    """`start_worker` without W&B."""
+    env = {**{name: None for name in os.environ if name.startswith(_SETTINGS)}, **_ALWAYS}
     return start_worker(model, log_file=log, wait=wait, env=env, **{"wandb": False, "drain_s": 60, **flags})
 
 
