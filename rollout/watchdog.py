@@ -55,10 +55,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Hear signals from now on; to be called on the main thread."""
+        """Hear signals from now on, but those that this process ignores; to be called on the main thread."""
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in _HEARD:
-            signal.signal(number, lambda number, frame: None)  # without a handler there is no byte
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: None)  # without a handler there is no byte
         self._thread.start()
 
     def stop_watching(self) -> None:

@@ -23,11 +23,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from rich.progress import Progress
 
+from rollout.announce import say, write_whole
 from rollout.config import Settings
 from rollout.engine.build import build_engine, context_limit, rebuild_engine
 from rollout.engine.device import make_device
@@ -38,6 +38,7 @@ from rollout.service.intake import ServedModel
 from rollout.service.server import Server
 from rollout.service.text import load_text_codec
 from rollout.watchdog import Watchdog
+from trainer_bridge.access import Access
 from trainer_bridge.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ _SINK_DEADLINE_S = 20.0
 _STOP_S = 10.0  # for the loop to end at once
 _CLOSE_S = 60.0  # for threads and sinks to end once the loop has
 _FAULTS_WITHIN_S = 3600.0
+_MESSAGE_CHARS = 500
 
 #: Exit statuses, beside 0 (orderly end) and 2 (wrong usage).
 FAILED, FAULT, HUNG = 1, 3, 4
@@ -64,7 +66,7 @@ class Worker:
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         inbox: SimpleQueue[Command] = SimpleQueue()
         model, version = loaded.model, settings.weights.initial_version
-        self.receiver = WeightReceiver(trainer_views(loaded), version, settings.weights)
+        self.receiver = WeightReceiver(trainer_views(loaded), version, settings.weights, settings.security)
         self.server = Server(
             settings.service,
             ServedModel(
@@ -79,6 +81,7 @@ class Worker:
             receiver=self.receiver,
             worker_name=self.name,
             stop_check_every=settings.engine.stop_check_every,
+            security=settings.security,
         )
         self.engine = build_engine(
             settings, make_device(settings.model.device), model, inbox, self.server.outbox.put, self.receiver
@@ -138,7 +141,7 @@ class Worker:
             # Whatever it was (the device, memory, our own books), nobody may be left without an answer.
             except Exception as error:
                 log.critical("the engine failed", exc_info=True)
-                message = f"the engine failed: {type(error).__name__}: {error:.500}"
+                message = f"the engine failed: {type(error).__name__}: {error}"[:_MESSAGE_CHARS]
             if not self._recover(message):
                 return FAULT
         return 0
@@ -199,7 +202,7 @@ class Worker:
         if metrics.timeline is not None and steps:
             write_timeline(steps, metrics.timeline, f"{self.settings.model.path}: the last {len(steps)} steps")
         runs = [sink.run_path for sink in self.sinks if isinstance(sink, WandbSink)]
-        _say({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals})
+        say({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals})
 
     def _report(self, now: float) -> None:
         self.engine.set_gauges()
@@ -207,8 +210,10 @@ class Worker:
 
     def _on_signal(self, count: int) -> None:
         now = count > 1 or self.engine.state == "draining"
-        self.engine.inbox.put(Shutdown("now" if now else "drain"))
-        if now:
+        if not now:
+            self.server.drain()
+        else:
+            self.engine.inbox.put(Shutdown("now"))
             self.watchdog.expect_end(_STOP_S)
 
     def _on_stall(self, seconds: float) -> None:
@@ -235,11 +240,11 @@ class Worker:
         }
         if self.settings.ready_file is not None:
             write_whole(Path(self.settings.ready_file), json.dumps(ready))
-        _say(ready)
+        say(ready)
 
 
 def serve(settings: Settings, restarts: int = 0) -> int:
-    """Run a worker until it is shut down; returns the exit status. A supervisor started it `restarts` times before.
+    """Run a worker until it is shut down; returns the exit status. `restarts` is how often a supervisor began again.
 
     Raises ValueError or OSError, with what to change, when the model or the settings don't allow serving.
     """
@@ -248,6 +253,9 @@ def serve(settings: Settings, restarts: int = 0) -> int:
         logging.getLogger(package).setLevel(settings.log_level.upper())
     if settings.metrics.timeline is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("timeline needs matplotlib: pip install 'rollout-engine[plot]', or leave the setting out")
+    access = Access.from_settings(settings.security)  # now: loading a model may take minutes
+    access.check_bind(settings.service.bind, "service.bind")
+    access.check_bind(settings.weights.bind, "weights.bind")
     torch.set_num_threads(settings.model.cpu_threads)
     device = make_device(settings.model.device)
     with Progress(disable=not sys.stderr.isatty(), transient=True) as bar:
@@ -281,14 +289,3 @@ def make_sinks(settings: Settings) -> list[Sink]:
     if settings.metrics.wandb:
         sinks.append(WandbSink(settings.metrics, settings.model_dump()))
     return sinks
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or none."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def _say(fact: dict[str, Any]) -> None:
-    print(json.dumps(fact), flush=True)

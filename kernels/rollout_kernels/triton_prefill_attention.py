@@ -167,9 +167,9 @@ def default_prefill_config(dim: int, dtype: torch.dtype, max_query: int) -> Pref
     """The configuration for a head dimension, a dtype and a bound on the chunks' lengths."""
     block_m = min(128, max(16, triton.next_power_of_2(max_query)))
     if dtype == torch.float32:
-        return PrefillConfig(min(block_m, 32), 32, 4, 2)
+        return PrefillConfig(16, 32, 4, 2)
     if dim > 128:
-        return PrefillConfig(min(block_m, 64), 64, 4, 2)
+        return PrefillConfig(min(block_m, 64), 64, 8 if block_m >= 64 else 4, 2)
     return PrefillConfig(block_m, 64, 8 if block_m == 128 else 4, 3)
 
 

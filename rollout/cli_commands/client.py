@@ -13,6 +13,7 @@ from rollout.cli_commands.parser import CommandError, UsageError
 
 if TYPE_CHECKING:
     from trainer_bridge.client import RolloutClient
+    from trainer_bridge.keys import ClientCurve
     from trainer_bridge.results import Completion, GenerateResult
 
 #: Flag, type, meaning of what `generate` sends as it is; the destination is the protocol's name.
@@ -54,6 +55,8 @@ def _add_connection(parser: argparse.ArgumentParser, timeout_s: float | None) ->
     parser.add_argument("endpoint", metavar="ENDPOINT", help="of the worker, such as tcp://127.0.0.1:5757")
     parser.add_argument("--json", action="store_true", help="print JSON, one object a line")
     shown = "for ever" if timeout_s is None else f"{timeout_s:g}"
+    parser.add_argument("--curve-key", metavar="FILE", help="this client's secret key, for a worker with CURVE")
+    parser.add_argument("--curve-server-key", metavar="FILE", help="the worker's public key; goes with --curve-key")
     parser.add_argument("--timeout-s", type=float, default=timeout_s, help=f"seconds to wait for an answer [{shown}]")
 
 
@@ -100,11 +103,24 @@ def _connect(args: argparse.Namespace) -> RolloutClient:
 
     if args.timeout_s is not None and not args.timeout_s > 0:
         raise UsageError("--timeout-s must be more than 0 seconds")
-    options = {} if args.timeout_s is None else {"connect_timeout_s": args.timeout_s}
+    options: dict[str, Any] = {} if args.timeout_s is None else {"connect_timeout_s": args.timeout_s}
     try:
-        return RolloutClient(args.endpoint, timeout_s=args.timeout_s, **options)
+        return RolloutClient(args.endpoint, timeout_s=args.timeout_s, curve=_curve(args), **options)
     except ValueError as error:  # not an endpoint
         raise UsageError(f"{args.endpoint}: {error}") from error
+
+
+def _curve(args: argparse.Namespace) -> ClientCurve | None:
+    from trainer_bridge.keys import ClientCurve
+
+    if args.curve_key is None and args.curve_server_key is None:
+        return None
+    if args.curve_key is None or args.curve_server_key is None:
+        raise UsageError("--curve-key and --curve-server-key go together")
+    try:
+        return ClientCurve.from_files(args.curve_key, args.curve_server_key)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _request(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from rollout.cli_commands.parser import CommandError, UsageError
+from rollout.config import Settings
 from rollout.settings_sources import POSITIONAL, Key, load_settings, setting_keys
 
 DESCRIPTION = (
@@ -20,6 +24,7 @@ DESCRIPTION = (
 )
 #: Seconds that an orderly end may take beyond the drain, once the parent is gone.
 PARENT_GRACE_S = 30.0
+_WORKER = (sys.executable, "-m", "rollout.cli", "serve")
 
 
 def add_parser(commands: Any) -> None:
@@ -29,6 +34,8 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     groups: dict[str | None, Any] = {None: parser.add_argument_group("worker")}
+    # Set by a supervisor, which also takes Ctrl-C for its workers.
+    parser.add_argument("--restarts", type=int, default=None, help=argparse.SUPPRESS)
     for key in setting_keys():
         if key.section not in groups:
             groups[key.section] = parser.add_argument_group(f"{key.section} ([{key.section}] in TOML)")
@@ -54,22 +61,61 @@ def _add_flag(group: Any, key: Key) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the settings, then serve until the worker ends; returns its exit code."""
+    """Load the settings, then serve until the worker, or the last of several, ends; returns the exit code."""
     given = vars(args)
     flags = {key.path: given[key.path] for key in setting_keys() if key.path in given}
     settings = load_settings(args.config, os.environ, flags)
     if not settings.model.path:
         raise UsageError("no model: name a checkpoint folder or a hub id, as in: rollout serve MODEL")
+    if args.restarts is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if settings.exit_with_parent:  # first, since loading a model takes long enough for the parent to vanish
         from rollout.process import exit_with_parent
 
         exit_with_parent(grace_s=settings.service.drain_s + PARENT_GRACE_S)
+    if settings.supervisor.workers > 1:
+        return _supervise(settings, [*_WORKER, *command_line(args.config, flags)])
+    return _serve(settings, args.restarts or 0)
+
+
+def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
+    """The words after `rollout serve` that mean the same: `flags` are values by setting, as they were given."""
+    words = [] if config is None else ["--config", config]
+    for key in setting_keys():
+        if key.path not in flags:
+            continue
+        value = flags[key.path]
+        if key.path == POSITIONAL:
+            words.insert(0, str(value))
+        elif key.field.annotation is bool:
+            words.append(key.flag if value else f"--no-{key.flag[2:]}")
+        else:
+            words.append(f"{key.flag}={value}")
+    return words
+
+
+def _supervise(settings: Settings, command: list[str]) -> int:
+    from rollout.supervisor import Supervisor, assign_devices
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("rollout").setLevel(settings.log_level.upper())
+    try:
+        return Supervisor(settings, command, assign_devices(settings, os.environ)).run()
+    except (ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _serve(settings: Settings, restarts: int) -> int:
+    from trainer_bridge.launch import worker_environment
+
+    for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
+        del os.environ[name]  # what a launcher of ranks put there: W&B would log into the trainer's run
     import zmq
 
     from rollout.worker import serve
 
     try:
-        return serve(settings)
+        return serve(settings, restarts)
     except (ValueError, OSError, zmq.ZMQError) as error:
         logging.getLogger(__name__).debug("the worker failed", exc_info=True)
         raise CommandError(f"{error} (--log-level debug shows where)") from error

@@ -99,6 +99,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     runner = engine.runner
     runner.close()  # what was launched has ended: nothing writes to the KV any more
     runner.device.synchronize()  # a broken CUDA context raises here
+    runner.graphs = None  # their memory goes with them
     if runner.device.torch_device.type == "cuda":
         torch.cuda.empty_cache()
     with torch.inference_mode():

@@ -37,7 +37,7 @@ METRICS = (
     Metric(
         "kv/prefix_hit_pct",
         "%",
-        "share of the admitted prompt tokens whose KV was there, cached or shared, since start",
+        "share of admitted prompt tokens whose KV was there, cached or shared, since start",
     ),
     Metric("kv/preemptions", "count", "sequences that lost their pages and had to be computed again, since start"),
     Metric("step/decode_ms", "ms", "time of a decode step on the compute stream, mean"),

@@ -111,16 +111,16 @@ def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    if file.exists() and not file.is_file():
-        raise CheckpointError(f"{file} is not a file")
     try:
+        if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+            raise CheckpointError(f"{file} is not a file")
         with safe_open(file, framework="pt", device="cpu") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
             return {n: StoredTensor(file, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except (SafetensorError, OSError, MemoryError) as error:
+        raise CheckpointError(f"{file!s:.500} cannot be read: {error!s:.500}") from error
 
 
 def _read_index(file: Path) -> dict[str, str]:

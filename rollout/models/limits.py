@@ -7,7 +7,6 @@ times what the largest models have.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rollout.models.errors import CheckpointError
@@ -33,6 +32,10 @@ _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_wind
 _NUMBERS = ("rms_norm_eps", "rope_theta", "clip_qkv")
 _LAYER_LISTS: dict[str, type] = {"mlp_only_layers": int, "layer_types": str}
 _ROPE_MAPS = ("rope_parameters", "rope_scaling")
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"),
+)
 _MAX_NUMBER = 1e12
 #: Experts of all layers together: each has tensors of its own.
 _MAX_EXPERTS = 1 << 16
@@ -73,15 +76,19 @@ def _check_rope(value: Any, where: str, name: str) -> None:
         return
     if not isinstance(value, dict):
         raise _bad(where, name, value, "a map")
-    for key, item in value.items():
-        if type(item) is not bool and key not in ("rope_type", "type", "mrope_section", "short_factor", "long_factor"):
-            _check_number(item, where, f"{name}.{key}")
+    for key in ("rope_type", "type"):
+        if key in value and type(value[key]) is not str:
+            raise _bad(where, f"{name}.{key}", value[key], "a string")
+    for key in _ROPE_NUMBERS:
+        _check_number(value.get(key), where, f"{name}.{key}")
+    for key in ("mscale", "mscale_all_dim"):
+        _check_number(value.get(key) or None, where, f"{name}.{key}")  # 0 says that there is none
 
 
 def _check_number(value: Any, where: str, name: str) -> None:
     if value is None:
         return
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 < value <= _MAX_NUMBER:
+    if type(value) not in (int, float) or not 0 < value <= _MAX_NUMBER:  # NaN is not in it either
         raise _bad(where, name, value, f"a number above 0 and up to {_MAX_NUMBER:g}")
 
 

@@ -50,10 +50,15 @@ def load_model(settings: ModelSettings, device: torch.device, progress: Progress
     folder = resolve_folder(settings.path, settings.revision, weights=not random)
     check_links(folder)
     config, architecture = read_config(folder)
-    spec = spec_from_config(config, architecture)
+    try:
+        spec = spec_from_config(config, architecture)
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{folder}/config.json lacks what {architecture} needs: {error}") from error
     tensors = {} if random else list_tensors(folder)
     dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
+    if strange := [token for token in defaults.eos_token_ids if not 0 <= token < spec.vocab]:
+        raise CheckpointError(f"{folder} names eos token ids {strange}, and the vocabulary has {spec.vocab} entries")
     outline = Decoder(spec, dtype, torch.device("meta"))  # shapes without memory
     if not random:
         check_tensors(folder, tensors, outline.hf_regions(), architecture, spec.tied)

@@ -63,7 +63,7 @@ def check_supported(architecture: str) -> None:
     """Raise ValueError, listing what is supported, for any other architecture."""
     if architecture not in _FAMILIES:
         raise ValueError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(supported_architectures())}"
+            f"architecture {architecture!r:.80} is not supported; supported: {', '.join(supported_architectures())}"
         )
 
 
@@ -129,7 +129,7 @@ def _rope(config: Any) -> RopeSpec:
             truncate=params.get("truncate", True),
             attention_factor=_yarn_attention_factor(params, factor),
         )
-    raise ValueError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+    raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: default, linear, llama3, yarn")
 
 
 def _required(value: float | None, name: str, kind: str) -> float:

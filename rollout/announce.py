@@ -1,0 +1,21 @@
+"""What a launcher is told: one JSON object a line on stdout, and the ready file. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def say(fact: Mapping[str, Any]) -> None:
+    """Print a fact as one line of JSON on stdout."""
+    print(json.dumps(fact), flush=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or none."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(path)

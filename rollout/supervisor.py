@@ -1,0 +1,254 @@
+"""Several workers on one machine: one process a device, started again on the same endpoints when one dies.
+
+    rollout serve MODEL --workers 2
+      supervisor              no model, no socket; prints what became of the workers as JSON lines
+        worker 0, device 0    bind + 0       a worker like any other, with --exit-with-parent
+        worker 1, device 1    bind + 1
+
+A worker that dies is started again after a pause that doubles with every restart of the last hour; after too many it
+is given up and the others serve on. One that ends with status 0 was asked to, and one that never was ready would not
+be ready the next time either: the first stays away, the second ends all. SIGTERM drains all workers, a second one ends
+them at once. They are of the supervisor's process group, and end with it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.announce import say, write_whole
+from rollout.config import Settings
+from trainer_bridge.launch import worker_environment
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_RECENT_S = 3600.0
+_MOST_BACKOFF_S = 60.0
+_AGAIN_S = 1.0  # between two signals to a worker that is to end at once
+#: Seconds that a worker may take to end beyond its drain.
+KILL_GRACE_S = 30.0
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One place: a device and two endpoints, and the process that is there now."""
+
+    index: int
+    bind: str
+    weights_bind: str
+    device: str | None
+    process: subprocess.Popen[bytes] | None = None
+    told: dict[str, Any] | None = None  # its ready file
+    status: int | None = None  # exit status of the last process, once nobody comes after it
+    due_s: float | None = None  # when to start it again
+    restarts: int = 0
+    recent: list[float] = field(default_factory=list)  # when it was restarted, in the last hour
+    given_up: bool = False
+
+
+class Supervisor:
+    """Starts, watches and ends the workers.
+
+    Args:
+        settings: those of the command line; `supervisor.workers` places.
+        command: a worker's command line; what is a place's own is appended to it.
+        devices: one a worker, for CUDA_VISIBLE_DEVICES; None leaves that as it is.
+    """
+
+    def __init__(self, settings: Settings, command: Sequence[str], devices: Sequence[str | None]) -> None:
+        self._settings = settings
+        self._command = list(command)
+        self._workers = [
+            _Worker(i, nth_endpoint(settings.service.bind, i), nth_endpoint(settings.weights.bind, i), device)
+            for i, device in enumerate(devices)
+        ]
+        self._folder = tempfile.TemporaryDirectory(prefix="rollout-supervisor-")
+        self._announced = False
+        self._signals = 0
+        self._told_to_end = 0  # signals that the workers have been sent
+        self._told_s = self._kill_s = float("inf")
+        self._status = 0
+
+    def run(self) -> int:
+        """Supervise until no worker is left; returns the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        with self._folder:
+            for worker in self._workers:
+                self._start(worker)
+            while any(worker.status is None for worker in self._workers):
+                for worker in self._workers:
+                    self._look_at(worker)
+                self._pass_signals_on()
+                time.sleep(_POLL_S)
+        facts = [{"worker": w.index, "status": w.status, "restarts": w.restarts} for w in self._workers]
+        say({"event": "ended", "workers": facts})
+        return self._status
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals += 1
+
+    # --- one worker --------------------------------------------------------------------------------------------------
+
+    def _start(self, worker: _Worker) -> None:
+        worker.due_s = worker.told = None
+        self._ready_file(worker).unlink(missing_ok=True)
+        devices = {} if worker.device is None else {"CUDA_VISIBLE_DEVICES": worker.device}
+        worker.process = subprocess.Popen(
+            [*self._command, *self._own_flags(worker)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # the supervisor's stdout is for what it says itself
+            env=worker_environment(os.environ, devices),
+        )
+
+    def _own_flags(self, worker: _Worker) -> list[str]:
+        flags: dict[str, object] = {
+            "workers": 1,
+            "bind": worker.bind,
+            "weights-bind": worker.weights_bind,
+            "ready-file": self._ready_file(worker),
+            "restarts": worker.restarts,
+        }
+        metrics = self._settings.metrics
+        for name, path in (("jsonl", metrics.jsonl), ("timeline", metrics.timeline)):
+            if path is not None:
+                flags[name] = Path(path).with_stem(f"{Path(path).stem}-{worker.index}")
+        if metrics.wandb_name is not None:
+            flags["wandb-name"] = f"{metrics.wandb_name}-{worker.index}"
+        return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--exit-with-parent"]
+
+    def _ready_file(self, worker: _Worker) -> Path:
+        return Path(self._folder.name) / f"ready-{worker.index}.json"
+
+    def _look_at(self, worker: _Worker) -> None:
+        if worker.process is None:
+            if worker.status is None and self._signals:
+                worker.status = 0  # it was about to be started again
+            elif worker.due_s is not None and time.monotonic() >= worker.due_s:
+                self._start(worker)
+            return
+        status = worker.process.poll()
+        if worker.told is None and (status is None or status == 0):
+            self._look_for_ready(worker)
+        if status is not None:
+            worker.process = None
+            self._ended(worker, status)
+
+    def _look_for_ready(self, worker: _Worker) -> None:
+        try:
+            worker.told = json.loads(self._ready_file(worker).read_text())
+        except FileNotFoundError:
+            return
+        assert worker.told is not None
+        worker.bind, worker.weights_bind = worker.told["endpoint"], worker.told["weights_endpoint"]
+        if self._announced:
+            self._write_ready()
+            say({"event": "worker_ready", **self._facts(worker)})
+        elif all(other.told is not None for other in self._workers):
+            self._announced = True
+            say(self._write_ready())
+
+    def _ended(self, worker: _Worker, status: int) -> None:
+        if self._signals or status == 0:
+            worker.status = status
+        elif not self._announced:
+            log.critical("worker %d ended with status %d before it could serve", worker.index, status)
+            worker.status = status
+            self._status = status if status > 0 else 1
+            self._signals = 2
+        else:
+            self._restart_later(worker, status)
+
+    def _restart_later(self, worker: _Worker, status: int) -> None:
+        now_s, limits = time.monotonic(), self._settings.supervisor
+        worker.recent = [when for when in worker.recent if when > now_s - _RECENT_S]
+        fact = {"event": "worker_ended", "worker": worker.index, "status": status}
+        if len(worker.recent) >= limits.max_restarts:
+            log.critical("worker %d ended with status %d, once too often: it is given up", worker.index, status)
+            worker.status, worker.given_up, self._status = status, True, 1
+            say(fact | {"restart_in_s": None})
+            return
+        pause_s = min(limits.restart_backoff_s * 2 ** len(worker.recent), _MOST_BACKOFF_S)
+        log.error("worker %d ended with status %d; it is started again in %.1f s", worker.index, status, pause_s)
+        worker.recent.append(now_s)
+        worker.restarts += 1
+        worker.due_s = now_s + pause_s
+        say(fact | {"restart_in_s": pause_s})
+
+    # --- all workers -------------------------------------------------------------------------------------------------
+
+    def _pass_signals_on(self) -> None:
+        now_s = time.monotonic()
+        again = self._signals > 1 and now_s >= self._told_s + _AGAIN_S  # a worker may have taken two for one
+        if min(self._signals, 2) > self._told_to_end or again:
+            if not self._told_to_end:
+                self._kill_s = now_s + self._settings.service.drain_s + KILL_GRACE_S
+            self._told_to_end, self._told_s = min(self._told_to_end + 1, 2), now_s
+            self._signal_all(signal.SIGTERM)
+        if now_s >= self._kill_s:
+            self._kill_s = float("inf")
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            if worker.process is not None:
+                worker.process.send_signal(number)
+
+    def _facts(self, worker: _Worker) -> dict[str, Any]:
+        told = worker.told or {}
+        facts = {name: told.get(name) for name in ("endpoint", "weights_endpoint", "pid", "weights_version")}
+        return {"worker": worker.index, **facts, "restarts": worker.restarts}
+
+    def _write_ready(self) -> dict[str, Any]:
+        """The ready file of all: the first worker's fields, the supervisor's pid, and `workers`."""
+        first = self._workers[0].told
+        assert first is not None
+        ready = {**first, "pid": os.getpid(), "workers": [self._facts(worker) for worker in self._workers]}
+        if self._settings.ready_file is not None:
+            write_whole(Path(self._settings.ready_file), json.dumps(ready))
+        return ready
+
+
+def nth_endpoint(bind: str, index: int) -> str:
+    """Where worker `index` binds: a port `index` further, or any with port 0; of other transports a name of its own."""
+    head, colon, port = bind.rpartition(":")
+    if bind.startswith("tcp://") and colon and port.isdigit():
+        return bind if int(port) == 0 else f"{head}:{int(port) + index}"
+    return f"{bind}-{index}" if bind.startswith("ipc://") else bind
+
+
+def assign_devices(settings: Settings, environ: Mapping[str, str]) -> list[str | None]:
+    """One entry of CUDA_VISIBLE_DEVICES a worker, or None for each on a CPU.
+
+    Raises ValueError when there are fewer devices than workers.
+    """
+    workers, device = settings.supervisor.workers, settings.model.device
+    if device == "cpu":
+        return [None] * workers
+    if device not in ("auto", "cuda"):
+        raise ValueError(f"device {device!r} is one device for {workers} workers: write auto, cuda or cpu")
+    devices = _visible_devices(environ)
+    if not devices and device == "auto":
+        return [None] * workers
+    if len(devices) < workers:
+        raise ValueError(f"workers is {workers}, but {len(devices)} CUDA devices are visible: lower it")
+    return list(devices[:workers])
+
+
+def _visible_devices(environ: Mapping[str, str]) -> list[str]:
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [name.strip() for name in listed.split(",") if name.strip()]
+    import torch  # counts without starting CUDA in this process
+
+    return [str(index) for index in range(torch.cuda.device_count())]

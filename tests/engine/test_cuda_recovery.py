@@ -1,0 +1,41 @@
+"""The engine on a GPU after its memory ran out amid generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Bench, load
+
+from rollout.engine.build import rebuild_engine
+
+pytestmark = pytest.mark.gpu
+
+
+def test_an_engine_that_ran_out_of_memory_is_rebuilt_and_gives_the_same_tokens(folders, prompt_of):
+    from rollout.engine.device import make_device
+
+    bench = Bench(load(folders[0], "cuda"), make_device("cuda"))
+    bench.submit("before", prompt_of(9), 60)
+    bench.run()
+    bench.submit("cut", prompt_of(9), 60)
+    for _ in range(20):
+        bench.engine.tick()
+    launch = bench.engine.runner.launch
+
+    def launch_and_run_out(plan, slot) -> None:
+        launch(plan, slot)
+        bench.engine.runner.compute.run(lambda: torch.empty(1 << 50, device="cuda"))
+
+    bench.engine.runner.launch = launch_and_run_out
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        bench.run()
+    bench.engine.fail(str(caught.value))
+    cut = bench.tokens("cut")
+    assert bench.completions["cut", 0].finish.reason == "error" and 5 <= len(cut) < 60
+    for cache in bench.engine.runner.kv.k:
+        cache.fill_(float("nan"))
+    rebuild_engine(bench.engine, bench.settings)
+    bench.submit("after", prompt_of(9), 60)
+    bench.run()
+    assert bench.tokens("after") == bench.tokens("before") and bench.tokens("before")[: len(cut)] == cut
+    bench.close()

@@ -1,0 +1,151 @@
+"""What a fault leaves: an end for every request, with whole tokens, and an engine that can be made whole."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+from harness import Bench
+
+from rollout.engine.build import rebuild_engine
+from rollout.engine.device import DeviceError
+from rollout.engine.rescue import rescue
+from rollout.engine.types import Done, Pause, Prior, Resume, Shutdown
+
+
+def fault(*_: object) -> None:
+    raise RuntimeError("no such kernel")
+
+
+def fail_a_step(bench: Bench) -> str:
+    """Have a closure on the compute stream raise amid generation; returns what the engine was failed with."""
+    over = bench.device.event()
+    bench.engine.runner.compute.run(fault)
+    bench.engine.runner.compute.record(over)
+    over.synchronize()
+    with pytest.raises(DeviceError, match="no such kernel") as caught:
+        bench.run()
+    bench.engine.fail(str(caught.value))
+    return str(caught.value)
+
+
+def test_a_rebuilt_engine_gives_the_right_tokens_whatever_the_fault_left_in_its_memory(model, prompt_of, greedy):
+    bench = Bench(model, max_rows=3)
+    for name in "abcde":  # two of them wait
+        bench.submit(name, prompt_of(9), 60, n=1)
+    for _ in range(12):
+        bench.engine.tick()
+    message = fail_a_step(bench)
+    for name in "abcde":
+        finish = bench.completions[name, 0].finish
+        assert finish is not None and (finish.reason, finish.error) == ("error", message)
+        assert bench.tokens(name) == greedy(prompt_of(9), 60)[: len(bench.tokens(name))]
+        assert name in bench.done
+    assert len(bench.tokens("a")) >= 5 and bench.tokens("e") == []
+    kv = bench.engine.runner.kv
+    for cache in (*kv.k, *kv.v):
+        cache.fill_(float("nan"))
+    bench.engine.runner.rows.ints.fill_(10**9)
+    counted = bench.engine.scheduler.counters.tokens
+    rebuild_engine(bench.engine, bench.settings)
+    assert bench.engine.runner.kv is kv and bench.engine.scheduler.counters.tokens == counted
+    bench.submit("again", prompt_of(9), 60)
+    bench.submit("other", prompt_of(5, 1), 30, n=4)
+    bench.run()
+    assert bench.tokens("again") == greedy(prompt_of(9), 60)
+    assert [bench.tokens("other", i) for i in range(4)] == [greedy(prompt_of(5, 1), 30)] * 4
+    bench.close()
+
+
+@pytest.mark.parametrize("column", ["tokens", "logprobs", "raw_logprobs", "drawn_logprobs"])
+def test_half_a_token_is_not_handed_back(model, prompt_of, column):
+    """A fault between two columns of one token leaves all of them as long as the whole tokens are."""
+    bench = Bench(model)
+    prior = Prior(np.array([5, 6, 7], dtype=np.int32))
+    bench.submit("a", prompt_of(4), 40, sampling={"temperature": 0.0, "presence_penalty": 0.1}, prior=prior)
+    for _ in range(10):
+        bench.engine.tick()
+    (group,) = bench.engine.scheduler.groups.values()
+    (seq,) = group.sequences
+    whole = len(seq.tokens)
+    assert whole > 5
+    columns = ["tokens", "logprobs", "raw_logprobs", "drawn_logprobs"]
+    for name in columns[: columns.index(column) + 1]:
+        getattr(seq, name).append(1)
+    bench.engine.fail("torn")
+    completion = bench.completions["a", 0]
+    assert len(completion.token_ids) == whole - 3 == len(completion.drawn_logprobs)
+    assert isinstance(seq.tokens, array) and rescue(bench.engine.scheduler, "again") == []
+    bench.close(check=False)
+
+
+def test_the_state_and_the_waiting_commands_outlive_a_fault(model, prompt_of, greedy):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(9), 60)
+    for _ in range(6):
+        bench.engine.tick()
+    bench.engine.inbox.put(Pause("keep", 1))
+    fail_a_step(bench)
+    rebuild_engine(bench.engine, bench.settings)
+    bench.submit("b", prompt_of(9), 20)
+    bench.run()
+    assert Done(1) in bench.events and bench.engine.state == "paused" and bench.tokens("b") == []
+    bench.engine.inbox.put(Resume(2))
+    bench.run()
+    assert bench.tokens("b") == greedy(prompt_of(9), 20)
+    bench.submit("c", prompt_of(9), 60)
+    for _ in range(6):
+        bench.engine.tick()
+    bench.engine.inbox.put(Shutdown("drain", 3))
+    fail_a_step(bench)
+    assert Done(3) in bench.events
+    bench.close(check=False)
+
+
+def test_the_drain_deadline_is_that_of_the_first_shutdown(model):
+    bench = Bench(model)
+    bench.engine.inbox.put(Shutdown("drain", 1))
+    bench.engine._take_commands()
+    until_s = bench.engine._drain_until_s
+    bench.engine.inbox.put(Shutdown("drain", 2))
+    bench.engine._take_commands()
+    assert bench.engine._drain_until_s == until_s
+    bench.run()
+    assert {Done(1), Done(2)} <= {event for event in bench.events if isinstance(event, Done)}
+    bench.close()
+
+
+class BrokenUpdate:
+    """New weights that cannot be copied, for an engine that has nothing else to do; and who hears of it."""
+
+    version = 1
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self._taken = False
+
+    def copy_into(self) -> None:
+        raise RuntimeError("no such memory")
+
+    def take_ready(self) -> BrokenUpdate | None:
+        taken, self._taken = self._taken, True
+        return None if taken else self
+
+    def applied(self, update: BrokenUpdate, pause_s: float) -> None:
+        raise AssertionError("it was not")
+
+    def failed(self, update: BrokenUpdate, message: str) -> None:
+        self.failures.append(message)
+
+
+def test_weights_that_were_being_changed_are_not_trusted(model):
+    update = BrokenUpdate()
+    bench = Bench(model, None, update)
+    with pytest.raises(DeviceError, match="no such memory"):
+        bench.run()
+    bench.engine.fail("no such memory")
+    assert update.failures == ["no such memory"]
+    with pytest.raises(RuntimeError, match="weights were being changed"):
+        rebuild_engine(bench.engine, bench.settings)
+    bench.close(check=False)
