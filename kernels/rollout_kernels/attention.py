@@ -147,12 +147,30 @@ def paged_prefill_attention(
     *,
     scale: float,
     window: int | None,
+    query_starts_C1: torch.Tensor | None = None,
+    context_lens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of prompt chunks over what their rows hold, this step's keys included; returns out_THD.
 
     `chunks[i]` is `(query_start, query_len, context_len)` of row i of the page table, host integers: its queries are
-    `q_THD[query_start : query_start + query_len]` and stand at the last `query_len` positions of its context.
+    `q_THD[query_start : query_start + query_len]` and stand at the last `query_len` positions of its context. On a GPU
+    the same numbers are given as device tensors too: `query_starts_C1` (int32, with the total at the end) and
+    `context_lens_B`; without them the torch twin runs.
     """
+    if q_THD.is_cuda and query_starts_C1 is not None and context_lens_B is not None:
+        from rollout_kernels.triton_prefill_attention import prefill_attention
+
+        return prefill_attention(
+            q_THD,
+            k_cache_PSGD,
+            v_cache_PSGD,
+            page_table_BP,
+            query_starts_C1,
+            context_lens_B,
+            max_query=max(length for _, length, _ in chunks),
+            scale=scale,
+            window=window,
+        )
     out_THD = torch.empty_like(q_THD)
     for row, (start, length, context) in enumerate(chunks):
         for begin in range(0, length, _QUERY_BLOCK):

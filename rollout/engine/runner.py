@@ -30,7 +30,7 @@ from rollout.models.decoder import Decoder
 
 #: int32 words of an upload. A token: id, position, chunk. A chunk: rows, ends, lengths, samples, copy, alignment.
 _TOKEN_WORDS = 6
-_CHUNK_WORDS = 18
+_CHUNK_WORDS = 20
 
 
 class Runner:
@@ -126,6 +126,7 @@ class Runner:
         slot.put("sampled_rows", np.array([chunks[i].seq.row for i in final], dtype=np.int64))
         slot.put("sampled_at", np.array([last[i] for i in final], dtype=np.int64))
         starts = [int(end) + 1 - chunk.length for end, chunk in zip(last, chunks, strict=True)]
+        slot.put("query_starts", np.array([*starts, last[-1] + 1], dtype=np.int32))
         layout = tuple(Chunk(s, c.length, c.start + c.length) for s, c in zip(starts, chunks, strict=True))
         return functools.partial(self._prefill, plan.features, plan.max_context, layout)
 
@@ -178,6 +179,7 @@ class Runner:
             context_lens_B=ends_C,
             max_context=max_context,
             chunks=layout,
+            query_starts_C1=upload["query_starts"],
         )
         hidden_TD = self.model(upload["tokens"], batch, self.kv)
         self.rows.ints[rows_C, LENGTH] = upload["lengths"]

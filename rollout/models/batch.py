@@ -42,6 +42,7 @@ class AttentionBatch:
     context_lens_B: torch.Tensor  # int32, this step's tokens included
     max_context: int  # host-side bound on context_lens_B
     chunks: tuple[Chunk, ...] | None = None
+    query_starts_C1: torch.Tensor | None = None  # int32: where each chunk's tokens begin, and their total; for GPUs
     _plans: dict[int | None, DecodePlan | DecodeWork] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -141,6 +141,8 @@ class Attention(Block):
                 batch.chunks,
                 scale=self.scale,
                 window=self.window,
+                query_starts_C1=batch.query_starts_C1,
+                context_lens_B=batch.context_lens_B,
             )
         return self.o_proj.add_to(residual_TH, out_TQD.flatten(1))
 

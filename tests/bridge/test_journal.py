@@ -244,7 +244,9 @@ def test_a_stream_begins_with_what_the_journal_has(connect: Connect, serve: Serv
     client = connect(first.endpoint, journal=tmp_path / "j", resume_timeout_s=0.05)
     with pytest.raises(errors.ResumeFailed):
         client.generate([1], max_tokens=8, seed=SEED, request_id="r")
+    client.close()
     second = serve(Model(4), endpoint=first.endpoint)
+    client = connect(second.endpoint, journal=tmp_path / "j")
     stream = client.generate([1], max_tokens=8, seed=SEED, request_id="r", stream="tokens")
     assert [chunk.offset for chunk in stream] == [0, 2, 4, 6]
     check(stream.result.completions[0], SEEDS[0], 8, [(3, 4), (4, 4)])

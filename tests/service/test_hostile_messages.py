@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
@@ -21,7 +24,7 @@ from trainer_bridge.wire import DEFAULT_LIMITS, WireError, WireLimits, decode, e
 
 MESSAGES = 100_000
 WARM_UP = 20_000
-IN_FLIGHT = 400  # messages that are not answered yet
+IN_FLIGHT = 1000  # messages that are not answered yet
 PIECE = 8  # tokens of one delta of the good stream
 LIMITS: dict[str, Any] = {
     "max_message_bytes": 1 << 20,
@@ -52,7 +55,7 @@ class Engine:
     def _run(self) -> None:
         while not self._ending.is_set():
             try:
-                self._take(self._bench.inbox.get(timeout=0.001))
+                self._take(self._bench.inbox.get(timeout=0.005))
             except Empty:
                 self._extend()
         assert self._stream is not None, "the good request never came"
@@ -139,21 +142,15 @@ class GoodStream:
             self.tokens += count
 
 
-def attack(attackers: list[Attacker], good: GoodStream, messages: Any) -> int:
-    """Send them all, in turn from each attacker, while the good stream is read; the most memory taken on the way."""
+def attack(attackers: list[Attacker], good: GoodStream, messages: Iterator[Hostile]) -> int:
+    """Send them all in bursts, in turn from each attacker, while the good stream is read; the most memory taken on the way."""
     most = rss_bytes()
-    for number, message in enumerate(messages):
-        attacker = attackers[number % len(attackers)]
-        attacker.send(message)
-        if number % 16 == 0:
-            attacker.read()
-            good.read()
-        while sum(attacker.waiting for attacker in attackers) > IN_FLIGHT:
+    while burst := list(itertools.islice(messages, IN_FLIGHT)):
+        for number, message in enumerate(burst):
+            attackers[number % len(attackers)].send(message)
+        while any(attacker.waiting for attacker in attackers):
             settle(attackers, good)
-        if number % 1000 == 0:
-            most = max(most, rss_bytes())
-    while any(attacker.waiting for attacker in attackers):
-        settle(attackers, good)
+        most = max(most, rss_bytes())
     return most
 
 
@@ -162,6 +159,7 @@ def settle(attackers: list[Attacker], good: GoodStream) -> None:
     for socket in (good.client.socket, *(attacker.client.socket for attacker in attackers if attacker.waiting)):
         poller.register(socket, zmq.POLLIN)
     assert poller.poll(20_000), "no answer comes any more"
+    time.sleep(0.005)  # leaves the interpreter to the service: one thread at a time is faster than two in turns
     for attacker in attackers:
         attacker.read()
     good.read()
