@@ -150,7 +150,8 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
     }
     print(json.dumps(facts))
-    args.out.write_text(json.dumps({**facts, "torch": torch.__version__, "rows": results}, indent=1))
+    when = time.strftime("%Y-%m-%d")
+    args.out.write_text(json.dumps({"date": when, **facts, "torch": torch.__version__, "rows": results}, indent=1))
 
 
 if __name__ == "__main__":

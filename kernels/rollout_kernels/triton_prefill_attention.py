@@ -224,7 +224,7 @@ def prefill_attention(
         HAS_WINDOW=window is not None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -32,7 +32,7 @@ from rollout.models.registry import spec_from_config
 
 _PROMPT = 32
 _WINDOW = 512  # steps around a length over which the median is taken
-_SHAPE: dict[str, Any] = {
+TINY_SHAPE: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -73,7 +73,7 @@ def make_engine(rows: int, length: int) -> tuple[Engine, StepTimes]:
     """An engine for `rows` completions of `length` tokens whose model is free."""
     from transformers import Qwen3Config
 
-    spec = spec_from_config(Qwen3Config(**_SHAPE), "Qwen3ForCausalLM")
+    spec = spec_from_config(Qwen3Config(**TINY_SHAPE), "Qwen3ForCausalLM")
     device = CpuDevice()
     model = Decoder(spec, torch.float32, device.torch_device)
     pages = rows * (pages_for(_PROMPT + length, 16) + 1) + 1

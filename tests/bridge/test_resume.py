@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,11 @@ def generates(worker: ScriptedWorker) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("seed", [0, 1, 77, 2**63 - 1])
 def test_client_and_worker_derive_the_same_seeds(seed: int) -> None:
     assert [completion_seed(seed, index) for index in range(9)] == [row_seed(seed, index) for index in range(9)]
+
+
+def test_the_protocol_page_has_the_derivation_with_a_true_example() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    assert f"seed 7 and\ni 3 give {completion_seed(7, 3)})" in page
 
 
 def test_a_lost_completion_goes_on_elsewhere_with_all_that_the_request_said(connect: Connect, serve: Serve) -> None:

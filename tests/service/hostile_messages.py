@@ -137,8 +137,9 @@ def wrong_types(rng: random.Random, request_id: str) -> Hostile:
             target = fields.setdefault(rng.choice(["sampling", "stop", "continue_from"]), {})
             target = target if isinstance(target, dict) else fields
         name = rng.choice(NAMES)
-        if name not in ("id", "v", "op", "client"):
-            target[name] = junk(rng)
+        value = junk(rng)
+        if name not in ("id", "v", "op", "client") and (name, value) != ("max_tokens", None):  # None: all that fits
+            target[name] = value
     return Hostile([header(request_id, fields)], request_id)
 
 

@@ -143,7 +143,7 @@ class GoodStream:
 
 
 def attack(attackers: list[Attacker], good: GoodStream, messages: Iterator[Hostile]) -> int:
-    """Send them all in bursts, in turn from each attacker, while the good stream is read; the most memory taken on the way."""
+    """Send them all in bursts, in turn from each attacker, while the good stream is read; the most memory taken."""
     most = rss_bytes()
     while burst := list(itertools.islice(messages, IN_FLIGHT)):
         for number, message in enumerate(burst):

@@ -1,7 +1,9 @@
-"""A trainer with a journal, which may kill itself in the middle of a write: journal_trainer.py ENDPOINT JOURNAL OUT KILL_AT
+"""A trainer with a journal, which may kill itself in the middle of a write.
 
-It asks for `REQUESTS` and writes their tokens and log-probs to OUT (npz). With KILL_AT, it writes that many chunks to the
-journal and half of the next one, and is gone.
+    journal_trainer.py ENDPOINT JOURNAL OUT KILL_AT
+
+It asks for `REQUESTS` and writes their tokens and log-probs to OUT (npz). With KILL_AT, it writes that many chunks to
+the journal and half of the next one, and is gone.
 """
 
 from __future__ import annotations

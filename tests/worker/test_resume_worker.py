@@ -22,9 +22,10 @@ from worker_harness import ONES, check, launch, subprocess_environment, token_id
 
 from trainer_bridge.async_client import AsyncRolloutClient
 from trainer_bridge.client import RolloutClient
+from trainer_bridge.continuation import completion_seed
 from trainer_bridge.launch import WorkerProcess
-from trainer_bridge.resumed_call import ResumedCall
 from trainer_bridge.results import Completion, GenerateResult
+from trainer_bridge.resumed_call import ResumedCall
 
 LONG = 16_384
 STARTS = (17, 480)
@@ -165,6 +166,16 @@ def test_random_draws_go_on_as_if_no_worker_had_died(dice: Path, mortal: Any, mo
         for one, other in zip(ours.completions, theirs.completions, strict=True):
             assert_same(one, other)
             assert len(one) == tokens
+
+
+def test_a_member_of_a_group_that_had_not_begun_is_drawn_as_in_the_group(client: RolloutClient) -> None:
+    fields = {"max_tokens": 40, "temperature": 60.0, "stop": {"ignore_eos": True}}
+    group = client.generate(token_ids("7:"), n=3, seed=9, **fields)
+    assert len({tuple(member.token_ids.tolist()) for member in group.completions}) == 3
+    for member in group.completions:
+        seed = completion_seed(9, member.index)
+        alone = client.generate(token_ids("7:"), continue_from={"token_ids": [], "seed": seed}, **fields)
+        assert_same(alone.completions[0], member)
 
 
 def test_a_trainer_that_is_killed_twice_gets_everything_from_its_journal(

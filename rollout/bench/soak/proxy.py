@@ -1,0 +1,56 @@
+"""A TCP proxy in front of one worker, whose connections can be cut: the network's part in a soak."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+_READ_BYTES = 1 << 16
+
+
+class Proxy:
+    """Passes bytes between clients and one worker. Belongs to one event loop."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._host, self._port = host, int(port)
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> str:
+        """Listen; returns the endpoint for clients."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> int:
+        """Break all connections off, with what is on its way in them; returns how many there were."""
+        cut = len(self._writers) // 2
+        for writer in list(self._writers):
+            writer.transport.abort()
+        return cut
+
+    async def close(self) -> None:
+        """Listen no more."""
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection(self._host, self._port)
+        except OSError:  # the worker is down
+            writer.transport.abort()
+            return
+        self._writers |= {writer, upstream_writer}
+        try:
+            await asyncio.gather(self._pass(reader, upstream_writer), self._pass(upstream_reader, writer))
+        finally:
+            self._writers -= {writer, upstream_writer}
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(_READ_BYTES):
+                writer.write(data)
+                await writer.drain()
+        writer.close()

@@ -1,0 +1,71 @@
+"""`continue_from` as a resuming client sends it: nothing generated yet, drawn log-probs, text that goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from service_harness import delta, done, serving
+
+from rollout.engine.types import Finish
+from rollout.service.stop_strings import StopText
+
+
+@pytest.fixture
+def bench():
+    with serving() as bench:
+        yield bench
+
+
+def test_a_completion_without_tokens_begins_from_its_own_seed(bench):
+    client = bench.client()
+    client.send("generate", prompt=[1], max_tokens=2, continue_from={"token_ids": [], "seed": 77, "versions": []})
+    request = bench.submitted()
+    assert request.prior is not None and len(request.prior.token_ids) == 0 and request.sampling.seed == 77
+    bench.put(delta(request.key, 0, 0, [11, 12], finish=Finish("length")), done(request))
+    assert client.receive()["completions"][0]["token_ids"].tolist() == [11, 12]
+
+
+def test_drawn_logprobs_of_old_tokens_come_back(bench):
+    client = bench.client()
+    prior = {"token_ids": [11, 12], "seed": 77, "drawn_logprobs": np.array([-5, -6], np.float32)}
+    client.send("generate", prompt=[1], max_tokens=5, continue_from=prior, stream="tokens", stream_every=1)
+    request = bench.submitted()
+    new = delta(request.key, 0, 2, [13], drawn_logprobs=np.array([-9], np.float32), finish=Finish("length"))
+    bench.put(new, done(request))
+    chunk, result = client.receive(), client.receive()
+    assert chunk["drawn_logprobs"].tolist() == [-9]
+    assert result["completions"][0]["drawn_logprobs"].tolist() == [-5, -6, -9]
+
+
+@pytest.mark.parametrize("field", [{"drawn_logprobs": [1.0]}, {"text_chars": -1}, {"text_chars": "3"}])
+def test_wrong_fields_of_continue_from_are_refused(bench, field):
+    prior = {"token_ids": [11, 12], "seed": 77, **field}
+    reply = bench.client().ask("generate", prompt=[1], max_tokens=5, continue_from=prior)
+    assert reply["code"] == "bad_request" and reply["field"].startswith("continue_from")
+
+
+def test_text_goes_on_after_the_characters_that_the_client_has(codec):
+    tokens = codec.encode("the quick ENde ENDless").tolist()
+    with serving(codec) as bench:
+        client = bench.client()
+        prior = {"token_ids": tokens[:3], "seed": 1, "text_chars": 2}
+        fields = {"continue_from": prior, "return_text": True, "stream": "tokens", "stream_every": 1}
+        client.send("generate", prompt=[1], max_tokens=50, **fields)
+        request = bench.submitted()
+        bench.put(delta(request.key, 0, 3, tokens[3:], finish=Finish("length")), done(request))
+        text = codec.decode(tokens)
+        assert client.receive()["text"] == text[2:]
+        assert client.receive()["completions"][0]["text"] == text
+
+
+def test_pieces_of_text_fit_together_wherever_a_completion_changes_workers(codec):
+    tokens = codec.encode("the ENe END é 👍 漢ENdEN done").tolist()
+    whole = codec.decode(tokens)
+    for cut in range(len(tokens) + 1):
+        first = StopText(codec.decode, ["ENDLESS", "EN done!"])
+        first.feed(tokens[:cut])
+        before = first.take()
+        second = StopText(codec.decode, ["ENDLESS", "EN done!"], 0, tokens[:cut], len(before))
+        second.feed(tokens[cut:])
+        second.finish()
+        assert before + second.take() == whole and second.text == whole
