@@ -227,11 +227,11 @@ class Scheduler:
                 seq.kv_len = position + 1
         else:
             for chunk in plan.chunks:
-                chunk.seq.inflight_refs += 1
                 self._chunk_launched(chunk, version)
 
     def _chunk_launched(self, chunk: PromptChunk, version: int) -> None:
         seq = chunk.seq
+        seq.inflight_refs += 1
         seq.row_ready = True
         seq.note_kv(chunk.start, chunk.start + chunk.length, version)
         seq.kv_len += chunk.length
@@ -390,8 +390,6 @@ class Scheduler:
             seq.group.unstarted -= 1
             if seq.group.unstarted == 0:
                 self.memory.close_share(seq.group)
-
-    # --- whole -------------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Assert that nothing leaked. Call it when no step is in flight and no request is left."""
