@@ -4,11 +4,13 @@
 #   PIP_FLAGS  more flags for `pip install`, such as an index or a cache     (none)
 #   ARGS       more arguments for the command that a target runs            (none)
 #   WHEELS     test-gpu: folder of wheels to add to the machine's Python     (none)
+#   FUZZ_SECONDS   fuzz: how long                                            (120)
 
 PYTHON ?= python3
 PIP_FLAGS ?=
 ARGS ?=
 WHEELS ?=
+FUZZ_SECONDS ?= 120
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +19,7 @@ DEV_READY := $(VENV)/.ready-dev
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format bench docs clean
+.PHONY: help demo test test-gpu fuzz lint format bench docs clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -46,6 +48,9 @@ test-gpu: ## the GPU tests, with the machine's own torch and the wheels of the f
 	fi && \
 	PYTHONPATH=.:kernels:"$$extra" $(PYTHON) -m pytest -m gpu $(ARGS)
 
+fuzz: $(DEV_READY) ## search for messages that break their readers, for FUZZ_SECONDS
+	$(BIN)/python scripts/fuzz_codec.py --seconds $(FUZZ_SECONDS) $(ARGS)
+
 lint: $(DEV_READY) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,10 +60,11 @@ format: $(DEV_READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEMO_READY) ## measure bookkeeping, pipeline and memory; results in docs/benchmarks.md come from here
+bench: $(DEMO_READY) ## measure bookkeeping, pipeline, memory and service load; results in docs/benchmarks.md come from here
 	$(BIN)/rollout bench bookkeeping $(ARGS)
 	$(BIN)/rollout bench pipeline $(ARGS)
 	$(BIN)/rollout bench memory $(ARGS)
+	$(BIN)/rollout bench service_load $(ARGS)
 
 docs: $(DEV_READY) ## renew the tables of docs/operating.md
 	$(BIN)/python scripts/settings_table.py --write

@@ -48,7 +48,8 @@ class _Worker:
     weights_bind: str
     device: str | None
     process: subprocess.Popen[bytes] | None = None
-    told: dict[str, Any] | None = None  # its ready file
+    told: dict[str, Any] | None = None  # its ready file, or that of the process before it
+    ready: bool = False  # the process that is there now
     status: int | None = None  # exit status of the last process, once nobody comes after it
     due_s: float | None = None  # when to start it again
     restarts: int = 0
@@ -101,7 +102,7 @@ class Supervisor:
     # --- one worker --------------------------------------------------------------------------------------------------
 
     def _start(self, worker: _Worker) -> None:
-        worker.due_s = worker.told = None
+        worker.due_s, worker.ready = None, False
         self._ready_file(worker).unlink(missing_ok=True)
         devices = {} if worker.device is None else {"CUDA_VISIBLE_DEVICES": worker.device}
         worker.process = subprocess.Popen(
@@ -138,7 +139,7 @@ class Supervisor:
                 self._start(worker)
             return
         status = worker.process.poll()
-        if worker.told is None and (status is None or status == 0):
+        if not worker.ready and (status is None or status == 0):
             self._look_for_ready(worker)
         if status is not None:
             worker.process = None
@@ -150,11 +151,12 @@ class Supervisor:
         except FileNotFoundError:
             return
         assert worker.told is not None
+        worker.ready = True
         worker.bind, worker.weights_bind = worker.told["endpoint"], worker.told["weights_endpoint"]
         if self._announced:
             self._write_ready()
             say({"event": "worker_ready", **self._facts(worker)})
-        elif all(other.told is not None for other in self._workers):
+        elif all(other.ready for other in self._workers):
             self._announced = True
             say(self._write_ready())
 

@@ -43,6 +43,10 @@ from trainer_bridge.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 
+#: How long the loop waits for Python's lock at the most, about, while another thread has it for long: a chat template
+#: takes it for tens of milliseconds, and Python's own 5 ms are longer than many a step.
+SWITCH_INTERVAL_S = 0.2e-3
+
 _STATUS_EVERY_S = 0.1
 _IDLE_WAIT_S = 0.01  # how long a staged update waits at the most when nothing runs
 _SINK_DEADLINE_S = 20.0
@@ -257,6 +261,7 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     access.check_bind(settings.service.bind, "service.bind")
     access.check_bind(settings.weights.bind, "weights.bind")
     torch.set_num_threads(settings.model.cpu_threads)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = make_device(settings.model.device)
     with Progress(disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("loading weights", total=None)

@@ -100,7 +100,7 @@ class ClientCore:
     def launch(self, plan: RequestPlan, timeout_s: float | None, avoid: Collection[int] = ()) -> Call:
         """Send a generate request to one worker; to none of the endpoints `avoid` where there are others."""
         for place in range(len(self.connections)):
-            self.absorb(place)
+            self.absorb(place)  # a loss that is not known yet is not a loss of this call, nor a place for it
         call = self.start("generate", plan.fields, self._choose(plan, avoid), timeout_s, plan.n, plan.request_id)
         call.detached = bool(plan.fields.get("detached"))
         return call
@@ -108,6 +108,8 @@ class ClientCore:
     def control(self, op: str, endpoint: str | None, timeout_s: float | None = None, **fields: Any) -> list[Call]:
         """Send a control message to one endpoint, or to all."""
         places = range(len(self.endpoints)) if endpoint is None else [self._place_of(endpoint)]
+        for place in places:
+            self.absorb(place)  # as in `launch`
         return [self.start(op, fields, place, timeout_s) for place in places]
 
     def start(
@@ -119,9 +121,8 @@ class ClientCore:
         weight: int = 0,
         request_id: str | None = None,
     ) -> Call:
-        """Send one request to one endpoint."""
+        """Send one request to one endpoint, whose connection was looked at just now."""
         self._check_open()
-        self.absorb(place)  # a loss that is not known yet is not a loss of this call
         if self.connections[place].refused is not None:  # ZeroMQ would not try again
             self._reopen(place)
         request_id = self.next_id() if request_id is None else request_id

@@ -123,13 +123,20 @@ def read_result(header: Mapping[str, Any], endpoint: str | None = None) -> Gener
         completions=sorted((read_completion(item) for item in completions), key=lambda completion: completion.index),
         prompt_tokens=_required(header, "prompt_tokens", int),
         cached_tokens=_required(header, "cached_tokens", int),
-        timing=Timing(**{name: float(timing.get(name, 0.0)) for name in Timing.__dataclass_fields__}),
+        timing=Timing(**{name: _seconds(timing, name) for name in Timing.__dataclass_fields__}),
         preemptions=_required(header, "preemptions", int),
         worker=header.get("worker"),
         metadata=header.get("metadata"),
         endpoint=endpoint,
         extra={name: value for name, value in header.items() if name not in _RESULT_FIELDS},
     )
+
+
+def _seconds(timing: Mapping[str, Any], name: str) -> float:
+    value = timing.get(name, 0.0)
+    if type(value) not in (int, float):
+        raise ProtocolError(f"the field 'timing.{name}' of a reply is {value!r:.40}, not a number")
+    return float(value)
 
 
 def read_chunk(header: Mapping[str, Any]) -> Chunk:

@@ -80,14 +80,17 @@ class ControlLink:
             self.socket.set(zmq.IPV6, 1)
         if curve is not None:
             curve.apply(self.socket)
+        self._monitor: zmq.Socket = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self.socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self.socket.close(0)
+            self.close()
             raise ValueError(f"{endpoint!r} is not an endpoint that can be connected to: {error}") from error
 
     def send(self, fields: Mapping[str, Any]) -> str | None:
         """Send a message; its id, or None while there is no connection."""
+        if self.lost():  # not a loss of this message, but what is sent right now may go with the old connection
+            return None
         message_id = f"w-{secrets.token_hex(8)}"
         header = {"v": PROTOCOL_VERSION, "op": "weights", "id": message_id, "client": self._client, **fields}
         try:
@@ -95,6 +98,16 @@ class ControlLink:
         except zmq.Again:
             return None
         return message_id
+
+    def lost(self) -> bool:
+        """True if the connection went down since the last look. Look first, then receive what came before."""
+        lost = False
+        while True:
+            try:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return lost
+            lost = True
 
     def receive(self, message_id: str) -> dict[str, Any] | None:
         """The reply to a message, if it is there. Replies to older messages are passed over."""
@@ -112,6 +125,8 @@ class ControlLink:
 
     def close(self) -> None:
         """Close the connection."""
+        self.socket.disable_monitor()
+        self._monitor.close(0)
         self.socket.close(0)
 
 
@@ -123,14 +138,17 @@ class _Ask:
         self.message_id: str | None = None
         self.answer: dict[str, Any] | RolloutError | None = None
 
-    def step(self) -> None:
+    def step(self, phase: str) -> None:
         try:
             if self.message_id is None:
                 self.message_id = self.link.send(self.fields)
             if self.message_id is not None:
+                lost = self.link.lost()
                 header = self.link.receive(self.message_id)
                 if header is not None:
                     self.answer = header if header.get("op") == "ok" else _problem(header, self.link.endpoint)
+                elif lost:  # a worker that comes back knows nothing of the question
+                    self.answer = ConnectionLost(f"{phase}: the connection to {self.link.endpoint} was lost")
         except RolloutError as error:
             self.answer = error
 
@@ -147,7 +165,7 @@ def ask_all(
     while True:
         for ask in asks:
             if ask.answer is None:
-                ask.step()
+                ask.step(phase)
         waiting = [ask for ask in asks if ask.answer is None]
         if not waiting:
             break

@@ -99,7 +99,7 @@ class TextCodec:
         # A template is a program over what the client sent; whatever it raises is about that.
         except Exception as error:
             raise bad_request(
-                f"the chat template does not take these messages ({type(error).__name__}: {error}); change them",
+                f"the chat template does not take these messages ({type(error).__name__}: {error!s:.500}); change them",
                 "messages",
             ) from error
         return text

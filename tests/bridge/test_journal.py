@@ -155,6 +155,7 @@ def test_forgotten_requests_are_gone_and_their_bytes_too(tmp_path: Path) -> None
     journal.forget([f"r{number}" for number in range(1990)] + ["never there"])
     assert journal.ids() == {f"r{number}": True for number in range(1990, 2000)}
     assert path.stat().st_size < before / 100
+    assert [len(chunk.token_ids) for chunk in journal.read("r1999").chunks] == [2, 3]
     journal.begin("new", "mark", SEED, 1.5, {})
     journal.add("new", piece(0, 2))
     journal.close()

@@ -152,6 +152,17 @@ def test_whatever_ends_a_worker_the_completion_goes_on(connect: Connect, serve: 
     assert len(generates(first)) == 1
 
 
+def test_a_worker_that_refused_is_not_asked_again_while_there_are_others(connect: Connect, serve: Serve) -> None:
+    busy, draining = serve(Model(3, reach=(1,), fail=silent)), serve(refuse("unavailable"))
+    client = connect(busy.endpoint, draining.endpoint, resume=True)
+    streams = [client.generate([1], max_tokens=8, seed=SEED, stream="tokens", endpoint=busy.endpoint) for _ in range(3)]
+    assert all(next(stream).offset == 0 for stream in streams)
+    busy.handler = Model(4)
+    result = client.generate([1], max_tokens=8, seed=SEED)
+    check(result.completions[0], SEEDS[0], 8, [(4, 8)])
+    assert len(generates(draining)) == 1
+
+
 def test_a_cancel_of_somebody_else_is_the_end(connect: Connect, serve: Serve) -> None:
     def cancelled(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
         have = {**columns(SEEDS[0], 0, 4, 3), "index": 0, "finish_reason": "cancelled"}
@@ -267,7 +278,8 @@ def test_a_stream_that_was_cut_for_slowness_is_completed_from_the_result(connect
         (2, 2, None),
         (4, 4, "stop"),
     ]
-    check(stream.result.completions[0], SEEDS[0], 8, [(3, 8)])
+    for completion in (stream.result.completions[0], stream.partials()[0]):
+        check(completion, SEEDS[0], 8, [(3, 8)])
 
 
 def test_a_result_that_is_not_what_its_stream_was_is_an_error(connect: Connect, serve: Serve) -> None:

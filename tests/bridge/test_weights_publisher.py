@@ -277,3 +277,16 @@ def test_a_wildcard_address_is_reached_through_the_workers_host() -> None:
     assert reachable("tcp://[::]:7", "tcp://[fe80::1]:5757") == "tcp://[fe80::1]:7"
     assert reachable("tcp://10.0.0.3:7", "tcp://10.0.0.2:5757") == "tcp://10.0.0.3:7"
     assert LazyPublisher is WeightPublisher
+
+
+def test_a_worker_that_dies_before_it_answers_is_told_of_at_once() -> None:
+    """One that is back on the same port knows nothing of the question: its answer would never come."""
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.rcvtimeo = 20_000
+    endpoint = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+    with WeightPublisher(endpoint, begin_s=60.0) as publisher:
+        handle = publisher.publish(new_tensors(TinyModel(), 1), 1)
+        router.recv_multipart()
+        router.close(0)
+        with pytest.raises(ConnectionLost, match="begin: the connection to .* was lost"):
+            handle.applied(20)

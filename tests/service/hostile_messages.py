@@ -181,12 +181,17 @@ def deep_nesting(rng: random.Random, request_id: str) -> Hostile:
 
 
 def many_containers(rng: random.Random, request_id: str) -> Hostile:
-    return Hostile([header(request_id, {"op": "generate", "prompt": [1], "metadata": {"x": [[]] * 5000}})], request_id)
+    return Hostile(
+        [header(request_id, {"op": "generate", "prompt": [4, 14], "max_tokens": 2, "metadata": {"x": [[]] * 5000}})],
+        request_id,
+    )
 
 
 def extensions(rng: random.Random, request_id: str) -> Hostile:
     value = rng.choice([msgpack.ExtType(5, b"x" * 50), msgpack.Timestamp(1, 1), msgpack.ExtType(127, b"")])
-    return Hostile([header(request_id, {"op": "generate", "metadata": {"x": value}})], request_id)
+    return Hostile(
+        [header(request_id, {"op": "generate", "prompt": [1], "max_tokens": 2, "metadata": {"x": value}})], request_id
+    )
 
 
 def wrong_text(rng: random.Random, request_id: str) -> Hostile:
@@ -206,7 +211,9 @@ def wrong_blobs(rng: random.Random, request_id: str) -> Hostile:
     place = rng.choice(["prompt", "metadata", "stop", "sampling", "messages", "n", "x"])
     value = rng.choice([reference, [reference], {"token_ids": reference}, [reference, reference]])
     blobs = [rng.randbytes(rng.choice([0, 1, 4, 8, 12, 64])) for _ in range(rng.choice([0, 1, 1, 2, 300]))]
-    return Hostile([header(request_id, {"op": "generate", "prompt": [1], place: value}), *blobs], request_id)
+    return Hostile(
+        [header(request_id, {"op": "generate", "prompt": [1], "max_tokens": 2, place: value}), *blobs], request_id
+    )
 
 
 def wrong_arrays(rng: random.Random, request_id: str) -> Hostile:

@@ -237,6 +237,29 @@ def test_a_supervised_worker_leaves_ctrl_c_to_its_supervisor() -> None:
         assert subprocess.run(command, env=subprocess_environment()).returncode == status
 
 
+def test_a_worker_that_is_back_while_the_first_is_down_leaves_all_endpoints_told(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    service = ServiceSettings(bind="tcp://127.0.0.1:7000")
+    settings = Settings(service=service, ready_file=str(ready), supervisor=SupervisorSettings(workers=2))
+    supervisor = Supervisor(settings, [sys.executable, "-c", ""], [None, None])
+
+    def comes(index: int, pid: int) -> None:
+        worker = supervisor._workers[index]
+        told = {"endpoint": worker.bind, "weights_endpoint": "w", "pid": pid, "weights_version": 0, "model": "m"}
+        supervisor._ready_file(worker).write_text(json.dumps(told))
+        supervisor._look_for_ready(worker)
+
+    comes(0, 10), comes(1, 11)
+    for worker in supervisor._workers:
+        supervisor._start(worker)
+        assert worker.process is not None and worker.process.wait(60) == 0
+    comes(1, 21)
+    told = json.loads(ready.read_text())
+    assert told["endpoint"] == "tcp://127.0.0.1:7000"
+    assert [(worker["endpoint"][-4:], worker["pid"]) for worker in told["workers"]] == [("7000", 10), ("7001", 21)]
+    supervisor._folder.cleanup()
+
+
 # --- plain functions -------------------------------------------------------------------------------------------------
 
 

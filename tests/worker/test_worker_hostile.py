@@ -16,11 +16,11 @@ from tests.service.hostile_messages import Hostile, hostile_messages
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.launch import WorkerProcess
 
-MESSAGES = 10_000
+MESSAGES = 12_000
 WARM_UP = 2_000
 BURST = 250
 PROMPT = "17:"
-COMPLETIONS, TOKENS = 2, 4000
+COMPLETIONS, TOKENS = 2, 15_000  # more than are generated meanwhile, so that the streams last to the end
 
 
 class Attacker:
@@ -68,12 +68,10 @@ def test_hostile_messages_leave_a_good_stream_without_a_wrong_token(
         next(stream)
         attack(attackers, hostile_messages(MESSAGES - WARM_UP, seed=22))
         taken = rss_bytes(worker.pid) - before
-        offsets: Counter[int] = Counter()
-        for chunk in stream:
-            offsets[chunk.index] += len(chunk.part.token_ids)
+        stream.cancel()
         result = stream.wait()
     for completion in result.completions:
-        assert len(completion.token_ids) == TOKENS
+        assert len(completion) > 500, "the stream stood still"
         check(PROMPT, completion, {0: 1})
     for attacker in attackers:
         assert attacker.answers == attacker.expected, "each message has one answer, with the id that it had"
