@@ -123,7 +123,7 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
         (["generate", "tcp://127.0.0.1:1", "--prompt", "a", "--n", "two"], "invalid int value"),
         (["status", "nonsense"], "not a ZeroMQ endpoint"),
         (["status", "tcp://127.0.0.1:1", "--timeout-s", "0"], "more than 0"),
-        (["bench"], "bookkeeping, pipeline, memory"),
+        (["bench"], "bookkeeping, pipeline, memory, service_load"),
         (["bench", "speed"], "unknown benchmark speed"),
         ([], "COMMAND"),
     ],

@@ -17,7 +17,7 @@ TOKEN = 7  # the only one that the benchmark's model draws
 class Load:
     """What is asked for. Result i has `first_end + i * spacing` tokens more than the `known` ones that it goes on from.
 
-    A stream has as many tokens as the last of the results has new ones.
+    The streams go on for `tail` steps after the last of the results.
     """
 
     streams: int = 8
@@ -26,12 +26,13 @@ class Load:
     results: int = 100
     known: int = 16_384
     first_end: int = 400
-    spacing: int = 30
+    spacing: int = 15
+    tail: int = 400
 
     @property
     def steps(self) -> int:
         """Decode steps of the longest completion."""
-        return self.first_end + self.results * self.spacing
+        return self.first_end + self.results * self.spacing + self.tail
 
     def new_tokens(self, i: int) -> int:
         """Tokens that result `i` gets."""
@@ -61,8 +62,10 @@ class ClientProcess:
         return True
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, also in the middle of its work."""
         self._pipe.send("end")
+        self._process.join(1.0)
+        self._process.terminate()
         self._process.join()
 
 

@@ -1,9 +1,15 @@
 """The gap between steps, with clients and without: what the service thread takes from the loop.
 
 A step of the (paced) device takes a fixed time, as a GPU's does, so the time between two commits is that time plus
-whatever kept the loop from its work. The same completions run twice in each turn: once without clients, and once with
-8 clients that stream and one that gets 100 results of 16K tokens, one after the other. The clients are in a process of
-their own; the engine, the service and their threads are as in a worker.
+whatever kept the loop from its work. The same completions run three times in each turn: without clients; with 8 clients
+that stream and one that gets 100 results of 16K tokens, one after the other; and with these clients while a thread of
+the worker renders long chat templates, which is all Python. The clients are in a process of their own; the engine, the
+service and their threads are as in a worker.
+
+On a machine that does other things as well, most of the long gaps are waits for a core. The kernel counts these waits
+for each thread, so the gaps are also given without them (`own`): what is left is the work of the loop, its waits for
+Python's lock, and the device. `idle` is the time between two steps in which the device had nothing to do: a commit that
+is late by less than a step costs nothing, since the next step runs meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +17,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,30 +43,72 @@ from rollout.models.registry import spec_from_config
 from rollout.service.intake import ServedModel
 from rollout.service.server import Server
 from rollout.service.text import load_text_codec
+from rollout.worker import SWITCH_INTERVAL_S
 
 _STATUS_EVERY_S = 0.1
 _LOOK_EVERY = 64  # turns of the loop between two looks at the clients
+_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}\n{% endfor %}"
+_MESSAGES = 10_000
+_REST_S = 0.1
+_LOADS = ("none", "clients", "templates")
 _QUANTILES = {"median_ms": 0.5, "p99_ms": 0.99, "p99.9_ms": 0.999}
+_KINDS = ("", "own_", "idle_")
+_FIGURES = [kind + name for kind in _KINDS for name in _QUANTILES]
 
 
 class Commits(Meter):
-    """A meter that keeps when each step was committed, and which were prefill steps."""
+    """A meter that keeps when each step was committed, which were prefill steps, and how long the loop had no core."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.commits: list[tuple[str, float]] = []
+        self._kinds: list[str] = []
+        self._moments: list[tuple[float, float, float, float]] = []  # commit, waits so far, start, end; seconds
+        self._schedstat: int | None = None
 
     def step(self, record: StepRecord) -> None:
         """Keep the moment."""
         super().step(record)
         assert record.committed_at_s is not None
-        self.commits.append((record.kind, record.committed_at_s))
+        self._kinds.append(record.kind)
+        self._moments.append((record.committed_at_s, self._waited_s(), record.start_s, record.end_s))
 
     def take_gaps_ms(self) -> np.ndarray:
-        """Milliseconds between the decode steps since the last prefill step; forgets everything so far."""
-        commits, self.commits = self.commits, []
-        last_prefill = max(i for i, (kind, _) in enumerate(commits) if kind == "prefill")
-        return np.diff([at_s for _, at_s in commits[last_prefill + 1 :]]) * 1e3
+        """For each decode step since the last prefill step: the gap before it, the same without waits, and the
+        device's idle time before it; float64 [3, gaps]. Forgets everything so far.
+        """
+        after_prefill = max(i for i, kind in enumerate(self._kinds) if kind == "prefill") + 1
+        commits_G, waits_G, starts_G, ends_G = np.array(self._moments[after_prefill:]).T * 1e3
+        self._kinds, self._moments = [], []
+        gaps_G = np.diff(commits_G)
+        return np.stack([gaps_G, gaps_G - np.diff(waits_G), starts_G[1:] - ends_G[:-1]])
+
+    def _waited_s(self) -> float:
+        if self._schedstat is None:
+            self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        return int(os.pread(self._schedstat, 64, 0).split()[1]) * 1e-9
+
+
+class Templates:
+    """A thread that renders a chat of thousands of messages, rests, and renders it again."""
+
+    def __init__(self) -> None:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        self._template = ImmutableSandboxedEnvironment().from_string(_TEMPLATE)
+        self._messages = [{"role": "user", "content": f" message {i}"} for i in range(_MESSAGES)]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_REST_S):
+            self._template.render(messages=self._messages)
 
 
 class Bench:
@@ -75,7 +125,7 @@ class Bench:
         settings = _settings(load, context)
         self.server = Server(settings.service, model, inbox=inbox, status=lambda: self.status, text=text)
         self.engine, self.commits = _make_engine(settings, inbox, self.server, step_s)
-        self.status = self.engine.status()
+        self.status, self._status_s = self.engine.status(), 0.0
         self.server.start()
         self.clients = ClientProcess(self.server.endpoint, load)
 
@@ -87,6 +137,11 @@ class Bench:
         while self.engine.busy:
             self._turn()
         return self.commits.take_gaps_ms()
+
+    def templates(self) -> np.ndarray:
+        """As `loaded`, while another thread renders templates."""
+        with Templates():
+            return self.loaded()
 
     def loaded(self) -> np.ndarray:
         """The gaps, ms, while the clients have the same completions."""
@@ -109,10 +164,8 @@ class Bench:
         if not self.engine.busy:
             self.engine.wait(0.001)
         self.engine.tick()
-        if time.perf_counter() - self.engine_status_s >= _STATUS_EVERY_S:
-            self.status, self.engine_status_s = self.engine.status(), time.perf_counter()
-
-    engine_status_s = 0.0
+        if time.perf_counter() - self._status_s >= _STATUS_EVERY_S:
+            self.status, self._status_s = self.engine.status(), time.perf_counter()
 
 
 def _settings(load: Load, context: int) -> Settings:
@@ -154,45 +207,51 @@ def _requests(load: Load) -> list[Request]:
     return streams + results
 
 
-def summary(turn: int, clients: bool, gaps_ms: np.ndarray) -> dict[str, Any]:
+def summary(turn: int, load: str, gaps_ms: np.ndarray) -> dict[str, Any]:
     """A row of the table."""
-    quantiles = {name: float(np.quantile(gaps_ms, q)) for name, q in _QUANTILES.items()}
-    load_average = os.getloadavg()[0]
-    row = {"turn": turn, "clients": clients, "steps": len(gaps_ms), **quantiles, "max_ms": float(gaps_ms.max())}
-    return row | {"load_average": load_average}
+    row: dict[str, Any] = {"turn": turn, "load": load, "steps": gaps_ms.shape[1]}
+    for kind, gaps in zip(_KINDS, gaps_ms, strict=True):
+        row |= {f"{kind}{name}": float(np.quantile(gaps, q)) for name, q in _QUANTILES.items()}
+    return row | {"load_average": os.getloadavg()[0]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
     parser = argparse.ArgumentParser(prog="rollout bench service_load", description=__doc__)
     parser.add_argument("--step-ms", type=float, default=4.0, help="time of a step on the device")
-    parser.add_argument("--turns", type=int, default=5, help="turns of each, without clients and with them")
+    parser.add_argument("--turns", type=int, default=3, help="turns of all three")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--stream-every", type=int, default=16, help="tokens of a chunk")
     parser.add_argument("--results", type=int, default=100)
-    parser.add_argument("--spacing", type=int, default=30, help="steps between the ends of two results")
+    parser.add_argument("--spacing", type=int, default=15, help="steps between the ends of two results")
+    parser.add_argument(
+        "--switch-interval-ms", type=float, default=SWITCH_INTERVAL_S * 1e3, help="of Python's lock; 5 is Python's own"
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "service_load.json")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    sys.setswitchinterval(args.switch_interval_ms * 1e-3)
     load = Load(args.streams, args.stream_every, results=args.results, spacing=args.spacing)
     bench = Bench(load, args.step_ms * 1e-3)
     rows: list[dict[str, Any]] = []
     try:
         for turn in range(args.turns):
-            rows.append(summary(turn, False, bench.quiet()))
-            rows.append(summary(turn, True, bench.loaded()))
+            for name, measure in zip(_LOADS, (bench.quiet, bench.loaded, bench.templates), strict=True):
+                rows.append(summary(turn, name, measure()))
     finally:
         bench.close()
-    print_table("gap between steps, without clients and with them", rows)
-    added = {name: _added_ms(rows, name) for name in _QUANTILES}
-    print("added by the clients, median of the turns: " + ", ".join(f"{k} {v:+.3f}" for k, v in added.items()))
-    write_results(args.out, rows, step_ms=args.step_ms, added_by_clients=added)
+    shown = ("turn", "load", "steps", "p99.9_ms", "own_p99_ms", "own_p99.9_ms", "idle_p99.9_ms", "load_average")
+    print_table("gap between steps", [{key: row[key] for key in shown} for row in rows])
+    added = {load: {name: _added_ms(rows, load, name) for name in _FIGURES} for load in _LOADS[1:]}
+    for load_name, figures in added.items():
+        print(f"added by {load_name}, median of the turns: " + ", ".join(f"{k} {v:+.3f}" for k, v in figures.items()))
+    write_results(args.out, rows, step_ms=args.step_ms, switch_interval_ms=args.switch_interval_ms, added=added)
     return 0
 
 
-def _added_ms(rows: list[dict[str, Any]], name: str) -> float:
-    without, with_clients = ([row[name] for row in rows if row["clients"] is clients] for clients in (False, True))
-    return statistics.median(b - a for a, b in zip(without, with_clients, strict=True))
+def _added_ms(rows: list[dict[str, Any]], load: str, name: str) -> float:
+    without, with_load = ([row[name] for row in rows if row["load"] == kind] for kind in ("none", load))
+    return statistics.median(b - a for a, b in zip(without, with_load, strict=True))
 
 
 if __name__ == "__main__":

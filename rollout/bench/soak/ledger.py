@@ -19,7 +19,7 @@ from trainer_bridge.results import Chunk, Completion
 
 _WORST_LOGPROB = -1e-3  # the counting models are as good as certain of every token
 _KEPT_COMPLAINTS = 50
-_EXCUSE_S = 20.0  # a worker that was killed is back after this, at the latest
+_EXCUSE_S = 1.0  # a fault that is this much older than a request is no excuse for its loss
 
 
 def step_of(version: int) -> int:
@@ -29,19 +29,19 @@ def step_of(version: int) -> int:
 
 @dataclass(slots=True)
 class Place:
-    """One worker's endpoints, and when it was last killed and its proxy last cut (`time.monotonic`)."""
+    """One worker: its endpoints, when it last came back from a kill, when its proxy was last cut (`time.monotonic`)."""
 
     index: int
     direct: str
     proxied: str
-    killed_s: float = float("-inf")
+    back_s: float = float("-inf")
     cut_s: float = float("-inf")
     down: bool = False
 
     def troubled_since(self, since_s: float, proxied: bool) -> bool:
         """True if a fault explains a lost connection of a request that began at `since_s`."""
-        killed = self.down or self.killed_s >= since_s - _EXCUSE_S
-        return killed or (proxied and self.cut_s >= since_s - 1.0)
+        killed = self.down or self.back_s >= since_s - _EXCUSE_S
+        return killed or (proxied and self.cut_s >= since_s - _EXCUSE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,10 @@ class Asked:
 
 @dataclass
 class Ledger:
-    """Counts of a run, and its complaints. `token_text` gives the text of one token id."""
+    """Counts of a run, and its complaints, also to `say`. `token_text` gives the text of one token id."""
 
     token_text: Callable[[int], str]
+    say: Callable[[str], object] = lambda text: None
     requests: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)  # completions by finish reason
     faults: Counter[str] = field(default_factory=Counter)
@@ -79,12 +80,14 @@ class Ledger:
         self.wrong_count += 1
         if len(self.wrong) < _KEPT_COMPLAINTS:
             self.wrong.append(text)
+            self.say(f"wrong: {text}")
 
     def lose(self, text: str) -> None:
         """A request has no answer."""
         self.lost_count += 1
         if len(self.lost) < _KEPT_COMPLAINTS:
             self.lost.append(text)
+            self.say(f"lost: {text}")
 
     def excuse(self, place: Place, since_s: float, proxied: bool, error: Exception) -> None:
         """Note an error; complain if no fault explains it."""
@@ -156,7 +159,10 @@ class Collector:
         self._tokens: dict[int, list[int]] = {}
 
     def start(self, index: int, held: Sequence[int]) -> None:
-        """Tokens that the client had before."""
+        """Go on after what the client holds, which begins with what was taken."""
+        taken = self._tokens.get(index, [])
+        if list(held[: len(taken)]) != taken:
+            self._ledger.complain(f"{self._what}: {len(taken)} tokens streamed, {len(held)} held, or others")
         self._tokens[index] = list(held)
 
     def take(self, chunk: Chunk) -> None:
@@ -170,4 +176,6 @@ class Collector:
         """The result must be what was streamed."""
         if self._tokens.get(completion.index, []) != completion.token_ids.tolist():
             streamed = len(self._tokens.get(completion.index, []))
-            self._ledger.complain(f"{self._what}: {streamed} tokens streamed, {len(completion)} in the result, or others")
+            self._ledger.complain(
+                f"{self._what}: {streamed} tokens streamed, {len(completion)} in the result, or others"
+            )

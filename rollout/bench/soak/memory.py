@@ -1,0 +1,56 @@
+"""Resident memory of the processes of a soak over its time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_EVERY_S = 1.0
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_MIB = 1 << 20
+
+
+def rss_mib(pid: int) -> float | None:
+    """MiB of a process that are in RAM; None if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE / _MIB
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+class MemoryLog:
+    """Samples of every process. `pids` gives them by name; a name whose process changes begins anew."""
+
+    def __init__(self, pids: Callable[[], dict[str, int]], began_s: float) -> None:
+        self._pids, self._began_s = pids, began_s
+        self._samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
+
+    def sample(self) -> None:
+        """Note all of them now."""
+        for name, pid in self._pids().items():
+            rss = rss_mib(pid)
+            if rss is not None:
+                self._samples.setdefault((name, pid), []).append((time.monotonic() - self._began_s, rss))
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(_EVERY_S)
+
+    def rows(self, at_s: float) -> list[dict[str, Any]]:
+        """For every process that is there now: MiB at `at_s` (or since it started, if later), now, and at most."""
+        rows = []
+        for name, pid in self._pids().items():
+            samples = self._samples.get((name, pid), [])
+            if samples:
+                early = next((sample for sample in samples if sample[0] >= at_s), samples[-1])
+                most = max(rss for _, rss in samples)
+                rows.append(
+                    {"process": name, "from_s": early[0], "mib": early[1], "at_end": samples[-1][1], "most": most}
+                )
+        return rows
