@@ -29,7 +29,7 @@ from rich.progress import Progress
 
 from rollout.announce import say, write_whole
 from rollout.config import Settings
-from rollout.engine.build import build_engine, context_limit, rebuild_engine
+from rollout.engine.build import build_engine, longest_sequence, rebuild_engine
 from rollout.engine.device import make_device
 from rollout.engine.types import Command, EngineStatus, Shutdown
 from rollout.metrics import JsonlSink, MetricsThread, Sink, WandbSink, write_timeline
@@ -71,12 +71,20 @@ class Worker:
         inbox: SimpleQueue[Command] = SimpleQueue()
         model, version = loaded.model, settings.weights.initial_version
         self.receiver = WeightReceiver(trainer_views(loaded), version, settings.weights, settings.security)
+        self.engine = build_engine(
+            settings,
+            make_device(settings.model.device),
+            model,
+            inbox,
+            lambda events: self.server.outbox.put(events),
+            self.receiver,
+        )
         self.server = Server(
             settings.service,
             ServedModel(
                 settings.model.path,
                 loaded.spec.vocab,
-                context_limit(settings, model),
+                longest_sequence(settings, model, self.engine),
                 loaded.generation_config.eos_token_ids,
             ),
             inbox=inbox,
@@ -86,9 +94,6 @@ class Worker:
             worker_name=self.name,
             stop_check_every=settings.engine.stop_check_every,
             security=settings.security,
-        )
-        self.engine = build_engine(
-            settings, make_device(settings.model.device), model, inbox, self.server.outbox.put, self.receiver
         )
         self.sinks = make_sinks(settings)
         self.metrics = MetricsThread(self.sinks)
@@ -157,7 +162,7 @@ class Worker:
             engine.wait(_IDLE_WAIT_S)
         engine.tick()
         now = time.perf_counter()
-        if now >= self._next_status_s:
+        if now >= self._next_status_s or not engine.busy:  # what has just ended shows at once
             self.status, self._next_status_s = engine.status(), now + _STATUS_EVERY_S
             if (problems := self.problems()) != self._known_problems:
                 self._known_problems = problems

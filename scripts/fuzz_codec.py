@@ -4,8 +4,9 @@
     python scripts/fuzz_codec.py build/fuzz/crash-...   run one input again
 
 An input is turned into frames in one of three ways: as raw bytes; as a message of plausible fields that is packed and
-then damaged; as a good message in which a few values were replaced. `check_frames` says what must hold for any frames whatever; what it raises is a bug. Inputs that reach new
-code are kept in build/fuzz/corpus and are the start of the next run; an input that fails is kept beside it.
+then damaged; as a good message in which a few values were replaced. `check_frames` says what must hold for any frames
+whatever; what it raises is a bug. Inputs that reach new code are kept in build/fuzz/corpus and are the start of the
+next run; an input that fails is kept beside it.
 """
 
 from __future__ import annotations

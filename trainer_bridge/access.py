@@ -64,6 +64,8 @@ class Access:
 
     def check_bind(self, endpoint: str, setting: str) -> None:
         """Raise ValueError for an endpoint that would let strangers in; `setting` is the one that it comes from."""
+        if "://" not in endpoint:
+            raise ValueError(f"{setting} = {endpoint} is not an endpoint: write tcp://HOST:PORT or ipc://PATH")
         if self.keys is None and not self.insecure and not is_loopback(endpoint):
             raise ValueError(
                 f"{setting} = {endpoint} lets every host that reaches it use this worker, shut it down and change its "

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.demo.trainer import PROBE_TOKENS
-from trainer_bridge.launch import WorkerProcess, start_worker
+from trainer_bridge.launch import WorkerFailed, WorkerProcess, start_worker
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _PROBE_ROWS = 1
@@ -29,8 +29,15 @@ _PROBE_ROWS = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 if every token of every completion is right."""
-    args = _parse(argv)
-    console = Console()
+    args, console = _parse(argv), Console()
+    try:
+        return _run(args, console)
+    except WorkerFailed as error:
+        console.print(f"[red]The worker failed: {error}[/red]", highlight=False)
+        return 1
+
+
+def _run(args: argparse.Namespace, console: Console) -> int:
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     rows = len(args.prompts) * args.n + _PROBE_ROWS

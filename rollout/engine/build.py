@@ -40,6 +40,11 @@ def context_limit(settings: Settings, model: Decoder) -> int:
     return asked or made_for
 
 
+def longest_sequence(settings: Settings, model: Decoder, engine: Engine) -> int:
+    """Tokens, prompt and completion, that one sequence may have: what the model, the settings and the pool allow."""
+    return min(context_limit(settings, model), engine.scheduler.memory.pool.total * settings.engine.page_size)
+
+
 def kv_pages(settings: Settings, model: Decoder, dtype: torch.dtype, free_bytes: int) -> int:
     """Pages of the KV pool, the dump page included.
 

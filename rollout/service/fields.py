@@ -27,9 +27,9 @@ def token_id_array(value: Any) -> np.ndarray:
             raise ValueError(f"token ids must be one row of integers, not {value.dtype} of shape {list(value.shape)}")
         array = value
     elif isinstance(value, list):
-        wrong = next((item for item in value if type(item) is not int), None)
-        if wrong is not None:
-            raise ValueError(f"token ids must be integers, but one is a {type(wrong).__name__}")
+        wrong = next((_type_name(item) for item in value if type(item) is not int), "")
+        if wrong:
+            raise ValueError(f"token ids must be integers, but one is {wrong}")
         try:
             array = np.array(value, dtype=np.int64)
         except OverflowError:
@@ -49,9 +49,9 @@ def logprob_array(value: Any) -> np.ndarray:
         return value.astype(np.float32)
     if not isinstance(value, list):
         raise ValueError(f"log-probs must be a list of numbers or a float blob, not {_type_name(value)}")
-    wrong = next((item for item in value if type(item) not in (int, float)), None)
-    if wrong is not None:
-        raise ValueError(f"log-probs must be numbers, but one is a {type(wrong).__name__}")
+    wrong = next((_type_name(item) for item in value if type(item) not in (int, float)), "")
+    if wrong:
+        raise ValueError(f"log-probs must be numbers, but one is {wrong}")
     return np.array(value, dtype=np.float32)
 
 

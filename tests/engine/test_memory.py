@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import Bench
 
+from rollout.engine.build import longest_sequence
 from rollout.engine.memory import SequenceMemory
 from rollout.engine.pages import PagePool
 from rollout.engine.types import Rejected
@@ -234,3 +235,10 @@ def test_forgetting_the_version_is_seen(model, prompt_of, monkeypatch):
 
 def _versionless_init(self, version: int, page_size: int) -> None:
     self.version, self._page_size, self._keys, self._last = version, page_size, [], b"same"
+
+
+@pytest.mark.parametrize(("pages", "longest"), [(9, 32), (600, 1024)])
+def test_the_longest_sequence_is_what_model_and_pool_both_hold(model, pages, longest):
+    bench = Bench(model, kv_pages=pages)
+    assert longest_sequence(bench.settings, model, bench.engine) == longest
+    bench.close()

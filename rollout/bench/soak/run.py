@@ -43,7 +43,7 @@ _FLAGS: dict[str, Any] = {
     "kv_pages": 3000,
     "lease_s": 3.0,
     "max_results": 64,
-    "idle_s": 10.0,
+    "idle_s": 30.0,  # longer than a publisher waits for a worker that is down
     "drain_s": 60.0,
     "max_restarts": 1000,
     "restart_backoff_s": 0.002,
