@@ -242,7 +242,7 @@ def test_an_unfinished_request_goes_on_where_another_process_left_it(
 
 def test_a_stream_begins_with_what_the_journal_has(connect: Connect, serve: Serve, tmp_path: Path) -> None:
     first = serve(Model(3, reach=(4,), fail=vanish))
-    client = connect(first.endpoint, journal=tmp_path / "j", resume_timeout_s=0.05)
+    client = connect(first.endpoint, journal=tmp_path / "j", resume_timeout_s=0.4)
     with pytest.raises(errors.ResumeFailed):
         client.generate([1], max_tokens=8, seed=SEED, request_id="r")
     client.close()

@@ -236,8 +236,8 @@ def test_workers_that_fail_after_new_tokens_are_not_counted(connect: Connect, se
 
 def test_without_a_worker_it_ends_after_the_given_time(connect: Connect, serve: Serve) -> None:
     worker = serve(Model(3, reach=(4,), fail=vanish))
-    client = connect(worker.endpoint, resume=True, resume_timeout_s=0.2)
-    with pytest.raises(errors.ResumeFailed, match="no worker went on with completion 0 for 0.2 s") as caught:
+    client = connect(worker.endpoint, resume=True, resume_timeout_s=0.4)
+    with pytest.raises(errors.ResumeFailed, match="no worker went on with completion 0 for 0.4 s") as caught:
         client.generate([1], max_tokens=8, seed=SEED, request_id="r")
     check(caught.value.partials[0], SEEDS[0], 4, [(3, 4)])
     assert caught.value.request_id == "r" and isinstance(caught.value.__cause__, errors.ConnectionLost)
@@ -260,7 +260,7 @@ def test_what_is_left_of_the_deadline_is_sent(connect: Connect, serve: Serve) ->
 
 def test_the_deadline_passes_without_a_worker_too(connect: Connect, serve: Serve) -> None:
     worker = serve(Model(3, reach=(4,), fail=vanish))
-    result = connect(worker.endpoint, resume=True).generate([1], max_tokens=8, seed=SEED, deadline_s=0.3)
+    result = connect(worker.endpoint, resume=True).generate([1], max_tokens=8, seed=SEED, deadline_s=1.0)
     assert result.completions[0].finish_reason == "deadline"
     check(result.completions[0], SEEDS[0], 4, [(3, 4)])
 
