@@ -262,9 +262,7 @@ def serve(settings: Settings, restarts: int = 0) -> int:
         logging.getLogger(package).setLevel(settings.log_level.upper())
     if settings.metrics.timeline is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("timeline needs matplotlib: pip install 'rollout-engine[plot]', or leave the setting out")
-    access = Access.from_settings(settings.security)  # now: loading a model may take minutes
-    access.check_bind(settings.service.bind, "service.bind")
-    access.check_bind(settings.weights.bind, "weights.bind")
+    Access.from_settings(settings.security).check_binds(settings)  # now: loading a model may take minutes
     torch.set_num_threads(settings.model.cpu_threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = make_device(settings.model.device)

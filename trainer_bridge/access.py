@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils import z85
 
-from rollout.config import SecuritySettings
+from rollout.config import SecuritySettings, Settings
 from trainer_bridge.keys import PUBLIC_SUFFIX, KeyPair, read_pair, read_public
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -72,6 +72,11 @@ class Access:
                 "weights: set security.curve_secret_key and security.curve_client_keys (`rollout keys` makes them), "
                 "bind 127.0.0.1, or pass --insecure if the network keeps strangers out"
             )
+
+    def check_binds(self, settings: Settings) -> None:
+        """Raise ValueError if one of a worker's endpoints would let strangers in."""
+        self.check_bind(settings.service.bind, "service.bind")
+        self.check_bind(settings.weights.bind, "weights.bind")
 
     def secure(self, context: zmq.Context, socket: zmq.Socket) -> None:
         """Make a socket that is not bound yet take allowed clients only. Once for a context."""

@@ -96,10 +96,12 @@ def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
 
 def _supervise(settings: Settings, command: list[str]) -> int:
     from rollout.supervisor import Supervisor, assign_devices
+    from trainer_bridge.access import Access
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("rollout").setLevel(settings.log_level.upper())
     try:
+        Access.from_settings(settings.security).check_binds(settings)  # what no restart would change
         return Supervisor(settings, command, assign_devices(settings, os.environ)).run()
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
