@@ -187,7 +187,9 @@ class Server:
                 return
             connection = first.bytes
             self._departures.note(connection, first)
-            self._receive(connection, self._socket.recv_multipart(zmq.NOBLOCK))
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            self._take_events()  # what `status` has shown is in the books that a message is held against
+            self._receive(connection, frames)
 
     def _take_departures(self) -> None:
         for connection in self._departures.take():
