@@ -2,14 +2,17 @@
 
     PYTHONPATH=.:kernels python scripts/tune_linear.py --out docs/results/linear.json [--shapes 8b] [--rows 1 8 32]
 
-For every shape and number of rows: cuBLAS and each candidate, in CUDA graphs that go through several copies of the
-weights, so that none of them is read from the L2 cache. Reports microseconds and TB/s of weights beside the floor: the
-bytes of the weights over the read bandwidth measured in the same run. Every candidate is checked against float64 once.
+For every shape and number of rows: cuBLAS, the table's configuration and each candidate, in CUDA graphs that go through
+several copies of the weights, so that none of them is read from the L2 cache. Reports microseconds beside the floor,
+the bytes of the weights over the read bandwidth measured in the same run, and the best of each split of K: one split is
+chosen for all numbers of rows. Every candidate is checked against float64 once.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -17,18 +20,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from rollout_kernels.linear_table import Kind, linear_config
 from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear_parts
 
+from rollout.bench.cuda_timing import graph_us, read_bandwidth
+
 # name: (outputs, inputs, kind); gate_up outputs count both halves.
-SHAPES = {
+SHAPES: dict[str, dict[str, tuple[int, int, Kind]]] = {
     "8b": {
         "qkv": (6144, 4096, "parts"),
         "o": (4096, 4096, "parts"),
         "gate_up": (24576, 4096, "silu"),
         "down": (4096, 12288, "parts"),
-        "head": (151936, 4096, "parts"),
+        "head": (151936, 4096, "whole"),
     },
-    "30b-a3b": {"qkv": (5120, 2048, "parts"), "o": (2048, 4096, "parts"), "head": (151936, 2048, "parts")},
+    "30b-a3b": {"qkv": (5120, 2048, "parts"), "o": (2048, 4096, "parts"), "head": (151936, 2048, "whole")},
     "1.7b": {
         "qkv": (4096, 2048, "parts"),
         "o": (2048, 2048, "parts"),
@@ -45,88 +51,68 @@ SHAPES = {
 _CACHE_BYTES = 400e6  # weights in rotation, several times the L2
 
 
-def graph_us(work: Callable[[], None], runs: int = 12) -> float:
-    """Median time of `work` replayed as a CUDA graph, microseconds."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(runs + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times[2:])[runs // 2]
-
-
-def read_bandwidth() -> float:
-    """Bytes per second that a sum over 4 GiB reads."""
-    data = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
-    return data.numel() * 4 / graph_us(lambda: data.sum()) * 1e6
-
-
-def candidates(outputs: int, inputs: int, rows: int, kind: str) -> list[LinearConfig]:
-    """Configurations worth a try: enough programs for the chip, tiles that fit in shared memory."""
+def candidates(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearConfig]:
+    """Configurations worth a try: enough items for the chip, tiles that fit in shared memory."""
     found = []
-    for block_n, block_k, split, warps, stages in itertools.product(
-        (32, 64, 128), (64, 128, 256), (1, 2, 3, 4, 6, 8), (4, 8), (3, 4, 5, 6)
+    for block_n, block_k, split, stages, programs in itertools.product(
+        (64, 128), (64, 128), (1, 2, 4, 8), (4, 6, 8), (132, 192)
     ):
-        programs = outputs // (2 if kind == "silu" else 1) // block_n * split
-        tile_bytes = 2 * block_k * (block_n * (2 if kind == "silu" else 1) + max(16, rows))
-        if inputs % (block_k * split) or (kind == "silu" and split > 1) or (split > 1 and programs > 132 * 12):
+        outputs_a_tile = block_n // 2 if kind == "silu" else block_n
+        items = (outputs // 2 if kind == "silu" else outputs) // outputs_a_tile * split
+        tile_bytes = 2 * block_k * (block_n + max(16, rows))
+        if inputs % (block_k * split) or (kind != "parts" and split > 1) or inputs // (block_k * split) < 3:
             continue
-        if not 96 <= programs or tile_bytes * stages > 220_000 or tile_bytes * stages < 40_000:
+        if items < 64 or items < programs - 60 or tile_bytes * stages * (1 if programs == 132 else 2) > 220_000:
             continue
-        if inputs // (block_k * split) < stages or (block_n == 32 and warps == 8):
-            continue
-        found.append(LinearConfig(block_n, block_k, split, warps, stages))
+        found.append(LinearConfig(block_n, block_k, split, 4, stages, programs))
     return found
 
 
-def measure(name: str, outputs: int, inputs: int, kind: str, rows: int, bandwidth: float, keep: int) -> dict:
-    """Time cuBLAS and all candidates for one shape and row count."""
+def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwidth: float) -> dict:
+    """Time cuBLAS, the table's configuration and the best one for each split, for one shape and number of rows."""
     copies = max(2, int(_CACHE_BYTES // (outputs * inputs * 2)) + 1)
     weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     run = gate_up_silu if kind == "silu" else linear_parts
-    reference = x.double() @ weights[0].double().T
-    if kind == "silu":
-        gate, up = reference.chunk(2, dim=1)
-        reference = torch.nn.functional.silu(gate) * up
-    floor_us = outputs * inputs * 2 / bandwidth * 1e6
-    cublas_us = graph_us(lambda: [x @ w.t() for w in weights]) / copies
-    timed = []
-    configs = candidates(outputs, inputs, rows, kind)
-    with ThreadPoolExecutor(12) as pool:  # compile side by side
+    exact = _exact(x, weights[0], kind)
+    table = linear_config(outputs, inputs, kind, rows)
+    assert table is not None
+    configs = list(dict.fromkeys([table, *candidates(outputs, inputs, rows, kind)]))
+    with ThreadPoolExecutor(14) as pool:  # compile side by side
         usable = list(pool.map(lambda config: _compiles(run, x, weights[0], config), configs))
-    for config, ok in zip(configs, usable, strict=True):
-        if not ok:
-            continue
-        got = run(x, weights[0], config)
-        got = got.double() if kind == "silu" else got.double().sum(0)
-        error = ((got - reference).norm() / reference.norm()).item()
+    timed: dict[LinearConfig, float] = {}
+    for config in itertools.compress(configs, usable):
+        got = run(x, weights[0], config).double()
+        error = (((got if kind == "silu" else got.sum(0)) - exact).norm() / exact.norm()).item()
         assert error < 1e-2, (name, config, error)
-        timed.append((graph_us(lambda c=config: [run(x, w, c) for w in weights], 5) / copies, config))
-    timed.sort(key=lambda pair: pair[0])
-    best_us, best = timed[0]
+        timed[config] = graph_us(functools.partial(_all, run, x, weights, config), 5) / copies
+    splits = {}
+    for split in sorted({config.split for config in timed}):
+        best = min((config for config in timed if config.split == split), key=timed.__getitem__)
+        splits[split] = {"us": timed[best], **dataclasses.asdict(best)}
     row = {
         "shape": name,
         "rows": rows,
-        "floor_us": floor_us,
-        "cublas_us": cublas_us,
-        "best_us": best_us,
-        "best_tbps": outputs * inputs * 2 / best_us / 1e6,
-        "config": [best.block_n, best.block_k, best.split, best.num_warps, best.num_stages],
-        "next": [[us, c.block_n, c.block_k, c.split, c.num_warps, c.num_stages] for us, c in timed[1:keep]],
+        "floor_us": outputs * inputs * 2 / bandwidth * 1e6,
+        "cublas_us": graph_us(lambda: [x @ w.t() for w in weights]) / copies,
+        "table_us": timed[table],
+        "best_us": min(timed.values()),
     }
-    print(json.dumps({k: v for k, v in row.items() if k != "next"}), flush=True)
-    return row
+    print(json.dumps({**row, "splits": {split: round(entry["us"], 2) for split, entry in splits.items()}}), flush=True)
+    return {**row, "splits": splits}
+
+
+def _all(run: Callable[..., torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor], config: LinearConfig) -> None:
+    for weight in weights:
+        run(x, weight, config)
+
+
+def _exact(x: torch.Tensor, weight: torch.Tensor, kind: Kind) -> torch.Tensor:
+    product = x.double() @ weight.double().T
+    if kind != "silu":
+        return product
+    gate, up = product.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
 
 
 def _compiles(run, x, weight, config) -> bool:
@@ -155,7 +141,7 @@ def main() -> None:
             if args.names and name not in args.names:
                 continue
             for rows in args.rows:
-                results.append(measure(f"{family}/{name}", outputs, inputs, kind, rows, bandwidth, 4))
+                results.append(measure(f"{family}/{name}", outputs, inputs, kind, rows, bandwidth))
                 args.out.write_text(json.dumps({"read_tbps": bandwidth / 1e12, "rows": results}, indent=1))
 
 

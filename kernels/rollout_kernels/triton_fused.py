@@ -16,6 +16,8 @@ import triton.language as tl
 
 from rollout_kernels.triton_math import follow, follow_options, narrow
 
+_BLOCK_HEADS = 8  # heads that a program of `finish_qkv` works on
+
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm_kernel(
@@ -87,54 +89,60 @@ def _finish_qkv_kernel(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    d = tl.arange(0, HALF)[None, :]
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    d = tl.arange(0, HALF)
-    live = d < D // 2
-    width: tl.constexpr = (Q_HEADS + 2 * KV_HEADS) * D
+    heads: tl.constexpr = Q_HEADS + 2 * KV_HEADS
+    live = (d < D // 2) & (head < heads)
+    is_q = head < Q_HEADS
+    is_v = head >= Q_HEADS + KV_HEADS
     follow()
-    low = tl.zeros([HALF], tl.float32)
-    high = tl.zeros([HALF], tl.float32)
+    low = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
+    high = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
     for part in tl.static_range(PARTS):
-        here = parts_ptr + (part * rows + row) * width + head * D + d
+        here = parts_ptr + ((part * rows + row) * heads + head) * D + d
         low += tl.load(here, mask=live, other=0.0)
         high += tl.load(here + D // 2, mask=live, other=0.0)
     if BIAS:
         low += tl.load(bias_ptr + head * D + d, mask=live, other=0.0).to(tl.float32)
         high += tl.load(bias_ptr + head * D + D // 2 + d, mask=live, other=0.0).to(tl.float32)
+    # Rounded as a matrix product's result would be.
     low = narrow(low, dtype).to(tl.float32)
     high = narrow(high, dtype).to(tl.float32)
-    if head < Q_HEADS + KV_HEADS:
-        if NORM:
-            scale = 1.0 / tl.sqrt((tl.sum(low * low) + tl.sum(high * high)) / D + eps)
-            weight = norm_ptr + (head >= Q_HEADS).to(tl.int32) * D + d
-            low = narrow(low * scale, dtype).to(tl.float32)
-            high = narrow(high * scale, dtype).to(tl.float32)
-            low = low * tl.load(weight, mask=live, other=0.0).to(tl.float32)
-            high = high * tl.load(weight + D // 2, mask=live, other=0.0).to(tl.float32)
-            low = narrow(low, dtype).to(tl.float32)
-            high = narrow(high, dtype).to(tl.float32)
-        cos = tl.load(cos_ptr + row * D + d, mask=live, other=0.0)
-        # The sign of the rotation is folded into the sine: minus in the first half, plus in the second.
-        sin_low = tl.load(sin_ptr + row * D + d, mask=live, other=0.0)
-        sin_high = tl.load(sin_ptr + row * D + D // 2 + d, mask=live, other=0.0)
-        low, high = low * cos + high * sin_low, high * cos + low * sin_high
-    if head < Q_HEADS:
-        at = q_ptr + (row * Q_HEADS + head) * D + d
-    else:
-        slot = tl.load(slots_ptr + row).to(tl.int64)
-        if head < Q_HEADS + KV_HEADS:
-            at = k_cache_ptr + (slot * KV_HEADS + head - Q_HEADS) * D + d
-        else:
-            at = v_cache_ptr + (slot * KV_HEADS + head - Q_HEADS - KV_HEADS) * D + d
-    tl.store(at, narrow(low, dtype), mask=live)
-    tl.store(at + D // 2, narrow(high, dtype), mask=live)
+    x_low, x_high = low, high
+    if NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+        weight = norm_ptr + tl.where(is_q, 0, D) + d
+        x_low = narrow(low * scale, dtype).to(tl.float32) * tl.load(weight, mask=live, other=0.0).to(tl.float32)
+        weight_high = tl.load(weight + D // 2, mask=live, other=0.0).to(tl.float32)
+        x_high = narrow(high * scale, dtype).to(tl.float32) * weight_high
+        x_low = narrow(x_low, dtype).to(tl.float32)
+        x_high = narrow(x_high, dtype).to(tl.float32)
+    in_head = d < D // 2
+    cos = tl.load(cos_ptr + row * D + d, mask=in_head, other=0.0)
+    # The sign of the rotation is folded into the sine: minus in the first half, plus in the second.
+    sin_low = tl.load(sin_ptr + row * D + d, mask=in_head, other=0.0)
+    sin_high = tl.load(sin_ptr + row * D + D // 2 + d, mask=in_head, other=0.0)
+    low = narrow(tl.where(is_v, low, x_low * cos + x_high * sin_low), dtype)
+    high = narrow(tl.where(is_v, high, x_high * cos + x_low * sin_high), dtype)
+    at_q = q_ptr + (row * Q_HEADS + head) * D + d
+    tl.store(at_q, low, mask=live & is_q)
+    tl.store(at_q + D // 2, high, mask=live & is_q)
+    token = tl.load(slots_ptr + row).to(tl.int64) * KV_HEADS
+    at_k = k_cache_ptr + (token + head - Q_HEADS) * D + d
+    is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    tl.store(at_k, low, mask=live & is_k)
+    tl.store(at_k + D // 2, high, mask=live & is_k)
+    at_v = v_cache_ptr + (token + head - Q_HEADS - KV_HEADS) * D + d
+    tl.store(at_v, low, mask=live & is_v)
+    tl.store(at_v + D // 2, high, mask=live & is_v)
 
 
 def finish_qkv(
@@ -166,7 +174,7 @@ def finish_qkv(
     parts, rows, _ = parts_SMW.shape
     kv_heads, dim = k_cache_PSGD.shape[2:]
     q_MHD = torch.empty(rows, q_heads, dim, dtype=k_cache_PSGD.dtype, device=parts_SMW.device)
-    _finish_qkv_kernel[(rows, q_heads + 2 * kv_heads)](
+    _finish_qkv_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, _BLOCK_HEADS))](
         parts_SMW,
         bias_W,
         norm_2D,
@@ -181,11 +189,12 @@ def finish_qkv(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         D=dim,
+        BLOCK_HEADS=_BLOCK_HEADS,
         HALF=triton.next_power_of_2(dim // 2),
         PARTS=parts,
         BIAS=bias_W is not None,
         NORM=norm_2D is not None,
-        num_warps=1,
+        num_warps=4,
         **follow_options(parts_SMW.device),
     )
     return q_MHD

@@ -1,14 +1,16 @@
 """Matrix products with few rows, at the speed at which the weights can be read: Triton kernels for decode steps.
 
-`x_MK @ w_NK.T` with M up to 128. A program owns BLOCK_N output features and reads their weight rows once, as the first
-operand of the tensor cores (at least 64 rows); the M tokens are the second (swap AB), padded to BLOCK_M. Where N alone
-makes too few programs to keep all memory channels busy, SPLIT programs share the K dimension; each writes float32
-partial sums of its own, and the kernel that consumes them adds them up in a fixed order. So a result depends on the
-chosen configuration, never on timing.
+`x_MK @ w_NK.T` with M up to 128. An item is a tile of BLOCK_N weight rows and one of SPLIT parts of the K dimension. A
+fixed number of programs share the items; each goes through its own in one loop, so that the reads of one item are under
+way while the last is still being multiplied, and the chip never waits for a new program to start. The weights are the
+first operand of the tensor cores, the M tokens, padded to BLOCK_M, the second (swap AB).
 
-    linear        out = x w^T               [+ residual], bf16 or float32 out, SPLIT = 1
-    linear_parts  parts[s] = x_s w_s^T      float32 [SPLIT, M, N], summed by the consumer
-    gate_up_silu  out = silu(x g^T) * (x u^T) for w = [g; u]
+Split products leave float32 partial sums, which the kernel that consumes them adds up in a fixed order. So a row's
+result depends on the chosen configuration, never on timing or on the other rows.
+
+    linear        out = x w^T          bf16 or float32 out, SPLIT = 1
+    linear_parts  parts[s] = x_s w_s^T float32 [SPLIT, M, N], summed by the consumer
+    gate_up_silu  out = silu(x g^T) * (x u^T) for w = [g; u]; half the rows of a tile are gate rows, half up rows
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -21,132 +23,175 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.triton_math import dot, follow, follow_options
+from rollout_kernels.triton_math import dot, follow, follow_options, narrow
 
-#: Shared memory of a Hopper multiprocessor that one program may take, bytes.
+#: Shared memory of a Hopper multiprocessor that programs may take, bytes, and the multiprocessors of an H200.
 _SHARED_BYTES = 220_000
+_MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How a product is cut up; see `rollout_kernels.linear_table`."""
+    """How a product is cut up; see `rollout_kernels.linear_table`.
+
+    A program that takes more than half of the shared memory has a multiprocessor to itself: with one program for each,
+    the work is spread evenly wherever the kernel before still runs.
+    """
 
     block_n: int
     block_k: int
     split: int
     num_warps: int
     num_stages: int
+    programs: int
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _store_tile(
+    out_ptr,
+    acc,
+    tile,
+    split,
+    rows,
+    N,
+    BLOCK_M: tl.constexpr,
+    OUT: tl.constexpr,
+    SILU: tl.constexpr,
+    EVEN_N: tl.constexpr,
+):
+    """Write the finished sums of an item, [BLOCK_N, BLOCK_M]; OUT outputs a tile."""
+    if SILU:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, OUT, BLOCK_M]), [1, 2, 0]))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    n = tile * OUT + tl.arange(0, OUT)
+    m = tl.arange(0, BLOCK_M)
+    here = m[None, :] < rows
+    if not EVEN_N:
+        here = here & (n[:, None] < N)
+    at = (split.to(tl.int64) * rows + m[None, :]) * N + n[:, None]
+    tl.store(out_ptr + at, narrow(acc, out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _tile(w_ptr, tile, begin, row, offset, N, K: tl.constexpr, OUT: tl.constexpr, EVEN_N: tl.constexpr):
+    """Addresses of a tile's weights, [BLOCK_N, BLOCK_K], from column `begin`; rows past the last repeat it."""
+    first = tile * OUT
+    if not EVEN_N:
+        offset -= tl.maximum(row + first - (N - 1), 0).to(tl.int64)[:, None] * K
+    return w_ptr + (first.to(tl.int64) * K + begin) + offset
+
+
+@triton.jit(do_not_specialize=["rows", "items"])
 def _linear_kernel(
     x_ptr,
     w_ptr,
     out_ptr,
-    residual_ptr,
     rows,
     N,
-    K,
     stride_x,
+    items,
+    tiles,
+    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
     SILU: tl.constexpr,
-    PARTS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     EVEN_N: tl.constexpr,
+    ONE_ITEM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    OUT: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    STEPS: tl.constexpr = K // (BLOCK_K * SPLIT)
+    n = tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    steps = K // (BLOCK_K * SPLIT)
-    begin = split * steps * BLOCK_K
-    row = n if EVEN_N else tl.minimum(n, N - 1)
-    w = w_ptr + row[:, None].to(tl.int64) * K + begin + k[None, :]
-    x = x_ptr + m[None, :] * stride_x + begin + k[:, None]
     live = m[None, :] < rows
+    x = x_ptr + m[None, :] * stride_x + k[:, None]
+    # Rows of a tile, from its first: OUT of them, or OUT gate rows and the OUT up rows that go with them.
+    row = n % OUT
+    offset = row[:, None].to(tl.int64) * K + k[None, :]
+    if SILU:
+        offset += (n // OUT).to(tl.int64)[:, None] * N * K
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # The first weights are under way before the kernel that makes x has ended.
-    w_tile = tl.load(w)
-    if SILU:
-        u_tile = tl.load(w + N.to(tl.int64) * K)
     follow()
-    x_tile = tl.load(x, mask=live, other=0.0)
-    acc = dot(w_tile, x_tile, acc)
-    if SILU:
-        up = dot(u_tile, x_tile, up)
-    for _ in range(1, steps):
-        w += BLOCK_K
-        x += BLOCK_K
-        w_tile = tl.load(w)
-        x_tile = tl.load(x, mask=live, other=0.0)
-        acc = dot(w_tile, x_tile, acc)
-        if SILU:
-            up = dot(tl.load(w + N.to(tl.int64) * K), x_tile, up)
-    if SILU:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
-    here = (m[None, :] < rows) & (n[:, None] < N)
-    at = m[None, :] * N + n[:, None]
-    if PARTS:
-        tl.store(out_ptr + split.to(tl.int64) * rows * N + at, acc, mask=here)
+    if ONE_ITEM:
+        tile = program % tiles
+        split = program // tiles
+        begin = split * STEPS * BLOCK_K
+        w = _tile(w_ptr, tile, begin, row, offset, N, K, OUT, EVEN_N)
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            w_tile = tl.load(w + step * BLOCK_K, eviction_policy="evict_first")
+            x_tile = tl.load(x + begin + step * BLOCK_K, mask=live, other=0.0)
+            acc = dot(w_tile, x_tile, acc)
+        _store_tile(out_ptr, acc, tile, split, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
     else:
-        if RESIDUAL:
-            acc += tl.load(residual_ptr + at, mask=here, other=0.0).to(tl.float32)
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=here)
+        own_items = (items - program + programs - 1) // programs
+        for i in tl.range(0, own_items * STEPS, num_stages=STAGES):
+            item = program + i // STEPS * programs
+            tile = item % tiles
+            split = item // tiles
+            begin = (split * STEPS + i % STEPS) * BLOCK_K
+            w = _tile(w_ptr, tile, begin, row, offset, N, K, OUT, EVEN_N)
+            w_tile = tl.load(w, eviction_policy="evict_first")
+            x_tile = tl.load(x + begin, mask=live, other=0.0)
+            acc = dot(w_tile, x_tile, acc)
+            if i % STEPS == STEPS - 1:
+                _store_tile(out_ptr, acc, tile, split, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
+                acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
 
 
 def _block_m(rows: int) -> int:
     return max(16, triton.next_power_of_2(rows))
 
 
-def _stages(config: LinearConfig, block_m: int, element_bytes: int, silu: bool) -> int:
-    """As many stages as the configuration asks for and shared memory holds beside the first tile; no result changes."""
-    tile_bytes = config.block_k * (config.block_n * (2 if silu else 1) + block_m) * element_bytes
-    return max(1, min(config.num_stages, _SHARED_BYTES // tile_bytes - 1))
+def _stages(config: LinearConfig, block_m: int, element_bytes: int) -> int:
+    """As many stages as the configuration asks for and shared memory holds; the result does not depend on them."""
+    tile_bytes = config.block_k * (config.block_n + block_m) * element_bytes
+    on_one = min(2, triton.cdiv(config.programs, _MULTIPROCESSORS))
+    return max(1, min(config.num_stages, _SHARED_BYTES // on_one // tile_bytes))
 
 
-def _launch(x_MK, w_NK, out, residual, outputs: int, config: LinearConfig, silu: bool, parts: bool) -> None:
+def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig, silu: bool) -> None:
     rows, inputs = x_MK.shape
     assert inputs % (config.block_k * config.split) == 0, f"K = {inputs} is no multiple of {config}"
     block_m = _block_m(rows)
-    _linear_kernel[(triton.cdiv(outputs, config.block_n), config.split)](
+    outputs_a_tile = config.block_n // 2 if silu else config.block_n
+    tiles = triton.cdiv(outputs, outputs_a_tile)
+    items = tiles * config.split
+    _linear_kernel[(min(items, config.programs),)](
         x_MK,
         w_NK,
         out,
-        residual,
         rows,
         outputs,
-        inputs,
         x_MK.stride(0),
+        items,
+        tiles,
+        K=inputs,
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SPLIT=config.split,
         SILU=silu,
-        PARTS=parts,
-        RESIDUAL=residual is not None,
-        EVEN_N=outputs % config.block_n == 0,
+        EVEN_N=outputs % outputs_a_tile == 0,
+        ONE_ITEM=items <= config.programs,
+        STAGES=_stages(config, block_m, x_MK.element_size()),
         num_warps=config.num_warps,
-        num_stages=_stages(config, block_m, x_MK.element_size(), silu),
         **follow_options(x_MK.device),
     )
 
 
 def linear(
-    x_MK: torch.Tensor,
-    w_NK: torch.Tensor,
-    config: LinearConfig,
-    residual_MN: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """`x w^T` [+ residual], accumulated in float32. `config.split` must be 1. Returns [M, N]."""
+    """`x w^T`, accumulated in float32. `config.split` must be 1. Returns [M, N]."""
     assert config.split == 1
     outputs = w_NK.shape[0]
     out_MN = torch.empty(x_MK.shape[0], outputs, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    _launch(x_MK, w_NK, out_MN, residual_MN, outputs, config, silu=False, parts=False)
+    _launch(x_MK, w_NK, out_MN, outputs, config, silu=False)
     return out_MN
 
 
@@ -154,7 +199,7 @@ def linear_parts(x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig) -
     """Partial sums of `x w^T` over `config.split` parts of K, float32 [split, M, N]."""
     outputs = w_NK.shape[0]
     parts = torch.empty(config.split, x_MK.shape[0], outputs, dtype=torch.float32, device=x_MK.device)
-    _launch(x_MK, w_NK, parts, None, outputs, config, silu=False, parts=True)
+    _launch(x_MK, w_NK, parts, outputs, config, silu=False)
     return parts
 
 
@@ -163,5 +208,5 @@ def gate_up_silu(x_MK: torch.Tensor, w_2IK: torch.Tensor, config: LinearConfig) 
     assert config.split == 1
     outputs = w_2IK.shape[0] // 2
     out_MI = torch.empty(x_MK.shape[0], outputs, dtype=x_MK.dtype, device=x_MK.device)
-    _launch(x_MK, w_2IK, out_MI, None, outputs, config, silu=True, parts=False)
+    _launch(x_MK, w_2IK, out_MI, outputs, config, silu=True)
     return out_MI

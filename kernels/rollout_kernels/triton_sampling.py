@@ -31,12 +31,18 @@ def _gumbel(seed, index, first, BLOCK: tl.constexpr):
     high = zeros + (seed >> 32).to(tl.uint32)
     a, b, c, d = tl.philox_impl(block, zeros + index.to(tl.uint32), zeros, zeros, low, high)
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
-    uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    # log1p(-u), exact where u is small, which is where the winners are: log(y) u / (y - 1) corrects the rounding of y.
-    rest = 1.0 - uniform
-    gap = tl.where(rest == 1.0, -1.0, rest - 1.0)
-    log1p = tl.where(rest == 1.0, -uniform, tl.log(rest) * -uniform / gap)
-    return -tl.log(-log1p)
+    u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # -log(1 - u), by its series where u is small, which is where the winners are and 1 - u has too few digits.
+    series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
+    return -tl.log(tl.where(u < 0.0625, series, -tl.log(1.0 - u)))
+
+
+@triton.jit
+def _log_sum(logs):
+    """Log of the sum of exp(logs); -inf where all are."""
+    most = tl.max(logs)
+    safe = tl.where(most > -float("inf"), most, 0.0)
+    return safe + tl.log(tl.sum(tl.exp(logs - safe)))
 
 
 @triton.jit
@@ -69,10 +75,18 @@ def _pass_1(
     v = block * BLOCK + tl.arange(0, BLOCK)
     live = v < V
     logits = tl.load(logits_ptr + sampled * V + v, mask=live, other=-float("inf"))
-    tempered = logits / temperature
+    out = partial_ptr + (sampled * blocks + block) * 8
+    plain_sum = _log_sum(logits)
+    tempered = logits
+    tempered_sum = plain_sum
+    if temperature != 1.0:
+        tempered = logits / temperature
+        tempered_sum = _log_sum(tempered)
     drawn = tempered
+    drawn_sum = tempered_sum
     if DRAWN:
         drawn = tl.load(drawn_ptr + sampled * V + v, mask=live, other=-float("inf"))
+        drawn_sum = _log_sum(drawn)
     noisy = drawn
     if noise_scale != 0.0:
         noisy = drawn + _gumbel(seed, index, block * BLOCK, BLOCK) * noise_scale
@@ -81,19 +95,13 @@ def _pass_1(
     best = tl.max(noisy)
     token = tl.min(tl.where(live & (noisy == best), v, 2147483647))
     chosen = v == token
-    out = partial_ptr + (sampled * blocks + block) * 8
-    plain_max = tl.max(logits)
-    tempered_max = tl.max(tempered)
-    drawn_max = tl.max(drawn)
     tl.store(out + 0, best)
     tl.store(out + 1, token.to(tl.float32, bitcast=True))
     tl.store(out + 2, tl.sum(tl.where(chosen, logits, 0.0)))
-    tl.store(out + 3, plain_max + tl.log(tl.sum(tl.exp(logits - plain_max))))
-    tl.store(out + 4, tempered_max + tl.log(tl.sum(tl.exp(tempered - tempered_max))))
+    tl.store(out + 3, plain_sum)
+    tl.store(out + 4, tempered_sum)
     tl.store(out + 5, tl.sum(tl.where(chosen, drawn, 0.0)))
-    # A block may have nothing to draw from.
-    safe = tl.where(drawn_max > -float("inf"), drawn_max, 0.0)
-    tl.store(out + 6, safe + tl.log(tl.sum(tl.exp(drawn - safe))))
+    tl.store(out + 6, drawn_sum)
 
 
 @triton.jit
@@ -136,13 +144,6 @@ def _pass_2(
         length = tl.load(ints_ptr + row * INTS + LENGTH)
         tl.store(ints_ptr + row * INTS + LAST, token.to(tl.int64))
         tl.store(ints_ptr + row * INTS + LENGTH, length + 1)
-
-
-@triton.jit
-def _log_sum(logs):
-    """Log of the sum of exp(logs), of which at least one is finite."""
-    most = tl.max(logs)
-    return most + tl.log(tl.sum(tl.exp(logs - most)))
 
 
 def draw_and_advance(

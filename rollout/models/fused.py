@@ -1,6 +1,6 @@
 """A decode step of a dense model on a GPU, with the fused kernels: eight launches a layer, nothing read on the host.
 
-    add_rms_norm -> q/k/v product -> finish_qkv -> attention (two launches) -> output product
+    add_rms_norm -> q/k/v product -> finish_qkv -> attention -> output product
     add_rms_norm -> gate/up product with SiLU -> down product
 
 The residual stream is kept in the model's dtype and is read and written by `add_rms_norm` alone. Products whose sum is
@@ -14,11 +14,11 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from rollout_kernels import paged_decode_attention
 from rollout_kernels.linear_table import Kind, linear_config
 from rollout_kernels.triton_fused import add_rms_norm, finish_qkv
 from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.triton_step import embed_rope
 
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder, DecoderLayer
@@ -54,24 +54,23 @@ class FusedDecoder:
     def __init__(self, model: Decoder) -> None:
         assert supports(model)
         self._model = model
-        self._configs_of_rows: dict[int, dict[str, LinearConfig]] = {}
+        self._configs: dict[str, LinearConfig] = {}  # of the step that is being captured
 
     def __call__(self, token_ids_B: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Logits of each row's next token, float32 [B, V]; writes the step's KV."""
-        configs = self._configs_for(len(token_ids_B))
+        configs = _configs(self._model.spec, len(token_ids_B))
+        head = configs.pop("head")
+        self._configs = cast(dict[str, LinearConfig], configs)
         model, eps = self._model, self._model.spec.eps
-        residual_BH = F.embedding(token_ids_B, model.embed)
-        cos_sin = model.rope(batch.positions_T)
+        rope = model.rope
+        residual_BH, cos_sin = embed_rope(token_ids_B, batch.positions_T, model.embed, rope.inv_freq_D, rope.sign_D)
         parts = None
         for layer in model.layers:
-            parts = self._layer(cast(DecoderLayer, layer), residual_BH, parts, cos_sin, batch, kv, configs)
+            parts = self._layer(cast(DecoderLayer, layer), residual_BH, parts, cos_sin, batch, kv)
         x_BH = add_rms_norm(residual_BH, parts, model.norm.weight, eps)
-        return linear(x_BH, model.lm_head, configs["head"], out_dtype=torch.float32)
-
-    def _configs_for(self, rows: int) -> dict[str, LinearConfig]:
-        if rows not in self._configs_of_rows:
-            self._configs_of_rows[rows] = cast(dict[str, LinearConfig], _configs(self._model.spec, rows))
-        return self._configs_of_rows[rows]
+        if head is None:
+            return model.compute_logits(x_BH)
+        return linear(x_BH, model.lm_head, head, out_dtype=torch.float32)
 
     def _layer(
         self,
@@ -81,17 +80,16 @@ class FusedDecoder:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         batch: AttentionBatch,
         kv: KVCache,
-        configs: dict[str, LinearConfig],
     ) -> torch.Tensor:
         """One layer; `parts` are the last layer's output, not yet added. Returns this layer's."""
         eps = self._model.spec.eps
         mlp = cast(DenseMLP, layer.mlp)
         x_BH = add_rms_norm(residual_BH, parts, layer.input_norm.weight, eps)
-        out_BQD = self._attention(layer.attention, x_BH, cos_sin, batch, kv, configs["qkv"])
-        parts = linear_parts(out_BQD.flatten(1), layer.attention.o_proj.weight, configs["o"])
+        out_BQD = self._attention(layer.attention, x_BH, cos_sin, batch, kv)
+        parts = linear_parts(out_BQD.flatten(1), layer.attention.o_proj.weight, self._configs["o"])
         x_BH = add_rms_norm(residual_BH, parts, layer.post_attention_norm.weight, eps)
-        gated_BI = gate_up_silu(x_BH, mlp.gate_up_proj.weight, configs["gate_up"])
-        return linear_parts(gated_BI, mlp.down_proj.weight, configs["down"])
+        gated_BI = gate_up_silu(x_BH, mlp.gate_up_proj.weight, self._configs["gate_up"])
+        return linear_parts(gated_BI, mlp.down_proj.weight, self._configs["down"])
 
     def _attention(
         self,
@@ -100,11 +98,10 @@ class FusedDecoder:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         batch: AttentionBatch,
         kv: KVCache,
-        config: LinearConfig,
     ) -> torch.Tensor:
         spec = self._model.spec
         k_cache, v_cache = kv.k[attention.layer], kv.v[attention.layer]
-        parts = linear_parts(x_BH, attention.qkv_proj.weight, config)
+        parts = linear_parts(x_BH, attention.qkv_proj.weight, self._configs["qkv"])
         norm = attention.qk_norm_weight if spec.qk_norm == "head" else None
         q_BQD = finish_qkv(
             parts,

@@ -118,3 +118,26 @@ def test_padding_rows_are_left_alone():
     output = torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)
     draw_and_advance(logits, None, torch.tensor([1, 0, 0], device=DEVICE), ints, floats, output, COLUMNS)
     assert torch.equal(ints[[0, 2]], before[[0, 2]]) and ints[1, 1] == before[1, 1] + 1
+
+
+def test_a_logit_that_is_nan_shows_in_the_log_probs():
+    logits = torch.randn(2, 3000, device=DEVICE)
+    logits[1, 2500] = float("nan")
+    ints, floats = row_state(2, 3000)
+    output = torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
+    draw_and_advance(logits, None, torch.tensor([1, 2], device=DEVICE), ints, floats, output, COLUMNS)
+    assert output[1:, 0].view(torch.float32).isfinite().all() and output[1:3, 1].view(torch.float32).isnan().all()
+    assert output[0, 1] != 2500
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_all_three_log_probs_agree_where_nothing_is_reshaped(temperature):
+    logits = torch.randn(4, 4100, device=DEVICE) * 4
+    ints, floats = row_state(4, 4100)
+    floats[:, 0], floats[:, 1] = temperature, 1.0
+    rows, output = torch.arange(1, 5, device=DEVICE), torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
+    draw_and_advance(logits, None, rows, ints, floats, output, COLUMNS)
+    got, tokens = output[1:].view(torch.float32), output[0].long()
+    exact = [torch.log_softmax(logits.double() / t, 1).gather(1, tokens[:, None])[:, 0] for t in (temperature, 1.0)]
+    assert torch.allclose(got[0].double(), exact[0], atol=2e-5) and torch.allclose(got[1].double(), exact[1], atol=2e-5)
+    assert torch.equal(got[0], got[2])

@@ -24,28 +24,36 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 128), (3, 150), (20, 64)])
 def test_partial_sums_add_up_to_the_product(rows, outputs, split):
     x, w, expected = operands(rows, outputs, 512)
-    parts = linear_parts(x, w, LinearConfig(64, 64, split, 4, 3))
+    parts = linear_parts(x, w, LinearConfig(64, 64, split, 4, 3, 3))
     assert parts.shape == (split, rows, outputs) and parts.dtype == torch.float32
     assert relative(parts.double().sum(0), expected) < 1e-6
     if split > 1:
         assert relative(parts[0].double(), x[:, : 512 // split].double() @ w[:, : 512 // split].double().T) < 1e-6
 
 
-def test_a_residual_is_added_before_rounding():
+def test_the_result_is_rounded_once():
     x, w, expected = operands(5, 96, 256)
-    residual = torch.randn(5, 96).bfloat16().to(DEVICE)
-    got = linear(x, w, LinearConfig(32, 64, 1, 4, 3), residual)
+    got = linear(x, w, LinearConfig(32, 64, 1, 4, 3, 2))
     assert got.dtype == torch.bfloat16
-    assert relative(got, expected + residual.double()) < 5e-3
-    exact = linear(x, w, LinearConfig(32, 64, 1, 4, 3), residual, torch.float32)
-    assert relative(exact, expected + residual.double()) < 1e-6
+    assert torch.equal(got, linear(x, w, LinearConfig(32, 64, 1, 4, 3, 2), torch.float32).bfloat16())
+    assert relative(got, expected) < 5e-3
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_the_number_of_programs_and_stages_and_the_other_rows_change_no_bit(split):
+    x, w, _ = operands(20, 192, 256)
+    whole = linear_parts(x, w, LinearConfig(64, 64, split, 4, 3, 100))
+    for programs, stages in ((1, 1), (2, 3), (4, 4)):
+        assert torch.equal(linear_parts(x, w, LinearConfig(64, 64, split, 4, stages, programs)), whole)
+    alone = linear_parts(x[7:8], w, LinearConfig(64, 64, split, 4, 3, 2))
+    assert torch.equal(alone[:, 0], whole[:, 7])
 
 
 @pytest.mark.parametrize("rows", [1, 9])
 def test_gate_and_up_are_taken_from_their_halves(rows):
-    x, w, product = operands(rows, 2 * 96, 256)
+    x, w, product = operands(rows, 2 * 90, 256)
     gate, up = product.chunk(2, dim=1)
-    got = gate_up_silu(x, w, LinearConfig(32, 64, 1, 4, 3))
+    got = gate_up_silu(x, w, LinearConfig(64, 64, 1, 4, 3, 2))
     assert relative(got, torch.nn.functional.silu(gate) * up) < 5e-3
 
 
@@ -53,13 +61,13 @@ def test_rows_of_x_may_be_part_of_a_wider_tensor():
     x, w, expected = operands(4, 64, 256)
     wide = torch.full((4, 300), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     wide[:, :256] = x
-    assert relative(linear_parts(wide[:, :256], w, LinearConfig(64, 64, 2, 4, 3)).sum(0), expected) < 1e-6
+    assert relative(linear_parts(wide[:, :256], w, LinearConfig(64, 64, 2, 4, 3, 2)).sum(0), expected) < 1e-6
 
 
 def test_a_depth_that_does_not_divide_is_refused():
     x, w, _ = operands(1, 64, 320)
     with pytest.raises(AssertionError, match="no multiple"):
-        linear_parts(x, w, LinearConfig(64, 128, 2, 4, 3))
+        linear_parts(x, w, LinearConfig(64, 128, 2, 4, 3, 2))
 
 
 @pytest.mark.gpu
@@ -76,7 +84,7 @@ def test_overlapping_launches_change_no_bit(monkeypatch):
         for _ in range(5):
             for w in weights:
                 x = triton_fused.add_rms_norm(residual, parts, norm, 1e-6)
-                parts = triton_linear.linear_parts(x, w, LinearConfig(64, 64, 2, 4, 4))
+                parts = triton_linear.linear_parts(x, w, LinearConfig(64, 64, 2, 4, 4, 12))
         return triton_fused.add_rms_norm(residual, parts, norm, 1e-6)
 
     results = []
