@@ -39,15 +39,19 @@ class EngineSettings(_Section):
     page_size: int = Field(16, ge=1, le=1024, description="tokens of KV in a page")
     kv_pages: int | None = Field(None, ge=2, description="pages in the KV pool; absent: sized from measured memory")
     kv_memory_fraction: float = Field(
-        0.85, gt=0.0, le=0.98, description="share of the free memory for KV when kv_pages is absent"
+        0.85,
+        gt=0.0,
+        le=0.98,
+        description="share of the memory beside the weights for KV and, on a GPU, the largest steps; not with kv_pages",
     )
     kv_memory_max_gib: float | None = Field(None, gt=0, description="upper bound on the KV pool, GiB")
     max_context_tokens: int | None = Field(
         None, ge=2, description="prompt plus completion, tokens; absent: what the model was made for"
     )
     prefill_chunk_tokens: int = Field(2048, ge=1, description="prompt tokens in one prefill step")
-    cuda_graphs: bool = Field(
-        True, description="capture decode steps as CUDA graphs, for models that have fused kernels"
+    cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs, for models without experts")
+    cuda_graph_rows: int = Field(
+        256, ge=1, le=4096, description="rows up to which decode steps are captured; larger ones are launched singly"
     )
     prefix_cache: bool = Field(True, description="keep pages of finished prompts for reuse")
     kv_on_swap: Literal["keep", "recompute"] = Field(
@@ -78,6 +82,9 @@ class ServiceSettings(_Section):
     max_prompt_chars: int = Field(
         8 << 20, ge=1, description="characters of one prompt sent as text, or of what a chat template makes of messages"
     )
+    max_prompt_s: float = Field(
+        60.0, gt=0, description="seconds that the chat template and the tokenizer may take for one prompt"
+    )
     max_pending_bytes: int = Field(
         1 << 30, ge=1024, description="bytes of all messages whose requests wait or run; beyond that they are refused"
     )
@@ -100,7 +107,11 @@ class WeightsSettings(_Section):
 
     bind: str = Field("tcp://127.0.0.1:0", description="endpoint of the weight transport; port 0 picks a free one")
     initial_version: int = Field(0, ge=0, description="weights version of the checkpoint that is served first")
-    idle_s: float = Field(60.0, gt=0, description="seconds without data after which a half-sent update is dropped")
+    idle_s: float = Field(
+        60.0,
+        gt=0,
+        description="seconds without data after which a half-sent update is dropped; more than the publisher's begin_s",
+    )
 
 
 class SecuritySettings(_Section):
@@ -131,6 +142,10 @@ class MetricsSettings(_Section):
     wandb_group: str | None = Field(None, description="W&B group, one for a job")
     wandb_name: str | None = Field(None, description="W&B run name")
     wandb_dir: str = Field("runs", description="folder of offline W&B runs")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of a page for Prometheus; 0 picks a free one; absent: no page"
+    )
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="address at which that page is served")
     timeline: str | None = Field(None, description="PNG picture of the last steps, written at the end")
     timeline_steps: int = Field(40, ge=2, le=2000, description="steps in the timeline picture")
 

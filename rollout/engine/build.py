@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -10,26 +11,27 @@ import torch
 
 from rollout.config import Settings
 from rollout.engine.admission import SchedulerLimits
+from rollout.engine.capacity import DeviceMemory, check_row_state, kv_pages, no_room_for_steps, weight_bytes
 from rollout.engine.device import Device
 from rollout.engine.engine import Engine, EngineParts, Receiver
-from rollout.engine.graphs import DecodeGraphs
+from rollout.engine.graphs import DecodeGraphs, Progress, capturable
 from rollout.engine.memory import SequenceMemory, pages_for
 from rollout.engine.pages import PagePool
 from rollout.engine.pipeline import Pipeline
+from rollout.engine.rehearsal import StepNeeds, measure_steps
 from rollout.engine.rows import RowState
 from rollout.engine.runner import Runner, slot_words, upload_words
 from rollout.engine.scheduler import Scheduler
-from rollout.engine.slot import Slot
+from rollout.engine.slot import ALIGNMENT_WORDS, Slot
 from rollout.engine.types import Command, Event
 from rollout.metrics.meter import Meter
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
-from rollout.models.fused import FusedDecoder, supports
+
+log = logging.getLogger(__name__)
 
 _SLOTS = 2
-
-#: Told (done, in all).
-Progress = Callable[[int, int], None]
+_LEAST_PAGES = 2  # of a KV cache for steps on padding
 
 
 def context_limit(settings: Settings, model: Decoder) -> int:
@@ -45,29 +47,6 @@ def longest_sequence(settings: Settings, model: Decoder, engine: Engine) -> int:
     return min(context_limit(settings, model), engine.scheduler.memory.pool.total * settings.engine.page_size)
 
 
-def kv_pages(settings: Settings, model: Decoder, dtype: torch.dtype, free_bytes: int) -> int:
-    """Pages of the KV pool, the dump page included.
-
-    From `engine.kv_pages`, or else from the memory that is free now, up to what all rows could ever use. Raises
-    ValueError with the numbers when not even one page for each row fits.
-    """
-    engine = settings.engine
-    if engine.kv_pages is not None:
-        return engine.kv_pages
-    page_bytes = model.spec.kv_bytes_per_token(dtype) * engine.page_size
-    budget = free_bytes * engine.kv_memory_fraction
-    if engine.kv_memory_max_gib is not None:
-        budget = min(budget, engine.kv_memory_max_gib * 2**30)
-    most = engine.max_rows * pages_for(context_limit(settings, model), engine.page_size) + 1
-    pages = min(int(budget // page_bytes), most)
-    if pages < engine.max_rows + 1:
-        raise ValueError(
-            f"{budget / 2**30:.2f} GiB for KV hold {pages} pages of {engine.page_size} tokens ({page_bytes} bytes "
-            f"each), fewer than max_rows = {engine.max_rows}: lower max_rows, or raise kv_memory_fraction"
-        )
-    return pages
-
-
 def build_engine(
     settings: Settings,
     device: Device,
@@ -79,12 +58,13 @@ def build_engine(
 ) -> Engine:
     """An engine that is ready to tick. `emit` takes the events of a tick, on the loop's thread, and must not block.
 
-    `progress` is told (done, in all) while decode steps are captured as CUDA graphs.
+    `progress` is told (done, in all) while decode steps are captured as CUDA graphs. Raises ValueError with the numbers
+    when rows, steps or KV don't fit into the device's memory beside the weights.
     """
     version = settings.weights.initial_version
     return Engine(
         _build_parts(settings, device, model, version, progress=progress),
-        Meter(version=version, keep_steps=max(settings.metrics.timeline_steps, 2)),
+        Meter(version=version),
         inbox,
         emit,
         receiver,
@@ -121,31 +101,58 @@ def _build_parts(
     kv: KVCache | None = None,
     progress: Progress | None = None,
 ) -> EngineParts:
-    engine = settings.engine
-    dtype = model.embed.dtype
+    engine, vocab = settings.engine, model.spec.vocab
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
-    rows = RowState(engine.max_rows, most_pages, model.spec.vocab, device.torch_device)
+    check_row_state(engine, most_pages, model, device.free_bytes())
+    rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device)
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
     slots = [Slot(device, words, engine.max_rows) for _ in range(_SLOTS)]
-    if kv is None:
-        pages = kv_pages(settings, model, dtype, device.free_bytes())
-        kv = KVCache.allocate(model.spec, pages, engine.page_size, dtype, device.torch_device)
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    runner = Runner(device, model, kv, rows)
-    if engine.cuda_graphs and supports(model):
-        runner.graphs = DecodeGraphs(runner, FusedDecoder(model), context, engine.max_rows)
-        runner.graphs.capture(slots, progress)
+    runner = Runner(device, model, kv or _allocate_kv(model, _LEAST_PAGES, engine.page_size), rows)
+    try:
+        graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if engine.cuda_graphs and capturable(model) else None
+        if kv is None:
+            runner.kv = _planned_kv(settings, runner, slots, graph_rows)
+            device.synchronize()
+        if graph_rows is not None:
+            runner.graphs = DecodeGraphs(runner, context, graph_rows)
+            runner.graphs.capture(slots, progress)
+    except BaseException:
+        runner.close()
+        raise
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
         max_context=context,
         chunk_tokens=engine.prefill_chunk_tokens,
-        upload_words=words,
+        upload_words=words - ALIGNMENT_WORDS,
     )
-    memory = SequenceMemory(PagePool(len(kv.k[0])), engine.page_size, engine.prefix_cache)
+    memory = SequenceMemory(PagePool(len(runner.kv.k[0])), engine.page_size, engine.prefix_cache)
     return EngineParts(
         Scheduler(limits, memory, version, time.perf_counter, upload_words),
         Pipeline(slots, engine.pipeline_depth),
         runner,
     )
+
+
+def _planned_kv(settings: Settings, runner: Runner, slots: list[Slot], graph_rows: int | None) -> KVCache:
+    """The KV pool, of what memory the largest steps leave; on a GPU these are run to find out."""
+    engine, model, device = settings.engine, runner.model, runner.device
+    context, free_bytes, needs = context_limit(settings, model), device.free_bytes(), StepNeeds()
+    on_gpu = device.torch_device.type == "cuda"
+    try:
+        if on_gpu:
+            chunk_tokens = engine.prefill_chunk_tokens
+            needs = measure_steps(runner, slots, engine.max_rows, chunk_tokens, context, graph_rows)
+    except torch.OutOfMemoryError as error:
+        raise no_room_for_steps(engine, model, free_bytes) from error
+    memory = DeviceMemory(weight_bytes(model), free_bytes, needs)
+    pages = kv_pages(engine, model, model.embed.dtype, context, memory)
+    if on_gpu:
+        log.info("%s; the KV pool has %d pages of %d tokens", memory, pages, engine.page_size)
+    return _allocate_kv(model, pages, engine.page_size)
+
+
+def _allocate_kv(model: Decoder, pages: int, page_size: int) -> KVCache:
+    return KVCache.allocate(model.spec, pages, page_size, model.embed.dtype, model.embed.device)

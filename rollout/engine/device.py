@@ -260,7 +260,8 @@ class CudaEvent:
     """A timed CUDA event whose times are mapped to the host's clock."""
 
     def __init__(self, clock: _CudaClock) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
+        # External: recorded while a graph is captured, it is recorded by each replay.
+        self.event = torch.cuda.Event(enable_timing=True, external=True)
         self._clock = clock
 
     def query(self) -> bool:

@@ -1,38 +1,62 @@
-"""Decode steps as CUDA graphs: one for each slot and batch size, captured at start-up in one memory pool.
+"""Decode steps as CUDA graphs, captured at start-up in one memory pool, largest first.
 
-A slot's graphs read its input buffer and write its output buffer, so a step is one upload, one replay, one download.
-A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Two graphs a size:
+    whole     forward, draw, advance of the rows    one for each slot and size, against the slot's buffers: a step is
+                                                    one upload, one replay, one download
+    forward   forward only, up to the logits        one for each size of a coarser set, with an input of its own; what
+                                                    changes the logits is sampled outside of the graph and costs more
+                                                    than the larger padding
 
-    whole     forward, draw, advance of the rows        plain sampling: temperature or greedy
-    forward   forward only, up to the logits            what changes the logits is sampled outside of the graph
-
-Sizes are captured largest first, so that smaller ones reuse the pool's memory. Nothing is compiled while serving.
+A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Steps up to
+`rollout.models.fused.MOST_ROWS` rows of a model that `FusedDecoder` supports run its kernels, others the model's own
+forward. Nothing is compiled while serving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rollout.engine.sequence import Feature
 from rollout.engine.slot import Slot, Upload
-from rollout.models.fused import MOST_ROWS, FusedDecoder
+from rollout.models.decoder import Decoder
+from rollout.models.fused import MOST_ROWS, FusedDecoder, supports
 
 if TYPE_CHECKING:
     from rollout.engine.runner import Runner
+
+log = logging.getLogger(__name__)
+
+#: Told (done, in all).
+Progress = Callable[[int, int], None]
 
 #: Sampling that is inside the captured step.
 PLAIN = Feature.GREEDY | Feature.DRAW
 
 
-def graph_sizes(max_rows: int) -> list[int]:
-    """Batch sizes to capture, ascending: every one up to 4, then steps that waste at most a fifth or 7 rows."""
-    most = min(max_rows, MOST_ROWS)
-    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, *range(40, MOST_ROWS + 1, 8)) if size < most]
-    return [*sizes, most]
+def capturable(model: Decoder) -> bool:
+    """True if a decode step of this model reads nothing on the host: dense, on a GPU.
+
+    Where experts are, the host looks at how many tokens each of them has.
+    """
+    return model.embed.is_cuda and model.spec.moe is None
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes to capture, ascending up to `most`: a step wastes at most a fifth of its rows, or three of them."""
+    steps = (1, 2, 3, 4, 6, *range(8, 32, 4), *range(32, 128, 8), *range(128, 256, 16), *range(256, most, 32))
+    return [*(size for size in steps if size < most), most]
+
+
+def forward_sizes(sizes: list[int]) -> list[int]:
+    """Those of `sizes` at which the forward alone is captured: powers of two, and the largest."""
+    return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,59 +68,150 @@ class CapturedStep:
     logits_SV: torch.Tensor
 
 
-class DecodeGraphs:
-    """All captured decode steps of a runner."""
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward of one size: its input, of the same layout as a slot's upload, and where it leaves its logits."""
 
-    def __init__(self, runner: Runner, fused: FusedDecoder, max_context: int, max_rows: int) -> None:
+    graph: torch.cuda.CUDAGraph
+    upload: Upload
+    logits_SV: torch.Tensor
+
+
+class DecodeGraphs:
+    """All captured decode steps of a runner, up to `most` rows."""
+
+    def __init__(self, runner: Runner, max_context: int, most: int) -> None:
         self._runner = runner
-        self._fused = fused
+        self._fused = FusedDecoder(runner.model) if supports(runner.model) else None
         self._max_context = max_context
         self._pool = torch.cuda.graph_pool_handle()
-        self._sizes = graph_sizes(max_rows)
-        self._steps: dict[tuple[int, int], CapturedStep] = {}
+        self.sizes = graph_sizes(most)
+        self._forward_sizes = forward_sizes(self.sizes)
+        self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._forwards: dict[int, _Forward] = {}
 
-    def capture(self, slots: list[Slot], progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every size for every slot; `progress` is told (captured, in all)."""
-        jobs = [(slot, size) for size in reversed(self._sizes) for slot in slots]
-        stream = self._runner.compute.stream  # type: ignore[attr-defined]
-        for done, (slot, size) in enumerate(jobs):
-            with torch.inference_mode(), torch.cuda.stream(stream):
-                self._steps[id(slot), size] = self._capture(slot, size, stream)
-            if progress is not None:
-                progress(done + 1, len(jobs))
+    @property
+    def kept_bytes(self) -> int:
+        """What graphs of all sizes but the largest keep, because it is read after them: logits."""
+        return sum(self._forward_sizes[:-1]) * self._runner.model.spec.vocab * 4
 
-    def size_for(self, rows: int) -> int | None:
+    def capture(self, slots: list[Slot], progress: Progress | None = None, sizes: list[int] | None = None) -> None:
+        """Capture every size, or only `sizes`, for every slot; `progress` is told (sizes done, in all)."""
+        began_s, warm_up_s, before = time.perf_counter(), 0.0, self.count
+        jobs = sorted(sizes or self.sizes, reverse=True)
+        with _no_collection(), torch.inference_mode(), torch.cuda.stream(self._stream):
+            for done, size in enumerate(jobs):
+                warming_s = time.perf_counter()
+                self._warm_up(slots[0], size)
+                warm_up_s += time.perf_counter() - warming_s
+                self._capture(slots, size)
+                if progress is not None:
+                    progress(done + 1, len(jobs))
+        count, seconds = self.count - before, time.perf_counter() - began_s
+        log.info("captured %d graphs in %.1f s, of which %.1f s for first runs of kernels", count, seconds, warm_up_s)
+
+    @property
+    def count(self) -> int:
+        """Graphs that are captured."""
+        return len(self._steps) + len(self._forwards)
+
+    def size_for(self, rows: int, features: Feature = PLAIN) -> int | None:
         """The captured size that a step of `rows` rows takes; None if there is none."""
-        return next((size for size in self._sizes if size >= rows), None)
+        sizes = self._forward_sizes if features & ~PLAIN else self.sizes
+        return next((size for size in sizes if size >= rows), None)
 
     def run(self, slot: Slot, size: int, rows: int, features: Feature, upload: Upload, output: torch.Tensor) -> None:
         """Enqueue a decode step whose upload is padded to `size`; on the compute stream."""
-        step = self._steps[id(slot), size]
         if not features & ~PLAIN:
-            step.whole.replay()
+            self._steps[id(slot), size].replay()
             return
-        step.forward.replay()
-        self._runner.sample(step.logits_SV[:rows], upload["rows"][:rows], features, output)
+        forward = self._forwards[size]
+        forward.upload.device.copy_(upload.device)
+        forward.graph.replay()
+        self._runner.sample(forward.logits_SV[:rows], upload["rows"][:rows], features, output)
 
-    def _capture(self, slot: Slot, size: int, stream: torch.cuda.Stream) -> CapturedStep:
-        # Row 0 everywhere: what warm-up and capture run on is padding.
+    def captured(self, slot: Slot, size: int) -> CapturedStep:
+        """The graphs of a slot and size, to measure them; the forward reads what the slot's input holds now.
+
+        Where no forward of this size was captured it is captured now.
+        """
+        stream = self._stream
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            if size not in self._forwards:
+                stream.synchronize()  # what is on its way from the slot's staging buffer, which capturing writes to
+                self._capture_forward(slot, size)
+            forward = self._forwards[size]
+            forward.upload.device.copy_(slot.input[: len(forward.upload.device)])
+        return CapturedStep(self._steps[id(slot), size], forward.graph, forward.logits_SV)
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return self._runner.compute.stream  # type: ignore[attr-defined]
+
+    def _warm_up(self, slot: Slot, size: int) -> None:
+        """Compile and load what the captures of this size will launch; it runs on padding."""
+        upload = self._stage(slot, size)
+        upload.device.zero_()
+        self._step(upload, slot)
+        self._stream.synchronize()
+
+    def _stage(self, slot: Slot, size: int) -> Upload:
         slot.begin()
         self._runner.stage_decode(slot, [], size)
-        upload = slot.upload()
-        upload.device.zero_()
-        self._step(upload, slot)  # compiles and loads what the capture will launch
-        stream.synchronize()
-        whole = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(whole, pool=self._pool, stream=stream):
-            self._step(upload, slot)
-        forward = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(forward, pool=self._pool, stream=stream):
+        return slot.upload()
+
+    def _capture(self, slots: list[Slot], size: int) -> None:
+        if size in self._forward_sizes:
+            self._capture_forward(slots[0], size)
+        for slot in slots:
+            upload, graph = self._stage(slot, size), torch.cuda.CUDAGraph()
+            with _capturing(graph, self._pool):
+                self._runner.compute.record(slot.start)  # again, where the device begins: the replay arrives later
+                self._step(upload, slot)
+            self._steps[id(slot), size] = graph
+
+    def _capture_forward(self, slot: Slot, size: int) -> None:
+        staged, graph = self._stage(slot, size), torch.cuda.CUDAGraph()
+        upload = Upload(staged.host, torch.zeros_like(staged.device), staged.sections)
+        with _capturing(graph, self._pool):
             logits_SV = self._forward(upload)
-        return CapturedStep(whole, forward, logits_SV)
+        self._forwards[size] = _Forward(graph, upload, logits_SV)
 
     def _step(self, upload: Upload, slot: Slot) -> None:
         self._runner.sample(self._forward(upload), upload["rows"], PLAIN, slot.output)
 
     def _forward(self, upload: Upload) -> torch.Tensor:
-        token_ids_B, batch = self._runner.begin_decode(upload["rows"], upload["new_pages"], self._max_context)
-        return self._fused(token_ids_B, batch, self._runner.kv)
+        runner = self._runner
+        token_ids_B, batch = runner.begin_decode(upload["rows"], upload["new_pages"], self._max_context)
+        if self._fused is not None and len(token_ids_B) <= MOST_ROWS:
+            return self._fused(token_ids_B, batch, runner.kv)
+        return runner.model.compute_logits(runner.model(token_ids_B, batch, runner.kv))
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what is enqueued on the current stream.
+
+    `torch.cuda.graph` does the same and each time also gives all cached memory back to the driver.
+    """
+    graph.capture_begin(pool=pool)
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # the capture is void; the first error says why
+            graph.capture_end()
+        raise
+    graph.capture_end()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection amid captures: it takes long, and what it frees may be the device's."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

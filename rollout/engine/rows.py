@@ -3,6 +3,8 @@
     ints    [rows, 6]  int64     last token, length (tokens whose KV is written), prompt length, min_tokens, top-k, seed
     floats  [rows, 7]  float32   temperature, noise (1 draws, 0 takes the best), top-p, min-p, three penalties
     pages   [rows, P]  int32     page table; entries past a row's pages are the dump page
+    step_*  [rows, P]  int32     page table of the running decode step, in its order; on a GPU, where it is written in
+                                 place. Entries past a row's context are those of earlier steps
     counts  [rows, V]  int32     occurrences of each token, for penalties
     bias_*  [rows, K]            logit bias, padded with id 0 and bias 0
     banned  [rows, K]            stop ids, padded by repeating the first; banned until min_tokens
@@ -41,6 +43,19 @@ class RowState:
         self.bias_ids = torch.zeros(rows, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
         self.bias = torch.zeros(rows, MAX_LOGIT_BIAS, device=device)
         self.banned = torch.zeros(rows, MAX_STOP_IDS, dtype=torch.int64, device=device)
+        on_gpu = device.type == "cuda"
+        self.step_pages = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device) if on_gpu else None
+
+    @staticmethod
+    def nbytes(max_rows: int, max_pages: int, vocab: int) -> int:
+        """Device memory of the state, bytes."""
+        a_row = 6 * 8 + 7 * 4 + 2 * 4 * max_pages + 4 * vocab + (8 + 4) * MAX_LOGIT_BIAS + 8 * MAX_STOP_IDS
+        return (max_rows + 1) * a_row
+
+    def clear_padding(self) -> None:
+        """Make row 0 what padding is after it was used as a row that samples."""
+        for state in (self.ints, self.counts, self.pages):
+            state[0] = 0
 
     def set_up(self, upload: Upload) -> None:
         """Set up the rows that this prefill step starts."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Sequences
 
 import numpy as np
 import torch
+from rollout_kernels.step import begin_step
 
 from rollout.engine.device import Device, Event
 from rollout.engine.graphs import DecodeGraphs
@@ -93,7 +94,7 @@ class Runner:
 
     def _pack_decode(self, plan: Plan, slot: Slot) -> Callable[[Upload, torch.Tensor], None]:
         rows = len(plan.seqs)
-        size = self.graphs.size_for(rows) if self.graphs is not None else None
+        size = self.graphs.size_for(rows, plan.features) if self.graphs is not None else None
         self.stage_decode(slot, plan.seqs, size or rows, plan.new_pages)
         if self.graphs is not None and size is not None:
             return functools.partial(self.graphs.run, slot, size, rows, plan.features)
@@ -114,21 +115,58 @@ class Runner:
         put_setup(slot, [chunk.seq for chunk in chunks if chunk.first], self.rows.vocab)
         if copies := [chunk.copy for chunk in chunks if chunk.copy is not None]:
             slot.put("copies", np.array(copies, dtype=np.int32))
-        slot.put("tokens", np.concatenate([_chunk_tokens(chunk) for chunk in chunks]))
-        slot.put("positions", np.concatenate([_span(chunk) for chunk in chunks]))
-        slot.put("token_chunk", np.repeat(np.arange(len(chunks), dtype=np.int64), [c.length for c in chunks]))
-        slot.put("rows", np.array([chunk.seq.row for chunk in chunks], dtype=np.int64))
-        slot.put("ends", np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int64))
-        # Sampling advances a row by one, so a row that samples in this step is left one short.
-        slot.put("lengths", np.array([chunk.start + chunk.length - chunk.final for chunk in chunks], dtype=np.int64))
-        last = np.cumsum([chunk.length for chunk in chunks]) - 1
-        final = [i for i, chunk in enumerate(chunks) if chunk.final]
-        slot.put("sampled_rows", np.array([chunks[i].seq.row for i in final], dtype=np.int64))
-        slot.put("sampled_at", np.array([last[i] for i in final], dtype=np.int64))
-        starts = [int(end) + 1 - chunk.length for end, chunk in zip(last, chunks, strict=True)]
-        slot.put("query_starts", np.array([*starts, last[-1] + 1], dtype=np.int32))
-        layout = tuple(Chunk(s, c.length, c.start + c.length) for s, c in zip(starts, chunks, strict=True))
+        layout = self.stage_prefill(
+            slot,
+            [(chunk.seq.row, chunk.start, chunk.length, chunk.final) for chunk in chunks],
+            np.concatenate([_chunk_tokens(chunk) for chunk in chunks]),
+        )
         return functools.partial(self._prefill, plan.features, plan.max_context, layout)
+
+    @staticmethod
+    def stage_prefill(
+        slot: Slot, spans: Sequences[tuple[int, int, int, bool]], tokens: np.ndarray
+    ) -> tuple[Chunk, ...]:
+        """Put a prefill step into a slot: for each chunk (row, start, length, final), and all token ids (int64)."""
+        rows, starts, lengths, final = (np.array(column, dtype=np.int64) for column in zip(*spans, strict=True))
+        ends = starts + lengths
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        samples = np.flatnonzero(final)
+        slot.put("tokens", tokens)
+        slot.put("positions", np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], lengths))
+        slot.put("token_chunk", np.repeat(np.arange(len(spans)), lengths))
+        slot.put("rows", rows)
+        slot.put("ends", ends)
+        slot.put("lengths", ends - final)  # sampling advances a row by one, so one that samples is left one short
+        slot.put("sampled_rows", rows[samples])
+        slot.put("sampled_at", bounds[1:][samples] - 1)
+        slot.put("query_starts", bounds.astype(np.int32))
+        return tuple(map(Chunk, bounds[:-1].tolist(), lengths.tolist(), ends.tolist()))
+
+    # --- rehearsal: steps on padding, before there is anything to serve -----------------------------------------------
+
+    def rehearse_decode(self, slot: Slot, rows: int, features: Feature, max_context: int) -> None:
+        """Run a decode step of `rows` rows, launched kernel by kernel."""
+        slot.begin()
+        self.stage_decode(slot, [], rows)
+        self._on_padding(slot, functools.partial(self._decode, features, max_context))
+
+    def rehearse_prefill(self, slot: Slot, lengths: Sequences[int], features: Feature, max_context: int) -> None:
+        """Run a prefill step of whole prompts of `lengths` tokens, each with a page to copy."""
+        slot.begin()
+        slot.put("copies", np.zeros((len(lengths), 2), dtype=np.int32))
+        tokens = np.arange(sum(lengths), dtype=np.int64) % self.rows.vocab
+        layout = self.stage_prefill(slot, [(0, 0, length, True) for length in lengths], tokens)
+        self._on_padding(slot, functools.partial(self._prefill, features, max_context, layout))
+
+    def _on_padding(self, slot: Slot, step: Callable[[Upload, torch.Tensor], None]) -> None:
+        upload = slot.upload()
+        self.compute.run(upload.copy)
+        self.compute.run(functools.partial(step, upload, slot.output))
+        self.compute.run(self.rows.clear_padding)
+        done = self.device.event()
+        self.compute.record(done)
+        done.synchronize()  # the next one overwrites what is uploaded
+        self.check()
 
     # --- steps, on the compute stream --------------------------------------------------------------------------------
 
@@ -142,20 +180,26 @@ class Runner:
         self, rows_B: torch.Tensor, new_pages_B: torch.Tensor, max_context: int
     ) -> tuple[torch.Tensor, AttentionBatch]:
         """The input of a decode step from the row state: token ids, and where they sit; opens new pages."""
-        page_size = self.kv.page_size
-        ints_BI = self.rows.ints.index_select(0, rows_B)
-        positions_B = ints_BI[:, LENGTH]
-        columns_B = positions_B // page_size
-        pages_B = torch.where(new_pages_B > 0, new_pages_B, self.rows.pages[rows_B, columns_B])
-        self.rows.pages[rows_B, columns_B] = pages_B
+        page_size, columns = self.kv.page_size, -(-max_context // self.kv.page_size)
+        begun = begin_step(
+            rows_B,
+            new_pages_B,
+            self.rows.ints,
+            self.rows.pages,
+            last=LAST,
+            length=LENGTH,
+            page_size=page_size,
+            columns=columns,
+            table_BP=self.rows.step_pages,
+        )
         batch = AttentionBatch(
-            positions_T=positions_B,
-            kv_slots_T=pages_B * page_size + positions_B % page_size,
-            page_table_BP=self._page_table(rows_B, max_context),
-            context_lens_B=positions_B + 1,
+            positions_T=begun.positions_B,
+            kv_slots_T=begun.kv_slots_B,
+            page_table_BP=begun.page_table_BC,
+            context_lens_B=begun.context_lens_B,
             max_context=max_context,
         )
-        return ints_BI[:, LAST], batch
+        return begun.token_ids_B, batch
 
     def _prefill(
         self,
@@ -215,7 +259,3 @@ def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: in
 def _chunk_tokens(chunk: PromptChunk) -> np.ndarray:
     assert chunk.seq.prefill_tokens is not None
     return chunk.seq.prefill_tokens[chunk.start : chunk.start + chunk.length].astype(np.int64)
-
-
-def _span(chunk: PromptChunk) -> np.ndarray:
-    return np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int64)

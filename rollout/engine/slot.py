@@ -20,8 +20,12 @@ import torch
 
 from rollout.engine.device import Device
 
-#: Sections start at a multiple of this many int32 words, so that int64 sections are aligned.
-_ALIGN = 2
+#: Sections start at a multiple of this many int32 words: at 16 bytes. Kernels are compiled anew for pointers that are
+#: not that well aligned, and nothing is to be compiled while serving.
+_ALIGN = 4
+#: int32 words that alignment adds to an upload at the most: fewer than `_ALIGN` a section, of which there are fewer
+#: than 24.
+ALIGNMENT_WORDS = 24 * (_ALIGN - 1)
 _TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
 OUTPUT_FIELDS = 4
 

@@ -159,7 +159,6 @@ def test_a_full_queue_is_overloaded(model, prompt_of):
     bench.run()
     refusals = [event for event in bench.events if isinstance(event, Rejected)]
     assert [(r.code, r.key[1]) for r in refusals] == [("overloaded", "r3"), ("overloaded", "r4")]
-    assert all(r.retry_after_s > 0 for r in refusals)
     bench.close()
 
 

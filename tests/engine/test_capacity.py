@@ -1,0 +1,142 @@
+"""Start-up: KV pages from measured memory, errors with the numbers, and steps on padding that leave no trace."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from harness import Bench
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.config import EngineSettings
+from rollout.engine.capacity import DeviceMemory, check_row_state, kv_pages
+from rollout.engine.device import CpuDevice
+from rollout.engine.graphs import forward_sizes, graph_sizes
+from rollout.engine.rehearsal import ALL_FEATURES, StepNeeds, largest_chunks, rehearse
+from rollout.engine.rows import RowState
+from rollout.engine.sequence import Feature
+
+GIB = 2**30
+CONTEXT = 1024
+SAMPLED = {"temperature": 1.0, "seed": 3, "top_k": 20, "logit_bias": ((7, 1.0),), "presence_penalty": 0.5}
+
+
+class Small(CpuDevice):
+    """A device with little memory."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+def pages(model, free: int, activations: int = 0, graphs: int = 0, **engine) -> int:
+    memory = DeviceMemory(5 * GIB, free, StepNeeds(activations, graphs))
+    settings = EngineSettings(**{"max_rows": 4, "page_size": 16, **engine})
+    return kv_pages(settings, model, torch.float32, CONTEXT, memory)
+
+
+def page_bytes(model) -> int:
+    return model.spec.kv_bytes_per_token(torch.float32) * 16
+
+
+def test_steps_take_their_share_before_kv_does(model):
+    page = page_bytes(model)
+    assert pages(model, 100 * page, kv_memory_fraction=0.5) == 50
+    assert pages(model, 100 * page, 20 * page, 7 * page, kv_memory_fraction=0.5) == 23
+    assert pages(model, 100 * page + page // 2, 20 * page, 7 * page, kv_memory_fraction=0.5) == 23
+    assert pages(model, 1000 * page) == 4 * CONTEXT // 16 + 1, "no more than all rows can use"
+    assert pages(model, 1000 * page, kv_memory_max_gib=30 * page / GIB) == 30
+
+
+def test_too_little_for_a_page_a_row_is_an_error_with_the_numbers(model):
+    page = page_bytes(model)
+    assert pages(model, 13 * page, 5 * page, 3 * page, kv_memory_fraction=0.98, max_rows=3) == 4
+    with pytest.raises(ValueError, match="lower max_rows or prefill_chunk_tokens") as caught:
+        pages(model, 2 * GIB, GIB, 3 * GIB // 4, kv_memory_fraction=0.5)
+    message = str(caught.value)
+    for number in ("5.00 GiB", "2.00 GiB", "1.00 GiB", "0.75 GiB", "max_rows = 4", f"{page} bytes"):
+        assert number in message, message
+
+
+def test_pages_that_were_asked_for_have_to_fit(model):
+    page = page_bytes(model)
+    assert pages(model, 50 * page, 10 * page, kv_pages=40) == 40, "kv_memory_fraction does not bound what was asked for"
+    with pytest.raises(ValueError, match=r"kv_pages = 41 .* lower kv_pages") as caught:
+        pages(model, 50 * page, 6 * page, 4 * page, kv_pages=41)
+    assert "the weights take 5.00 GiB" in str(caught.value)
+
+
+def test_rows_whose_state_does_not_fit_are_refused_before_it_is_allocated(model):
+    rows = RowState(5, 9, 97, torch.device("cpu"))
+    held = sum(t.numel() * t.element_size() for t in vars(rows).values() if isinstance(t, torch.Tensor))
+    assert held <= RowState.nbytes(5, 9, 97) <= held + 6 * 9 * 4, "the page table of a step is a GPU's"
+    check_row_state(EngineSettings(max_rows=5), 9, model, RowState.nbytes(5, 9, 97))
+    with pytest.raises(ValueError, match=r"max_rows = 4096 .* lower max_rows"):
+        Bench(model, Small(1 << 20), max_rows=4096)
+
+
+def test_an_engine_that_does_not_fit_leaves_no_thread_behind(model):
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="kv_pages = 256 are"):
+        Bench(model, Small(1 << 18))
+    assert threading.active_count() == before
+
+
+@given(st.integers(1, 300), st.integers(1, 5000), st.integers(2, 3000))
+def test_the_largest_prefill_is_one_that_the_scheduler_can_plan(rows, chunk_tokens, context):
+    lengths = largest_chunks(rows, chunk_tokens, context)
+    assert len(lengths) == min(rows, chunk_tokens) and all(1 <= length <= context for length in lengths)
+    assert sum(lengths) == min(chunk_tokens, len(lengths) * context)
+
+
+def test_a_rehearsal_runs_the_most_tokens_and_draws_for_every_row(model):
+    bench = Bench(model, max_rows=6, prefill_chunk_tokens=50)
+    runner, tokens, draws = bench.engine.runner, [], []
+    forward, sample = runner.model.forward, runner.sample
+    runner.model.forward = lambda ids, *rest: (tokens.append(len(ids)), forward(ids, *rest))[1]
+    runner.sample = lambda logits, rows, features, out: (
+        draws.append((len(logits), features)),
+        sample(logits, rows, features, out),
+    )
+    rehearse(runner, bench.engine.pipeline.acquire(), 6, 50, 40, graph_rows=None)
+    assert max(tokens) == 50 and draws.count((6, ALL_FEATURES)) == 2 and {1, 2, 4} <= {count for count, _ in draws}
+    assert ALL_FEATURES.reshapes and all(feature in ALL_FEATURES for feature in Feature)
+    runner.close()
+
+
+def test_a_rehearsal_leaves_no_trace(model, prompt_of):
+    tokens = []
+    for rehearsed in (False, True):
+        bench = Bench(model)
+        if rehearsed:
+            slot = bench.engine.pipeline._free[0]
+            rehearse(bench.engine.runner, slot, 8, 64, 1024, graph_rows=None)
+            state = bench.engine.runner.rows
+            assert not any(part.any() for part in (state.ints, state.counts, state.pages))
+            assert all(not cache[1:].any() for cache in (*bench.engine.runner.kv.k, *bench.engine.runner.kv.v))
+        for i in range(5):
+            bench.submit(f"r{i}", prompt_of(9 + 7 * i, i), 30, sampling=SAMPLED)
+        bench.run()
+        tokens.append([bench.tokens(f"r{i}") for i in range(5)])
+        bench.close()
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 33, 128, 256, 300])
+def test_captured_sizes_waste_little(most):
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    for rows in range(1, most + 1):
+        size = next(size for size in sizes if size >= rows)
+        assert size - rows <= max(3, size / 5), (rows, size)
+
+
+def test_a_forward_alone_is_captured_at_few_sizes_that_hold_every_step():
+    sizes = graph_sizes(200)
+    few = forward_sizes(sizes)
+    assert set(few) <= set(sizes) and few[-1] == 200 and len(few) < len(sizes) / 3
+    assert all(b <= 2 * a for a, b in zip(few, few[1:], strict=False))

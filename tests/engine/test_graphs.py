@@ -1,0 +1,135 @@
+"""Captured decode steps without a GPU: what would be captured is run anew at each replay, on the same buffers.
+
+It shows which graph a step takes, its padding, and what a replay reads and writes; not that CUDA can capture it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import Bench
+
+from rollout.engine import build, graphs
+from rollout.engine.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
+
+SHAPED = {"top_k": 5, "presence_penalty": 0.3}
+
+
+class Recording:
+    """In the place of a CUDA graph."""
+
+    under_way: Recording | None = None
+
+    def __init__(self) -> None:
+        self.replay: Callable[[], object] | None = None
+
+    def capture_begin(self, pool: object) -> None:
+        assert Recording.under_way is None
+        Recording.under_way = self
+
+    def capture_end(self) -> None:
+        Recording.under_way = None
+
+
+class Current:
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def replays(monkeypatch) -> list[tuple[str, int]]:
+    """Makes CPU engines capture; lists the replays, (kind, rows)."""
+    ran: list[tuple[str, int]] = []
+    step, forward = DecodeGraphs._step, DecodeGraphs._forward
+
+    def record_step(self, upload, slot):
+        recording = Recording.under_way
+        if recording is None:
+            return step(self, upload, slot)
+        recording.replay = lambda: (ran.append(("whole", len(upload["rows"]))), step(self, upload, slot))
+
+    def record_forward(self, upload):
+        recording = Recording.under_way
+        if recording is None:
+            return forward(self, upload)
+        logits = torch.zeros(len(upload["rows"]), self._runner.model.spec.vocab)
+        recording.replay = lambda: (ran.append(("forward", len(logits))), logits.copy_(forward(self, upload)))
+        return logits
+
+    monkeypatch.setattr(DecodeGraphs, "_step", record_step)
+    monkeypatch.setattr(DecodeGraphs, "_forward", record_forward)
+    monkeypatch.setattr(DecodeGraphs, "_stream", Current())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(build, "capturable", lambda model: True)
+    return ran
+
+
+def run(model, prompt_of, **fields) -> list[list[int]]:
+    bench = Bench(model, max_rows=11, **fields)
+    assert (bench.engine.runner.graphs is not None) == fields.get("cuda_graphs", True)
+    for i in range(9):
+        shaped = SHAPED if i == 4 else {}
+        bench.submit(f"r{i}", prompt_of(5 + 3 * i, i), 12 + i, sampling={"temperature": 1.0, "seed": i, **shaped})
+    bench.run()
+    tokens = [bench.tokens(f"r{i}") for i in range(9)]
+    bench.close()
+    return tokens
+
+
+def test_captured_steps_give_the_tokens_of_launched_ones(model, prompt_of, replays):
+    launched = run(model, prompt_of, cuda_graphs=False)
+    assert not replays
+    assert run(model, prompt_of) == launched
+    kinds = set(replays)
+    assert {size for kind, size in kinds if kind == "forward"} <= set(forward_sizes(graph_sizes(11)))
+    assert ("forward", 11) in kinds and ("whole", 4) in kinds, "a row whose logits change takes all rows along"
+
+
+def test_larger_steps_than_captured_are_launched_singly(model, prompt_of, replays):
+    launched = run(model, prompt_of, cuda_graphs=False)
+    assert run(model, prompt_of, cuda_graph_rows=4) == launched
+    assert replays and {size for _, size in replays} <= {1, 2, 3, 4}
+
+
+def test_progress_is_told_of_every_size_largest_first(model, replays, monkeypatch):
+    bench, told, captured = Bench(model, max_rows=6, cuda_graphs=False), [], []
+    capture = DecodeGraphs._capture
+    monkeypatch.setattr(
+        DecodeGraphs, "_capture", lambda self, slots, size: (captured.append(size), capture(self, slots, size))
+    )
+    made = DecodeGraphs(bench.engine.runner, 1024, 6)
+    made.capture(list(bench.engine.pipeline._free), lambda done, total: told.append((done, total)))
+    assert captured == [6, 4, 3, 2, 1] and told == [(i, 5) for i in range(1, 6)]
+    assert made.count == 2 * 5 + 4 and made.kept_bytes == (1 + 2 + 4) * bench.engine.runner.rows.vocab * 4
+    bench.close()
+
+
+def test_a_forward_that_is_to_be_measured_reads_the_slots_input(model, replays):
+    bench = Bench(model, max_rows=6)
+    slot = bench.engine.pipeline._free[0]
+    slot.input.fill_(1)
+    step = bench.engine.runner.graphs.captured(slot, 3)
+    forward = bench.engine.runner.graphs._forwards[3]
+    assert step.logits_SV.shape[0] == 3 and forward.upload.device.eq(1).all() and step.forward is forward.graph
+    bench.close()
+
+
+def test_a_capture_that_fails_is_ended_and_says_why(replays):
+    recording = Recording()
+    with pytest.raises(KeyError, match="why"), graphs._capturing(recording, None):
+        raise KeyError("why")
+    assert Recording.under_way is None
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "experts", "captured"), [(True, None, True), (True, 8, False), (False, None, False)]
+)
+def test_dense_models_on_a_gpu_are_captured(on_gpu, experts, captured):
+    model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu), spec=SimpleNamespace(moe=experts))
+    assert capturable(model) == captured
