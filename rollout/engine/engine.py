@@ -32,12 +32,14 @@ from rollout.engine.types import (
     Shutdown,
     StopAt,
     Submit,
+    SwapStatus,
 )
 from rollout.engine.types import Event as ServiceEvent
 from rollout.metrics.meter import Meter, StepRecord
 
 #: In the `error` of completions that end as cancelled because the worker does, not because somebody wanted it.
 _ENDS = "the worker ended before the completion did; continue_from goes on with it elsewhere"
+_SWAPS_SHOWN = 8  # in a status
 
 
 class StagedUpdate(Protocol):
@@ -135,10 +137,14 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is not None:
             self._launch(plan, self.pipeline.acquire(), planned_s)
-        if self.pipeline.full or plan is None:
-            self._commit_oldest()
+        committed = (self.pipeline.full or plan is None) and self._commit_oldest()
+        idle = self.pipeline.in_flight == 0 and (self.scheduler.idle or self._paused)
+        if idle:
+            self.meter.no_work(time.perf_counter())
         self._apply_if_ready()
         self._report()
+        if committed:
+            self.meter.finalized(time.perf_counter(), idle)
 
     def _launch(self, plan: Plan, slot: Slot, planned_s: float) -> None:
         launching_s = time.perf_counter()
@@ -147,10 +153,11 @@ class Engine:
         done_s = time.perf_counter()
         self.pipeline.push(StepInFlight(plan, slot, planned_s, launching_s - planned_s, done_s - launching_s))
 
-    def _commit_oldest(self) -> None:
+    def _commit_oldest(self) -> bool:
+        """Wait for the oldest step and account for it; False if there is none in flight."""
         step = self.pipeline.oldest()
         if step is None:
-            return
+            return False
         output = self.runner.read(step.plan, step.slot)
         counters, committing_s = self.scheduler.counters, time.perf_counter()
         tokens, zombies = counters.tokens, counters.zombie_rows
@@ -175,6 +182,7 @@ class Engine:
             )
         )
         self.pipeline.retire(step)
+        return True
 
     def _apply_if_ready(self) -> None:
         """Weights change here, between two steps, and nowhere else."""
@@ -186,9 +194,9 @@ class Engine:
         if swap is not None and swap.end.query():
             self.runner.check()  # first: while there is a swap, nobody may count on the weights
             self._swap = None
-            pause_s = swap.end.time_s - swap.start.time_s
-            self.meter.swap(pause_s, swap.update.version)
-            self._receiver.applied(swap.update, pause_s)
+            start_s, end_s = swap.start.time_s, swap.end.time_s
+            self.meter.swap(start_s, end_s, swap.update.version)
+            self._receiver.applied(swap.update, end_s - start_s)
         if self._swap is None and (update := self._receiver.take_ready()) is not None:
             self._swap = _Swap(update, self.runner.device.event(), self.runner.device.event())
             self.runner.enqueue(update.copy_into, self._swap.start, self._swap.end)
@@ -303,7 +311,9 @@ class Engine:
     def status(self) -> EngineStatus:
         """A snapshot of now."""
         scheduler, pool = self.scheduler, self.scheduler.memory.pool
-        active_pct, tokens_per_s = self.meter.rates()
+        now = time.perf_counter()
+        active_pct, tokens_per_s = self.meter.rates(now)
+        swaps = reversed(self.meter.recent_swaps()[-_SWAPS_SHOWN:])
         return EngineStatus(
             state=self.state,
             weights_version=scheduler.version,
@@ -319,7 +329,11 @@ class Engine:
             tokens_per_s=tokens_per_s,
             gpu_active_pct=active_pct,
             preemptions=scheduler.counters.preemptions,
-            uptime_s=time.perf_counter() - self._started_s,
+            uptime_s=now - self._started_s,
+            tokens=scheduler.counters.tokens,
+            tokens_by_second=self.meter.tokens_by_second(now),
+            idle_pct=self.meter.idle_shares(now),
+            swaps=tuple(SwapStatus(swap.version, now - swap.end_s, swap.end_s - swap.start_s) for swap in swaps),
         )
 
     def set_gauges(self) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+from rollout.metrics.idle import CAUSES, IdleCauses, IdleWindow
 from rollout.metrics.report import Mean, Sums, Window
 
 
@@ -33,6 +34,17 @@ class StepRecord:
     d2h: tuple[float, float] | None = None
     planned_at_s: float | None = None  # moments at which plan and commit began, for the timeline
     committed_at_s: float | None = None
+    finalized_at_s: float | None = None  # when everything that its commit brought was handed over
+    idle_after: bool = False  # there was nothing to launch then
+
+
+@dataclass(frozen=True, slots=True)
+class SwapRecord:
+    """One swap of the weights: from when to when it held the compute stream, and what served then."""
+
+    version: int
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +60,8 @@ class Gauges:
     preemptions: int = 0  # since start
 
 
+#: Swaps that `recent_swaps` gives back.
+KEEP_SWAPS = 64
 _GAUGE_NAMES = frozenset(field.name for field in fields(Gauges))
 
 
@@ -66,7 +80,12 @@ class Meter:
         self._clock = clock
         self._started_s = self._reported_s = clock()
         self._window = Window(self._started_s)
+        self._idle = IdleCauses(self._started_s)
+        self._idle_reported = dict.fromkeys(CAUSES, 0.0)  # seconds by cause up to the last report
+        self._idle_window = IdleWindow(self._started_s)
         self._recent: deque[StepRecord] = deque(maxlen=keep_steps)
+        self._finalized: deque[tuple[StepRecord, float, bool]] = deque(maxlen=keep_steps)
+        self._swap_records: deque[SwapRecord] = deque(maxlen=KEEP_SWAPS)
         self._interval, self._run = Sums(), Sums()
         self._decode, self._prefill, self._host, self._length = Mean(), Mean(), Mean(), Mean()
         self._run_decode, self._run_prefill, self._run_host, self._run_length = Mean(), Mean(), Mean(), Mean()
@@ -93,13 +112,28 @@ class Meter:
             sums.rows += record.rows
             sums.zombie_rows += record.zombie_rows
         self._window.add(record.start_s, record.end_s, record.tokens)
+        planned_s = record.start_s if record.planned_at_s is None else record.planned_at_s
+        self._idle.step(record.kind, planned_s, record.start_s, record.end_s)
         self._recent.append(record)
 
-    def swap(self, pause_s: float, version: int) -> None:
-        """Count one swap of the weights: how long the compute stream was held, and what serves now."""
-        self._pause_s = pause_s
+    def finalized(self, now_s: float, idle: bool) -> None:
+        """What the last step's commit brought has been handed over, and whether there is nothing to launch now.
+
+        Told once after `step`, if at all.
+        """
+        self._finalized.append((self._recent[-1], now_s, idle))
+
+    def no_work(self, since_s: float) -> None:
+        """There is nothing to launch since `since_s`; may be told again and again until there is."""
+        self._idle.no_work(since_s)
+
+    def swap(self, start_s: float, end_s: float, version: int) -> None:
+        """Count one swap of the weights: from when to when the compute stream was held, and what serves now."""
+        self._pause_s = end_s - start_s
+        self._idle.swap(start_s, end_s)
         self._swaps += 1
         self._version = version
+        self._swap_records.append(SwapRecord(version, start_s, end_s))
 
     def completion(self, length: int) -> None:
         """Count one finished completion of `length` tokens."""
@@ -116,13 +150,25 @@ class Meter:
         """Active percent and tokens per second of the last 10 s; ends no interval, for status messages."""
         return self._window.read(self._clock() if now is None else now)
 
+    def idle_shares(self, now: float | None = None) -> dict[str, float]:
+        """Percent of about the last 10 s by cause of idleness; ends no interval, for status messages."""
+        now = self._clock() if now is None else now
+        return self._idle_window.shares(now, self._idle_seconds(now))
+
+    def tokens_by_second(self, now: float | None = None) -> tuple[int, ...]:
+        """Tokens kept in each of the last ten seconds, oldest first."""
+        return self._window.tokens_by_second(self._clock() if now is None else now)
+
     def report(self, now: float | None = None) -> dict[str, float]:
         """The metrics of the interval since the last report, which ends with this call."""
         now = self._clock() if now is None else now
         wall_s = now - self._reported_s
         means = (self._decode, self._prefill, self._host, self._length)
         active_pct, _ = self._window.read(now)
-        result = self._metrics(active_pct, self._interval, wall_s, means)
+        idle_s, before_s = self._idle_seconds(now), self._idle_reported
+        self._idle_reported = idle_s
+        of_interval_s = {cause: idle_s[cause] - before_s[cause] for cause in CAUSES}
+        result = self._metrics(active_pct, of_interval_s, self._interval, wall_s, means)
         self._reported_s = now
         self._interval.reset()
         for mean in means:
@@ -135,7 +181,7 @@ class Meter:
         wall_s = now - self._started_s
         active_pct = min(100.0, 100.0 * self._window.total_busy_s / wall_s) if wall_s > 0 else 0.0
         means = (self._run_decode, self._run_prefill, self._run_host, self._run_length)
-        return self._metrics(active_pct, self._run, wall_s, means) | {
+        return self._metrics(active_pct, self._idle_seconds(now), self._run, wall_s, means) | {
             "total/wall_s": wall_s,
             "total/tokens": self._run.tokens,
             "total/decode_steps": self._run_decode.count,
@@ -145,16 +191,36 @@ class Meter:
         }
 
     def recent_steps(self) -> list[StepRecord]:
-        """The last steps, oldest first."""
-        return list(self._recent)
+        """The last steps, oldest first.
+
+        May be called from any thread, as `recent_swaps`: each deque is copied in one go, and what is in it never
+        changes. The last steps may lack `finalized_at_s`.
+        """
+        steps, finalized = list(self._recent), list(self._finalized)
+        ends = {id(step): {"finalized_at_s": moment_s, "idle_after": idle} for step, moment_s, idle in finalized}
+        return [replace(step, **ends.get(id(step), {})) for step in steps]
+
+    def recent_swaps(self) -> list[SwapRecord]:
+        """The last swaps of the weights, oldest first."""
+        return list(self._swap_records)
+
+    def _idle_seconds(self, now: float) -> dict[str, float]:
+        self._idle.settle(now)
+        return {cause: getattr(self._idle.times, cause) for cause in CAUSES}
 
     def _metrics(
-        self, active_pct: float, sums: Sums, wall_s: float, means: tuple[Mean, Mean, Mean, Mean]
+        self,
+        active_pct: float,
+        idle_s: dict[str, float],
+        sums: Sums,
+        wall_s: float,
+        means: tuple[Mean, Mean, Mean, Mean],
     ) -> dict[str, float]:
         decode, prefill, host, length = means
         gauges = self._gauges
         return {
             "gpu/active_pct": active_pct,
+            **{f"gpu/idle_{cause}_pct": min(100.0, max(0.0, _percent(idle_s[cause], wall_s))) for cause in CAUSES},
             "rollout/tokens_per_s": sums.tokens / wall_s if wall_s > 0 else 0.0,
             "rollout/rows": gauges.rows,
             "rollout/zombie_rows_pct": sums.zombie_rows_pct(),

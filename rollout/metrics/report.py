@@ -25,6 +25,14 @@ METRICS = (
         "share of the last 10 s in which the compute stream ran a step, whatever the device; of the whole run in the "
         "final report",
     ),
+    Metric("gpu/idle_no_work_pct", "%", "share of the interval in which there was nothing to run"),
+    Metric(
+        "gpu/idle_prefill_pct", "%", "share of the interval in which the stream waited for a prefill to be launched"
+    ),
+    Metric("gpu/idle_swap_pct", "%", "share of the interval in which a swap of the weights held the compute stream"),
+    Metric(
+        "gpu/idle_bubble_pct", "%", "share of the interval in which the stream waited for the host otherwise"
+    ),
     Metric("rollout/tokens_per_s", "tokens/s", "tokens that were committed and kept, all rows together"),
     Metric("rollout/rows", "rows", "sequences that hold a row, now"),
     Metric(
@@ -147,3 +155,12 @@ class Window:
         busy_s = sum(self._busy_s[place] for place in places)
         tokens = sum(self._tokens[place] for place in places)
         return min(100.0, 100.0 * busy_s / wall_s), tokens / wall_s
+
+    def tokens_by_second(self, now: float) -> tuple[int, ...]:
+        """Tokens in each of the last `SPAN_S` seconds, oldest first."""
+        newest, by_second = int(now / self.BUCKET_S), [0] * round(self.SPAN_S)
+        for place, index in enumerate(self._index):
+            age = newest - index
+            if 0 <= age < self._KEPT:
+                by_second[-1 - int(age * self.BUCKET_S)] += self._tokens[place]
+        return tuple(by_second)

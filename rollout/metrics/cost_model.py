@@ -1,0 +1,76 @@
+"""What pipelining buys, predicted from the parts of a decode step.
+
+    blocking     f | s | b | f | s | b |          a step costs f + s + b: the device idles while the host works
+    pipelined    f | s | f | s | f | s |          a step costs max(f + s, b): the host works underneath
+                     b |   b |   b |
+
+    speed-up = T_block / T_pipe x (1 - z)
+
+f is the forward, s the sampling, b everything that the blocking loop does with the device idle. z is the share of
+steps that run only zombies: rows whose sequence had ended when the step was launched ahead. The model is that of
+Moondream's "Popping the GPU bubble"; times here are seconds of one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """The parts of a decode step, each measured on its own, seconds. Raises ValueError for a negative or empty one."""
+
+    forward_s: float
+    sampling_s: float
+    bookkeeping_s: float
+
+    def __post_init__(self) -> None:
+        if min(self.forward_s, self.sampling_s, self.bookkeeping_s) < 0 or self.device_s <= 0:
+            raise ValueError(
+                f"parts of a step are times, forward and sampling together above 0; got {self}"
+            )
+
+    @property
+    def device_s(self) -> float:
+        """Time of a step on the device, f + s."""
+        return self.forward_s + self.sampling_s
+
+    @property
+    def blocking_s(self) -> float:
+        """Period of the blocking loop, f + s + b."""
+        return self.device_s + self.bookkeeping_s
+
+    @property
+    def pipelined_s(self) -> float:
+        """Period of the pipeline, max(f + s, b)."""
+        return max(self.device_s, self.bookkeeping_s)
+
+    @property
+    def idle_s(self) -> float:
+        """Device time that a step of the pipeline loses to the host: 0 as long as b hides."""
+        return self.pipelined_s - self.device_s
+
+    def speedup(self, zombie_share: float = 0.0) -> float:
+        """Tokens per second of the pipeline over those of the blocking loop.
+
+        Raises ValueError unless 0 <= zombie_share < 1.
+        """
+        if not 0 <= zombie_share < 1:
+            raise ValueError(f"zombie_share is a share of the pipeline's steps, in [0, 1); got {zombie_share}")
+        return self.blocking_s / self.pipelined_s * (1 - zombie_share)
+
+
+def zombie_share(tokens: float) -> float:
+    """Share of a pipeline's steps that run only zombies when all rows end by a stop token after `tokens` steps.
+
+    Nobody knows of the stop token before the next step is launched: one step more for each `tokens`. Rows that end by
+    length, or while others go on, cost no step. Raises ValueError for less than one step.
+    """
+    if tokens < 1:
+        raise ValueError(f"a row takes at least one step; got {tokens}")
+    return 1 / (tokens + 1)
+
+
+def points(speedup: float) -> float:
+    """A speed-up as percentage points over 1: 1.13 is 13.0."""
+    return 100 * (speedup - 1)
