@@ -28,6 +28,8 @@ from rollout_kernels.triton_decode_plan import DecodeConfig, plan_decode_work
 from rollout_kernels.triton_prefill_attention import PrefillConfig, default_prefill_config, prefill_attention
 from triton.runtime.errors import OutOfResources
 
+from rollout.bench.cuda_timing import graph_us, matrix_rate, read_bandwidth
+
 DIM = 128
 DECODE_SHAPES = ("1x1K", "1x4K", "1x16K", "1x32K", "8x4K", "32x1K", "32x4K", "32x16K", "128x1K", "128x4K", "mix")
 # name: [(queries, context)], all chunks of one step.
@@ -39,38 +41,6 @@ PREFILL_SHAPES = {
     "32 over 4K": [(32, 4096)],
 }
 _ROTATED_BYTES = 240e6  # KV of all layers together, four times the L2 cache
-
-
-def graph_us(work: Callable[[], object], runs: int = 9) -> float:
-    """Median time of `work` replayed as a CUDA graph, microseconds."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(runs + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times[2:])[runs // 2]
-
-
-def read_bandwidth() -> float:
-    """Bytes per second that a sum over 4 GiB reads."""
-    data = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
-    return data.numel() * 4 / graph_us(data.sum) * 1e6
-
-
-def matrix_rate() -> float:
-    """Operations per second of a large bf16 product."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / graph_us(lambda: a @ b) * 1e6
 
 
 def lengths(shape: str) -> list[int]:

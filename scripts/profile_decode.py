@@ -1,6 +1,6 @@
 """Where the time of a decode step goes: kernels of a captured step by name, from the profiler, on a CUDA machine.
 
-    PYTHONPATH=.:kernels:scripts python scripts/profile_decode.py --shape qwen3-8b --rows 1 128
+    PYTHONPATH=.:kernels python scripts/profile_decode.py --shape qwen3-8b --rows 1 128
 
 Prints, for each number of rows, microseconds a step and launches a step of every kernel, and what of the step's span no
 kernel covers. Overlapping launches count twice, so the sum may exceed the span.
@@ -9,16 +9,15 @@ kernel covers. Overlapping launches count twice, so the sum may exceed the span.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
 import torch
-from bench_decode import SHAPES, load
 from torch.profiler import ProfilerActivity, profile
 
+from rollout.bench.peers.ours_engine import load_random
+from rollout.bench.shapes import SHAPES
 from rollout.config import EngineSettings, Settings
 from rollout.engine.build import build_engine
 from rollout.engine.device import make_device
@@ -60,16 +59,16 @@ def profile_rows(engine: Engine, rows: int, prompt: int) -> None:
 def main() -> None:
     """Profile each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--prompt", type=int, default=128)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = load(args.shape, Path(folder))
+    device = make_device("cuda")
+    model = load_random(args.shape, device.torch_device).model
     settings = Settings(
         engine=EngineSettings(max_rows=max(args.rows), max_context_tokens=args.prompt + 512, kv_memory_fraction=0.5)
     )
-    engine = build_engine(settings, make_device("cuda"), model, SimpleQueue(), lambda events: None)
+    engine = build_engine(settings, device, model, SimpleQueue(), lambda events: None)
     for rows in args.rows:
         profile_rows(engine, rows, args.prompt)
 

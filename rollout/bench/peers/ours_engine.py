@@ -1,0 +1,137 @@
+"""The engine of this project in the process of the benchmark, driven as a worker's loop drives it."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from rollout.bench.peers.experiments import Finished, Row
+from rollout.bench.peers.job import Job
+from rollout.bench.peers.workloads import Work
+from rollout.bench.shapes import write_checkpoint
+from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
+from rollout.engine.build import build_engine
+from rollout.engine.device import make_device
+from rollout.engine.types import Command, Delta, Event, Rejected, Request, SamplingParams, Submit
+from rollout.metrics.meter import StepRecord
+from rollout.models import LoadedModel, load_model
+
+#: Share of the free memory for KV; what is left holds graphs, logits and the activations of a prefill.
+KV_SHARE = 0.88
+_KEPT_STEPS = 2000
+
+
+class OursEngine:
+    """`rollout.engine` with random weights of the job's shape, at a pipeline depth."""
+
+    keeps_prefixes = True
+
+    def __init__(self, job: Job, depth: int) -> None:
+        device = make_device(job.device)
+        began_s = time.perf_counter()
+        loaded = load_random(job.shape, device.torch_device)
+        loaded_s = time.perf_counter()
+        settings = Settings(
+            engine=engine_settings(job, depth), metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS)
+        )
+        self.vocab = loaded.spec.vocab
+        self._depth = depth
+        self._ends: list[float] = []
+        self._runs = 0
+        self._steps_before = 0
+        inbox: SimpleQueue[Command] = SimpleQueue()
+        self._engine = build_engine(settings, device, loaded.model, inbox, self._take)
+        ready_s = time.perf_counter()
+        self.capacity_tokens = self._engine.scheduler.memory.pool.total * settings.engine.page_size
+        self._facts = {
+            "depth": depth,
+            "load_s": loaded_s - began_s,
+            "build_s": ready_s - loaded_s,
+            "kv_tokens": self.capacity_tokens,
+            "max_context": job.most_context,
+            "graphs": self._engine.runner.graphs is not None,
+        }
+
+    def generate(self, work: Work) -> Finished:
+        """Make all completions of `work`, to their full lengths, all asked for at once."""
+        self._runs += 1
+        prompts = [np.asarray(prompt, dtype=np.int32) for prompt in work.prompts]
+        self._ends, self._steps_before = [], self._engine.meter.steps
+        began_s = time.perf_counter()
+        for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
+            key = (f"run{self._runs}", str(i))
+            self._engine.inbox.put(Submit(Request(key, prompt, length, sampling=SamplingParams(seed=i))))
+        self._engine.tick()
+        while self._engine.busy:
+            self._engine.tick()
+        assert len(self._ends) == len(work.lengths), "a completion is missing"
+        return Finished([end - began_s for end in self._ends])
+
+    def _take(self, events: list[Event]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, Rejected):
+                raise ValueError(f"the engine refused a request: {event.message}")
+            if isinstance(event, Delta) and event.finish is not None:
+                if event.finish.reason != "length":
+                    raise RuntimeError(f"a completion ended as {event.finish.reason}: {event.finish.error}")
+                self._ends.append(now)
+
+    def facts(self) -> Row:
+        """Depth, seconds to load and to capture, size of the KV."""
+        return self._facts
+
+    def last_steps(self) -> Row:
+        """Of the second half of the decode steps with all rows: wall and device time, idle time between two, host work.
+
+        Milliseconds; empty when too few steps were kept.
+        """
+        count = min(self._engine.meter.steps - self._steps_before, _KEPT_STEPS)
+        recent = [step for step in self._engine.meter.recent_steps()[-count:] if step.kind == "decode"]
+        most = max((step.rows for step in recent), default=0)
+        full = [step for step in recent if step.rows == most]
+        return steady_figures(full[len(full) // 2 :])
+
+    def close(self) -> None:
+        """Check that nothing leaked and end the streams."""
+        self._engine.check_integrity()
+        self._engine.runner.close()
+
+
+def load_random(shape: str, device: torch.device) -> LoadedModel:
+    """A shape's model with random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(write_checkpoint(shape, Path(folder)))
+        return load_model(ModelSettings(path=path, load_format="random"), device)
+
+
+def engine_settings(job: Job, depth: int) -> EngineSettings:
+    """The settings of ours for a job: rows and context as asked, everything else as it comes."""
+    assert depth in (1, 2)
+    return EngineSettings(
+        max_rows=job.most_rows,
+        max_context_tokens=job.most_context,
+        kv_memory_fraction=KV_SHARE,
+        kv_memory_max_gib=None if torch.cuda.is_available() else 0.25,
+        pipeline_depth=depth,  # type: ignore[arg-type]
+    )
+
+
+def steady_figures(steps: list[StepRecord]) -> Row:
+    """Medians over consecutive decode steps, milliseconds; empty for fewer than three."""
+    if len(steps) < 3:
+        return {}
+    commits = [step.committed_at_s or 0.0 for step in steps]
+    idle = [max(0.0, b.start_s - a.end_s) for a, b in zip(steps, steps[1:], strict=False)]
+    return {
+        "steady_ms": (commits[-1] - commits[0]) / (len(commits) - 1) * 1e3,
+        "device_ms": statistics.median(step.end_s - step.start_s for step in steps) * 1e3,
+        "idle_ms": statistics.median(idle) * 1e3,
+        "host_ms": statistics.median(step.plan_s + step.launch_s + step.commit_s for step in steps) * 1e3,
+    }

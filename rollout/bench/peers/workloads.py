@@ -1,0 +1,66 @@
+"""Prompts and lengths, made from seeds: every engine gets the same, in the same order.
+
+Token ids are uniform over the vocabulary but for its first ten, so no prompt is ever repeated by accident. A prompt of
+every timed run is new, except where a shared prefix is the point: no engine's prefix cache turns a timed prefill into
+a look-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+#: The lengths of the long job: log-normal, fixed for good, so that runs of any day and engine are comparable.
+_LENGTHS_SEED, _MEDIAN, _SIGMA, _SHORTEST, _LONGEST = 20261121, 3000.0, 0.8, 16, 16384
+_FIRST_TOKEN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Completions to make, each of a prompt and of exactly so many tokens."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """New tokens in all."""
+        return sum(self.lengths)
+
+
+def completion_lengths(count: int = 256) -> list[int]:
+    """Lengths of the long job's completions: log-normal around 3,000 tokens, from 16 to 16,384."""
+    drawn = np.random.default_rng(_LENGTHS_SEED).lognormal(np.log(_MEDIAN), _SIGMA, count)
+    return [int(n) for n in np.rint(drawn).clip(_SHORTEST, _LONGEST)]
+
+
+def random_prompts(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]]:
+    """`count` prompts of `tokens` random token ids."""
+    rng = np.random.default_rng([seed, count, tokens])
+    return rng.integers(_FIRST_TOKEN, vocab, (count, tokens)).tolist()
+
+
+def uniform_work(rows: int, prompt: int, new: int, vocab: int, seed: int) -> Work:
+    """`rows` new prompts of one length, `new` tokens each."""
+    return Work(random_prompts(rows, prompt, vocab, seed), [new] * rows)
+
+
+def nested_prompts(rows: int, context: int, longest: int, vocab: int) -> list[list[int]]:
+    """Prompts of `context` tokens; row i of a shorter context, or of fewer rows, is the beginning of row i of a longer.
+
+    So an engine with a prefix cache prefills each token once for all contexts up to `longest`.
+    """
+    return [
+        np.random.default_rng([7, row]).integers(_FIRST_TOKEN, vocab, longest)[:context].tolist() for row in range(rows)
+    ]
+
+
+def long_job(vocab: int, prompts: int = 32, completions: int = 8, prompt: int = 256, scale: float = 1.0) -> Work:
+    """A step of a trainer: groups of completions of very different lengths. `scale` shortens all of them."""
+    base = np.random.default_rng(7).integers(_FIRST_TOKEN, vocab, (prompts, prompt)).tolist()
+    lengths = completion_lengths(prompts * completions)
+    return Work(
+        [base[i // completions] for i in range(prompts * completions)],
+        [max(_SHORTEST, int(length * scale)) for length in lengths],
+    )

@@ -1,0 +1,81 @@
+"""What a profiler saw of decode steps: when each one's first kernel began and its last one ended, and what lay between.
+
+A captured step is one graph launch, and all its kernels carry the launch's correlation id. Kernels that belong to no
+graph (prefill, copies) are not asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.metrics.overlap import Span, merged
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledSteps:
+    """Shares of the time from the first step's first kernel to the last step's last one."""
+
+    steps: int
+    active_share: float  # in which a step ran: from its first kernel's begin to its last one's end
+    kernel_share: float  # in which a kernel ran
+    kernels: float  # of one step
+
+
+def profile_steps(work: Callable[[], object]) -> list[dict[str, Any]]:
+    """Kernel events of what `work` launches on a CUDA device and waits for, as of a Chrome trace (microseconds)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("cat") == "kernel"]
+
+
+def summarise(events: Sequence[Mapping[str, Any]], steps: int) -> ProfiledSteps:
+    """Group the kernels of `steps` steps of one graph size by step.
+
+    Raises ValueError when they are not those of so many steps.
+    """
+    groups = _by_launch(events)
+    if len(groups) != steps:
+        groups = _in_equal_parts(events, steps)
+    spans = merged([(group[0][0], max(end for _, end in group)) for group in groups])
+    kernels = merged([span for group in groups for span in group])
+    wall = spans[-1][1] - spans[0][0]
+    return ProfiledSteps(
+        steps,
+        sum(end - begin for begin, end in spans) / wall,
+        sum(end - begin for begin, end in kernels) / wall,
+        sum(map(len, groups)) / steps,
+    )
+
+
+def _by_launch(events: Sequence[Mapping[str, Any]]) -> list[list[Span]]:
+    groups: dict[Any, list[Span]] = defaultdict(list)
+    for event in events:
+        groups[event["args"].get("correlation")].append(_span(event))
+    most = max((len(group) for group in groups.values()), default=0)
+    return sorted(sorted(group) for group in groups.values() if len(group) == most > 1)
+
+
+def _in_equal_parts(events: Sequence[Mapping[str, Any]], steps: int) -> list[list[Span]]:
+    """For a profiler that gives every kernel of a graph an id of its own."""
+    spans = sorted(map(_span, events))
+    if not spans or len(spans) % steps:
+        raise ValueError(f"{len(spans)} kernels are not those of {steps} equal steps")
+    size = len(spans) // steps
+    return [spans[i : i + size] for i in range(0, len(spans), size)]
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    return event["ts"], event["ts"] + event["dur"]

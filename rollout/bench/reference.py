@@ -1,0 +1,184 @@
+"""Models to check the engine against: the same random weights here and in transformers, in one process.
+
+The weights are those of `rollout.models.random_init`, whose next-token entropy is between 0.5 and 2 nats, made less
+tame: norm weights differ from 1, and attention is sharp enough that a lost page shows.
+
+Legend: K tokens of a completion, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rollout.config import ModelSettings
+from rollout.models import load_model
+from rollout.models.decoder import Decoder
+
+#: How much wider queries and keys are than random weights make them: their products grow with the square.
+_SHARPER = 1.4
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_theta": 1000000.0},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "rope_theta": 1000000.0,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+FAMILIES = tuple(_FAMILIES)
+_COMMON: dict[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_SIZES: dict[str, dict[str, Any]] = {
+    "small": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 65536,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "max_position_embeddings": 16384,
+    },
+    "toy": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 320,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "max_position_embeddings": 2048,
+    },
+}
+SIZES = tuple(_SIZES)
+
+
+def config_of(family: str, size: str) -> dict[str, Any]:
+    """The `config.json` of a family at a size."""
+    config = {**_COMMON, **_SIZES[size], **_FAMILIES[family]}
+    if family != "qwen3_moe":
+        config = {key: value for key, value in config.items() if "expert" not in key and "moe" not in key}
+    return config
+
+
+def make_checkpoint(family: str, size: str, dtype: str, device: str, folder: Path, seed: int = 0) -> Decoder:
+    """A model of ours with random weights, and `folder` a checkpoint of it that transformers can read."""
+    torch_dtype = {"bfloat16": "bfloat16", "float32": "float32"}[dtype]
+    config = {**config_of(family, size), "torch_dtype": torch_dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    settings = ModelSettings(path=str(folder), load_format="random", dtype=dtype, device=device, random_seed=seed)
+    model = load_model(settings, torch.device(device)).model
+    _make_less_tame(model, seed)
+    tensors = {name: view.contiguous().clone() for region in model.hf_regions() for name, view in _first(region)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def _first(region: Any) -> Any:
+    return region.alternatives[0].items()
+
+
+@torch.no_grad()
+def _make_less_tame(model: Decoder, seed: int) -> None:
+    generator = torch.Generator(device=model.embed.device).manual_seed(seed + 1)
+    views = model.hf_views()
+    for name, view in views.items():
+        if name.endswith("norm.weight"):
+            view.mul_(torch.empty_like(view).uniform_(0.7, 1.3, generator=generator))
+    wide = ("q_norm.weight", "k_norm.weight") if model.spec.qk_norm == "head" else ("q_proj.weight", "k_proj.weight")
+    for name, view in views.items():
+        if name.endswith(wide):
+            view.mul_(_SHARPER)
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """Logits [K, V] float32 of a completion's tokens, given prompt and completion."""
+
+    exact: torch.Tensor  # all in float32
+    own: torch.Tensor  # transformers in the model's dtype, logits rounded to it
+    wide: torch.Tensor  # transformers in the model's dtype up to the hidden state, the output layer in float32
+
+
+class Trainer:
+    """transformers' model of a checkpoint, as a trainer runs it and in float32."""
+
+    def __init__(self, folder: Path, dtype: str, device: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        assert torch.get_float32_matmul_precision() == "highest", "a float32 reference needs float32 products"
+        torch_dtype = getattr(torch, dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype, attn_implementation="sdpa")
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        self._model: Any = model.to(torch.device(device)).eval()  # type: ignore[arg-type]
+        self._exact: Any = copy.deepcopy(self._model).float()
+        self._device = device
+
+    @torch.inference_mode()
+    def recompute(self, prompt: Sequence[int], completion: Sequence[int]) -> Recomputed:
+        """One forward over all tokens, in both precisions."""
+        ids = torch.tensor([[*prompt, *completion]], device=self._device)
+        first = len(prompt) - 1
+        hidden_KH = self._exact.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:-1]
+        exact_KV = self._exact.lm_head(hidden_KH)
+        hidden_KH = self._model.model(input_ids=ids, use_cache=False).last_hidden_state[0, first:-1]
+        own_KV = self._model.lm_head(hidden_KH).float()
+        return Recomputed(exact_KV, own_KV, self._exact.lm_head(hidden_KH.float()))
+
+
+def logprobs_of(logits_KV: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probs [K] of `tokens`."""
+    tokens_K1 = torch.tensor(tokens, device=logits_KV.device)[:, None]
+    return logits_KV.log_softmax(-1).gather(1, tokens_K1)[:, 0]
+
+
+def entropy_of(logits_KV: torch.Tensor) -> torch.Tensor:
+    """Entropy [K] of the next token, nats."""
+    logprobs_KV = logits_KV.log_softmax(-1)
+    return -(logprobs_KV.exp() * logprobs_KV).sum(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Log-probs of sampled tokens by two parties, nats."""
+
+    mean: float  # of the absolute difference
+    worst: float
+    k3: float  # estimate of KL(sampler || trainer): mean of exp(d) - 1 - d, d = trainer - sampler
+
+
+def agreement(sampler_K: torch.Tensor, trainer_K: torch.Tensor) -> Agreement:
+    """Compare log-probs of the same tokens, drawn by the sampler."""
+    d_K = trainer_K.double() - sampler_K.double()
+    return Agreement(d_K.abs().mean().item(), d_K.abs().max().item(), (d_K.exp() - 1 - d_K).mean().item())
+
+
+def rms(difference: torch.Tensor) -> float:
+    """Root mean square."""
+    return math.sqrt(difference.double().square().mean().item())

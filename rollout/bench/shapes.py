@@ -1,0 +1,90 @@
+"""Shapes of models to measure with random weights, and the bytes that a decode step of them must read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "qwen3-1.7b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    # Tries a benchmark out where there is no GPU; its figures mean nothing.
+    "toy": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+SHAPES = tuple(_OWN)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """What a decode step of a bfloat16 model reads at least, bytes."""
+
+    weights: int  # once a step; of an embedding that is not the output layer a step reads only its own rows
+    kv_per_token: int  # of context
+
+
+def model_config(shape: str) -> dict[str, Any]:
+    """The `config.json` of a shape."""
+    return {**_QWEN3, **_OWN[shape], "max_window_layers": _OWN[shape]["num_hidden_layers"]}
+
+
+def write_checkpoint(shape: str, folder: Path) -> Path:
+    """Make `folder` a checkpoint without weights: a config, which `load_format=random` and the like need."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model_config(shape), indent=1))
+    return folder
+
+
+def step_bytes(shape: str, width: int = 2) -> StepBytes:
+    """The least that a decode step reads, with `width` bytes a number."""
+    c = model_config(shape)
+    hidden, dim = c["hidden_size"], c["head_dim"]
+    heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+    attention = hidden * dim * (2 * heads + 2 * kv_heads) + 2 * dim
+    layer = attention + 3 * hidden * c["intermediate_size"] + 2 * hidden
+    numbers = c["num_hidden_layers"] * layer + hidden + c["vocab_size"] * hidden
+    return StepBytes(numbers * width, c["num_hidden_layers"] * kv_heads * dim * 2 * width)

@@ -1,0 +1,127 @@
+"""The GPU scripts at toy shapes on a CPU: they run, write what they found, and the check sees what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rollout.bench.long_rows import growth
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return load_script("bench_pipeline")
+
+
+@pytest.fixture(scope="module")
+def correctness():
+    return load_script("check_correctness")
+
+
+def run(script: ModuleType, monkeypatch, out: Path, *arguments: str) -> tuple[int | None, list[dict]]:
+    monkeypatch.setattr(sys, "argv", [script.__name__, "--device", "cpu", "--out", str(out), *arguments])
+    status = script.main()
+    return status, json.loads(out.read_text())["rows"]
+
+
+def test_the_pipeline_benchmark_runs_and_draws(pipeline, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "pipeline.json"
+    sizes = ("--rows", "2", "--prompt", "8", "--new", "40", "--turns", "1")
+    _, (line,) = run(pipeline, monkeypatch, out, "--shapes", "toy", *sizes)
+    assert line["f_ms"] + line["s_ms"] + line["b_ms"] > 0
+    assert line["error_points"] == pytest.approx(line["predicted_pct"] - line["observed_pct"])
+    assert line["steps"]["1"] == line["steps"]["2"]
+    assert line["zombie_steps"] == {"1": 0, "2": 1}, "the pipeline pays for the stop token that it did not know of"
+    picture = tmp_path / "pipeline_toy_2.png"
+    assert picture.stat().st_size > 1000
+    picture.unlink()
+    run(pipeline, monkeypatch, out, "--redraw")
+    assert picture.stat().st_size > 1000
+
+
+def test_the_stop_token_is_new_to_every_row(pipeline):
+    rows = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9, 9, 9, 8, 8, 9]]
+    assert pipeline.stop_tokens(rows) == (5, [6, 8])
+    assert pipeline.stop_tokens([[1] * 10]) is None
+
+
+def test_a_right_engine_passes(correctness, monkeypatch, tmp_path):
+    arguments = ("--size", "toy", "--dtype", "float32")
+    status, found = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    assert status == 0 and [one["family"] for one in found] == ["qwen3", "llama", "qwen3_moe"]
+    assert all(0.5 <= one["entropy"] <= 2.0 and one["logits"]["ours"]["rms"] < 1e-5 for one in found)
+    assert all(one["depths"]["equal"]["logprobs_equal"] for one in found)
+
+
+@pytest.mark.parametrize("damage", ["rope", "page"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_spoiled_engine_fails(correctness, monkeypatch, tmp_path, damage, dtype):
+    arguments = ("--size", "toy", "--dtype", dtype, "--families", "qwen3", "--break", damage)
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    assert status == 1
+    said = " ".join(found["failures"])
+    assert "logits" in said and "log-probs" in said
+
+
+def test_rows_that_part_between_the_depths_fail(correctness, monkeypatch, tmp_path):
+    """One token that differs at depth 2."""
+    plain = correctness.Driver.finish
+
+    def differing(driver) -> None:
+        plain(driver)
+        if driver.engine.pipeline.depth == 2 and "r0" in driver.completions:
+            tokens = driver.completions["r0"].tokens
+            tokens[7] = (tokens[7] + 1) % 320
+
+    checker_depths = correctness.Checker.depths
+
+    def depths(checker) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(correctness.Driver, "finish", differing)
+            checker_depths(checker)
+
+    monkeypatch.setattr(correctness.Checker, "depths", depths)
+    arguments = ("--size", "toy", "--dtype", "float32", "--families", "qwen3")
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    assert status == 1 and found["depths"]["equal"]["first_divergence"] == 7
+
+
+def test_many_long_rows_give_everything_back(correctness, monkeypatch, tmp_path):
+    arguments = ("--long", "--long-shape", "toy", "--long-rows", "2", "--long-tokens", "200")
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "l.json", *arguments)
+    assert status == 0 and len(found["marks"]) == 9 and found["pages"] >= 2 * 216 // 16
+
+
+def test_a_page_that_does_not_come_back_fails(correctness, monkeypatch, tmp_path):
+    def leaking(driver) -> None:
+        driver.engine.scheduler.memory.pool.allocate()
+        plain(driver)
+
+    plain = correctness.Driver.close
+    monkeypatch.setattr(correctness.Driver, "close", leaking)
+    arguments = ("--long", "--long-shape", "toy", "--long-rows", "2", "--long-tokens", "80")
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "l.json", *arguments)
+    assert status == 1 and "not whole" in found["failures"][0]
+
+
+def test_memory_that_grows_is_said():
+    mark = {"allocated": 100.0, "reserved": 200.0, "driver_free": 900.0}
+    assert not growth([mark, mark | {"driver_free": 896.0}])
+    assert "driver_free" in growth([mark, mark | {"driver_free": 880.0}])[0]
