@@ -1,0 +1,67 @@
+"""Codes and scales from weights, in torch: the twins of `triton_quantize`, equal to it bit for bit.
+
+Scales are the smallest that hold the largest value: amax / 448 (448 is the largest e4m3 value), for `mxfp8` the next
+power of two. Where everything is zero a scale is 1, for `mxfp8` 2^-126. Rounding is to nearest even.
+
+Legend: E experts, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rollout_kernels.moe.formats import BLOCK, GROUP, ExpertWeights, Format
+
+#: The largest e4m3 value.
+LARGEST = 448.0
+
+
+def quantize(w_ENK: torch.Tensor, format: Format, halves: int = 1) -> ExpertWeights:
+    """Weights of experts (bf16, f16 or float32) in `format`; `halves` is 2 for gate rows followed by up rows.
+
+    Weights that a format can hold come back exactly: for `mxfp8`, what was dequantised from it; for the others, codes
+    times a power of two. Not finite values are not looked for.
+    """
+    if format == "plain":
+        return ExpertWeights(w_ENK, None, format, halves)
+    w = w_ENK.float()
+    if format == "fp8_row":
+        scales = _scale(w.abs().amax(dim=2))
+        codes = _codes(w / scales[:, :, None])
+    elif format == "mxfp8":
+        groups = w.unflatten(2, (-1, GROUP))
+        exponents = power_code(groups.abs().amax(dim=3))
+        scales = exponents.to(torch.uint8)
+        # Exact: a power of two.
+        codes = _codes((groups * ((254 - exponents) << 23).view(torch.float32)[..., None]).flatten(2))
+    else:
+        codes, scales = _quantize_blocks(w, halves)
+    return ExpertWeights(codes, scales, format, halves)
+
+
+def power_code(amax: torch.Tensor) -> torch.Tensor:
+    """The e8m0 code (int32) of the smallest power of two that, times 448, is at least `amax`; 1 or more."""
+    bits = amax.contiguous().view(torch.int32)
+    # 448 = 1.75 * 2^8: the exponent less 8, and one more if the mantissa is over 1.75.
+    return ((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)).clamp(min=1).to(torch.int32)
+
+
+def _quantize_blocks(w: torch.Tensor, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
+    experts, outputs, inputs = w.shape
+    w = w.reshape(experts * halves, outputs // halves, inputs)
+    padded = F.pad(w, (0, -inputs % BLOCK, 0, -w.shape[1] % BLOCK))
+    blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+    scales = _scale(blocks.abs().amax(dim=(2, 4)))
+    codes = _codes(blocks / scales[:, :, None, :, None]).flatten(3, 4).flatten(1, 2)
+    codes = codes[:, : w.shape[1], :inputs].reshape(experts, outputs, inputs)
+    return codes.contiguous(), scales.view(experts, -1, scales.shape[2])
+
+
+def _scale(amax: torch.Tensor) -> torch.Tensor:
+    # A tensor as divisor: on a GPU torch multiplies by the reciprocal of a number.
+    return torch.where(amax == 0, 1.0, amax / torch.full_like(amax, LARGEST))
+
+
+def _codes(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -1,0 +1,162 @@
+"""The norm before a mixture of experts and its router in one launch, for few tokens.
+
+What `add_rms_norm` and `moe_route` do one after the other. Every program adds up and normalises its token anew, which
+for few tokens costs less than another launch; the first of them writes the results. Because the others may not have
+read the residual stream by then, the new one goes to memory of its own.
+
+Legend: T tokens, S parts, E experts, K experts a token, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout_kernels.moe.triton_router import (
+    BLOCK_E,
+    COMPARED,
+    Record,
+    RouterScratch,
+    Routing,
+    choose,
+    last_to_arrive,
+    record_arguments,
+    routing_outputs,
+)
+from rollout_kernels.triton_math import follow, follow_options, narrow
+
+#: Tokens up to which this is worth it: each reads its residual and parts once for every few experts.
+MOST_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NormRouting:
+    """The new residual stream, its normalised form (both [T, H]) and the experts."""
+
+    residual_TH: torch.Tensor
+    x_TH: torch.Tensor
+    routing: Routing
+
+
+@triton.jit(do_not_specialize=["tokens", "record_stride"])
+def _norm_router_kernel(
+    residual_ptr,
+    parts_ptr,
+    norm_ptr,
+    w_ptr,
+    new_residual_ptr,
+    x_ptr,
+    logits_ptr,
+    arrived_ptr,
+    experts_ptr,
+    weights_ptr,
+    record_ptr,
+    slots_ptr,
+    tokens,
+    record_stride,
+    eps,
+    H: tl.constexpr,
+    H2: tl.constexpr,
+    E: tl.constexpr,
+    E2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PARTS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    RECORD: tl.constexpr,
+):
+    block = tl.program_id(0)
+    token = tl.program_id(1)
+    e = block * BLOCK_E + tl.arange(0, BLOCK_E)
+    h = tl.arange(0, H2)
+    live = h < H
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    w = tl.load(w_ptr + tl.minimum(e, E - 1)[:, None] * H + h[None, :], mask=live[None, :], other=0.0)
+    norm = tl.load(norm_ptr + h, mask=live, other=0.0).to(tl.float32)
+    follow()
+    added = tl.zeros([H2], tl.float32)
+    for part in tl.static_range(PARTS):
+        added += tl.load(parts_ptr + (part * tokens + token) * H + h, mask=live, other=0.0)
+    residual = tl.load(residual_ptr + token * H + h, mask=live, other=0.0).to(tl.float32)
+    # Rounded as `add_rms_norm` rounds: the product's result, the sum, the norm and its weighted form.
+    stored = narrow(residual + narrow(added, dtype).to(tl.float32), dtype)
+    value = stored.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value) / H + eps)
+    x = narrow(narrow(value * scale, dtype).to(tl.float32) * norm, dtype)
+    if block == 0:
+        tl.store(new_residual_ptr + token * H + h, stored, mask=live)
+        tl.store(x_ptr + token * H + h, x, mask=live)
+    logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+    tl.store(logits_ptr + token * E + e, narrow(logits, dtype).to(tl.float32), mask=e < E)
+    if last_to_arrive(arrived_ptr + token):
+        choose(
+            logits_ptr,
+            token,
+            experts_ptr,
+            weights_ptr,
+            record_ptr,
+            slots_ptr,
+            record_stride,
+            E,
+            E2,
+            TOP_K,
+            RENORMALIZE,
+            RECORD,
+        )
+
+
+def norm_route(
+    residual_TH: torch.Tensor,
+    parts_STH: torch.Tensor,
+    norm_H: torch.Tensor,
+    eps: float,
+    router_EH: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    scratch: RouterScratch,
+    record: Record | None = None,
+) -> NormRouting:
+    """Add partial products (float32) to the residual stream, normalise it and choose experts; up to `MOST_TOKENS`.
+
+    `residual_TH` is left as it is.
+    """
+    tokens, hidden = residual_TH.shape
+    experts = router_EH.shape[0]
+    assert tokens <= MOST_TOKENS <= scratch.arrived_B.numel() and tokens <= scratch.logits_TE.shape[0]
+    assert scratch.logits_TE.shape[1] == experts and 0 < top_k <= experts
+    assert residual_TH.is_contiguous() and parts_STH.is_contiguous() and router_EH.is_contiguous()
+    routing = routing_outputs(tokens, top_k, residual_TH.device, None)
+    out = NormRouting(torch.empty_like(residual_TH), torch.empty_like(residual_TH), routing)
+    kept, slots, stride = record_arguments(record, experts)
+    _norm_router_kernel[(triton.cdiv(experts, BLOCK_E), tokens)](
+        residual_TH,
+        parts_STH,
+        norm_H,
+        router_EH,
+        out.residual_TH,
+        out.x_TH,
+        scratch.logits_TE,
+        scratch.arrived_B,
+        routing.experts_TK,
+        routing.weights_TK,
+        kept,
+        slots,
+        tokens,
+        stride,
+        eps,
+        H=hidden,
+        H2=triton.next_power_of_2(hidden),
+        E=experts,
+        E2=max(COMPARED.value, triton.next_power_of_2(experts)),
+        TOP_K=top_k,
+        BLOCK_E=BLOCK_E,
+        PARTS=parts_STH.shape[0],
+        RENORMALIZE=renormalize,
+        RECORD=record is not None,
+        num_warps=8 if experts > 256 else 4,
+        **follow_options(residual_TH.device),
+    )
+    return out

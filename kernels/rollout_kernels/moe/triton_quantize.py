@@ -1,0 +1,131 @@
+"""Codes and scales from weights, on the device: bit for bit what the twins in `quantize` make.
+
+    mxfp8        a program 128 groups of 32
+    fp8_row      a program 16 rows, read twice: for their largest values, then for their codes
+    fp8_block    a program a block of 128 x 128
+
+Divisions round to nearest, and codes are made by integer arithmetic, so that a weight comes out the same on a GPU, in
+Triton's interpreter and in torch.
+
+Legend: E experts, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
+
+_GROUPS = 128
+_ROWS = 16
+_CHUNK = 256
+
+
+@triton.jit
+def _code(value):
+    """The e4m3 code of a float32 of at most 448, rounded to nearest even."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # From 2^-6 on: three bits of mantissa are kept, and the exponent's bias goes from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+    # Below, codes are multiples of 2^-9: adding 2^23 leaves their number in the lowest bits.
+    small = (tl.abs(value) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    code = tl.minimum(tl.where(magnitude < 0x3C800000, small, normal), 0x7E)
+    code = tl.where(value == value, code, 0x7F)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _scale(amax):
+    return tl.where(amax == 0.0, 1.0, tl.div_rn(amax, 448.0))
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _mxfp8_kernel(w_ptr, codes_ptr, scales_ptr, groups, GROUPS: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    live = group < groups
+    w = tl.load(w_ptr + at, mask=live[:, None], other=0.0).to(tl.float32)
+    bits = tl.max(tl.abs(w), axis=1).to(tl.int32, bitcast=True)
+    power = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
+    inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
+    tl.store(codes_ptr + at, _code(w * inverse[:, None]), mask=live[:, None])
+    tl.store(scales_ptr + group, power.to(tl.uint8), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows", "K"])
+def _row_kernel(w_ptr, codes_ptr, scales_ptr, rows, K, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, CHUNK)
+    most = tl.zeros([ROWS, CHUNK], tl.float32)
+    for start in range(0, K, CHUNK):
+        live = (row < rows)[:, None] & (start + k < K)[None, :]
+        w = tl.load(w_ptr + row[:, None] * K + start + k[None, :], mask=live, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(w))
+    scale = _scale(tl.max(most, axis=1))
+    tl.store(scales_ptr + row, scale, mask=row < rows)
+    for start in range(0, K, CHUNK):
+        live = (row < rows)[:, None] & (start + k < K)[None, :]
+        at = row[:, None] * K + start + k[None, :]
+        w = tl.load(w_ptr + at, mask=live, other=0.0).to(tl.float32)
+        tl.store(codes_ptr + at, _code(tl.div_rn(w, tl.broadcast_to(scale[:, None], w.shape))), mask=live)
+
+
+@triton.jit(do_not_specialize=["N", "K"])
+def _block_kernel(w_ptr, codes_ptr, scales_ptr, N, K):
+    matrix = tl.program_id(2).to(tl.int64)
+    n = tl.program_id(1) * 128 + tl.arange(0, 128)[:, None]
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
+    live = (n < N) & (k < K)
+    at = matrix * N * K + n * K + k
+    w = tl.load(w_ptr + at, mask=live, other=0.0).to(tl.float32)
+    scale = _scale(tl.max(tl.max(tl.abs(w), axis=1), axis=0))
+    tl.store(codes_ptr + at, _code(tl.div_rn(w, scale)), mask=live)
+    block = (matrix * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(scales_ptr + block, scale)
+
+
+def empty_weights(
+    experts: int, outputs: int, inputs: int, format: Format, halves: int, device: torch.device
+) -> ExpertWeights:
+    """Room for quantised weights, without defined contents."""
+    shape = scale_shape(experts, outputs, inputs, format, halves)
+    assert shape is not None, "plain weights are not quantised"
+    values_ENK = torch.empty(experts, outputs, inputs, dtype=torch.uint8, device=device)
+    dtype = torch.uint8 if format == "mxfp8" else torch.float32
+    return ExpertWeights(values_ENK, torch.empty(shape, dtype=dtype, device=device), format, halves)
+
+
+def quantize_into(w_ENK: torch.Tensor, out: ExpertWeights) -> None:
+    """Write the codes and scales of `w_ENK` (bf16, f16 or float32, contiguous) to `out`, all on the device.
+
+    `out` may be a `part` of larger weights: one expert, or one half of it, as they arrive.
+    """
+    assert out.scales is not None and w_ENK.is_contiguous() and w_ENK.shape == out.values_ENK.shape
+    experts, outputs, inputs = w_ENK.shape
+    if out.format == "mxfp8":
+        groups = w_ENK.numel() // 32
+        _mxfp8_kernel[(triton.cdiv(groups, _GROUPS),)](
+            w_ENK, out.values_ENK, out.scales, groups, GROUPS=_GROUPS, num_warps=4
+        )
+    elif out.format == "fp8_row":
+        rows = experts * outputs
+        _row_kernel[(triton.cdiv(rows, _ROWS),)](
+            w_ENK, out.values_ENK, out.scales, rows, inputs, ROWS=_ROWS, CHUNK=_CHUNK, num_warps=4
+        )
+    else:
+        rows = outputs // out.halves
+        blocks = (triton.cdiv(inputs, 128), triton.cdiv(rows, 128), experts * out.halves)
+        _block_kernel[blocks](w_ENK, out.values_ENK, out.scales, rows, inputs, num_warps=8)
+
+
+def quantize_on_device(w_ENK: torch.Tensor, format: Format, halves: int = 1) -> ExpertWeights:
+    """Weights of experts in `format`; the same as `quantize.quantize`."""
+    if format == "plain":
+        return ExpertWeights(w_ENK, None, format, halves)
+    experts, outputs, inputs = w_ENK.shape
+    out = empty_weights(experts, outputs, inputs, format, halves, w_ENK.device)
+    quantize_into(w_ENK, out)
+    return out

@@ -1,0 +1,92 @@
+"""The choice of kernels, and a whole layer through it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from moe_cases import exact, layer, relative
+from rollout_kernels.moe import dispatch
+from rollout_kernels.moe.dispatch import (
+    Entry,
+    GroupedPlan,
+    MoEShape,
+    WarpPlan,
+    default_entry,
+    moe_plan,
+    read_table,
+    run_experts,
+    write_table,
+)
+from rollout_kernels.moe.formats import FORMATS
+from rollout_kernels.moe.triton_grouped import GroupedConfig
+from rollout_kernels.moe.triton_router import Routing
+from rollout_kernels.moe.triton_warp import WarpConfig
+
+QWEN3_30B = MoEShape(experts=128, top_k=8, hidden=2048, inner=768)
+PLANS = [
+    WarpPlan(WarpConfig(rows=32, at_once=2), WarpConfig(rows=32, at_once=2)),
+    GroupedPlan(GroupedConfig(), GroupedConfig()),
+]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("plan", PLANS, ids=["warp", "grouped"])
+def test_a_layer_runs_by_any_plan(plan, format):
+    case = layer(3, format=format)
+    routing = Routing(case.experts_TK, case.weights_TK)
+    out = run_experts(case.x_TH, routing, case.gate_up, case.down, plan)
+    assert out.dtype == torch.bfloat16 and relative(out, exact(case)) < 4e-3
+    parts = run_experts(case.x_TH, routing, case.gate_up, case.down, plan, parts=True)
+    assert parts.dtype == torch.float32 and parts.shape[1:] == out.shape
+    added = torch.zeros_like(parts[0])
+    for part in parts:
+        added += part
+    assert torch.equal(added.bfloat16(), out), "the norm that follows adds up to the same"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [MoEShape(60, 4, 2048, 1408), MoEShape(8, 2, 4096, 14336), MoEShape(6, 3, 100, 42)])
+def test_every_shape_has_a_plan(shape, format):
+    entry = default_entry(shape, format)
+    assert [most for most, _ in entry.bands] == sorted({most for most, _ in entry.bands})
+    for tokens in (1, 5, 300, 100_000):
+        plan = entry.plan(tokens, deterministic=False)
+        if isinstance(plan, GroupedPlan):
+            element_bytes = 2 if format == "plain" else 1
+            assert not plan.gate_up.bulk or shape.hidden * element_bytes % 16 == 0
+            assert not plan.down.bulk or shape.inner * element_bytes % 16 == 0
+
+
+def test_few_tokens_go_by_output_and_many_by_expert():
+    for format in FORMATS:
+        assert moe_plan(QWEN3_30B, format, torch.bfloat16, 1).path == "warp"
+        assert moe_plan(QWEN3_30B, format, torch.bfloat16, 128).path == "grouped"
+
+
+def test_the_deterministic_plan_is_one_for_any_number_of_tokens():
+    for format in FORMATS:
+        plans = {moe_plan(QWEN3_30B, format, torch.bfloat16, t, deterministic=True) for t in (1, 4, 5, 128, 9000)}
+        assert len(plans) == 1
+
+
+def test_scales_that_f16_has_no_room_for_stay_off_the_tensor_cores():
+    assert moe_plan(QWEN3_30B, "mxfp8", torch.float16, 1000).path == "warp"
+
+
+def test_a_shape_nobody_measured_says_so_once():
+    shape = MoEShape(7, 2, 64, 32)
+    with pytest.warns(RuntimeWarning, match="tune_moe"):
+        plan = moe_plan(shape, "plain", torch.bfloat16, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert moe_plan(shape, "plain", torch.bfloat16, 1) == plan
+        moe_plan(QWEN3_30B, "plain", torch.bfloat16, 1)
+
+
+def test_the_table_is_read_as_it_was_written():
+    table = dispatch.measured_table()
+    again = read_table(json.loads(json.dumps(write_table(table, {"device": "none"}))))
+    assert again == table and all(isinstance(entry, Entry) for entry in table.values())

@@ -1,0 +1,94 @@
+"""The expert-centric kernels against float64, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_cases import Layer, exact, layer, poison, relative
+from rollout_kernels.moe.formats import FORMATS
+from rollout_kernels.moe.triton_grouped import GroupedConfig, combine, grouped_down, grouped_gate_up
+from rollout_kernels.moe.triton_grouping import group_pairs
+
+SMALL = GroupedConfig(block_n=64, block_k=128)
+
+
+def parts_of(case: Layer, config: GroupedConfig = SMALL, tile_rows: int = 16) -> torch.Tensor:
+    tokens, top_k = case.experts_TK.shape
+    hidden, inner = case.down.values_ENK.shape[1:]
+    groups = group_pairs(case.experts_TK, case.gate_up.values_ENK.shape[0], tile_rows)
+    h = poison(tokens * top_k, inner, dtype=case.x_TH.dtype)
+    grouped_gate_up(case.x_TH, groups, case.gate_up, top_k, config, h)
+    parts = poison(top_k, tokens, hidden, dtype=torch.float32)
+    return grouped_down(h, groups, case.weights_TK, case.down, config, parts)
+
+
+def run(case: Layer, config: GroupedConfig = SMALL, tile_rows: int = 16) -> torch.Tensor:
+    return combine(parts_of(case, config, tile_rows), case.x_TH.dtype, poison(*case.x_TH.shape, dtype=case.x_TH.dtype))
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_follows_float64(format, bulk):
+    case = layer(5, format=format)
+    config = GroupedConfig(block_n=64, block_k=128, bulk=bulk)
+    assert relative(run(case, config), exact(case)) < 4e-3
+
+
+@pytest.mark.parametrize("format", ["plain", "fp8_row", "fp8_block"])
+def test_half_precision(format):
+    case = layer(5, format=format, dtype=torch.float16)
+    assert relative(run(case), exact(case)) < 6e-4
+
+
+def test_scales_that_half_precision_has_no_room_for_are_refused():
+    with pytest.raises(ValueError, match="bf16"):
+        run(layer(2, format="mxfp8", dtype=torch.float16))
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("hidden", "inner", "top_k"), [(160, 96, 3), (96, 288, 1)])
+def test_odd_shapes(format, hidden, inner, top_k, bulk):
+    case = layer(3, format=format, hidden=hidden, inner=inner, top_k=top_k)
+    config = GroupedConfig(block_n=64, block_k=128, bulk=bulk)
+    assert relative(run(case, config), exact(case)) < 4e-3
+
+
+@pytest.mark.parametrize("tile_rows", [4, 16, 64])
+@pytest.mark.parametrize("routing", ["even", "skewed", "one"])
+def test_tiles_of_any_height(routing, tile_rows):
+    case = layer(40, hidden=128, inner=64, routing=routing)
+    assert relative(run(case, tile_rows=tile_rows), exact(case)) < 4e-3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_does_not_depend_on_the_others(format):
+    case = layer(4, format=format, hidden=128, inner=64, routing="skewed")
+    together = run(case)
+    alone = torch.cat([run(case.rows([row])) for row in range(4)])
+    assert torch.equal(together, alone)
+
+
+def test_parts_are_what_each_expert_adds():
+    case = layer(3, hidden=128, inner=64)
+    parts = parts_of(case)
+    for slot in range(2):
+        one = Layer(
+            case.x_TH, case.experts_TK[:, slot : slot + 1], case.weights_TK[:, slot : slot + 1], case.gate_up, case.down
+        )
+        assert relative(parts[slot], exact(one)) < 4e-3
+    assert relative(combine(parts, torch.float32), parts.double().sum(0)) < 1e-6
+
+
+def test_a_tile_that_would_cross_blocks_of_scales_is_refused():
+    with pytest.raises(AssertionError, match="crosses"):
+        run(layer(2, format="fp8_block"), GroupedConfig(block_n=64, block_k=256))
+
+
+def test_the_smallest_power_of_two_is_a_scale_too():
+    case = layer(2, format="mxfp8")
+    case.down.scales.fill_(0)  # 2^-127, below the normal float32 values
+    h = torch.ones(4, 64, dtype=torch.bfloat16, device=case.x_TH.device)
+    parts = grouped_down(h, group_pairs(case.experts_TK, 6, 16), case.weights_TK, case.down, SMALL)
+    down = case.down.dequantized()[case.experts_TK.long()].sum(-1)
+    assert relative(parts.sum(0), torch.einsum("tkh,tk->th", down, case.weights_TK.double())) < 2e-3  # bf16 ends here

@@ -1,0 +1,144 @@
+"""The router and the sorting of pairs by expert, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from moe_cases import DEVICE
+from rollout_kernels import route
+from rollout_kernels.moe.triton_grouping import group_pairs, most_tiles
+from rollout_kernels.moe.triton_norm_router import norm_route
+from rollout_kernels.moe.triton_router import Record, RouterScratch, Routing, moe_choose, moe_route, router_scratch
+from rollout_kernels.triton_fused import add_rms_norm
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+def poisoned(tokens: int, top_k: int) -> Routing:
+    experts = torch.full((tokens, top_k), -1, dtype=torch.int32, device=DEVICE)
+    return Routing(experts, torch.full((tokens, top_k), float("nan"), device=DEVICE))
+
+
+def scratch_for(tokens: int, experts: int) -> RouterScratch:
+    scratch = router_scratch(tokens, experts, torch.device(DEVICE))
+    scratch.logits_TE.fill_(float("nan"))
+    return scratch
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "hidden"), [(1, 8, 2, 64), (3, 60, 4, 96), (11, 40, 8, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_router_is_its_twin(tokens, experts, top_k, hidden, renormalize, dtype):
+    x, router = normal(tokens, hidden, dtype=dtype), normal(experts, hidden, dtype=dtype)
+    scratch = scratch_for(tokens, experts)
+    got = moe_route(x, router, top_k, renormalize, scratch, out=poisoned(tokens, top_k))
+    logits = scratch.logits_TE.to(dtype)
+    assert torch.equal(logits.float(), scratch.logits_TE), "rounded as the twin's"
+    exact = x.double() @ router.double().T
+    assert torch.allclose(logits.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    weights, chosen = route(logits, top_k, renormalize)
+    assert got.experts_TK.tolist() == chosen.tolist()
+    assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
+    assert not scratch.arrived_B.any(), "ready for the next launch"
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_experts_are_chosen_from_logits_of_any_dtype(renormalize):
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = normal(5, 70, dtype=dtype)
+        got = moe_choose(logits, 6, renormalize, out=poisoned(5, 6))
+        weights, chosen = route(logits, 6, renormalize)
+        assert got.experts_TK.tolist() == chosen.tolist()
+        assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
+
+
+def test_of_equal_logits_the_lower_index_comes_first():
+    logits = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0], [0.0] * 5], device=DEVICE)
+    assert moe_choose(logits, 3, True).experts_TK.tolist() == [[1, 3, 0], [0, 1, 2]]
+
+
+def test_logits_that_are_no_numbers_give_valid_experts():
+    logits = normal(3, 40, dtype=torch.float32)
+    logits[0] = float("nan")
+    logits[1, ::2] = float("nan")
+    got = moe_choose(logits, 4, True, out=poisoned(3, 4))
+    assert ((got.experts_TK >= 0) & (got.experts_TK < 40)).all()
+    assert all(len(set(row)) == 4 for row in got.experts_TK.tolist())
+    assert (got.experts_TK[1] % 2 == 1).all()
+    assert got.weights_TK[0].isnan().all() and got.weights_TK[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
+def test_experts_are_kept_for_replay_where_a_slot_is_given(dtype):
+    x, router = normal(4, 32), normal(16, 32)
+    kept = torch.full((6, 3, 2), 99, dtype=torch.int32).to(DEVICE, dtype)
+    slots = torch.tensor([5, -1, 0, 2], device=DEVICE)
+    got = moe_route(x, router, 2, True, scratch_for(4, 16), Record(kept[:, 1], slots))
+    assert kept[[5, 0, 2], 1].tolist() == got.experts_TK[[0, 2, 3]].tolist()
+    assert kept[:, [0, 2]].tolist() == [[[99, 99]] * 2] * 6
+    assert kept[[1, 3, 4], 1].tolist() == [[99, 99]] * 3
+
+
+def test_a_token_is_routed_as_if_it_were_alone():
+    x, router, scratch = normal(10, 48), normal(16, 48), scratch_for(10, 16)
+    together = moe_route(x, router, 3, False, scratch)
+    for row in range(10):
+        alone = moe_route(x[row : row + 1], router, 3, False, scratch)
+        assert torch.equal(alone.experts_TK[0], together.experts_TK[row])
+        assert torch.equal(alone.weights_TK[0], together.weights_TK[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "hidden", "experts"), [(1, 64, 16), (5, 96, 10)])
+def test_norm_and_router_in_one_launch_are_both_one_after_the_other(tokens, hidden, experts, dtype):
+    residual, norm = normal(tokens, hidden, dtype=dtype), normal(hidden, dtype=dtype).abs()
+    parts, router = normal(3, tokens, hidden, dtype=torch.float32), normal(experts, hidden, dtype=dtype)
+    scratch, before = scratch_for(tokens, experts), residual.clone()
+    got = norm_route(residual, parts, norm, 1e-6, router, 4, True, scratch)
+    assert torch.equal(residual, before), "programs that have not read it yet still can"
+    assert not scratch.arrived_B.any()
+    x = add_rms_norm(before, parts, norm, 1e-6)
+    assert torch.equal(got.residual_TH, before)
+    assert torch.allclose(got.x_TH, x, rtol=2 * torch.finfo(dtype).eps)
+    exact = got.x_TH.double() @ router.double().T
+    logits = scratch.logits_TE.to(dtype)
+    assert torch.allclose(logits.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    weights, chosen = route(logits, 4, True)
+    assert got.routing.experts_TK.tolist() == chosen.tolist()
+    assert torch.allclose(got.routing.weights_TK, weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("tile_rows", [2, 16])
+@pytest.mark.parametrize("routing", ["even", "one", "first", "last"])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(7, 5, 3), (80, 3, 2)])
+def test_pairs_are_sorted_by_expert_and_cut_into_tiles(tokens, experts, top_k, routing, tile_rows, monkeypatch):
+    chosen = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
+    if routing != "even":
+        chosen[:] = {"one": chosen[:1], "first": torch.arange(top_k), "last": experts - 1 - torch.arange(top_k)}[
+            routing
+        ]
+    chosen = chosen.int().to(DEVICE)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(shape, 77, **more))  # poison
+    groups = group_pairs(chosen, experts, tile_rows)
+    flat = chosen.flatten().tolist()
+    order = groups.pairs_P.tolist()
+    assert order == sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
+    tiles = groups.tiles_L3.tolist()
+    assert len(tiles) == most_tiles(len(flat), experts, tile_rows)
+    place = 0
+    used = [tile for tile in tiles if tile[2]]
+    assert tiles[: len(used)] == used, "tiles without rows come last"
+    for expert, start, count in used:
+        assert start == place and 1 <= count <= tile_rows
+        assert {flat[pair] for pair in order[start : start + count]} == {expert}
+        place += count
+    assert place == len(flat)
+    assert len(used) == sum(-(-flat.count(expert) // tile_rows) for expert in range(experts))
+
+
+def test_the_bound_on_tiles_is_reached():
+    chosen = torch.tensor([[0, 1]] + [[0, 2]] * 4, dtype=torch.int32, device=DEVICE)  # 5, 1 and 4 pairs
+    assert (group_pairs(chosen, 3, 4).tiles_L3[:, 2] > 0).sum() == 4
+    assert most_tiles(10, 3, 4) == 5 and most_tiles(3, 8, 4) == 3
