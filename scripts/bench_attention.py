@@ -170,8 +170,9 @@ def usable(configs: list, compile_one: Callable, check: Callable) -> list:
 
 def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_heads: int) -> list[dict]:
     """Time all shapes for one number of heads."""
-    base = default_decode_config(DIM, torch.bfloat16)
-    configs = [*decode_candidates()] if args.sweep else [base, dataclasses.replace(base, chunk=1024)]
+    bases = [default_decode_config(DIM, torch.bfloat16, rows) for rows in (1, 32)]
+    chunked = dataclasses.replace(bases[1], chunk=1024)
+    configs = [*dict.fromkeys([*bases, *decode_candidates()])] if args.sweep else [*bases, chunked]
     tiny = Problem([700], heads, kv_heads, args.page_size, 1)
 
     def compile_one(config: DecodeConfig) -> float:
@@ -197,6 +198,7 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
         timed.sort(key=lambda entry: entry["us"])
         floor_us = kv_bytes / bandwidth * 1e6
         best = timed[0]
+        base = default_decode_config(DIM, torch.bfloat16, len(lens))
         default = min((t for t in timed if _same(t, base)), key=lambda t: t["us"], default=best)
         rows.append({"heads": f"{heads}/{kv_heads}", "shape": shape, "floor_us": floor_us, "timed": timed[:12]})
         rows[-1]["default"] = default

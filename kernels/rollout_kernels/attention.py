@@ -100,7 +100,8 @@ def plan_paged_decode(
     from rollout_kernels.triton_decode_attention import default_decode_config
     from rollout_kernels.triton_decode_plan import plan_decode_work
 
-    return plan_decode_work(context_lens_B, kv_heads, window=window, config=default_decode_config(dim, dtype))
+    config = default_decode_config(dim, dtype, len(context_lens_B))
+    return plan_decode_work(context_lens_B, kv_heads, window=window, config=config)
 
 
 def paged_decode_attention(

@@ -15,6 +15,8 @@ from rollout_kernels.triton_linear import LinearConfig
 Kind = Literal["parts", "whole", "silu"]
 Bands = tuple[tuple[int, LinearConfig], ...]
 
+#: Rows above which all products are cuBLAS's.
+MOST_ROWS = 128
 _PROGRAMS = 132
 _MOST_SPLITS = 8
 
@@ -23,7 +25,7 @@ def _bands(split: int, block_n: int = 64, block_k: int = 128) -> Bands:
     """One program a multiprocessor; with more rows narrower tiles, since those of x take their share of the memory."""
     few = LinearConfig(block_n, block_k, split, 4, 6, _PROGRAMS)
     many = LinearConfig(block_n, min(block_k, 64), split, 4, 8, _PROGRAMS)
-    return (32, few), (128, many)
+    return (32, few), (MOST_ROWS, many)
 
 
 _HEAD: Bands = ((64, LinearConfig(128, 128, 1, 4, 4, _PROGRAMS)),)  # above, cuBLAS is faster
@@ -31,11 +33,17 @@ _TABLE: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): _bands(1),
     (4096, 4096, "parts"): _bands(2),
-    (24576, 4096, "silu"): ((64, LinearConfig(64, 128, 1, 4, 6, 132)), (128, LinearConfig(128, 64, 1, 4, 4, 192))),
+    (24576, 4096, "silu"): (
+        (64, LinearConfig(64, 128, 1, 4, 6, 132)),
+        (MOST_ROWS, LinearConfig(128, 64, 1, 4, 4, 192)),
+    ),
     (4096, 12288, "parts"): _bands(2),
     (151936, 4096, "whole"): _HEAD,
     # Qwen3-1.7B
-    (12288, 2048, "silu"): ((32, LinearConfig(128, 64, 1, 4, 6, 132)), (128, LinearConfig(64, 64, 1, 4, 4, 192))),
+    (12288, 2048, "silu"): (
+        (32, LinearConfig(128, 64, 1, 4, 6, _PROGRAMS)),
+        (MOST_ROWS, LinearConfig(64, 64, 1, 4, 4, 192)),
+    ),
     # Qwen3-30B-A3B
     (151936, 2048, "whole"): _HEAD,
 }

@@ -220,14 +220,15 @@ def _combine_kernel(
             )  # fmt: skip
 
 
-def default_decode_config(dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """The configuration for a head dimension and the dtype of the cache: measured on an H200.
+def default_decode_config(dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
+    """The configuration for a head dimension, the dtype of the cache and a number of rows: measured on an H200.
 
-    Small tiles and many programs: a program waits at the start of each row, which short contexts make frequent.
+    Small tiles and many programs: a program waits at the start of each row, which short contexts make frequent. Few
+    rows in many programs leave many parts a row to combine.
     """
     if dim * dtype.itemsize > 256:
         return DecodeConfig(block_n=32)
-    return DecodeConfig(block_n=32, num_warps=2, programs_per_sm=4)
+    return DecodeConfig(block_n=32, num_warps=2, programs_per_sm=2 if rows <= 4 else 4)
 
 
 def decode_attention(
@@ -253,7 +254,7 @@ def decode_attention(
     assert q_BHD.stride(2) == 1 and k_cache_PSGD.stride(3) == 1 and page_table_BP.stride(1) == 1
     assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and q_BHD.dtype == k_cache_PSGD.dtype == v_cache_PSGD.dtype
     if work is None:
-        config = default_decode_config(dim, q_BHD.dtype)
+        config = default_decode_config(dim, q_BHD.dtype, rows)
         work = plan_decode_work(context_lens_B, kv_heads, window=window, config=config)
     assert work.window == window and work.arrivals_BG.shape == (rows, kv_heads)
     config, group = work.config, heads // kv_heads

@@ -2,10 +2,12 @@
 
     add_rms_norm   residual += sum of partial products; returns its normalised form
     finish_qkv     sum of partial products [+ bias], q/k norm, rope; keys and values go to the cache, queries come back
+    silu_mul       silu(gate) * up
 
-The partial sums come from `triton_linear.linear_parts` and are added up here in a fixed order, in float32.
+Partial sums come from `triton_linear.linear_parts` and are added up here in a fixed order, in float32; a product that
+is whole is one part, of any dtype.
 
-Legend: M rows, S parts, H hidden, D head dimension, P pages, G KV heads.
+Legend: M rows, S parts, H hidden, D head dimension, I intermediate, P pages, G KV heads.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def _add_rms_norm_kernel(
 def add_rms_norm(
     residual_MH: torch.Tensor, parts_SMH: torch.Tensor | None, weight_H: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add partial products (float32, None for none) to `residual_MH` in place; returns its RMS norm, [M, H]."""
+    """Add partial products (None for none) to `residual_MH` in place; returns its RMS norm, [M, H]."""
     rows, hidden = residual_MH.shape
     out_MH = torch.empty_like(residual_MH)
     _add_rms_norm_kernel[(rows,)](
@@ -160,7 +162,7 @@ def finish_qkv(
     """Finish the fused q/k/v product of M tokens and write their keys and values; returns the queries [M, heads, D].
 
     Args:
-        parts_SMW: float32 partial sums, W = (q_heads + 2 G) D.
+        parts_SMW: partial sums, W = (q_heads + 2 G) D.
         bias_W: bias of the projection, or None.
         norm_2D: weights of the query and the key norm over a head, or None.
         eps: of these norms.
@@ -198,3 +200,27 @@ def finish_qkv(
         **follow_options(parts_SMW.device),
     )
     return q_MHD
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = i < WIDTH
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    follow()
+    gate = tl.load(gate_up_ptr + row * 2 * WIDTH + i, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + i, mask=live, other=0.0).to(tl.float32)
+    gate = narrow(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + i, narrow(gate * up, dtype), mask=live)
+
+
+def silu_mul(gate_up_M2I: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, gate first; returns [M, I] in the same dtype."""
+    rows, width = gate_up_M2I.shape
+    assert gate_up_M2I.is_contiguous()
+    out_MI = torch.empty(rows, width // 2, dtype=gate_up_M2I.dtype, device=gate_up_M2I.device)
+    _silu_mul_kernel[(rows, triton.cdiv(width // 2, 1024))](
+        gate_up_M2I, out_MI, WIDTH=width // 2, BLOCK=1024, num_warps=4, **follow_options(out_MI.device)
+    )
+    return out_MI

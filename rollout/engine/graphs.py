@@ -6,9 +6,8 @@
                                                     changes the logits is sampled outside of the graph and costs more
                                                     than the larger padding
 
-A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Steps up to
-`rollout.models.fused.MOST_ROWS` rows of a model that `FusedDecoder` supports run its kernels, others the model's own
-forward. Nothing is compiled while serving.
+A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Nothing is compiled
+while serving.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import torch
 from rollout.engine.sequence import Feature
 from rollout.engine.slot import Slot, Upload
 from rollout.models.decoder import Decoder
-from rollout.models.fused import MOST_ROWS, FusedDecoder, supports
 
 if TYPE_CHECKING:
     from rollout.engine.runner import Runner
@@ -82,7 +80,6 @@ class DecodeGraphs:
 
     def __init__(self, runner: Runner, max_context: int, most: int) -> None:
         self._runner = runner
-        self._fused = FusedDecoder(runner.model) if supports(runner.model) else None
         self._max_context = max_context
         self._pool = torch.cuda.graph_pool_handle()
         self.sizes = graph_sizes(most)
@@ -183,9 +180,7 @@ class DecodeGraphs:
     def _forward(self, upload: Upload) -> torch.Tensor:
         runner = self._runner
         token_ids_B, batch = runner.begin_decode(upload["rows"], upload["new_pages"], self._max_context)
-        if self._fused is not None and len(token_ids_B) <= MOST_ROWS:
-            return self._fused(token_ids_B, batch, runner.kv)
-        return runner.model.compute_logits(runner.model(token_ids_B, batch, runner.kv))
+        return runner.forward.compute_logits(runner.forward(token_ids_B, batch, runner.kv))
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from rollout.engine.sequence import Feature, Sequence
 from rollout.engine.slot import Slot, Upload
 from rollout.models.batch import AttentionBatch, Chunk, KVCache
 from rollout.models.decoder import Decoder
+from rollout.models.fused import FusedDecoder, supports
 
 #: int32 words of an upload. A token: id, position, chunk. A chunk: rows, ends, lengths, samples, copy, alignment.
 _TOKEN_WORDS = 6
@@ -40,6 +41,7 @@ class Runner:
     def __init__(self, device: Device, model: Decoder, kv: KVCache, rows: RowState) -> None:
         self.device = device
         self.model = model
+        self.forward = FusedDecoder(model) if supports(model) else model  # what steps are run by
         self.kv = kv
         self.rows = rows
         self.sample = Sampler(rows)
@@ -173,8 +175,8 @@ class Runner:
     def _decode(self, features: Feature, max_context: int, upload: Upload, output: torch.Tensor) -> None:
         """One token for each row: its last token goes in at position `length`, the next one is sampled."""
         token_ids_B, batch = self.begin_decode(upload["rows"], upload["new_pages"], max_context)
-        hidden_BD = self.model(token_ids_B, batch, self.kv)
-        self.sample(self.model.compute_logits(hidden_BD), upload["rows"], features, output)
+        hidden_BD = self.forward(token_ids_B, batch, self.kv)
+        self.sample(self.forward.compute_logits(hidden_BD), upload["rows"], features, output)
 
     def begin_decode(
         self, rows_B: torch.Tensor, new_pages_B: torch.Tensor, max_context: int
@@ -225,10 +227,10 @@ class Runner:
             chunks=layout,
             query_starts_C1=upload["query_starts"],
         )
-        hidden_TD = self.model(upload["tokens"], batch, self.kv)
+        hidden_TD = self.forward(upload["tokens"], batch, self.kv)
         self.rows.ints[rows_C, LENGTH] = upload["lengths"]
         if len(upload["sampled_rows"]):
-            logits_SV = self.model.compute_logits(hidden_TD[upload["sampled_at"]])
+            logits_SV = self.forward.compute_logits(hidden_TD[upload["sampled_at"]])
             self.sample(logits_SV, upload["sampled_rows"], features, output)
 
     def _page_table(self, rows_B: torch.Tensor, max_context: int) -> torch.Tensor:

@@ -120,20 +120,15 @@ class Attention(Block):
         q_TQD, k_TGD = qk_THD[:, : spec.heads], qk_THD[:, spec.heads :]
         k_cache, v_cache = kv.k[self.layer], kv.v[self.layer]
         write_kv(k_TGD, v_TGD, k_cache, v_cache, slots_T)
-        if batch.chunks is None:
-            out_TQD = paged_decode_attention(
-                q_TQD,
-                k_cache,
-                v_cache,
-                batch.page_table_BP,
-                batch.context_lens_B,
-                scale=self.scale,
-                window=self.window,
-                max_context=batch.max_context,
-                plan=batch.decode_plan(self.window, k_cache),
-            )
-        else:
-            out_TQD = paged_prefill_attention(
+        out_TQD = self.attend(q_TQD, batch, k_cache, v_cache)
+        return self.o_proj.add_to(residual_TH, out_TQD.flatten(1))
+
+    def attend(
+        self, q_TQD: torch.Tensor, batch: AttentionBatch, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of a step's queries over this layer's cache, [T, Q, D]."""
+        if batch.chunks is not None:
+            return paged_prefill_attention(
                 q_TQD,
                 k_cache,
                 v_cache,
@@ -144,7 +139,17 @@ class Attention(Block):
                 query_starts_C1=batch.query_starts_C1,
                 context_lens_B=batch.context_lens_B,
             )
-        return self.o_proj.add_to(residual_TH, out_TQD.flatten(1))
+        return paged_decode_attention(
+            q_TQD,
+            k_cache,
+            v_cache,
+            batch.page_table_BP,
+            batch.context_lens_B,
+            scale=self.scale,
+            window=self.window,
+            max_context=batch.max_context,
+            plan=batch.decode_plan(self.window, k_cache),
+        )
 
     def _project(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and key heads side by side, normalised, [T, Q + G, D]; values [T, G, D]."""

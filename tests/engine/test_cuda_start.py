@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 from harness import Bench
+from rollout_kernels.linear_table import MOST_ROWS
 
 from rollout.config import ModelSettings
 from rollout.engine.device import make_device
 from rollout.engine.graphs import DecodeGraphs, capturable
 from rollout.engine.rows import RowState
 from rollout.models import load_model
-from rollout.models.fused import MOST_ROWS
 
 pytestmark = pytest.mark.gpu
 VOCAB = 40_009
@@ -107,7 +107,7 @@ def test_pages_beyond_the_memory_are_an_error_with_the_numbers(folder):
         Bench(model, make_device("cuda"), kv_pages=torch.cuda.mem_get_info()[0] // page)
 
 
-def test_more_rows_than_fused_kernels_take_are_captured_with_the_models_own_forward(folder):
+def test_more_rows_than_our_own_products_take_are_captured_too(folder):
     rows, runs = MOST_ROWS + 32, []
     for graphs in (True, False):
         fields = {"max_rows": rows, "page_size": 16, "kv_pages": 3 * rows, "prefill_chunk_tokens": 2048}
@@ -116,7 +116,7 @@ def test_more_rows_than_fused_kernels_take_are_captured_with_the_models_own_forw
         for i in range(rows):
             bench.submit(f"r{i}", prompt(6, i), 30, sampling={"temperature": 1.0, "seed": i})
         bench.run()
-        # Not all rows start together, so the last ones draw their last tokens in small steps, by other kernels.
+        # Not all rows start together, so the last ones draw their last tokens in steps that are padded in graphs only.
         runs.append([(bench.tokens(f"r{i}")[:20], bench.completions[f"r{i}", 0].logprobs[:20]) for i in range(rows)])
         bench.close()
     assert runs[0] == runs[1], "the same kernels on the same rows"

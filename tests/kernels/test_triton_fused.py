@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from rollout_kernels import SamplingRows, apply_rope, gumbel_noise, head_rms_norm, rope_cos_sin, sample
-from rollout_kernels.triton_fused import add_rms_norm, finish_qkv
+from rollout_kernels import silu_mul as silu_mul_twin
+from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
 from rollout_kernels.triton_sampling import draw_and_advance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,6 +30,25 @@ def test_add_rms_norm(parts, rows, hidden, dtype):
     assert relative(residual, added) < exact
     expected = residual.double() * (residual.double().pow(2).mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
     assert relative(got, expected) < exact
+
+
+@pytest.mark.parametrize("width", [64, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_mul(width, dtype):
+    gate_up = (torch.randn(3, 2 * width) * 4).to(DEVICE, dtype)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    got = silu_mul(gate_up)
+    assert got.dtype == dtype
+    assert relative(got, torch.nn.functional.silu(gate) * up) < (1e-6 if dtype == torch.float32 else 6e-3)
+    assert relative(got, silu_mul_twin(gate_up)) < (1e-6 if dtype == torch.float32 else 2e-3)
+
+
+def test_a_whole_product_in_the_models_dtype_is_one_part():
+    parts = torch.randn(1, 4, 96, device=DEVICE).bfloat16()
+    residual, weight = torch.randn(4, 96, device=DEVICE).bfloat16(), torch.rand(96, device=DEVICE).bfloat16()
+    other = residual.clone()
+    assert torch.equal(add_rms_norm(residual, parts, weight, 1e-6), add_rms_norm(other, parts.float(), weight, 1e-6))
+    assert torch.equal(residual, other)
 
 
 @pytest.mark.parametrize("norm", [False, True])
