@@ -49,15 +49,19 @@ _TABLE: dict[tuple[int, int, Kind], Bands] = {
 }
 
 
-def linear_config(outputs: int, inputs: int, kind: Kind, rows: int) -> LinearConfig | None:
+def linear_config(outputs: int, inputs: int, kind: Kind, rows: int, deterministic: bool = False) -> LinearConfig | None:
     """The configuration for `w [outputs, inputs]` and a number of rows; None where cuBLAS is to be taken.
 
-    That is where more rows than the entry has are asked for, and where no tile divides the inputs.
+    That is where more rows than the entry has are asked for, and where no tile divides the inputs. `deterministic`
+    never gives way to cuBLAS for many rows: the products of a row are added in one order whatever the batch, in
+    prefill too.
 
     `parts` may split K; `whole` and `silu` may not (for `silu`, outputs counts gate and up rows).
     """
     bands = _TABLE.get((outputs, inputs, kind)) or _fallback(outputs, inputs, kind)
-    return next((config for most, config in bands if rows <= most), None) if bands else None
+    if bands is None:
+        return None
+    return next((config for most, config in bands if rows <= most), bands[-1][1] if deterministic else None)
 
 
 def _fallback(outputs: int, inputs: int, kind: Kind) -> Bands | None:

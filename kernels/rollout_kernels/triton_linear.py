@@ -1,9 +1,10 @@
 """Matrix products with few rows, at the speed at which the weights can be read: Triton kernels for decode steps.
 
-`x_MK @ w_NK.T` with M up to 128. An item is a tile of BLOCK_N weight rows and one of SPLIT parts of the K dimension. A
+`x_MK @ w_NK.T`. An item is a tile of BLOCK_N weight rows and one of SPLIT parts of the K dimension. A
 fixed number of programs share the items; each goes through its own in one loop, so that the reads of one item are under
 way while the last is still being multiplied, and the chip never waits for a new program to start. The weights are the
-first operand of the tensor cores, the M tokens, padded to BLOCK_M, the second (swap AB).
+first operand of the tensor cores, the M tokens, padded to BLOCK_M, the second (swap AB). More than 128 tokens are taken
+128 at a time, each time with all weights, which only pays where the result must not depend on their number.
 
 Split products leave float32 partial sums, which the kernel that consumes them adds up in a fixed order. So a row's
 result depends on the chosen configuration, never on timing or on the other rows.
@@ -52,6 +53,7 @@ def _store_tile(
     acc,
     tile,
     split,
+    m,
     rows,
     N,
     BLOCK_M: tl.constexpr,
@@ -64,7 +66,6 @@ def _store_tile(
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, OUT, BLOCK_M]), [1, 2, 0]))
         acc = gate / (1.0 + tl.exp(-gate)) * up
     n = tile * OUT + tl.arange(0, OUT)
-    m = tl.arange(0, BLOCK_M)
     here = m[None, :] < rows
     if not EVEN_N:
         here = here & (n[:, None] < N)
@@ -106,7 +107,7 @@ def _linear_kernel(
     OUT: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
     STEPS: tl.constexpr = K // (BLOCK_K * SPLIT)
     n = tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     live = m[None, :] < rows
     x = x_ptr + m[None, :] * stride_x + k[:, None]
@@ -126,7 +127,7 @@ def _linear_kernel(
             w_tile = tl.load(w + step * BLOCK_K, eviction_policy="evict_first")
             x_tile = tl.load(x + begin + step * BLOCK_K, mask=live, other=0.0)
             acc = dot(w_tile, x_tile, acc)
-        _store_tile(out_ptr, acc, tile, split, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
+        _store_tile(out_ptr, acc, tile, split, m, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
     else:
         own_items = (items - program + programs - 1) // programs
         for i in tl.range(0, own_items * STEPS, num_stages=STAGES):
@@ -139,12 +140,12 @@ def _linear_kernel(
             x_tile = tl.load(x + begin, mask=live, other=0.0)
             acc = dot(w_tile, x_tile, acc)
             if i % STEPS == STEPS - 1:
-                _store_tile(out_ptr, acc, tile, split, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
+                _store_tile(out_ptr, acc, tile, split, m, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
                 acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
 
 
 def _block_m(rows: int) -> int:
-    return max(16, triton.next_power_of_2(rows))
+    return min(128, max(16, triton.next_power_of_2(rows)))
 
 
 def _stages(config: LinearConfig, block_m: int, element_bytes: int) -> int:
@@ -161,7 +162,7 @@ def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig, silu: bool) -> 
     outputs_a_tile = config.block_n // 2 if silu else config.block_n
     tiles = triton.cdiv(outputs, outputs_a_tile)
     items = tiles * config.split
-    _linear_kernel[(min(items, config.programs),)](
+    _linear_kernel[(min(items, config.programs), triton.cdiv(rows, block_m))](
         x_MK,
         w_NK,
         out,

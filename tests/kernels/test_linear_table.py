@@ -29,3 +29,10 @@ def test_what_no_tile_divides_and_the_output_layer_of_many_rows_are_left_to_cubl
     assert linear_config(151936, 4096, "whole", 64) is not None
     assert linear_config(151936, 4096, "whole", 65) is None
     assert linear_config(32000, 4096, "whole", 128) is None
+
+
+def test_the_deterministic_column_never_gives_way_to_cublas():
+    for shape in _TABLE:
+        configs = [linear_config(*shape, rows, deterministic=True) for rows in (1, 64, 128, 129, 8192)]
+        assert None not in configs and len({config.split for config in configs}) == 1
+    assert linear_config(1024, 100, "parts", 1, deterministic=True) is None

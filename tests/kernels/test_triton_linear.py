@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rollout_kernels.linear_table import linear_config
 from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,6 +48,29 @@ def test_the_number_of_programs_and_stages_and_the_other_rows_change_no_bit(spli
         assert torch.equal(linear_parts(x, w, LinearConfig(64, 64, split, 4, stages, programs)), whole)
     alone = linear_parts(x[7:8], w, LinearConfig(64, 64, split, 4, 3, 2))
     assert torch.equal(alone[:, 0], whole[:, 7])
+
+
+def test_more_rows_than_a_tile_holds_are_taken_a_tile_at_a_time():
+    x, w, expected = operands(300, 128, 256)
+    gate, up = expected.chunk(2, dim=1)
+    parts = linear_parts(x, w, linear_config(128, 256, "parts", 300, deterministic=True))
+    assert parts.shape == (2, 300, 128) and relative(parts.double().sum(0), expected) < 1e-6
+    assert relative(linear(x, w, linear_config(128, 256, "whole", 300, deterministic=True)), expected) < 5e-3
+    gated = gate_up_silu(x, w, linear_config(128, 256, "silu", 300, deterministic=True))
+    assert relative(gated, torch.nn.functional.silu(gate) * up) < 5e-3
+
+
+@pytest.mark.gpu  # the interpreter leaves the order of a tile's sums to numpy, which takes another one for each shape
+@pytest.mark.parametrize(("kind", "outputs"), [("parts", 4096), ("whole", 4096), ("silu", 2048)])
+def test_many_rows_have_the_bits_of_each_alone(kind, outputs):
+    """What the deterministic column of the table stands on."""
+    x, w, _ = operands(300, 4096, 4096)
+    few, some, many = (linear_config(4096, 4096, kind, rows, deterministic=True) for rows in (1, 100, 300))
+    run = {"parts": linear_parts, "whole": linear, "silu": gate_up_silu}[kind]
+    whole = run(x, w, many).view(-1, 300, outputs)
+    assert torch.equal(run(x[:100], w, some).view(-1, 100, outputs), whole[:, :100])
+    for row in (0, 127, 128, 299):
+        assert torch.equal(run(x[row : row + 1], w, few).view(-1, outputs), whole[:, row])
 
 
 @pytest.mark.parametrize("rows", [1, 9])
