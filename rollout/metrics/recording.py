@@ -1,0 +1,139 @@
+"""The last steps of a worker as they travel: columns of numpy arrays, both ways.
+
+Times are seconds after `origin_s`, which is Unix time; a moment that is not known is NaN. A recording that was received
+is checked: columns of one length, and nothing in them that a step cannot be.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rollout.metrics.meter import StepRecord, SwapRecord
+
+MAX_STEPS = 2000
+_KINDS = ("decode", "prefill")
+_COUNTS = ("rows", "zombie_rows", "tokens", "version", "idle_after")
+_DURATIONS = ("plan_s", "launch_s", "commit_s")
+_MOMENTS = ("start_s", "end_s", "planned_at_s", "committed_at_s")
+_OPTIONAL = ("h2d_start_s", "h2d_end_s", "d2h_start_s", "d2h_end_s", "finalized_at_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Steps and swaps, times in seconds after `origin_s`; every step has its moments of plan and commit."""
+
+    steps: tuple[StepRecord, ...]
+    swaps: tuple[SwapRecord, ...]
+    origin_s: float  # Unix time
+
+    @staticmethod
+    def of(steps: Sequence[StepRecord], swaps: Sequence[SwapRecord]) -> Recording:
+        """A recording of steps as the meter keeps them, with the swaps of their time."""
+        unix_s, clock_s = time.time(), time.perf_counter()
+        if not steps:
+            return Recording((), (), unix_s)
+        origin_s = min(step.start_s if step.planned_at_s is None else step.planned_at_s for step in steps)
+        shown = [
+            SwapRecord(swap.version, swap.start_s - origin_s, swap.end_s - origin_s)
+            for swap in swaps
+            if swap.end_s >= origin_s
+        ]
+        return Recording(tuple(_shifted(step, origin_s) for step in steps), tuple(shown), unix_s - clock_s + origin_s)
+
+    def to_fields(self) -> dict[str, Any]:
+        """The fields of a `trace` reply: int32 (versions int64), uint8 `kind` and `idle_after`, float64 for times."""
+        steps: dict[str, np.ndarray] = {"kind": np.array([_KINDS.index(s.kind) for s in self.steps], np.uint8)}
+        for name in _COUNTS:
+            dtype = np.int64 if name == "version" else np.uint8 if name == "idle_after" else np.int32
+            steps[name] = np.array([getattr(step, name) for step in self.steps], dtype)
+        for name in (*_DURATIONS, *_MOMENTS, "finalized_at_s"):
+            steps[name] = _seconds([getattr(step, name) for step in self.steps])
+        for name in ("h2d", "d2h"):
+            spans = [getattr(step, name) or (None, None) for step in self.steps]
+            steps[f"{name}_start_s"] = _seconds([begin for begin, _ in spans])
+            steps[f"{name}_end_s"] = _seconds([end for _, end in spans])
+        swaps = {
+            "version": np.array([swap.version for swap in self.swaps], np.int64),
+            "start_s": _seconds([swap.start_s for swap in self.swaps]),
+            "end_s": _seconds([swap.end_s for swap in self.swaps]),
+        }
+        return {"origin_s": self.origin_s, "steps": steps, "swaps": swaps}
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> Recording:
+        """A recording from a reply's fields. Raises ValueError for what no worker sends."""
+        origin_s = fields.get("origin_s")
+        if not isinstance(origin_s, float) or not math.isfinite(origin_s):
+            raise ValueError("the recording has no 'origin_s'")
+        names = ("kind", *_COUNTS, *_DURATIONS, *_MOMENTS, *_OPTIONAL)
+        steps = _columns(fields, "steps", names, _OPTIONAL)
+        swaps = _columns(fields, "swaps", ("version", "start_s", "end_s"), ())
+        if any(kind not in (0, 1) for kind in steps["kind"]):
+            raise ValueError("the recording has steps of an unknown kind")
+        return Recording(
+            tuple(_step({name: steps[name][i] for name in names}) for i in range(len(steps["kind"]))),
+            tuple(SwapRecord(*row) for row in zip(swaps["version"], swaps["start_s"], swaps["end_s"], strict=True)),
+            origin_s,
+        )
+
+
+def _shifted(step: StepRecord, by_s: float) -> StepRecord:
+    def moved(moment: float | None) -> float | None:
+        return None if moment is None else moment - by_s
+
+    def span(pair: tuple[float, float] | None) -> tuple[float, float] | None:
+        return None if pair is None else (pair[0] - by_s, pair[1] - by_s)
+
+    return replace(
+        step,
+        start_s=step.start_s - by_s,
+        end_s=step.end_s - by_s,
+        h2d=span(step.h2d),
+        d2h=span(step.d2h),
+        planned_at_s=moved(step.planned_at_s),
+        committed_at_s=moved(step.committed_at_s),
+        finalized_at_s=moved(step.finalized_at_s),
+    )
+
+
+def _seconds(values: Sequence[float | None]) -> np.ndarray:
+    return np.array([math.nan if value is None else value for value in values], np.float64)
+
+
+def _columns(
+    fields: Mapping[str, Any], name: str, wanted: Sequence[str], optional: Sequence[str]
+) -> dict[str, list[Any]]:
+    table = fields.get(name)
+    given = table if isinstance(table, Mapping) else {}
+    columns = {column: given[column] for column in wanted if isinstance(given.get(column), np.ndarray)}
+    shapes = {array.shape for array in columns.values()}
+    if len(columns) != len(wanted) or len(shapes) != 1 or len(*shapes) != 1 or columns[wanted[0]].size > MAX_STEPS:
+        raise ValueError(f"the recording's '{name}' must be columns of one length: {', '.join(wanted)}")
+    for column, array in columns.items():
+        finite = np.isfinite(array) if column not in optional else ~np.isinf(array)
+        if array.dtype.kind not in "iuf" or not finite.all():
+            raise ValueError(f"the recording's '{name}.{column}' must be numbers")
+    return {column: array.tolist() for column, array in columns.items()}
+
+
+def _step(row: Mapping[str, Any]) -> StepRecord:
+    def span(name: str) -> tuple[float, float] | None:
+        begin, end = row[f"{name}_start_s"], row[f"{name}_end_s"]
+        return None if math.isnan(begin) or math.isnan(end) else (begin, end)
+
+    kept = {name: row[name] for name in (*_COUNTS, *_DURATIONS, *_MOMENTS)}
+    kept["idle_after"] = bool(kept["idle_after"])
+    finalized = row["finalized_at_s"]
+    return StepRecord(
+        kind=_KINDS[row["kind"]],
+        h2d=span("h2d"),
+        d2h=span("d2h"),
+        finalized_at_s=None if math.isnan(finalized) else finalized,
+        **kept,
+    )

@@ -1,0 +1,90 @@
+"""What was counted in a stretch of time: one instance for the interval between two reports, one for the whole run."""
+
+from __future__ import annotations
+
+import math
+
+from rollout.metrics.report import Mean, Sums
+
+
+class Quantiles:
+    """Quantiles of values above 0, right to one percent, in constant memory: counts by logarithm."""
+
+    _STEP = math.log(1.02)
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._last: dict[float, float] = {}
+
+    def add(self, value: float) -> None:
+        """Count one sample; none that is 0 or less."""
+        if value > 0:
+            place = math.floor(math.log(value) / self._STEP)
+            self._counts[place] = self._counts.get(place, 0) + 1
+
+    def value(self, share: float) -> float:
+        """The smallest value that is not below `share` of the samples; without any, what it was before."""
+        left = share * sum(self._counts.values())
+        for place in sorted(self._counts):
+            left -= self._counts[place]
+            if left <= 0:
+                self._last[share] = math.exp((place + 0.5) * self._STEP)
+                break
+        return self._last.get(share, 0.0)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._counts.clear()
+
+
+class Samples:
+    """Sums, means and quantiles of steps and completions. What had no sample keeps its last value through `reset`."""
+
+    def __init__(self) -> None:
+        self.sums = Sums()
+        self.decode, self.prefill, self.host = Mean(), Mean(), Mean()  # seconds of a step
+        self.length, self.version_span = Mean(), Mean()  # of a completion
+        self.decode_quantiles, self.length_quantiles = Quantiles(), Quantiles()
+        self._speedups = 0.0, 0.0
+
+    def step(self, kind: str, device_s: float, host_s: float, rows: int, zombie_rows: int, tokens: int) -> None:
+        """Count one committed step."""
+        sums = self.sums
+        sums.steps += 1
+        sums.tokens += tokens
+        sums.rows += rows
+        sums.zombie_rows += zombie_rows
+        self.host.add(host_s)
+        if kind == "decode":
+            self.decode.add(device_s)
+            self.decode_quantiles.add(device_s)
+        else:
+            self.prefill.add(device_s)
+
+    def completion(self, length: int, version_span: int) -> None:
+        """Count one finished completion."""
+        self.length.add(length)
+        self.length_quantiles.add(length)
+        self.version_span.add(version_span)
+
+    def tokens_per_s_per_row(self, wall_s: float) -> float:
+        """Tokens that one row got a second: those of all, over the rows of a step."""
+        sums = self.sums
+        return sums.tokens / wall_s * sums.steps / sums.rows if wall_s > 0 and sums.rows else 0.0
+
+    def speedups(self, busy_s: float) -> tuple[float, float]:
+        """Predicted and observed, of overlapping over taking turns; `busy_s` is the time in which there was work."""
+        device_s, host_s = self.decode.total + self.prefill.total, self.host.total
+        if busy_s > 0 and device_s > 0:
+            apart_s = device_s + host_s
+            zombies = self.sums.zombie_rows / self.sums.rows if self.sums.rows else 0.0
+            self._speedups = apart_s / max(device_s, host_s) * (1 - zombies), apart_s / busy_s
+        return self._speedups
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.sums.reset()
+        for mean in (self.decode, self.prefill, self.host, self.length, self.version_span):
+            mean.reset()
+        self.decode_quantiles.reset()
+        self.length_quantiles.reset()

@@ -1,0 +1,100 @@
+"""Asks one worker how it is, again and again, on a thread of its own; a worker that does not answer delays no other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from rollout.top.screen import CancelRequest, WorkerView
+from trainer_bridge.client import RolloutClient
+from trainer_bridge.errors import RolloutError
+
+#: Rows that a worker is asked for.
+MAX_ROWS = 256
+_RATES = 60
+
+
+class Poller:
+    """Polls with a client that is its own from now on.
+
+    Args:
+        client: of one endpoint.
+        interval_s: between two polls.
+    """
+
+    def __init__(self, client: RolloutClient, interval_s: float) -> None:
+        self._client = client
+        self._interval_s = interval_s
+        self._commands: SimpleQueue[CancelRequest | None] = SimpleQueue()
+        self._rates: deque[float] = deque(maxlen=_RATES)
+        self._before: tuple[float, int] | None = None
+        self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
+        #: What the last cancel brought, a sentence.
+        self.outcome: str | None = None
+        #: The last answer; replaced as a whole.
+        self.view = WorkerView(client.endpoints[0])
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def cancel(self, request: CancelRequest) -> None:
+        """Have a request of this worker cancelled; then it is asked again at once."""
+        self._commands.put(request)
+
+    def stop(self) -> None:
+        """Begin to end the thread, which closes the client."""
+        self._commands.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end, which a silent worker may delay."""
+        self._thread.join(timeout_s)
+
+    def poll(self) -> WorkerView:
+        """Ask once. Never raises for what a worker does."""
+        endpoint = self.view.endpoint
+        try:
+            status = self._client.control("status", sequences=MAX_ROWS)[0]
+            self._note_rate(status)
+            self.view = WorkerView(endpoint, status, tuple(self._rates))
+        except RolloutError as error:
+            self._before = None
+            self.view = WorkerView(endpoint, None, (), str(error))
+        return self.view
+
+    def close(self) -> None:
+        """Close the client; for one that was never started."""
+        self._client.close()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self.poll()
+                try:
+                    command = self._commands.get(timeout=self._interval_s)
+                except Empty:
+                    continue
+                if command is None:
+                    return
+                self._obey(command)
+        finally:
+            self._client.close()
+
+    def _obey(self, request: CancelRequest) -> None:
+        try:
+            self._client.control("cancel", target=request.id, owner=request.owner)
+            self.outcome = f"cancelled {request.id}"
+        except RolloutError as error:
+            self.outcome = f"{request.id} was not cancelled: {error}"
+
+    def _note_rate(self, status: dict[str, Any]) -> None:
+        now_s, tokens = time.monotonic(), int(status.get("tokens", 0))
+        if self._before is None:
+            self._rates.clear()
+            self._rates.extend(float(value) for value in status.get("tokens_by_second", ()))
+        elif now_s > self._before[0]:
+            self._rates.append(max(0.0, (tokens - self._before[1]) / (now_s - self._before[0])))
+        self._before = (now_s, tokens)

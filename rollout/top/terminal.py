@@ -1,0 +1,64 @@
+"""Keys from a terminal, one at a time, without waiting for Enter."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SEQUENCES = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down"}
+
+
+def keys_in(text: str) -> list[str]:
+    """The keys that a terminal's bytes mean: a character each, `up` and `down`; other sequences are left out."""
+    keys: list[str] = []
+    while text:
+        if text[0] == "\x1b" and len(text) > 1:
+            if text[:3] in _SEQUENCES:
+                keys.append(_SEQUENCES[text[:3]])
+            end = 2  # a sequence ends with its first letter or tilde
+            while end < len(text) and not (text[end].isalpha() or text[end] == "~"):
+                end += 1
+            text = text[end + 1 :]
+        else:
+            keys.append(text[0])
+            text = text[1:]
+    return keys
+
+
+class Keys:
+    """Reads what was typed."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def wait(self, seconds: float) -> list[str]:
+        """The keys typed so far, or within `seconds`. Without a terminal there are none; at its end it is `q`."""
+        if self._descriptor is None:
+            select.select([], [], [], seconds)
+            return []
+        ready, _, _ = select.select([self._descriptor], [], [], seconds)
+        if not ready:
+            return []
+        data = os.read(self._descriptor, 1024)
+        return keys_in(data.decode("utf-8", "replace")) if data else ["q"]
+
+
+@contextmanager
+def keyboard() -> Iterator[Keys]:
+    """Keys of stdin, if it is a terminal; that is as it was before when the block ends."""
+    if not sys.stdin.isatty():
+        yield Keys(None)
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    try:
+        yield Keys(descriptor)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
