@@ -19,3 +19,13 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def withdraw(path: Path) -> None:
+    """Take a file of `write_whole` away at the end, if what it tells is still of this process."""
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return
+    if isinstance(told, dict) and told.get("pid") == os.getpid():
+        path.unlink(missing_ok=True)

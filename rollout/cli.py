@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from rollout import __version__
-from rollout.cli_commands import client, forward, keys, serve
+from rollout.cli_commands import client, forward, keys, serve, top, trace
 from rollout.cli_commands.parser import CommandError, Parser, UsageError
 from rollout.settings_sources import SettingsError
 
@@ -43,6 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     serve.add_parser(commands)
     client.add_parsers(commands)
+    top.add_parser(commands)
+    trace.add_parser(commands)
     keys.add_parser(commands)
     forward.add_parsers(commands)
     return parser

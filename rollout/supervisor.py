@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from typing import Any
 
 from rollout.announce import say, write_whole
 from rollout.config import Settings
+from rollout.scratch import ScratchFolder
 from trainer_bridge.launch import worker_environment
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ class _Worker:
     due_s: float | None = None  # when to start it again
     restarts: int = 0
     recent: list[float] = field(default_factory=list)  # when it was restarted, in the last hour
-    given_up: bool = False
 
 
 class Supervisor:
@@ -73,7 +72,7 @@ class Supervisor:
             _Worker(i, nth_endpoint(settings.service.bind, i), nth_endpoint(settings.weights.bind, i), device)
             for i, device in enumerate(devices)
         ]
-        self._folder = tempfile.TemporaryDirectory(prefix="rollout-supervisor-")
+        self._folder = ScratchFolder("rollout-supervisor-")
         self._announced = False
         self._signals = 0
         self._told_to_end = 0  # signals that the workers have been sent
@@ -124,12 +123,14 @@ class Supervisor:
         for name, path in (("jsonl", metrics.jsonl), ("timeline", metrics.timeline)):
             if path is not None:
                 flags[name] = Path(path).with_stem(f"{Path(path).stem}-{worker.index}")
+        if metrics.metrics_port:  # with 0 each picks its own
+            flags["metrics-port"] = metrics.metrics_port + worker.index
         if metrics.wandb_name is not None:
             flags["wandb-name"] = f"{metrics.wandb_name}-{worker.index}"
         return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--exit-with-parent"]
 
     def _ready_file(self, worker: _Worker) -> Path:
-        return Path(self._folder.name) / f"ready-{worker.index}.json"
+        return self._folder.path / f"ready-{worker.index}.json"
 
     def _look_at(self, worker: _Worker) -> None:
         if worker.process is None:
@@ -163,6 +164,8 @@ class Supervisor:
     def _ended(self, worker: _Worker, status: int) -> None:
         if self._signals or status == 0:
             worker.status = status
+            if self._announced:
+                self._write_ready()
         elif not self._announced:
             log.critical("worker %d ended with status %d before it could serve", worker.index, status)
             worker.status = status
@@ -177,7 +180,8 @@ class Supervisor:
         fact = {"event": "worker_ended", "worker": worker.index, "status": status}
         if len(worker.recent) >= limits.max_restarts:
             log.critical("worker %d ended with status %d, once too often: it is given up", worker.index, status)
-            worker.status, worker.given_up, self._status = status, True, 1
+            worker.status, self._status = status, 1
+            self._write_ready()
             say(fact | {"restart_in_s": None})
             return
         pause_s = min(limits.restart_backoff_s * 2 ** len(worker.recent), _MOST_BACKOFF_S)
@@ -209,6 +213,10 @@ class Supervisor:
     def _facts(self, worker: _Worker) -> dict[str, Any]:
         told = worker.told or {}
         facts = {name: told.get(name) for name in ("endpoint", "weights_endpoint", "pid", "weights_version")}
+        if "metrics_url" in told:
+            facts["metrics_url"] = told["metrics_url"]
+        if worker.status is not None:  # nobody comes after it
+            facts |= {"pid": None, "status": worker.status}
         return {"worker": worker.index, **facts, "restarts": worker.restarts}
 
     def _write_ready(self) -> dict[str, Any]:

@@ -25,18 +25,22 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import torch
-from rich.progress import Progress
 
 from rollout.announce import say, write_whole
 from rollout.config import Settings
 from rollout.engine.build import build_engine, longest_sequence, rebuild_engine
-from rollout.engine.device import make_device
+from rollout.engine.device import Device, make_device
 from rollout.engine.types import Command, EngineStatus, Shutdown
+from rollout.engine.views import EngineViews
 from rollout.metrics import JsonlSink, MetricsThread, Sink, WandbSink, write_timeline
+from rollout.metrics.prometheus import PrometheusSink
 from rollout.models import LoadedModel, load_model
+from rollout.progress import stage
 from rollout.service.intake import ServedModel
 from rollout.service.server import Server
 from rollout.service.text import load_text_codec
+from rollout.service.text_process import TextProcess
+from rollout.settings_sources import SettingsError
 from rollout.watchdog import Watchdog
 from trainer_bridge.access import Access
 from trainer_bridge.receiver import WeightReceiver
@@ -62,23 +66,30 @@ FAILED, FAULT, HUNG = 1, 3, 4
 class Worker:
     """Everything that one process serves with. Construction binds the sockets; nothing runs before `loop`."""
 
-    def __init__(self, settings: Settings, loaded: LoadedModel, restarts: int = 0) -> None:
+    def __init__(self, settings: Settings, loaded: LoadedModel, sinks: list[Sink], restarts: int = 0) -> None:
         self.settings = settings
+        self.sinks = sinks
         self.restarts = restarts
         self.faults: list[float] = []  # when, `time.perf_counter()`
         self.status = EngineStatus(state="serving", rows_max=settings.engine.max_rows)
         self.name = f"{socket.gethostname()}:{os.getpid()}"
         inbox: SimpleQueue[Command] = SimpleQueue()
+        text = load_text_codec(loaded.folder)
+        self.prompts = None if text is None else TextProcess(loaded.folder, settings.service)
+        if self.prompts is not None:
+            self.prompts.start()  # loads while the engine is built; the first prompt waits for it, the worker does not
         model, version = loaded.model, settings.weights.initial_version
         self.receiver = WeightReceiver(trainer_views(loaded), version, settings.weights, settings.security)
-        self.engine = build_engine(
-            settings,
-            make_device(settings.model.device),
-            model,
-            inbox,
-            lambda events: self.server.outbox.put(events),
-            self.receiver,
-        )
+        with stage("preparing decode steps") as advance:
+            self.engine = build_engine(
+                settings,
+                make_device(settings.model.device),
+                model,
+                inbox,
+                lambda events: self.server.outbox.put(events),
+                self.receiver,
+                advance,
+            )
         self.server = Server(
             settings.service,
             ServedModel(
@@ -89,13 +100,14 @@ class Worker:
             ),
             inbox=inbox,
             status=self.latest_status,
-            text=load_text_codec(loaded.folder),
+            text=text,
+            prompts=self.prompts,
             receiver=self.receiver,
+            views=EngineViews(self.engine),
             worker_name=self.name,
             stop_check_every=settings.engine.stop_check_every,
             security=settings.security,
         )
-        self.sinks = make_sinks(settings)
         self.metrics = MetricsThread(self.sinks)
         self.last_tick_s = time.perf_counter()
         self._next_status_s = 0.0
@@ -130,13 +142,15 @@ class Worker:
             last_tick_s=silent_s,
             faults=len(self.faults),
             restarts=self.restarts,
+            prompt_faults=0 if self.prompts is None else self.prompts.deaths,
             problems=self.problems(),
         )
 
     def problems(self) -> tuple[str, ...]:
         """What has ended that generation can do without, a sentence each."""
         threads = {"the weight receiver": self.receiver.alive, "the metrics thread": self.metrics.alive}
-        return tuple(f"{name} has ended" for name, alive in threads.items() if not alive)
+        ended = tuple(f"{name} has ended" for name, alive in threads.items() if not alive)
+        return ended if self.prompts is None or self.prompts.problem is None else (*ended, self.prompts.problem)
 
     def loop(self) -> int:
         """Serve until shut down; returns the exit status."""
@@ -198,7 +212,9 @@ class Worker:
         self.status = self.engine.status()
         self.receiver.close()  # first: it answers a publisher that waits, through the service
         self.server.stop()
-        self.engine.set_gauges()
+        if self.prompts is not None:
+            self.prompts.close()
+        self._set_gauges()
         totals = self.engine.meter.totals()
         self.metrics.put(self.engine.meter.steps, totals, final=True)
         self.metrics.close(_SINK_DEADLINE_S)
@@ -214,8 +230,12 @@ class Worker:
         say({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals})
 
     def _report(self, now: float) -> None:
-        self.engine.set_gauges()
+        self._set_gauges()
         self.metrics.put(self.engine.meter.steps, self.engine.meter.report(now))
+
+    def _set_gauges(self) -> None:
+        self.engine.set_gauges()
+        self.engine.meter.gauges(reclaimed=self.server.reclaimed)
 
     def _on_signal(self, count: int) -> None:
         now = count > 1 or self.engine.state == "draining"
@@ -247,6 +267,9 @@ class Worker:
             "model": self.settings.model.path,
             "weights_version": self.engine.scheduler.version,
         }
+        pages = [sink.url for sink in self.sinks if isinstance(sink, PrometheusSink)]
+        if pages:
+            ready["metrics_url"] = pages[0]
         if self.settings.ready_file is not None:
             write_whole(Path(self.settings.ready_file), json.dumps(ready))
         say(ready)
@@ -255,23 +278,19 @@ class Worker:
 def serve(settings: Settings, restarts: int = 0) -> int:
     """Run a worker until it is shut down; returns the exit status. `restarts` is how often a supervisor began again.
 
-    Raises ValueError or OSError, with what to change, when the model or the settings don't allow serving.
+    Raises `SettingsError` for settings that are wrong whatever the model, ValueError or OSError when the model, the
+    machine or the settings together don't allow serving; all of them say what to change.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # libraries: warnings only
     for package in ("rollout", "trainer_bridge"):
         logging.getLogger(package).setLevel(settings.log_level.upper())
-    if settings.metrics.timeline is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("timeline needs matplotlib: pip install 'rollout-engine[plot]', or leave the setting out")
-    Access.from_settings(settings.security).check_binds(settings)  # now: loading a model may take minutes
+    device = check_settings(settings)
     torch.set_num_threads(settings.model.cpu_threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    device = make_device(settings.model.device)
-    with Progress(disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task("loading weights", total=None)
-        loaded = load_model(
-            settings.model, device.torch_device, lambda done, total: bar.update(task, completed=done, total=total)
-        )
-    worker = Worker(settings, loaded, restarts)
+    sinks = make_sinks(settings)  # before the model, which may take minutes: a port may be taken
+    with stage("loading weights") as advance:
+        loaded = load_model(settings.model, device.torch_device, advance)
+    worker = Worker(settings, loaded, sinks, restarts)
     worker.start()
     status = FAILED
     try:
@@ -279,6 +298,17 @@ def serve(settings: Settings, restarts: int = 0) -> int:
         return status
     finally:
         worker.close(status)
+
+
+def check_settings(settings: Settings) -> Device:
+    """What can be said before a model is loaded, which may take minutes: the device, or raises `SettingsError`."""
+    if settings.metrics.timeline is not None and importlib.util.find_spec("matplotlib") is None:
+        raise SettingsError("timeline needs matplotlib: pip install 'rollout-engine[plot]', or leave the setting out")
+    try:
+        Access.from_settings(settings.security).check_binds(settings)
+        return make_device(settings.model.device)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def trainer_views(loaded: LoadedModel) -> dict[str, torch.Tensor]:
@@ -290,10 +320,13 @@ def trainer_views(loaded: LoadedModel) -> dict[str, torch.Tensor]:
 
 
 def make_sinks(settings: Settings) -> list[Sink]:
-    """The sinks that the settings ask for."""
+    """The sinks that the settings ask for. Raises ValueError when the port for Prometheus is taken."""
     sinks: list[Sink] = []
     if settings.metrics.jsonl is not None:
         sinks.append(JsonlSink(settings.metrics.jsonl))
     if settings.metrics.wandb:
         sinks.append(WandbSink(settings.metrics, settings.model_dump()))
+    if settings.metrics.metrics_port is not None:
+        port, host = settings.metrics.metrics_port, settings.metrics.metrics_host
+        sinks.append(PrometheusSink(host, port, settings.model.path))
     return sinks

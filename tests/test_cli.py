@@ -24,7 +24,18 @@ from rollout.settings_sources import setting_keys
 from trainer_bridge import wire
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ("torch", "transformers", "wandb", "zmq", "triton", "numpy", "rich", "msgpack", "matplotlib")
+HEAVY = (
+    "torch",
+    "transformers",
+    "wandb",
+    "zmq",
+    "triton",
+    "numpy",
+    "rich",
+    "msgpack",
+    "matplotlib",
+    "prometheus_client",
+)
 
 
 def rollout(*arguments: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess:
@@ -47,6 +58,9 @@ def rollout(*arguments: str, environ: dict[str, str] | None = None) -> subproces
         ["serve", "--help"],
         ["status", "--help"],
         ["generate", "--help"],
+        ["top", "--help"],
+        ["trace", "--help"],
+        ["top", "tcp://127.0.0.1:1", "--json"],
         ["bench", "--help"],
         ["bench", "nothing"],
         ["serve", "model", "--no-such-flag"],
@@ -123,6 +137,17 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
         (["generate", "tcp://127.0.0.1:1", "--prompt", "a", "--n", "two"], "invalid int value"),
         (["status", "nonsense"], "not a ZeroMQ endpoint"),
         (["status", "tcp://127.0.0.1:1", "--timeout-s", "0"], "more than 0"),
+        (["top", "tcp://127.0.0.1:1", "--json"], "--json goes with --once"),
+        (["top", "tcp://127.0.0.1:1"], "stdout is no terminal"),
+        (["top", "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", "--once"], "give each endpoint once"),
+        (["top", "nonsense", "--once"], "not a ZeroMQ endpoint"),
+        (["trace", "tcp://127.0.0.1:1", "--steps", "0"], "--steps is 1 to 2000"),
+        (["serve", "m", "--metrics-port", "65536"], "metrics.metrics_port = '65536'"),
+        (["serve", "no-model", "--device", "gpu"], "device 'gpu': write auto, cpu, cuda or cuda:N"),
+        (["serve", "no-model", "--device", "gpu", "--workers", "2"], "write auto, cuda or cpu"),
+        (["serve", "no-model", "--device", "cuda:99"], "is not there"),
+        (["serve", "no-model", "--bind", "tcp://*:0"], "--insecure"),
+        (["serve", "no-model", "--curve-secret-key", "no-key", "--curve-client-keys", "."], "no-key"),
         (["bench"], "bookkeeping, pipeline, memory, service_load"),
         (["bench", "speed"], "unknown benchmark speed"),
         ([], "COMMAND"),
@@ -166,7 +191,94 @@ def test_rollout_cli_module_is_the_command_too():
 def test_a_worker_that_is_not_there_is_one_line_and_status_1(capsys):
     assert main(["status", "tcp://127.0.0.1:9", "--timeout-s", "0.2"]) == 1
     error = capsys.readouterr().err
-    assert "tcp://127.0.0.1:9" in error and error.count("\n") == 1
+    assert error.count("tcp://127.0.0.1:9") == 1 and error.count("\n") == 1
+
+
+# --- serve, without a worker -----------------------------------------------------------------------------------------
+
+OF_A_RANK = {
+    "RANK": "3",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "OMP_NUM_THREADS": "1",
+    "WANDB_RUN_ID": "x",
+}
+
+
+def serve_with(worker, monkeypatch, *arguments: str) -> int:
+    """`rollout serve` up to where it has the worker run: there, `worker` is called."""
+    for name in list(os.environ):
+        if name.startswith("ROLLOUT_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr("rollout.worker.serve", lambda settings, restarts: worker())
+    return main(["serve", "model", *arguments])
+
+
+def test_serve_has_none_of_the_variables_that_a_launcher_of_ranks_sets(monkeypatch):
+    for name, value in (OF_A_RANK | {"CUDA_VISIBLE_DEVICES": "1"}).items():
+        monkeypatch.setenv(name, value)
+    seen = {}
+
+    def worker() -> int:
+        listed = subprocess.run([sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"],
+                                capture_output=True, check=True)  # fmt: skip
+        seen.update(json.loads(listed.stdout))
+        return 0
+
+    assert serve_with(worker, monkeypatch) == 0
+    assert seen["CUDA_VISIBLE_DEVICES"] == "1" and not seen.keys() & OF_A_RANK.keys()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_ready_file_is_there_only_while_its_worker_is(tmp_path, monkeypatch, ours):
+    ready = tmp_path / "ready.json"
+    ready.write_text('{"event": "ready", "pid": 1}')
+
+    def worker() -> int:
+        assert not ready.exists(), "it was an earlier worker's"
+        ready.write_text(json.dumps({"pid": os.getpid() if ours else 1}))
+        return 0
+
+    assert serve_with(worker, monkeypatch, "--ready-file", str(ready)) == 0
+    assert ready.exists() != ours, "what another worker has written meanwhile stays"
+
+
+def test_a_ready_file_goes_with_a_worker_that_fails(tmp_path, monkeypatch, capsys):
+    ready = tmp_path / "ready.json"
+
+    def worker() -> int:
+        ready.write_text(json.dumps({"pid": os.getpid()}))
+        raise OSError("no device")
+
+    assert serve_with(worker, monkeypatch, "--ready-file", str(ready)) == 1
+    assert not ready.exists() and "no device" in capsys.readouterr().err
+
+
+def test_a_supervisor_takes_an_old_ready_file_away_first(tmp_path):
+    ready = tmp_path / "ready.json"
+    ready.write_text("{}")
+    assert main(["serve", "model", "--workers", "2", "--device", "cuda:1", "--ready-file", str(ready)]) == 2
+    assert not ready.exists()
+
+
+def test_a_ready_file_that_cannot_be_is_one_line_and_status_1(tmp_path, capsys):
+    assert main(["serve", "model", "--ready-file", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert str(tmp_path) in error and error.count("\n") == 1
+
+
+def test_a_supervised_workers_ready_file_is_its_supervisors(tmp_path, monkeypatch):
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)  # it would leave Ctrl-C to its supervisor
+    ready = tmp_path / "ready.json"
+
+    def worker() -> int:
+        ready.write_text(json.dumps({"pid": os.getpid()}))
+        return 0
+
+    assert serve_with(worker, monkeypatch, "--ready-file", str(ready), "--restarts", "0") == 0
+    assert ready.exists(), "who looks after it may not have read it yet"
 
 
 # --- client commands -------------------------------------------------------------------------------------------------

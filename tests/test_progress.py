@@ -6,6 +6,8 @@ import io
 import logging
 import re
 import sys
+import threading
+import time
 
 import pytest
 
@@ -19,32 +21,61 @@ class Terminal(io.StringIO):
         return True
 
 
-def run() -> None:
+@pytest.fixture
+def slow(monkeypatch):
+    """Every stage takes long enough for the log."""
+    monkeypatch.setattr("rollout.progress._QUICK_S", 0.0)
+
+
+def until_said(caplog, messages: int) -> None:
+    """Wait for the timer's thread."""
+    until_s = time.monotonic() + 10
+    while len(caplog.messages) < messages:
+        assert time.monotonic() < until_s, "nothing is said"
+        time.sleep(0.001)
+
+
+def run(caplog, messages: int) -> None:
     with stage("loading weights") as advance:
         for done in range(1, 5):
             advance(done, 4)
+        until_said(caplog, messages)
 
 
-def test_without_a_terminal_a_stage_is_a_line_at_its_begin_and_end(caplog, capsys):
+def test_without_a_terminal_a_long_stage_is_a_line_while_it_lasts_and_one_at_its_end(slow, caplog, capsys):
     with caplog.at_level(logging.INFO, "rollout"):
-        run()
+        run(caplog, 1)
     assert caplog.messages[0] == "loading weights"
     assert re.fullmatch(r"loading weights took \d+\.\d s", caplog.messages[1]) and len(caplog.messages) == 2
     assert capsys.readouterr() == ("", ""), "no bar"
 
 
-def test_on_a_terminal_a_stage_is_a_bar_on_stderr_only(caplog, capsys, monkeypatch):
+def test_a_quick_stage_leaves_no_line_and_no_thread(caplog):
+    threads = threading.active_count()
+    with caplog.at_level(logging.INFO, "rollout"):
+        run(caplog, 0)
+        with pytest.raises(ValueError, match="no room"), stage("preparing"):
+            raise ValueError("no room")
+    assert caplog.messages == []
+    until_s = time.monotonic() + 1  # less than the timers would take
+    while threading.active_count() > threads:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def test_on_a_terminal_a_stage_is_a_bar_on_stderr_only(slow, caplog, capsys, monkeypatch):
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
     with caplog.at_level(logging.INFO, "rollout"):
-        run()
+        run(caplog, 0)
     assert "loading weights" in terminal.getvalue() and "100%" in terminal.getvalue()
     assert capsys.readouterr().out == ""
     assert [message.split(" took")[0] for message in caplog.messages] == ["loading weights"], "the bar is the begin"
 
 
-def test_a_stage_that_fails_is_not_said_to_have_ended(caplog):
+def test_a_stage_that_fails_is_not_said_to_have_ended(slow, caplog):
     with caplog.at_level(logging.INFO, "rollout"), pytest.raises(ValueError, match="no room"), stage("preparing"):
+        until_said(caplog, 1)
         raise ValueError("no room")
     assert caplog.messages == ["preparing"]

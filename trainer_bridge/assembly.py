@@ -76,11 +76,31 @@ class Assembler:
         """The token ids of a completion so far, int32."""
         return _concat([np.zeros(0, np.int32), *(part.token_ids for part in self._parts[index])])
 
-    def check_complete(self, result: GenerateResult) -> None:
-        """Raise `ProtocolError` unless the chunks were all of the result."""
-        for completion in result.completions:
-            if not 0 <= completion.index < len(self._ends) or len(completion) != self._ends[completion.index]:
-                raise ProtocolError(f"the stream of completion {completion.index} lacks tokens that its result has")
+    def missing(self, result: GenerateResult) -> list[Chunk]:
+        """The rest of a result that the chunks have not brought: a worker ends the stream of a reader that is too slow.
+
+        Raises `ProtocolError` unless the chunks are the beginning of the result.
+        """
+        return [self._rest(whole) for whole in result.completions if not self._check_ended(whole)]
+
+    def _check_ended(self, whole: Completion) -> bool:
+        if not 0 <= whole.index < len(self._ends):
+            raise ProtocolError(f"a result has completion {whole.index}, but there are {len(self._ends)}")
+        parts, have = self._parts[whole.index], self._ends[whole.index]
+        ended = bool(parts) and parts[-1].finish_reason is not None
+        wrong = len(whole) != have if ended else not np.array_equal(whole.token_ids[:have], self.tokens(whole.index))
+        if wrong:
+            raise ProtocolError(f"the result of completion {whole.index} is not what its stream was")
+        return ended
+
+    def _rest(self, whole: Completion) -> Chunk:
+        if self._whole:
+            return Chunk(0, whole)
+        have, text = self._ends[whole.index], None
+        parts = self._parts[whole.index]
+        if whole.text is not None and (self._prior is None or self._prior.text is not None):
+            text = whole.text[sum(len(part.text or "") for part in parts) :]
+        return Chunk(have, replace(tail(whole, have), text=text))
 
 
 def tail(completion: Completion, start: int) -> Completion:

@@ -17,17 +17,18 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import zmq
 
-from trainer_bridge.attach import attach
+from trainer_bridge.attach import AttachFields, attach
 from trainer_bridge.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
 from trainer_bridge.call import Call
 from trainer_bridge.client_core import ClientCore
-from trainer_bridge.generate_request import GenerateFields, Prompt, plan_request
+from trainer_bridge.generate_request import GenerateFields, Prompt, StreamKind, plan_request
 from trainer_bridge.journal import Fsync
 from trainer_bridge.keys import ClientCurve
 from trainer_bridge.progress import Progress, report
 from trainer_bridge.results import Chunk, Completion, GenerateResult
 from trainer_bridge.resume import ResumePolicy
 from trainer_bridge.stream import StreamView
+from trainer_bridge.waits import next_chunk, until_cancelled, until_done
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Value = TypeVar("_Value")
@@ -49,10 +50,13 @@ class AsyncRolloutClient:
         resume_max_faults: int = 8,
         journal: str | os.PathLike[str] | None = None,
         journal_fsync: Fsync = "never",
+        acknowledge: bool | None = None,
+        heartbeat_s: float = 10.0,
     ) -> None:
         policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
         resumes = resume or journal is not None
-        self._core = ClientCore(endpoints, client, timeout_s, connect_timeout_s, curve, policy if resumes else None)
+        given = (client, timeout_s, connect_timeout_s, curve, policy if resumes else None, acknowledge, heartbeat_s)
+        self._core = ClientCore(endpoints, *given)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # --- generate -----------------------------------------------------------------------------------------------------
@@ -86,13 +90,7 @@ class AsyncRolloutClient:
         """
         self._bind()
         call = self._core.generate(plan_request(prompt, fields, stream))
-        if stream == "tokens":
-            return AsyncStream(self, call, lambda chunk: chunk)
-        if stream == "completions":
-            return AsyncStream(self, call, lambda chunk: call.joined(chunk.index))
-        await self._finish(call)
-        assert call.result is not None
-        return call.result
+        return AsyncStream(self, call, stream) if stream else await self._finish(call)
 
     async def generate_many(
         self,
@@ -122,37 +120,17 @@ class AsyncRolloutClient:
 
     @overload
     async def attach(
-        self,
-        target: str,
-        *,
-        stream: Literal[False] = False,
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
+        self, target: str, *, stream: Literal[False] = False, **fields: Unpack[AttachFields]
     ) -> GenerateResult: ...
 
     @overload
     async def attach(
-        self,
-        target: str,
-        *,
-        stream: Literal["tokens"],
-        stream_every: int | None = None,
-        n: int = 1,
-        partials: Iterable[Completion] = (),
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
+        self, target: str, *, stream: Literal["tokens"], **fields: Unpack[AttachFields]
     ) -> AsyncStream[Chunk]: ...
 
     @overload
     async def attach(
-        self,
-        target: str,
-        *,
-        stream: Literal["completions"],
-        n: int = 1,
-        partials: Iterable[Completion] = (),
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
+        self, target: str, *, stream: Literal["completions"], **fields: Unpack[AttachFields]
     ) -> AsyncStream[Completion]: ...
 
     async def attach(
@@ -160,31 +138,12 @@ class AsyncRolloutClient:
         target: str,
         *,
         stream: Literal[False, "tokens", "completions"] = False,
-        stream_every: int | None = None,
-        n: int = 1,
-        partials: Iterable[Completion] = (),
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
+        **fields: Unpack[AttachFields],
     ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
         """As `RolloutClient.attach`."""
         self._bind()
-        call = attach(
-            self._core,
-            target,
-            endpoint,
-            stream,
-            stream_every=stream_every,
-            n=n,
-            partials=partials,
-            timeout_s=timeout_s,
-        )
-        if stream == "tokens":
-            return AsyncStream(self, call, lambda chunk: chunk)
-        if stream == "completions":
-            return AsyncStream(self, call, lambda chunk: call.joined(chunk.index))
-        await self._finish(call)
-        assert call.result is not None
-        return call.result
+        call = attach(self._core, target, stream, fields)
+        return AsyncStream(self, call, stream) if stream else await self._finish(call)
 
     async def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
         """As `RolloutClient.ack`."""
@@ -196,7 +155,7 @@ class AsyncRolloutClient:
         """As `RolloutClient.cancel`."""
         self._bind()
         calls = self._core.cancel(target, endpoint)
-        await self._wait(self._core.until_cancelled(calls), calls)
+        await self._wait(until_cancelled(self._core, calls), calls)
 
     async def status(self, endpoint: str | None = None) -> dict[str, Any]:
         """How a worker is: `state`, `weights_version`, `rows`, `queue`, `pages`, ... as the protocol lists them."""
@@ -229,7 +188,7 @@ class AsyncRolloutClient:
         self._bind()
         calls = self._core.control(op, endpoint, timeout_s, **fields)
         for call in calls:
-            await self._wait(self._core.until_done(call), calls)
+            await self._wait(until_done(self._core, call), calls)
         return [call.reply or {} for call in calls]
 
     @property
@@ -270,7 +229,7 @@ class AsyncRolloutClient:
         if self._loop is not None:
             raise RuntimeError("this client belongs to another event loop; make one for each loop")
         self._loop = loop
-        self._core.on_sent = lambda place: loop.call_soon(self._core.absorb, place)
+        self._core.on_unread = lambda place: loop.call_soon(self._core.absorb, place)
         self._core.on_closing = self._unwatch
         self._core.on_opened = self._watch
         for place in range(len(self._core.connections)):
@@ -309,8 +268,10 @@ class AsyncRolloutClient:
                     self._core.abandon(call)
             raise
 
-    async def _finish(self, call: Call) -> None:
-        await self._wait(self._core.until_done(call), [call])
+    async def _finish(self, call: Call) -> GenerateResult:
+        await self._wait(until_done(self._core, call), [call])
+        assert call.result is not None
+        return call.result
 
     async def _settle(self, plans: list, max_in_flight: int) -> AsyncGenerator[Settled, None]:
         self._bind()
@@ -335,25 +296,22 @@ async def _changed(event: asyncio.Event, wait_s: float | None) -> None:
 class AsyncStream(StreamView, Generic[_Item]):
     """As `Stream`, with `async for` and `async with`. One task iterates it; a cancelled `anext` loses nothing."""
 
-    def __init__(self, client: AsyncRolloutClient, call: Call, convert: Any) -> None:
-        super().__init__(client._core, call)
+    def __init__(self, client: AsyncRolloutClient, call: Call, kind: StreamKind) -> None:
+        super().__init__(client._core, call, kind)
         self._client = client
-        self._convert = convert
 
     def __aiter__(self) -> AsyncIterator[_Item]:
         return self
 
     async def __anext__(self) -> _Item:
-        chunk = await self._client._wait(self._core.next_chunk(self._call), [self._call], keep=True)
+        chunk = await self._client._wait(next_chunk(self._core, self._call), [self._call], keep=True)
         if chunk is None:
             raise StopAsyncIteration
-        return self._convert(chunk)
+        return self._item(chunk)
 
     async def wait(self) -> GenerateResult:
         """The result of the whole request; chunks that were not taken can still be."""
-        await self._client._finish(self._call)
-        assert self._call.result is not None
-        return self._call.result
+        return await self._client._finish(self._call)
 
     async def cancel(self) -> None:
         """Have the worker end it with what it has: the rest of that still comes."""

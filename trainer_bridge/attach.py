@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from trainer_bridge.assembly import Assembler
 from trainer_bridge.call import Call
@@ -11,30 +11,32 @@ from trainer_bridge.client_core import ClientCore
 from trainer_bridge.results import Completion
 
 
-def attach(
-    core: ClientCore,
-    target: str,
-    endpoint: str | None,
-    stream: Literal[False, "tokens", "completions"],
-    *,
-    stream_every: int | None,
-    n: int,
-    partials: Iterable[Completion],
-    timeout_s: float | None,
-) -> Call:
-    """Send `attach`. `partials` are what an earlier stream of the request brought: this one goes on after them."""
+class AttachFields(TypedDict, total=False):
+    """What `attach` takes beside the target and `stream`; the first three go with `stream`."""
+
+    stream_every: int | None  # tokens of a chunk, at the least
+    n: int  # completions that the request has; 1
+    partials: Iterable[Completion]  # what an earlier stream of it brought: this one goes on after them
+    endpoint: str | None  # where it was sent; absent: the only one
+    timeout_s: float | None  # seconds until `RolloutTimeout`; absent: the client's
+
+
+def attach(core: ClientCore, target: str, stream: Literal[False, "tokens", "completions"], given: AttachFields) -> Call:
+    """Send `attach`."""
+    if unknown := sorted(given.keys() - AttachFields.__annotations__.keys()):
+        raise TypeError(f"attach takes no {unknown[0]!r}; it takes {', '.join(AttachFields.__annotations__)}")
     fields: dict[str, Any] = {"target": target}
-    held = list(partials)
+    held = list(given.get("partials", ()))
     if held and not stream:
         raise ValueError("partials say where a stream goes on; leave them out, or set stream")
     if stream:
         fields |= {"stream": stream, "offsets": _offsets(held), "text_chars": _text_chars(held)}
-        if stream_every is not None:
-            fields["stream_every"] = stream_every
-    (call,) = core.control("attach", core.only_endpoint(endpoint), timeout_s, **fields)
+        if given.get("stream_every") is not None:
+            fields["stream_every"] = given["stream_every"]
+    (call,) = core.control("attach", core.only_endpoint(given.get("endpoint")), given.get("timeout_s"), **fields)
     call.target = target
     if stream:
-        call.assembler = Assembler(n, whole=stream == "completions")
+        call.assembler = Assembler(given.get("n", 1), whole=stream == "completions")
         call.assembler.hold(held)
     return call
 

@@ -18,17 +18,18 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import zmq
 
-from trainer_bridge.attach import attach
+from trainer_bridge.attach import AttachFields, attach
 from trainer_bridge.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
 from trainer_bridge.call import Call
 from trainer_bridge.client_core import ClientCore
-from trainer_bridge.generate_request import GenerateFields, Prompt, plan_request
+from trainer_bridge.generate_request import GenerateFields, Prompt, StreamKind, plan_request
 from trainer_bridge.journal import Fsync
 from trainer_bridge.keys import ClientCurve
 from trainer_bridge.progress import Progress, report
 from trainer_bridge.results import Chunk, Completion, GenerateResult
 from trainer_bridge.resume import ResumePolicy
 from trainer_bridge.stream import StreamView
+from trainer_bridge.waits import next_chunk, until_cancelled, until_done
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Value = TypeVar("_Value")
@@ -50,6 +51,13 @@ class RolloutClient:
     (which includes `resume`) is a file that requests, tokens and results are written to: the same request asked for
     again, by its `request_id` and by whatever process, goes on or is answered from there. `journal_fsync` says when the
     disk is waited for: never (a killed process loses nothing, a machine may), at results, or always.
+
+    Workers keep a result until it is acknowledged. With `acknowledge` that is done as soon as it is here (in the
+    journal, if there is one). It is the default, but not for a client with a name and without a journal: its results
+    stay for whoever comes back for them, until `ack`.
+
+    A worker whose machine has vanished, or that was stopped, is lost after four times `heartbeat_s` at the latest; a
+    process that has ended is noticed at once.
     """
 
     def __init__(
@@ -65,10 +73,13 @@ class RolloutClient:
         resume_max_faults: int = 8,
         journal: str | os.PathLike[str] | None = None,
         journal_fsync: Fsync = "never",
+        acknowledge: bool | None = None,
+        heartbeat_s: float = 10.0,
     ) -> None:
         policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
         resumes = resume or journal is not None
-        self._core = ClientCore(endpoints, client, timeout_s, connect_timeout_s, curve, policy if resumes else None)
+        given = (client, timeout_s, connect_timeout_s, curve, policy if resumes else None, acknowledge, heartbeat_s)
+        self._core = ClientCore(endpoints, *given)
         self._core.on_opened = lambda place: self._watch()
         self._watch()
 
@@ -102,13 +113,7 @@ class RolloutClient:
         A call that is broken off (a timeout, Ctrl-C) is cancelled at the worker.
         """
         call = self._core.generate(plan_request(prompt, fields, stream))
-        if stream == "tokens":
-            return Stream(self, call, lambda chunk: chunk)
-        if stream == "completions":
-            return Stream(self, call, lambda chunk: call.joined(chunk.index))
-        self._finish(call)
-        assert call.result is not None
-        return call.result
+        return Stream(self, call, stream) if stream else self._finish(call)
 
     def generate_many(
         self,
@@ -142,37 +147,15 @@ class RolloutClient:
 
     @overload
     def attach(
-        self,
-        target: str,
-        *,
-        stream: Literal[False] = False,
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
+        self, target: str, *, stream: Literal[False] = False, **fields: Unpack[AttachFields]
     ) -> GenerateResult: ...
 
     @overload
-    def attach(
-        self,
-        target: str,
-        *,
-        stream: Literal["tokens"],
-        stream_every: int | None = None,
-        n: int = 1,
-        partials: Iterable[Completion] = (),
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Stream[Chunk]: ...
+    def attach(self, target: str, *, stream: Literal["tokens"], **fields: Unpack[AttachFields]) -> Stream[Chunk]: ...
 
     @overload
     def attach(
-        self,
-        target: str,
-        *,
-        stream: Literal["completions"],
-        n: int = 1,
-        partials: Iterable[Completion] = (),
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
+        self, target: str, *, stream: Literal["completions"], **fields: Unpack[AttachFields]
     ) -> Stream[Completion]: ...
 
     def attach(
@@ -180,35 +163,16 @@ class RolloutClient:
         target: str,
         *,
         stream: Literal[False, "tokens", "completions"] = False,
-        stream_every: int | None = None,
-        n: int = 1,
-        partials: Iterable[Completion] = (),
-        endpoint: str | None = None,
-        timeout_s: float | None = None,
+        **fields: Unpack[AttachFields],
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
         """The result of the request `target` of this `client`, also of one sent over an earlier connection.
 
         Waits for it if it still runs. With `stream` it goes on after `partials`, what an earlier stream of it brought
         (`stream.partials()`); `n` is then how many completions it has. Breaking this call off leaves the request alone.
-        Raises `NotFound` when the worker does not know it, or has forgotten its result.
+        Fields: see `AttachFields`. Raises `NotFound` when the worker does not know it, or has forgotten its result.
         """
-        call = attach(
-            self._core,
-            target,
-            endpoint,
-            stream,
-            stream_every=stream_every,
-            n=n,
-            partials=partials,
-            timeout_s=timeout_s,
-        )
-        if stream == "tokens":
-            return Stream(self, call, lambda chunk: chunk)
-        if stream == "completions":
-            return Stream(self, call, lambda chunk: call.joined(chunk.index))
-        self._finish(call)
-        assert call.result is not None
-        return call.result
+        call = attach(self._core, target, stream, fields)
+        return Stream(self, call, stream) if stream else self._finish(call)
 
     def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
         """Have results forgotten that are kept elsewhere now; ids that no worker knows are ignored.
@@ -225,7 +189,7 @@ class RolloutClient:
         `target` is the id of a request of this client, or of another one with the same `client` name.
         """
         calls = self._core.cancel(target, endpoint)
-        self._wait(self._core.until_cancelled(calls), calls)
+        self._wait(until_cancelled(self._core, calls), calls)
 
     def status(self, endpoint: str | None = None) -> dict[str, Any]:
         """How a worker is: `state`, `weights_version`, `rows`, `queue`, `pages`, ... as the protocol lists them."""
@@ -257,7 +221,7 @@ class RolloutClient:
         """Send any control message of the protocol to one endpoint or all; the replies in order of the endpoints."""
         calls = self._core.control(op, endpoint, timeout_s, **fields)
         for call in calls:
-            self._wait(self._core.until_done(call), calls)
+            self._wait(until_done(self._core, call), calls)
         return [call.reply or {} for call in calls]
 
     @property
@@ -318,8 +282,10 @@ class RolloutClient:
                 self._core.abandon(call)
             raise
 
-    def _finish(self, call: Call) -> None:
-        self._wait(self._core.until_done(call), [call])
+    def _finish(self, call: Call) -> GenerateResult:
+        self._wait(until_done(self._core, call), [call])
+        assert call.result is not None
+        return call.result
 
     def _settle(self, plans: list, max_in_flight: int) -> Generator[Settled, None, None]:
         with closing(settle_all(self._core, plans, max_in_flight, lambda: None)) as steps:
@@ -337,25 +303,22 @@ class Stream(StreamView, Generic[_Item]):
     came, for `continue_from`.
     """
 
-    def __init__(self, client: RolloutClient, call: Call, convert: Any) -> None:
-        super().__init__(client._core, call)
+    def __init__(self, client: RolloutClient, call: Call, kind: StreamKind) -> None:
+        super().__init__(client._core, call, kind)
         self._client = client
-        self._convert = convert
 
     def __iter__(self) -> Iterator[_Item]:
         return self
 
     def __next__(self) -> _Item:
-        chunk = self._client._wait(self._core.next_chunk(self._call), [self._call])
+        chunk = self._client._wait(next_chunk(self._core, self._call), [self._call])
         if chunk is None:
             raise StopIteration
-        return self._convert(chunk)
+        return self._item(chunk)
 
     def wait(self) -> GenerateResult:
         """The result of the whole request; chunks that were not taken can still be."""
-        self._client._finish(self._call)
-        assert self._call.result is not None
-        return self._call.result
+        return self._client._finish(self._call)
 
     def cancel(self) -> None:
         """Have the worker end it with what it has: the rest of that still comes."""

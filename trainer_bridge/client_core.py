@@ -1,19 +1,16 @@
 """What both clients share: requests in flight, which endpoint gets one, what a reply means. Waits for nothing.
 
-A call goes `start -> (chunks) -> done`, with a result or an error. Waiting is left to the client: the generators
-`until_done` and `next_chunk` yield the seconds to wait at most, and look again after every wait.
-
-    for wait_s in core.until_done(call):       blocking:  poll(wait_s), absorb
-                                               asyncio:   await an event that absorb sets, wait_s at most
+A call goes `start -> (chunks) -> done`, with a result or an error. Waiting is left to the client, with `waits`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +19,10 @@ import zmq
 from trainer_bridge import wire
 from trainer_bridge.assembly import Assembler
 from trainer_bridge.call import Call
-from trainer_bridge.connection import Connection
+from trainer_bridge.connection import Connection, close_when_dropped
 from trainer_bridge.errors import (
     AccessRefused,
     ConnectionLost,
-    NotFound,
     ProtocolError,
     RolloutError,
     RolloutTimeout,
@@ -34,19 +30,24 @@ from trainer_bridge.errors import (
 )
 from trainer_bridge.generate_request import RequestPlan
 from trainer_bridge.keys import ClientCurve
-from trainer_bridge.results import Chunk, read_chunk, read_result
-from trainer_bridge.resume import ResumePolicy, Resumer
+from trainer_bridge.results import read_chunk, read_result
+from trainer_bridge.resume import Leg, ResumePolicy, Resumer
 from trainer_bridge.resumed_call import ResumedCall
 
 _LINGER_S = 1.0
+_MESSAGES_A_LOOK = 64
+_MOST_ACKS = 1024  # in one message
 _ENVELOPE_FIELDS = ("v", "id", "op")
 
 
 class ClientCore:
     """Connections to all endpoints and the calls in flight on them. Not thread-safe.
 
-    `on_sent`, `on_closing` and `on_opened` are called with the index of an endpoint: after a message went out, before
-    its socket is closed, and after another one was opened.
+    `on_unread`, `on_closing` and `on_opened` are called with the index of an endpoint: when there may be more to
+    `absorb`, for a message went out or much has come; before its socket is closed; and after another one was opened.
+
+    Results are acknowledged at their worker once they are here, or in the journal, if `acknowledges` is true. By itself
+    it is, but for clients with a name and without a journal: somebody may come back for their results.
     """
 
     def __init__(
@@ -57,13 +58,15 @@ class ClientCore:
         connect_timeout_s: float,
         curve: ClientCurve | None = None,
         resume: ResumePolicy | None = None,
+        acknowledge: bool | None = None,
+        heartbeat_s: float = 10.0,
     ) -> None:
         self.endpoints = [endpoints] if isinstance(endpoints, str) else list(endpoints)
         if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
             raise ValueError("give at least one endpoint, and each of them once")
         self.timeout_s = timeout_s
         self.sessions: dict[str, int] = {}
-        self.on_sent: Callable[[int], object] = lambda place: None
+        self.on_unread: Callable[[int], object] = lambda place: None
         self.on_closing: Callable[[int], object] = lambda place: None
         self.on_opened: Callable[[int], object] = lambda place: None
         self.client = client
@@ -75,11 +78,15 @@ class ClientCore:
         self._prefix = uuid.uuid4().hex[:12]
         self._closed = False
         self.resumer = None if resume is None else Resumer(self, resume)
+        journaled = resume is not None and resume.journal is not None
+        self.acknowledges = client is None or journaled if acknowledge is None else acknowledge
+        self._to_acknowledge: dict[int, list[str]] = {}  # by endpoint
         self._context = zmq.Context()
         self.connections: list[Connection] = []
+        close_when_dropped(self, self._context, self.connections)
         try:
             for endpoint in self.endpoints:
-                self.connections.append(Connection(self._context, endpoint, curve))
+                self.connections.append(Connection(self._context, endpoint, curve, heartbeat_s))
         except ValueError:
             self.close()
             self.term()
@@ -148,6 +155,10 @@ class ClientCore:
         if not self.connections[call.place].withdraw(call.id) and call.op == "generate" and not call.detached:
             self.disown(call.place, call.id)
 
+    def acknowledge(self, call: Call) -> None:
+        """Have the worker forget the result of a call, once what has come with it is taken in."""
+        self._to_acknowledge.setdefault(call.place, []).append(call.target or call.id)
+
     def disown(self, place: int, request_id: str) -> None:
         """Have a worker stop a request; what it answers is of no interest."""
         cancel_id = self.next_id()
@@ -169,7 +180,7 @@ class ClientCore:
         if self._closed:
             return
         for place in range(len(self.connections)):
-            self.absorb(place)
+            self.absorb(place, sys.maxsize)
         if self.resumer is not None:
             self.resumer.close()
         self._closed = True
@@ -198,7 +209,7 @@ class ClientCore:
 
     def _send(self, place: int, request_id: str, header: dict[str, Any]) -> None:
         self.connections[place].send(request_id, wire.encode(header))
-        self.on_sent(place)
+        self.on_unread(place)
 
     def _forget(self, call: Call) -> bool:
         if self._calls.get(call.id) is not call:
@@ -261,13 +272,16 @@ class ClientCore:
 
     # --- replies ------------------------------------------------------------------------------------------------------
 
-    def absorb(self, place: int) -> None:
-        """Take in whatever one connection has. If it was lost, its calls fail and another one is opened."""
+    def absorb(self, place: int, most: int = _MESSAGES_A_LOOK) -> None:
+        """Take in what one connection has, `most` messages of it: others want their turn, too.
+
+        If the connection was lost, its calls fail and another one is opened.
+        """
         if self._closed:
             return
         connection = self.connections[place]
         was_connected = connection.connected
-        messages, lost = connection.drain()
+        messages, lost = connection.drain(most)
         for frames in messages:
             self._take(place, frames)
         if connection.refused is not None:
@@ -277,6 +291,17 @@ class ClientCore:
             self._fail_all(place, ConnectionLost, f"the connection to {connection.endpoint} was lost")
         elif self.resumer is not None and connection.connected and not was_connected:
             self.resumer.endpoint_came()
+        self._send_acknowledgements(place)
+        if len(messages) >= most:
+            self.on_unread(place)
+
+    def _send_acknowledgements(self, place: int) -> None:
+        """What it answers is of no interest. Results of a worker that is gone are gone, or expire."""
+        ids = self._to_acknowledge.pop(place, [])
+        if ids and self.connections[place].connected:
+            for start in range(0, len(ids), _MOST_ACKS):
+                ack_id = self.next_id()
+                self._send(place, ack_id, self._header("ack", ack_id) | {"targets": ids[start : start + _MOST_ACKS]})
 
     def _reopen(self, place: int) -> None:
         self.on_closing(place)
@@ -296,7 +321,8 @@ class ClientCore:
             self._apply(call, reply)
         elif request_id is None:
             self._blame(place, None, f"the worker could not read a request: {reply.get('message')}")
-        # else: the answer to something abandoned
+        elif reply.get("op") == "result" and self.acknowledges:  # of something abandoned
+            self._to_acknowledge.setdefault(place, []).append(str(request_id))
 
     def _apply(self, call: Call, reply: dict[str, Any]) -> None:
         try:
@@ -322,8 +348,12 @@ class ClientCore:
         elif op == "result" and call.op in ("generate", "attach"):
             result = read_result(reply, self.endpoints[call.place])
             if call.assembler is not None:
-                call.assembler.check_complete(result)
+                for chunk in call.assembler.missing(result):
+                    call.assembler.add(chunk)
+                    call.chunks.append(chunk)
             call.result = result if call.target is None else replace(result, id=call.target)
+            if self.acknowledges and not isinstance(call.assembler, Leg):
+                self.acknowledge(call)
         elif op in ("ok", "status", "trace") and call.op not in ("generate", "attach"):
             call.reply = {name: value for name, value in reply.items() if name not in _ENVELOPE_FIELDS}
         else:
@@ -344,33 +374,6 @@ class ClientCore:
             call.fail(kind(message))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
-
-    def until_done(self, call: Call) -> Generator[float | None, None, None]:
-        """Yield the seconds to wait at most (None: no limit) until the call is done; then raise its error, if any."""
-        while not call.done:
-            yield self.patience(call)
-        if call.error is not None:
-            raise call.error
-
-    def next_chunk(self, call: Call) -> Generator[float | None, None, Chunk | None]:
-        """Like `until_done`, until there is a chunk, which is returned, or None at the end of the stream."""
-        while not call.chunks:
-            if call.done:
-                yield from self.until_done(call)
-                return None
-            yield self.patience(call)
-        return call.chunks.popleft()
-
-    def until_cancelled(self, calls: list[Call]) -> Generator[float | None, None, None]:
-        """Like `until_done` for a `cancel` at several endpoints: it is enough that one knows the request."""
-        missing: list[NotFound] = []
-        for call in calls:
-            try:
-                yield from self.until_done(call)
-            except NotFound as error:
-                missing.append(error)
-        if missing and len(missing) == len(calls):
-            raise missing[0]
 
     def patience(self, call: Call) -> float | None:
         """Seconds that a call may go on waiting, None for ever. If its time is up, it ends with an error."""

@@ -12,6 +12,8 @@ Sending never blocks (no high-water mark: the number of requests in flight is th
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 
 import zmq
@@ -19,8 +21,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from trainer_bridge.keys import ClientCurve
 
-HEARTBEAT_S = 10.0
 _RECONNECT_MAX_MS = 1000
+_HEARTBEATS_MISSED = 3
+_LEAST_HEARTBEAT_S, _MOST_HEARTBEAT_S = 0.05, 3600.0
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -37,11 +40,19 @@ class Connection:
     """A socket, its monitor, and whether the worker is there.
 
     `connected` is as of the last `drain`. `gone` is true from a loss, or from when somebody gave up waiting and set it,
-    until the worker is there again.
+    until the worker is there again. `heartbeat_s` is the interval of heartbeats in seconds; a worker that leaves one
+    without an answer for three of them is lost.
     """
 
-    def __init__(self, context: zmq.Context, endpoint: str, curve: ClientCurve | None = None) -> None:
+    def __init__(
+        self, context: zmq.Context, endpoint: str, curve: ClientCurve | None = None, heartbeat_s: float = 10.0
+    ) -> None:
+        if not _LEAST_HEARTBEAT_S <= heartbeat_s <= _MOST_HEARTBEAT_S:
+            raise ValueError(
+                f"heartbeat_s is {heartbeat_s}; set it to {_LEAST_HEARTBEAT_S} to {_MOST_HEARTBEAT_S:g} seconds"
+            )
         self.endpoint = endpoint
+        self._heartbeat_ms = int(heartbeat_s * 1000)
         self.gone = False
         self._context = context
         self._curve = curve
@@ -57,8 +68,8 @@ class Connection:
         self.socket.set(zmq.RCVHWM, 0)
         self.socket.set(zmq.LINGER, 0)  # a client that is dropped without `close` must not keep its process alive
         self.socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        self.socket.set(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
-        self.socket.set(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_S * 3000))
+        self.socket.set(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
+        self.socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEATS_MISSED * self._heartbeat_ms)
         if "[" in self.endpoint:
             self.socket.set(zmq.IPV6, 1)
         if self._curve is not None:
@@ -81,18 +92,20 @@ class Connection:
         """Take a message back. False if it is on its way."""
         return self._unsent.pop(key, None) is not None
 
-    def drain(self) -> tuple[list[list[bytes]], bool]:
-        """Every message that has arrived, and whether the connection was lost after them. Never blocks.
+    def drain(self, most: int) -> tuple[list[list[bytes]], bool]:
+        """The messages that have arrived, and whether the connection was lost after them. Never blocks.
 
-        The monitor is read first: ZeroMQ reports a loss after it has delivered what came before.
+        They are all if there are fewer than `most`, or if the connection was lost. The monitor is read first: ZeroMQ
+        reports a loss after it has delivered what came before.
         """
         lost = self._read_monitor()
-        messages = []
-        while True:
+        messages: list[list[bytes]] = []
+        while lost or len(messages) < most:
             try:
                 messages.append(self.socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
-                return messages, lost
+                break
+        return messages, lost
 
     def _read_monitor(self) -> bool:
         lost = False
@@ -125,11 +138,30 @@ class Connection:
         self._open()
         self.gone = True
 
-    def close(self, linger_s: float) -> None:
-        """Close; a worker that is connected still gets what was sent, for `linger_s` at most."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close, if it is not; a worker that is connected still gets what was sent, for `linger_s` at most."""
         self._close(int(linger_s * 1000) if self.connected else 0)
 
     def _close(self, linger_ms: int) -> None:
+        if self.socket.closed:
+            return
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(linger_ms)
+
+
+def close_when_dropped(owner: object, context: zmq.Context, connections: list[Connection]) -> None:
+    """Close the connections that are in the list by then, and their context, once `owner` is garbage.
+
+    A context that is left to the garbage collector waits there, for ever, for sockets that nobody has closed. At the
+    end of the process nothing waits, and threads may still use the sockets: they are left alone.
+    """
+    weakref.finalize(owner, _close_all, context, connections, os.getpid()).atexit = False
+
+
+def _close_all(context: zmq.Context, connections: list[Connection], process: int) -> None:
+    if os.getpid() != process:  # a fork has a copy of the client, but not its sockets
+        return
+    for connection in connections:
+        connection.close()
+    context.term()

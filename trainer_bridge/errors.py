@@ -1,4 +1,4 @@
-"""What can go wrong for a client, as exceptions: one class for each error code of the protocol, and four of its own.
+"""What can go wrong for a client, as exceptions: one class for each error code of the protocol, and some of its own.
 
 Catch `RolloutError` for all of them, or a class such as `Overloaded`, whose `retry_after_s` says when to come back.
 """
@@ -8,7 +8,7 @@ Catch `RolloutError` for all of them, or a class such as `Overloaded`, whose `re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from trainer_bridge.results import Completion
@@ -23,6 +23,12 @@ class RolloutError(Exception):
     """
 
     code = "internal"
+    _classes: ClassVar[dict[str, type[RolloutError]]] = {}  # by code
+
+    def __init_subclass__(cls, code: str | None = None) -> None:
+        if code is not None:
+            cls.code = code
+            RolloutError._classes[code] = cls
 
     def __init__(
         self,
@@ -41,123 +47,77 @@ class RolloutError(Exception):
         self.partials: list[Completion] = []
 
 
-class BadMessage(RolloutError):
+class BadMessage(RolloutError, code="bad_message"):
     """The worker could not read the message: not msgpack, too large, another protocol version."""
 
-    code = "bad_message"
 
-
-class BadRequest(RolloutError):
+class BadRequest(RolloutError, code="bad_request"):
     """A field is missing, unknown, of the wrong type or out of range; `field` names it."""
 
-    code = "bad_request"
 
-
-class TooLong(RolloutError):
+class TooLong(RolloutError, code="too_long"):
     """Prompt plus `max_tokens` exceeds what the worker can ever hold."""
 
-    code = "too_long"
 
-
-class Overloaded(RolloutError):
+class Overloaded(RolloutError, code="overloaded"):
     """The worker's queue is full; come back after `retry_after_s`."""
 
-    code = "overloaded"
 
-
-class Duplicate(RolloutError):
+class Duplicate(RolloutError, code="duplicate"):
     """The id belongs to another request of this client, with different content."""
 
-    code = "duplicate"
 
-
-class NotFound(RolloutError):
+class NotFound(RolloutError, code="not_found"):
     """The target of a `cancel` or `attach` is not known to the worker."""
 
-    code = "not_found"
 
-
-class WeightsRejected(RolloutError):
+class WeightsRejected(RolloutError, code="weights_rejected"):
     """New weights do not fit the model, arrived damaged, or are not newer."""
 
-    code = "weights_rejected"
 
-
-class Unavailable(RolloutError):
+class Unavailable(RolloutError, code="unavailable"):
     """The worker drains, sleeps or waits for weights."""
 
-    code = "unavailable"
 
-
-class InternalError(RolloutError):
+class InternalError(RolloutError, code="internal"):
     """A fault of the worker; its log has the trace under the same id."""
 
-    code = "internal"
 
-
-class ConnectionLost(RolloutError):
+class ConnectionLost(RolloutError, code="connection_lost"):
     """The worker cannot be reached, or went away while it had the request. What it had done is lost to this client,
     apart from the chunks of a stream: `stream.partials()` holds them, for `continue_from`.
     """
 
-    code = "connection_lost"
 
-
-class AccessRefused(RolloutError):
+class AccessRefused(RolloutError, code="access_refused"):
     """The worker takes no connection from this client: CURVE keys are missing, wrong, or not allowed there."""
 
-    code = "access_refused"
 
-
-class RolloutTimeout(RolloutError, TimeoutError):
+class RolloutTimeout(RolloutError, TimeoutError, code="timeout"):
     """No answer within `timeout_s`. The request was cancelled."""
 
-    code = "timeout"
 
-
-class ResumeFailed(RolloutError):
+class ResumeFailed(RolloutError, code="resume_failed"):
     """No worker went on with a request in time, or too many were lost in a row without a new token of it.
 
     `__cause__` is the last error, `partials` what there is. The request can be asked for again with `continue_from`, or
     by its id with a journal.
     """
 
-    code = "resume_failed"
 
-
-class JournalFailed(RolloutError):
+class JournalFailed(RolloutError, code="journal_failed"):
     """The journal cannot be read or written: damaged, in use by another client, the disk is full."""
 
-    code = "journal_failed"
 
-
-class ProtocolError(RolloutError):
+class ProtocolError(RolloutError, code="protocol_error"):
     """A reply breaks the protocol: it cannot be read, a field is missing, or a stream has a gap."""
-
-    code = "protocol_error"
-
-
-_CLASSES: dict[str, type[RolloutError]] = {
-    cls.code: cls
-    for cls in (
-        BadMessage,
-        BadRequest,
-        TooLong,
-        Overloaded,
-        Duplicate,
-        NotFound,
-        WeightsRejected,
-        Unavailable,
-        InternalError,
-    )
-}
 
 
 def from_reply(header: Mapping[str, Any]) -> RolloutError:
     """The exception for an `error` reply."""
     code = str(header.get("code", "internal"))
     field, wait_s = header.get("field"), header.get("retry_after_s")
-    return _CLASSES.get(code, RolloutError)(
+    return RolloutError._classes.get(code, RolloutError)(
         str(header.get("message", "the worker gave no reason")),
         code=code,
         field=None if field is None else str(field),

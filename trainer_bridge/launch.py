@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
-    *("MASTER_ADDR", "MASTER_PORT", "WANDB_RUN_ID", "WANDB_SERVICE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WANDB_RUN_ID", "WANDB_SERVICE"),
 )
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_", "ACCELERATE_")
 _POLL_S = 0.05
@@ -41,10 +41,8 @@ _TERMINATE_S = 5.0
 _TAIL_LINES = 30
 
 
-class WorkerFailed(RolloutError):  # noqa: N818
+class WorkerFailed(RolloutError, code="worker_failed"):  # noqa: N818
     """The worker ended, or was not ready in time; the message has the end of its log."""
-
-    code = "worker_failed"
 
 
 def start_worker(
@@ -105,12 +103,17 @@ def flag_list(flags: Mapping[str, Any]) -> list[str]:
 
 
 def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    """The environment of a worker: what a launcher of ranks put there is taken out, then `changes` are made."""
+    """The environment of a worker: what a launcher of ranks put there is taken out, then `changes` are made.
+
+    A torchrun that finds no OMP_NUM_THREADS sets it to 1, which nobody can tell from one that was 1 before: both go.
+    """
     kept = {
         name: value
         for name, value in base.items()
         if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
     }
+    if "TORCHELASTIC_RUN_ID" in base and base.get("OMP_NUM_THREADS") == "1":
+        del kept["OMP_NUM_THREADS"]
     for name, changed in changes.items():
         if changed is None:
             kept.pop(name, None)
@@ -172,8 +175,8 @@ class WorkerProcess:
         return tuple(worker["weights_endpoint"] for worker in self._workers())
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """The process ids of the workers as they are now: another one after a restart."""
+    def pids(self) -> tuple[int | None, ...]:
+        """The process ids of the workers as they are now: another one after a restart, None for one that stays away."""
         self._told("pid")
         self._ready = self._read_ready() or self._ready
         return tuple(worker["pid"] for worker in self._workers())

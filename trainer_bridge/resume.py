@@ -68,10 +68,11 @@ class ResumePolicy:
 
 
 class Leg(Assembler):
-    """The chunks of one leg. Unlike those of a plain stream they may end early: its result has the rest."""
+    """The chunks of one leg."""
 
-    def check_complete(self, result: GenerateResult) -> None:
-        """The resumed call compares its tokens with the result's."""
+    def missing(self, result: GenerateResult) -> list[Chunk]:
+        """None: the resumed call takes the rest from the result itself."""
+        return []
 
 
 class Resumer:
@@ -106,7 +107,8 @@ class Resumer:
         try:
             if self.journal is not None and saved is None:
                 self.journal.begin(request_id, mark, call.seed, call.started_unix_s, plan.fields)
-            self._pump(call, request_id if saved is None else None)
+            # Workers may still keep what a journal has forgotten, or one that is gone: no id is used there twice.
+            self._pump(call, request_id if self.journal is None else None)
             self._conclude(call)
         except BaseException:
             self.abandon(call)
@@ -211,6 +213,7 @@ class Resumer:
 
     def _send(self, call: ResumedCall, parts: list[Part], plan: RequestPlan) -> None:
         avoid = frozenset(part.avoid for part in parts if part.avoid is not None)
+        plan = plan if plan.request_id is not None else replace(plan, request_id=self._leg_id(call))
         leg = self._core.launch(plan, math.inf, avoid)
         leg.assembler = Leg(plan.n, plan.prior)
         leg.on_update = partial(self._take_in, call, leg)
@@ -218,6 +221,11 @@ class Resumer:
         call.add_leg(leg, parts, time.monotonic())
         if self.journal is not None:
             self.journal.sent(call.id, self._core.endpoints[leg.place], leg.id)
+
+    def _leg_id(self, call: ResumedCall) -> str:
+        """What a worker knows a leg by: an id that nobody has used, with the request's own for who reads the logs."""
+        fresh = self._core.next_id()
+        return f"{call.id[: wire.MAX_ID_CHARS - len(fresh) - 1]}/{fresh}"
 
     def _disown(self, place: int, leg_id: str) -> None:
         """End what a lost connection may have left running: a client with a name keeps it by coming back."""
@@ -277,6 +285,8 @@ class Resumer:
                 self._add(call, part, missing)
         del call.legs[leg]
         call.results.append(result)
+        if self._core.acknowledges or leg.id != call.id:  # ids of our own are known to nobody else
+            self._core.acknowledge(leg)
 
     def _leg_lost(self, call: ResumedCall, leg: Call, error: RolloutError) -> None:
         mine = [call.parts[index] for index in call.legs.pop(leg)]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainer_bridge.call import Call
 from trainer_bridge.client_core import ClientCore
-from trainer_bridge.results import Completion, GenerateResult
+from trainer_bridge.generate_request import StreamKind
+from trainer_bridge.results import Chunk, Completion, GenerateResult
 
 
 class StreamView:
     """One streamed request: its id, its endpoint, what it has brought."""
 
-    def __init__(self, core: ClientCore, call: Call) -> None:
+    def __init__(self, core: ClientCore, call: Call, kind: StreamKind) -> None:
         self._core = core
         self._call = call
+        self._kind = kind
 
     @property
     def id(self) -> str:
@@ -37,3 +41,7 @@ class StreamView:
     def close(self) -> None:
         """Take no more; the worker stops if it still runs, but not what is detached or was attached to."""
         self._core.abandon(self._call)
+
+    def _item(self, chunk: Chunk) -> Any:
+        """What the stream yields for a chunk: the chunk, or the whole completion that it ends."""
+        return chunk if self._kind == "tokens" else self._call.joined(chunk.index)

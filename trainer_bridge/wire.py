@@ -34,6 +34,7 @@ Frame = Any  # bytes, bytearray, memoryview or zmq.Frame
 _REFERENCE_KEYS = {"blob", "dtype", "shape"}
 _MAX_DIMS = 8
 _ID_SCAN_BYTES = 1 << 16
+_KEYS = {str}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 _READABLE = _PLAIN | {dict, list}
 _TYPE_NAMES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
@@ -58,11 +59,17 @@ class WireLimits:
     max_blobs: int = 256
     max_depth: int = 32  # maps and lists inside each other, the header counted
     max_containers: int = 1 << 20  # maps and lists in a header: bounds the memory that a small message can claim
+    max_items: int = 1 << 16  # of one map or list: bounds the time for which Python's lock is held at a stretch
 
 
 #: For replies, whose size follows from what was asked for.
 REPLY_LIMITS = WireLimits(
-    max_message_bytes=1 << 34, max_header_bytes=1 << 30, max_blobs=1 << 20, max_depth=64, max_containers=1 << 24
+    max_message_bytes=1 << 34,
+    max_header_bytes=1 << 30,
+    max_blobs=1 << 20,
+    max_depth=64,
+    max_containers=1 << 24,
+    max_items=1 << 30,
 )
 DEFAULT_LIMITS = WireLimits()
 
@@ -153,7 +160,7 @@ def _check_sizes(views: list[memoryview], limits: WireLimits) -> None:
     if not views:
         raise WireError("the message has no frames; send a header")
     if len(views) - 1 > limits.max_blobs:
-        raise WireError(f"the message has {len(views) - 1} blobs; send at most {limits.max_blobs}")
+        raise WireError(f"the message has more than {limits.max_blobs} blobs; send fewer")
     total = sum(view.nbytes for view in views)
     if total > limits.max_message_bytes:
         raise WireError(f"the message has {total} bytes; send at most {limits.max_message_bytes}")
@@ -175,7 +182,7 @@ def _unpack(header: memoryview, limits: WireLimits) -> Any:
     def on_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
         count()
         result = dict(pairs)
-        if any(type(key) is not str for key in result):
+        if not _KEYS.issuperset(map(type, result)):
             raise WireError("a map in the header has a key that is not a string; use string keys")
         if len(result) != len(pairs):
             raise WireError("a map in the header has the same key twice; send each key once")
@@ -195,8 +202,8 @@ def _unpack(header: memoryview, limits: WireLimits) -> Any:
             ext_hook=_no_extension,
             max_str_len=header.nbytes,
             max_bin_len=header.nbytes,
-            max_array_len=header.nbytes,
-            max_map_len=header.nbytes,
+            max_array_len=min(header.nbytes, limits.max_items),
+            max_map_len=min(header.nbytes, limits.max_items),
             max_ext_len=header.nbytes,
         )
     except WireError:
@@ -204,6 +211,10 @@ def _unpack(header: memoryview, limits: WireLimits) -> Any:
     except msgpack.ExtraData:
         raise WireError("bytes follow the header's map; send one msgpack map and nothing after it") from None
     except (ValueError, TypeError, OverflowError, MemoryError, RecursionError, msgpack.UnpackException) as error:
+        if any(f"exceeds {name}({limits.max_items})" in str(error) for name in ("max_array_len", "max_map_len")):
+            raise WireError(
+                f"a map or list in the header has more than {limits.max_items} entries; send long arrays as blobs"
+            ) from None
         raise WireError(f"the header is not valid msgpack ({str(error) or type(error).__name__})") from None
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,6 +33,7 @@ from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 
 _PROMPT = 32
+_SHOW_EVERY_S = 2.0
 _WINDOW = 512  # steps around a length over which the median is taken
 TINY_SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -94,8 +97,13 @@ def measure(rows: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
         prompt = rng.integers(0, 64, _PROMPT).astype(np.int32)
         engine.inbox.put(Submit(Request(("bench", str(i)), prompt, longest, sampling=SamplingParams(seed=i))))
     engine.tick()
+    shown_s = 0.0
     while engine.busy:
         engine.tick()
+        # No bar: the thread that draws it would show in the figures.
+        if engine.meter.steps % _WINDOW == 0 and time.perf_counter() > shown_s + _SHOW_EVERY_S:
+            shown_s = time.perf_counter()
+            print(f"{rows} rows: {engine.meter.steps} of {longest} steps", file=sys.stderr, flush=True)
     engine.check_integrity()
     engine.runner.close()
     results = []

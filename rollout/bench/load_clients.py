@@ -1,4 +1,4 @@
-"""The clients of the service's load benchmark, in a process of their own: streams that are read, long results."""
+"""The clients of the service's load benchmark, in a process of their own: streams, long results, long chats."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import numpy as np
 
 PROMPT = np.arange(16, dtype=np.int32)
 TOKEN = 7  # the only one that the benchmark's model draws
+_CHAT_REST_S = 0.1  # between the answer to a chat and the next one
+_FEWEST_CHATS = 10  # of a load with chats; with fewer its figures would say nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """What is asked for. Result i has `first_end + i * spacing` tokens more than the `known` ones that it goes on from.
 
-    The streams go on for `tail` steps after the last of the results.
+    The streams go on for `tail` steps after the last of the results. A chat has `messages` messages of `chars` tokens;
+    it is longer than the context, so it is refused once it is rendered and tokenized.
     """
 
     streams: int = 8
@@ -28,6 +31,8 @@ class Load:
     first_end: int = 400
     spacing: int = 15
     tail: int = 400
+    messages: int = 250
+    chars: int = 400
 
     @property
     def steps(self) -> int:
@@ -49,9 +54,9 @@ class ClientProcess:
         self._process.start()
         self._pipe.recv()  # it has imported everything
 
-    def begin(self) -> None:
-        """Send all requests."""
-        self._pipe.send("begin")
+    def begin(self, *, chats: bool) -> None:
+        """Send all requests, and with `chats` one long chat after the other until the rest is done."""
+        self._pipe.send("begin with chats" if chats else "begin")
 
     def finished(self) -> bool:
         """True once everything that `begin` asked for has come, and is right. Raises RuntimeError if it was not."""
@@ -74,8 +79,12 @@ def _serve(endpoint: str, load: Load, pipe: Connection) -> None:
 
     pipe.send("ready")
     turn = 0
-    while pipe.recv() == "begin":
+    while (told := pipe.recv()) != "end":
         problems: list[str] = []
+        over = threading.Event()
+        chats = threading.Thread(target=_guarded, args=(problems, _chats, endpoint, load, turn, over))
+        if told == "begin with chats":
+            chats.start()
         jobs = [(_stream, (i,)) for i in range(load.streams)] + [(_results, ())]
         threads = [
             threading.Thread(target=_guarded, args=(problems, job, endpoint, load, turn, *more)) for job, more in jobs
@@ -84,6 +93,9 @@ def _serve(endpoint: str, load: Load, pipe: Connection) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+        over.set()
+        if chats.ident is not None:
+            chats.join()
         pipe.send("; ".join(problems) or "done")
         turn += 1
 
@@ -121,3 +133,18 @@ def _results(endpoint: str, load: Load, turn: int) -> None:
         done = client.generate_many(requests)
     lengths = [len(result.completions[0].token_ids) for result in done]
     assert lengths == [load.known + load.new_tokens(i) for i in range(load.results)], "a result of another length"
+
+
+def _chats(endpoint: str, load: Load, turn: int, over: threading.Event) -> None:
+    from trainer_bridge.client import RolloutClient
+    from trainer_bridge.errors import TooLong
+
+    chat = [{"role": "user", "content": f"{i} " * (load.chars // 2)} for i in range(10)] * (load.messages // 10)
+    count = 0
+    with RolloutClient(endpoint, client=f"chats-{turn}", timeout_s=600.0) as client:
+        while not over.wait(_CHAT_REST_S):
+            try:
+                client.generate(messages=chat, max_tokens=1)
+            except TooLong:
+                count += 1
+    assert count >= _FEWEST_CHATS, f"{count} chats were answered"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollout.bench.results import DEFAULT_FOLDER, print_table, write_results
+from rollout.progress import stage
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.launch import start_worker
 
@@ -40,12 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "memory.json")
     args = parser.parse_args(argv)
     wave = args.rows * args.length
+    waves = -(-args.tokens // wave)
     rows: list[dict[str, Any]] = []
     with start_worker(
         CHECKPOINTS / "ones", max_rows=args.rows, max_context_tokens=args.length + 64, wandb=False
     ) as worker:
-        with RolloutClient(worker.endpoint, timeout_s=600) as client:
-            for i in range(-(-args.tokens // wave)):
+        with RolloutClient(worker.endpoint, timeout_s=600) as client, stage("generating") as advance:
+            for i in range(waves):
                 requests = [
                     {
                         "prompt": f"{17 + 13 * (i * args.rows + j)}:",
@@ -59,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 assert all(len(c.token_ids) == args.length for result in results for c in result.completions)
                 client.ack([result.id for result in results])  # else the worker keeps them, up to its store's limits
                 rows.append({"tokens": (i + 1) * wave, "resident_mib": resident_mib(worker.pid)})
+                advance(i + 1, waves)
     print_table("resident memory of the worker", rows)
     later = rows[len(rows) // 2 :]
     slope = float(np.polyfit([r["tokens"] for r in later], [r["resident_mib"] for r in later], 1)[0]) * 1e6

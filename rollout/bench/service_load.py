@@ -2,9 +2,10 @@
 
 A step of the (paced) device takes a fixed time, as a GPU's does, so the time between two commits is that time plus
 whatever kept the loop from its work. The same completions run three times in each turn: without clients; with 8 clients
-that stream and one that gets 100 results of 16K tokens, one after the other; and with these clients while a thread of
-the worker renders long chat templates, which is all Python. The clients are in a process of their own; the engine, the
-service and their threads are as in a worker.
+that stream and one that gets 100 results of 16K tokens, one after the other; and with these and a client that sends
+long chats, which are all Python to render. A chat is refused as too long once it is rendered and tokenized, so the
+steps of the engine stay the same. The clients are in a process of their own; the engine, the service, their threads and
+the process that prepares prompts are as in a worker.
 
 On a machine that does other things as well, most of the long gaps are waits for a core. The kernel counts these waits
 for each thread, so the gaps are also given without them (`own`): what is left is the work of the loop, its waits for
@@ -15,9 +16,12 @@ is late by less than a step costs nothing, since the next step runs meanwhile.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -42,14 +46,16 @@ from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 from rollout.service.intake import ServedModel
 from rollout.service.server import Server
-from rollout.service.text import load_text_codec
+from rollout.service.text import TextCodec
+from rollout.service.text_process import TextProcess
 from rollout.worker import SWITCH_INTERVAL_S
 
 _STATUS_EVERY_S = 0.1
 _LOOK_EVERY = 64  # turns of the loop between two looks at the clients
-_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}\n{% endfor %}"
-_MESSAGES = 10_000
-_REST_S = 0.1
+_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '1:' + m.content | trim + '\n' }}"
+    "{% else %}{{ '2:' + m.content + '\n' }}{% endif %}{% endfor %}"
+)
 _LOADS = ("none", "clients", "templates")
 _QUANTILES = {"median_ms": 0.5, "p99_ms": 0.99, "p99.9_ms": 0.999}
 _KINDS = ("", "own_", "idle_")
@@ -88,42 +94,26 @@ class Commits(Meter):
         return int(os.pread(self._schedstat, 64, 0).split()[1]) * 1e-9
 
 
-class Templates:
-    """A thread that renders a chat of thousands of messages, rests, and renders it again."""
-
-    def __init__(self) -> None:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        self._template = ImmutableSandboxedEnvironment().from_string(_TEMPLATE)
-        self._messages = [{"role": "user", "content": f" message {i}"} for i in range(_MESSAGES)]
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(_REST_S):
-            self._template.render(messages=self._messages)
-
-
 class Bench:
     """An engine and a service in this process, and the loop that drives them."""
 
-    def __init__(self, load: Load, step_s: float) -> None:
-        from rollout.demo.run import CHECKPOINTS
-
+    def __init__(self, load: Load, step_s: float, folder: Path) -> None:
         self.load = load
         inbox: SimpleQueue[Command] = SimpleQueue()
         context = len(PROMPT) + load.known + load.steps + 16
+        assert load.messages * load.chars > context, "chats must be too long"
         model = ServedModel("paced", TINY_SHAPE["vocab_size"], context)
-        text = load_text_codec(CHECKPOINTS / "ones")
         settings = _settings(load, context)
-        self.server = Server(settings.service, model, inbox=inbox, status=lambda: self.status, text=text)
+        self.prompts = TextProcess(folder, settings.service)
+        self.prompts.start()
+        self.server = Server(
+            settings.service,
+            model,
+            inbox=inbox,
+            status=lambda: self.status,
+            text=TextCodec(folder),
+            prompts=self.prompts,
+        )
         self.engine, self.commits = _make_engine(settings, inbox, self.server, step_s)
         self.status, self._status_s = self.engine.status(), 0.0
         self.server.start()
@@ -139,13 +129,12 @@ class Bench:
         return self.commits.take_gaps_ms()
 
     def templates(self) -> np.ndarray:
-        """As `loaded`, while another thread renders templates."""
-        with Templates():
-            return self.loaded()
+        """As `loaded`, with chats."""
+        return self.loaded(chats=True)
 
-    def loaded(self) -> np.ndarray:
+    def loaded(self, *, chats: bool = False) -> np.ndarray:
         """The gaps, ms, while the clients have the same completions."""
-        self.clients.begin()
+        self.clients.begin(chats=chats)
         turns = 0
         while self.engine.busy or turns % _LOOK_EVERY or not self.clients.finished():
             self._turn()
@@ -156,6 +145,7 @@ class Bench:
         """End the clients, the service and the streams."""
         self.clients.close()
         self.server.stop()
+        self.prompts.close()
         self.engine.check_integrity()
         self.engine.runner.close()
 
@@ -166,6 +156,15 @@ class Bench:
         self.engine.tick()
         if time.perf_counter() - self._status_s >= _STATUS_EVERY_S:
             self.status, self._status_s = self.engine.status(), time.perf_counter()
+
+
+def _write_text_folder(folder: Path) -> None:
+    """A tokenizer, one token a character, and a chat template."""
+    from rollout.demo.run import CHECKPOINTS
+
+    shutil.copy(CHECKPOINTS / "ones" / "tokenizer.json", folder)
+    config = json.loads((CHECKPOINTS / "ones" / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": _TEMPLATE}))
 
 
 def _settings(load: Load, context: int) -> Settings:
@@ -232,14 +231,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     sys.setswitchinterval(args.switch_interval_ms * 1e-3)
     load = Load(args.streams, args.stream_every, results=args.results, spacing=args.spacing)
-    bench = Bench(load, args.step_ms * 1e-3)
     rows: list[dict[str, Any]] = []
-    try:
-        for turn in range(args.turns):
-            for name, measure in zip(_LOADS, (bench.quiet, bench.loaded, bench.templates), strict=True):
-                rows.append(summary(turn, name, measure()))
-    finally:
-        bench.close()
+    with tempfile.TemporaryDirectory() as folder:
+        _write_text_folder(Path(folder))
+        bench = Bench(load, args.step_ms * 1e-3, Path(folder))
+        try:
+            for turn in range(args.turns):
+                for name, measure in zip(_LOADS, (bench.quiet, bench.loaded, bench.templates), strict=True):
+                    rows.append(summary(turn, name, measure()))
+                    print(json.dumps(rows[-1]), flush=True)
+        finally:
+            bench.close()
     shown = ("turn", "load", "steps", "p99.9_ms", "own_p99_ms", "own_p99.9_ms", "idle_p99.9_ms", "load_average")
     print_table("gap between steps", [{key: row[key] for key in shown} for row in rows])
     added = {load: {name: _added_ms(rows, load, name) for name in _FIGURES} for load in _LOADS[1:]}

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.cli_commands.connection import add_access, connect, where
 from rollout.cli_commands.parser import CommandError, UsageError
 
 if TYPE_CHECKING:
     from trainer_bridge.client import RolloutClient
-    from trainer_bridge.keys import ClientCurve
     from trainer_bridge.results import Completion, GenerateResult
 
 #: Flag, type, meaning of what `generate` sends as it is; the destination is the protocol's name.
@@ -54,10 +54,7 @@ def add_parsers(commands: Any) -> None:
 def _add_connection(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
     parser.add_argument("endpoint", metavar="ENDPOINT", help="of the worker, such as tcp://127.0.0.1:5757")
     parser.add_argument("--json", action="store_true", help="print JSON, one object a line")
-    shown = "for ever" if timeout_s is None else f"{timeout_s:g}"
-    parser.add_argument("--curve-key", metavar="FILE", help="this client's secret key, for a worker with CURVE")
-    parser.add_argument("--curve-server-key", metavar="FILE", help="the worker's public key; goes with --curve-key")
-    parser.add_argument("--timeout-s", type=float, default=timeout_s, help=f"seconds to wait for an answer [{shown}]")
+    add_access(parser, timeout_s)
 
 
 def run_status(args: argparse.Namespace) -> int:
@@ -65,10 +62,10 @@ def run_status(args: argparse.Namespace) -> int:
     from trainer_bridge.errors import RolloutError
 
     try:
-        with _connect(args) as client:
+        with connect(args.endpoint, args) as client:
             status = client.status()
     except RolloutError as error:
-        raise CommandError(f"{args.endpoint}: {error}") from error
+        raise CommandError(where(args.endpoint, error)) from error
     status = {name: value for name, value in status.items() if name not in ("v", "op", "id")}
     if args.json:
         print(json.dumps(status))
@@ -79,48 +76,25 @@ def run_status(args: argparse.Namespace) -> int:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Print completions, as a whole or as they come."""
+    from rollout.progress import stage
     from trainer_bridge.errors import RolloutError
 
     prompt, fields = _request(args)
     show = _show_json if args.json else _show_text
     try:
-        with _connect(args) as client:
+        with connect(args.endpoint, args) as client:
             if args.stream:
                 result = _stream(client, prompt, fields, args.json)
             else:
-                result = client.generate(prompt, **fields)
+                with stage("generating"):
+                    result = client.generate(prompt, **fields)
                 for completion in result.completions:
                     show(completion)
     except RolloutError as error:
-        raise CommandError(f"{args.endpoint}: {error}") from error
+        raise CommandError(where(args.endpoint, error)) from error
     for completion in result.completions:
         _note(completion)
     return 0
-
-
-def _connect(args: argparse.Namespace) -> RolloutClient:
-    from trainer_bridge.client import RolloutClient
-
-    if args.timeout_s is not None and not args.timeout_s > 0:
-        raise UsageError("--timeout-s must be more than 0 seconds")
-    options: dict[str, Any] = {} if args.timeout_s is None else {"connect_timeout_s": args.timeout_s}
-    try:
-        return RolloutClient(args.endpoint, timeout_s=args.timeout_s, curve=_curve(args), **options)
-    except ValueError as error:  # not an endpoint
-        raise UsageError(f"{args.endpoint}: {error}") from error
-
-
-def _curve(args: argparse.Namespace) -> ClientCurve | None:
-    from trainer_bridge.keys import ClientCurve
-
-    if args.curve_key is None and args.curve_server_key is None:
-        return None
-    if args.curve_key is None or args.curve_server_key is None:
-        raise UsageError("--curve-key and --curve-server-key go together")
-    try:
-        return ClientCurve.from_files(args.curve_key, args.curve_server_key)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _request(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -217,11 +191,15 @@ def _print_table(endpoint: str, status: Mapping[str, Any]) -> None:
     table.add_column(style="bold")
     table.add_column()
     for name, value in status.items():
-        if isinstance(value, Mapping):
-            shown = "  ".join(f"{key} {item}" for key, item in value.items())
-        elif isinstance(value, list):
-            shown = ", ".join(map(str, value))
-        else:
-            shown = f"{value:.1f}" if isinstance(value, float) else str(value)
-        table.add_row(name, shown)
+        table.add_row(name, _shown(value))
     Console(markup=False, highlight=False).print(table)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "  ".join(f"{key} {_shown(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.2g}"
+    return str(value)

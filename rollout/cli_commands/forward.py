@@ -10,7 +10,7 @@ from rollout.cli_commands.parser import UsageError
 
 COMMANDS = ("demo", "bench")
 #: Modules of `rollout.bench`. Listed, so that help needs to import none of them.
-BENCHMARKS = ("bookkeeping", "pipeline", "memory", "service_load")
+BENCHMARKS = ("bookkeeping", "pipeline", "memory", "service_load", "moe")
 
 _HELP = {
     "demo": "a worker and a trainer that checks 16K-token completions across a weight swap",

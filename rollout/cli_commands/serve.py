@@ -12,11 +12,13 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from rollout.announce import withdraw
 from rollout.cli_commands.parser import CommandError, UsageError
 from rollout.config import Settings
-from rollout.settings_sources import POSITIONAL, Key, load_settings, setting_keys
+from rollout.settings_sources import POSITIONAL, Key, SettingsError, load_settings, setting_keys
 
 DESCRIPTION = (
     "Serve a checkpoint over ZeroMQ. Settings come from --config, then ROLLOUT_<SECTION>__<KEY> environment variables, "
@@ -73,6 +75,20 @@ def run(args: argparse.Namespace) -> int:
         from rollout.process import exit_with_parent
 
         exit_with_parent(grace_s=settings.service.drain_s + PARENT_GRACE_S)
+    if settings.ready_file is None or args.restarts is not None:  # a supervisor looks after those of its workers
+        return _run(settings, args, flags)
+    ready_file = Path(settings.ready_file)
+    try:
+        ready_file.unlink(missing_ok=True)  # of an earlier worker: whoever finds the file may rely on it
+    except OSError as error:
+        raise CommandError(f"the ready file cannot be used: {error}") from error
+    try:
+        return _run(settings, args, flags)
+    finally:
+        withdraw(ready_file)
+
+
+def _run(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     if settings.supervisor.workers > 1:
         return _supervise(settings, [*_WORKER, *command_line(args.config, flags)])
     return _serve(settings, args.restarts or 0)
@@ -102,7 +118,11 @@ def _supervise(settings: Settings, command: list[str]) -> int:
     logging.getLogger("rollout").setLevel(settings.log_level.upper())
     try:
         Access.from_settings(settings.security).check_binds(settings)  # what no restart would change
-        return Supervisor(settings, command, assign_devices(settings, os.environ)).run()
+        devices = assign_devices(settings, os.environ)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    try:
+        return Supervisor(settings, command, devices).run()
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
 
@@ -118,6 +138,8 @@ def _serve(settings: Settings, restarts: int) -> int:
 
     try:
         return serve(settings, restarts)
+    except SettingsError:
+        raise
     except (ValueError, OSError, zmq.ZMQError) as error:
         logging.getLogger(__name__).debug("the worker failed", exc_info=True)
         raise CommandError(f"{error} (--log-level debug shows where)") from error

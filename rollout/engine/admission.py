@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from rollout.engine.sequence import Group, Sequence
 from rollout.engine.types import Rejected, Request
 
-_RETRY_AFTER_S = 1.0
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -34,7 +32,7 @@ def refusal(request: Request, limits: SchedulerLimits, pool_tokens: int, waiting
         return Rejected(request.key, "bad_request", message, "n")
     if waiting + request.n > limits.max_queue:
         message = f"{waiting} completions wait, the queue holds {limits.max_queue}: come back later"
-        return Rejected(request.key, "overloaded", message, retry_after_s=_RETRY_AFTER_S)
+        return Rejected(request.key, "overloaded", message)
     if request.prior is not None and len(request.prior.token_ids) >= request.max_tokens:
         message = "continue_from has max_tokens tokens already: raise max_tokens, which counts them"
         return Rejected(request.key, "bad_request", message, "continue_from.token_ids")

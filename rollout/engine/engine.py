@@ -49,6 +49,10 @@ class StagedUpdate(Protocol):
     def version(self) -> int:
         """The weights version that they are."""
 
+    @property
+    def nbytes(self) -> int:
+        """What all of them take."""
+
     def copy_into(self) -> object:
         """Copy every parameter; runs on the compute stream."""
 
@@ -195,7 +199,7 @@ class Engine:
             self.runner.check()  # first: while there is a swap, nobody may count on the weights
             self._swap = None
             start_s, end_s = swap.start.time_s, swap.end.time_s
-            self.meter.swap(start_s, end_s, swap.update.version)
+            self.meter.swap(start_s, end_s, swap.update.version, swap.update.nbytes)
             self._receiver.applied(swap.update, end_s - start_s)
         if self._swap is None and (update := self._receiver.take_ready()) is not None:
             self._swap = _Swap(update, self.runner.device.event(), self.runner.device.event())
@@ -266,7 +270,8 @@ class Engine:
         if events:
             for event in events:
                 if isinstance(event, Delta) and event.finish is not None:
-                    self.meter.completion(event.offset + len(event.token_ids))
+                    length = event.offset + len(event.token_ids)
+                    self.meter.completion(length, event.finish.reason, event.version_span)
             self._emit(events)
 
     def _end_if_drained(self) -> None:

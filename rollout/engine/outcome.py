@@ -40,6 +40,7 @@ def make_delta(seq: Sequence) -> Delta:
         versions=last_runs(seq.versions, end - start),
         seed=seq.seed,
         finish=seq.finish,
+        version_span=seq.versions[-1][0] - seq.versions[0][0] if seq.finish and seq.versions else 0,
     )
     seq.flushed = end  # last: a fault before this loses no token
     return delta

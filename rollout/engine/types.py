@@ -10,6 +10,7 @@ Both queues are FIFO and thread-safe. Every array in here is frozen by conventio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -165,6 +166,7 @@ class Delta:
     versions: VersionRuns
     seed: int  # of this completion's row
     finish: Finish | None = None
+    version_span: int = 0  # with `finish`: newest less oldest version of the tokens generated here
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,6 @@ class Rejected:
     code: Literal["too_long", "overloaded", "unavailable", "bad_request", "internal"]
     message: str
     field: str | None = None
-    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,31 @@ class Done:
 
 
 Event = Delta | RequestDone | Rejected | Done
+
+
+@dataclass(frozen=True, slots=True)
+class SwapStatus:
+    """One swap of the weights."""
+
+    version: int
+    age_s: float  # since it was over
+    pause_s: float  # for which it held the compute stream
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStatus:
+    """One completion that holds a row."""
+
+    key: RequestKey
+    index: int
+    state: Literal["prefill", "decode", "leaving"]
+    prompt_tokens: int
+    tokens: int  # committed, those of `prior` included
+    max_tokens: int
+    pages: int
+    age_s: float  # since its request was submitted
+    version: int | None  # of its newest token; None before the first
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,4 +251,9 @@ class EngineStatus:
     last_tick_s: float = 0.0  # seconds since the loop turned last
     faults: int = 0  # of the engine, after which it was built anew
     restarts: int = 0  # of the worker, by its supervisor
+    prompt_faults: int = 0  # deaths of the process that prepares prompts, after which it was replaced
+    tokens: int = 0  # committed and kept since start
+    tokens_by_second: tuple[int, ...] = ()  # of the last ten seconds, oldest first
+    idle_pct: Mapping[str, float] = field(default_factory=dict)  # by cause, of about the last 10 s
+    swaps: tuple[SwapStatus, ...] = ()  # the last ones, newest first
     problems: tuple[str, ...] = ()  # what has ended that should not have, a sentence each

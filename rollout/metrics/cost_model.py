@@ -26,9 +26,7 @@ class StepParts:
 
     def __post_init__(self) -> None:
         if min(self.forward_s, self.sampling_s, self.bookkeeping_s) < 0 or self.device_s <= 0:
-            raise ValueError(
-                f"parts of a step are times, forward and sampling together above 0; got {self}"
-            )
+            raise ValueError(f"parts of a step are times, forward and sampling together above 0; got {self}")
 
     @property
     def device_s(self) -> float:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from rollout.metrics.idle import CAUSES, IdleCauses, IdleWindow
-from rollout.metrics.report import Mean, Sums, Window
+from rollout.metrics.report import FINISH_REASONS, Window
+from rollout.metrics.samples import Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Gauges:
     prompt_tokens: int = 0  # since start
     cached_tokens: int = 0  # since start, those of prompt_tokens that the prefix cache had
     preemptions: int = 0  # since start
+    reclaimed: int = 0  # since start
 
 
 #: Swaps that `recent_swaps` gives back.
@@ -86,31 +88,22 @@ class Meter:
         self._recent: deque[StepRecord] = deque(maxlen=keep_steps)
         self._finalized: deque[tuple[StepRecord, float, bool]] = deque(maxlen=keep_steps)
         self._swap_records: deque[SwapRecord] = deque(maxlen=KEEP_SWAPS)
-        self._interval, self._run = Sums(), Sums()
-        self._decode, self._prefill, self._host, self._length = Mean(), Mean(), Mean(), Mean()
-        self._run_decode, self._run_prefill, self._run_host, self._run_length = Mean(), Mean(), Mean(), Mean()
-        self._pause_s, self._swaps, self._version = 0.0, 0, version
+        self._interval, self._run = Samples(), Samples()
+        self._finished = dict.fromkeys(FINISH_REASONS, 0)
+        self._pause_s, self._swaps, self._version, self._swap_bytes = 0.0, 0, version, 0
         self._gauges = Gauges()
 
     @property
     def steps(self) -> int:
         """Steps committed since start."""
-        return self._run.steps
+        return self._run.sums.steps
 
     def step(self, record: StepRecord) -> None:
         """Count one committed step. Steps come in the order in which the compute stream ran them."""
         span_s = record.end_s - record.start_s
         host_s = record.plan_s + record.launch_s + record.commit_s
-        of_kind = (self._decode, self._run_decode) if record.kind == "decode" else (self._prefill, self._run_prefill)
-        for mean in of_kind:
-            mean.add(span_s)
-        self._host.add(host_s)
-        self._run_host.add(host_s)
-        for sums in (self._interval, self._run):
-            sums.steps += 1
-            sums.tokens += record.tokens
-            sums.rows += record.rows
-            sums.zombie_rows += record.zombie_rows
+        for samples in (self._interval, self._run):
+            samples.step(record.kind, span_s, host_s, record.rows, record.zombie_rows, record.tokens)
         self._window.add(record.start_s, record.end_s, record.tokens)
         planned_s = record.start_s if record.planned_at_s is None else record.planned_at_s
         self._idle.step(record.kind, planned_s, record.start_s, record.end_s)
@@ -127,18 +120,20 @@ class Meter:
         """There is nothing to launch since `since_s`; may be told again and again until there is."""
         self._idle.no_work(since_s)
 
-    def swap(self, start_s: float, end_s: float, version: int) -> None:
-        """Count one swap of the weights: from when to when the compute stream was held, and what serves now."""
+    def swap(self, start_s: float, end_s: float, version: int, nbytes: int = 0) -> None:
+        """Count one swap of the weights: from when to when it held the compute stream, what serves now, its bytes."""
+        self._swap_bytes = nbytes
         self._pause_s = end_s - start_s
         self._idle.swap(start_s, end_s)
         self._swaps += 1
         self._version = version
         self._swap_records.append(SwapRecord(version, start_s, end_s))
 
-    def completion(self, length: int) -> None:
-        """Count one finished completion of `length` tokens."""
-        self._length.add(length)
-        self._run_length.add(length)
+    def completion(self, length: int, reason: str = "length", version_span: int = 0) -> None:
+        """Count one finished completion: its tokens, how it ended, newest less oldest version of its tokens."""
+        self._finished[reason] += 1
+        for samples in (self._interval, self._run):
+            samples.completion(length, version_span)
 
     def gauges(self, **values: int) -> None:
         """Set gauges by name (see `Gauges`); those not given keep their value."""
@@ -163,16 +158,13 @@ class Meter:
         """The metrics of the interval since the last report, which ends with this call."""
         now = self._clock() if now is None else now
         wall_s = now - self._reported_s
-        means = (self._decode, self._prefill, self._host, self._length)
         active_pct, _ = self._window.read(now)
         idle_s, before_s = self._idle_seconds(now), self._idle_reported
         self._idle_reported = idle_s
         of_interval_s = {cause: idle_s[cause] - before_s[cause] for cause in CAUSES}
-        result = self._metrics(active_pct, of_interval_s, self._interval, wall_s, means)
+        result = self._metrics(active_pct, of_interval_s, self._interval, wall_s)
         self._reported_s = now
         self._interval.reset()
-        for mean in means:
-            mean.reset()
         return result
 
     def totals(self, now: float | None = None) -> dict[str, float]:
@@ -180,25 +172,28 @@ class Meter:
         now = self._clock() if now is None else now
         wall_s = now - self._started_s
         active_pct = min(100.0, 100.0 * self._window.total_busy_s / wall_s) if wall_s > 0 else 0.0
-        means = (self._run_decode, self._run_prefill, self._run_host, self._run_length)
-        return self._metrics(active_pct, self._idle_seconds(now), self._run, wall_s, means) | {
+        run = self._run
+        return self._metrics(active_pct, self._idle_seconds(now), run, wall_s) | {
             "total/wall_s": wall_s,
-            "total/tokens": self._run.tokens,
-            "total/decode_steps": self._run_decode.count,
-            "total/prefill_steps": self._run_prefill.count,
-            "total/completions": self._run_length.count,
+            "total/tokens": run.sums.tokens,
+            "total/decode_steps": run.decode.count,
+            "total/prefill_steps": run.prefill.count,
+            "total/completions": run.length.count,
             "total/swaps": self._swaps,
         }
 
-    def recent_steps(self) -> list[StepRecord]:
-        """The last steps, oldest first.
+    def recent_steps(self, count: int | None = None) -> list[StepRecord]:
+        """The last steps, or the last `count` of them, oldest first.
 
         May be called from any thread, as `recent_swaps`: each deque is copied in one go, and what is in it never
         changes. The last steps may lack `finalized_at_s`.
         """
         steps, finalized = list(self._recent), list(self._finalized)
-        ends = {id(step): {"finalized_at_s": moment_s, "idle_after": idle} for step, moment_s, idle in finalized}
-        return [replace(step, **ends.get(id(step), {})) for step in steps]
+        if count is not None:  # the two are a step apart at the most
+            steps, finalized = steps[-count:], finalized[-count - 1 :]
+        ends = {id(step): (moment_s, idle) for step, moment_s, idle in finalized}
+        known = ((step, *ends.get(id(step), (None, False))) for step in steps)
+        return [replace(step, finalized_at_s=moment_s, idle_after=idle) for step, moment_s, idle in known]
 
     def recent_swaps(self) -> list[SwapRecord]:
         """The last swaps of the weights, oldest first."""
@@ -209,31 +204,38 @@ class Meter:
         return {cause: getattr(self._idle.times, cause) for cause in CAUSES}
 
     def _metrics(
-        self,
-        active_pct: float,
-        idle_s: dict[str, float],
-        sums: Sums,
-        wall_s: float,
-        means: tuple[Mean, Mean, Mean, Mean],
+        self, active_pct: float, idle_s: dict[str, float], samples: Samples, wall_s: float
     ) -> dict[str, float]:
-        decode, prefill, host, length = means
-        gauges = self._gauges
+        gauges, sums = self._gauges, samples.sums
+        decode_s, length = samples.decode_quantiles, samples.length_quantiles
+        predicted, observed = samples.speedups(wall_s - idle_s["no_work"] - idle_s["swap"])
         return {
             "gpu/active_pct": active_pct,
             **{f"gpu/idle_{cause}_pct": min(100.0, max(0.0, _percent(idle_s[cause], wall_s))) for cause in CAUSES},
             "rollout/tokens_per_s": sums.tokens / wall_s if wall_s > 0 else 0.0,
+            "rollout/tokens_per_s_per_row": samples.tokens_per_s_per_row(wall_s),
             "rollout/rows": gauges.rows,
             "rollout/zombie_rows_pct": sums.zombie_rows_pct(),
+            "rollout/reclaimed_rows": gauges.reclaimed,
             "queue/waiting": gauges.waiting,
             "kv/used_pct": _percent(gauges.pages_used, gauges.pages_total),
             "kv/prefix_hit_pct": _percent(gauges.cached_tokens, gauges.prompt_tokens),
             "kv/preemptions": gauges.preemptions,
-            "step/decode_ms": 1e3 * decode.value(),
-            "step/prefill_ms": 1e3 * prefill.value(),
-            "step/bookkeeping_ms": 1e3 * host.value(),
+            "step/decode_ms": 1e3 * samples.decode.value(),
+            "step/decode_ms_p50": 1e3 * decode_s.value(0.5),
+            "step/decode_ms_p99": 1e3 * decode_s.value(0.99),
+            "step/prefill_ms": 1e3 * samples.prefill.value(),
+            "step/bookkeeping_ms": 1e3 * samples.host.value(),
             "weights/version": self._version,
             "weights/swap_pause_ms": 1e3 * self._pause_s,
-            "completion/length": length.value(),
+            "weights/bytes": self._swap_bytes,
+            "completion/length": samples.length.value(),
+            "completion/length_p50": length.value(0.5),
+            "completion/length_p99": length.value(0.99),
+            **{f"completion/finish_reason/{reason}": count for reason, count in self._finished.items()},
+            "off_policy/version_span": samples.version_span.value(),
+            "pipeline/predicted_speedup": predicted,
+            "pipeline/observed_speedup": observed,
         }
 
 

@@ -18,6 +18,8 @@ class Metric:
     meaning: str
 
 
+FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
+
 METRICS = (
     Metric(
         "gpu/active_pct",
@@ -30,16 +32,16 @@ METRICS = (
         "gpu/idle_prefill_pct", "%", "share of the interval in which the stream waited for a prefill to be launched"
     ),
     Metric("gpu/idle_swap_pct", "%", "share of the interval in which a swap of the weights held the compute stream"),
-    Metric(
-        "gpu/idle_bubble_pct", "%", "share of the interval in which the stream waited for the host otherwise"
-    ),
+    Metric("gpu/idle_bubble_pct", "%", "share of the interval in which the stream waited for the host otherwise"),
     Metric("rollout/tokens_per_s", "tokens/s", "tokens that were committed and kept, all rows together"),
+    Metric("rollout/tokens_per_s_per_row", "tokens/s", "the same for one row, mean"),
     Metric("rollout/rows", "rows", "sequences that hold a row, now"),
     Metric(
         "rollout/zombie_rows_pct",
         "%",
         "share of launched rows whose sequence had ended before their step was committed",
     ),
+    Metric("rollout/reclaimed_rows", "count", "completions of vanished clients that were ended, since start"),
     Metric("queue/waiting", "requests", "requests that wait for a row, now"),
     Metric("kv/used_pct", "%", "share of the KV pages that sequences hold, now; cached pages are not counted"),
     Metric(
@@ -49,11 +51,36 @@ METRICS = (
     ),
     Metric("kv/preemptions", "count", "sequences that lost their pages and had to be computed again, since start"),
     Metric("step/decode_ms", "ms", "time of a decode step on the compute stream, mean"),
+    Metric("step/decode_ms_p50", "ms", "the same, median"),
+    Metric("step/decode_ms_p99", "ms", "the same, 99th percentile"),
     Metric("step/prefill_ms", "ms", "time of a prefill step on the compute stream, mean"),
     Metric("step/bookkeeping_ms", "ms", "host time of plan, launch and commit of a step together, mean"),
     Metric("weights/version", "version", "weights version that new steps run with"),
     Metric("weights/swap_pause_ms", "ms", "time for which the last swap held the compute stream"),
+    Metric("weights/bytes", "bytes", "what the last swap copied"),
     Metric("completion/length", "tokens", "length of the completions that finished, mean"),
+    Metric("completion/length_p50", "tokens", "the same, median"),
+    Metric("completion/length_p99", "tokens", "the same, 99th percentile"),
+    *(
+        Metric(f"completion/finish_reason/{reason}", "count", f"completions that ended as `{reason}`, since start")
+        for reason in FINISH_REASONS
+    ),
+    Metric(
+        "off_policy/version_span",
+        "versions",
+        "newest less oldest weights version in a completion, mean of those that finished",
+    ),
+    Metric(
+        "pipeline/predicted_speedup",
+        "x",
+        "what overlapping should gain over waiting for each step: the sum of the times of host and device over the "
+        "larger of them, less zombies",
+    ),
+    Metric(
+        "pipeline/observed_speedup",
+        "x",
+        "what it gained: the sum of host and device times over the time that passed with work to do, swaps left out",
+    ),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rollout.engine.types import SequenceStatus
 from rollout.service.text import TextCodec
 
 
@@ -17,11 +18,25 @@ class WeightControl(Protocol):
         """Take a `weights` message. `reply` may be called later, from any thread."""
 
 
-def default_capabilities(text: TextCodec | None, receiver: WeightControl | None) -> tuple[str, ...]:
+class Views(Protocol):
+    """What the service thread may see of the engine at work. Never waits for the loop."""
+
+    def sequences(self, limit: int) -> list[SequenceStatus]:
+        """The `limit` oldest sequences that hold a row, oldest first."""
+
+    def recording(self, steps: int) -> dict[str, Any]:
+        """The last steps, as fields of a `trace` reply."""
+
+
+def default_capabilities(
+    text: TextCodec | None, receiver: WeightControl | None, views: Views | None = None
+) -> tuple[str, ...]:
     """What `status.capabilities` lists: the ops, and what of `generate` is not a matter of course."""
     offered = ["generate", "cancel", "attach", "ack", "status", "ping", "pause", "resume", "shutdown"]
     if receiver is not None:
         offered.append("weights")
+    if views is not None:
+        offered += ["trace", "sequences"]
     offered += ["stream", "continue_from", "priority", "deadline_s", "detached"]
     if text is not None:
         offered += ["text", "return_text", "stop.strings"]

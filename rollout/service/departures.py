@@ -6,6 +6,10 @@ through, which connects the two.
 
 A descriptor is used again after its connection has ended. ZeroMQ reports the end of the first before the second can
 deliver anything, so whoever reads the monitor before noting a message never takes one connection for another.
+
+A client with a routing id of its own is the same `connection` after a reconnect, though its old descriptor may stay
+open for long (half-open). The first message that comes through another descriptor ends what there was under that id,
+and only that: the end of the old descriptor means nothing any more.
 """
 
 from __future__ import annotations
@@ -26,32 +30,42 @@ class Departures:
         self._ended: set[int] = set()  # descriptors whose connection ended and that are not in use again
         self._gone: list[bytes] = []
 
-    def note(self, connection: bytes, frame: zmq.Frame) -> None:
-        """A message of `connection` has come, with this first frame."""
+    def note(self, connection: bytes, frame: zmq.Frame) -> list[bytes]:
+        """A message of `connection` has come, with this first frame.
+
+        Returns the connections that ended before it, for which that is to be done before the message is handled: this
+        one may be among them, under an earlier descriptor.
+        """
         try:
             descriptor = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:  # not every transport has descriptors; then only a failing send tells
-            return
+            return []
         self._read()
         if self._descriptors.get(connection) == descriptor:
-            return
-        self._forget(connection)
+            return self._told()
+        if self._forget(connection):  # taken over
+            self._gone.append(connection)
+        before = self._told()
         if descriptor in self._ended:  # the message outlived its connection
             self._gone.append(connection)
-            return
-        self._descriptors[connection] = descriptor
-        self._connections.setdefault(descriptor, []).append(connection)
+        else:
+            self._descriptors[connection] = descriptor
+            self._connections.setdefault(descriptor, []).append(connection)
+        return before
 
     def take(self) -> list[bytes]:
         """The connections that have ended since the last call."""
         self._read()
-        gone, self._gone = self._gone, []
-        return gone
+        return self._told()
 
     def close(self) -> None:
         """Stop watching."""
         self._socket.disable_monitor()
         self.monitor.close(0)
+
+    def _told(self) -> list[bytes]:
+        gone, self._gone = self._gone, []
+        return gone
 
     def _read(self) -> None:
         while True:
@@ -68,7 +82,9 @@ class Departures:
                 del self._descriptors[connection]
                 self._gone.append(connection)
 
-    def _forget(self, connection: bytes) -> None:
+    def _forget(self, connection: bytes) -> bool:
         descriptor = self._descriptors.pop(connection, None)
-        if descriptor is not None:
-            self._connections[descriptor].remove(connection)
+        if descriptor is None:
+            return False
+        self._connections[descriptor].remove(connection)
+        return True

@@ -6,7 +6,8 @@ Invariants:
 
 - A client's id names one request, in flight or in the store; the same message again is one more waiter for its result.
 - A request in flight ends: by itself, by a cancel, or when the lease of its client does. Its result is in the store
-  until the client acknowledges it, as far as the store's limits allow. An error is not kept: its id is free again.
+  until the client acknowledges it, as far as the store's limits allow. An error is not kept, nor is the result of a
+  client that stayed away without a token in it: the id is free again.
 - The engine's key is never used twice, so events of a request that was given up cannot reach a later one.
 - After a stop string nothing more of its completion is sent, whatever deltas still come.
 """
@@ -43,11 +44,12 @@ from rollout.service.connections import Connections, Peer
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.intake import Intake, prior_columns
 from rollout.service.leases import Leases, client_key, may_return
+from rollout.service.patience import Patience
 from rollout.service.prepare import Preparer
 from rollout.service.replies import error_reply, ok_reply, result_reply
 from rollout.service.stop_strings import StopText
 from rollout.service.store import ResultStore, Stored, StoredCompletion
-from rollout.service.text import TextCodec
+from rollout.service.text import PromptSource, TextCodec
 from rollout.service.waiters import Delivery, Position, Waiter, held_positions
 from trainer_bridge.wire import encode
 
@@ -59,7 +61,6 @@ _UNAVAILABLE = {
     "stale": "this worker waits for weights; publish them first",
     "stalled": "this worker's engine hangs; send to another one",
 }
-_RETRY_AFTER_S = 1.0
 _MAX_WAITERS = 64  # for one request
 _MAX_WAIT_S = 60.0
 _COMPLETION_BYTES = 2048  # that a completion takes beside the message and its tokens, roughly
@@ -78,6 +79,7 @@ class _InFlight:
     size: int  # bytes that it takes, roughly: the message, and something for each completion
     request: Request | None = None  # None while its prompt is prepared
     cancelled: bool = False
+    reclaimed: bool = False  # its client stayed away
     completions: list[Completion] = field(default_factory=list)
 
 
@@ -89,6 +91,7 @@ class Generation:
         settings: ServiceSettings,
         intake: Intake,
         text: TextCodec | None,
+        prompts: PromptSource | None,
         *,
         inbox: SimpleQueue[Command],
         status: Callable[[], EngineStatus],
@@ -103,11 +106,13 @@ class Generation:
         self._settings = settings
         self._intake = intake
         self._text = text
+        self._prompts = prompts
         self._inbox = inbox
         self._status = status
         self._connections = connections
         self._delivery = Delivery(connections)
         self._leases = Leases(settings.lease_s, clock)
+        self._patience = Patience(clock)
         self._preparer = preparer
         self._worker = worker
         self._serial = count()
@@ -118,8 +123,10 @@ class Generation:
 
     # --- from clients ------------------------------------------------------------------------------------------------
 
-    def generate(self, peer: Peer, client: str, message: requests.Generate, content: bytes, nbytes: int) -> None:
-        """Take a request. `content` tells whether two messages are the same, `nbytes` how large they are.
+    def generate(
+        self, peer: Peer, client: str, message: requests.Generate, frames: list[bytes], content: bytes
+    ) -> None:
+        """Take a request. `frames` are its message's, and `content` tells whether two messages are the same.
 
         Raises `ServiceError`.
         """
@@ -130,7 +137,7 @@ class Generation:
             self._join(known, waiter, content)
             return
         self._intake.check(message)
-        size = nbytes + message.n * _COMPLETION_BYTES
+        size = sum(len(frame) for frame in frames) + message.n * _COMPLETION_BYTES
         self._check_capacity(client, size)
         key = (client, f"{message.id}#{next(self._serial)}")
         entry = _InFlight(key, name, message, content, time.monotonic(), [waiter], size)
@@ -138,16 +145,16 @@ class Generation:
         self._by_name[name] = self._by_key[key] = entry
         self._by_client.setdefault(client, {})[key] = entry
         self._leases.hold(client, peer.connection)
-        self._preparer.run(
-            client,
-            partial(self._intake.tokenize, message),
-            partial(self._submit, entry),
-            slow=not isinstance(message.prompt, np.ndarray),
-        )
+        then = partial(self._submit, entry)
+        if isinstance(message.prompt, np.ndarray):
+            self._preparer.run(client, lambda: message.prompt, then, slow=False)
+        else:
+            assert self._prompts is not None, "text without a tokenizer was refused"
+            self._preparer.run(client, partial(self._prompts.encode_prompt, frames), then, slow=True)
 
     def cancel(self, peer: Peer, client: str, message: requests.Cancel) -> None:
         """End a request with what it has. Raises `ServiceError` if there is none."""
-        entry = self._by_name.get((client, message.target))
+        entry = self._by_name.get((client if message.owner is None else message.owner, message.target))
         if entry is None:
             raise ServiceError("not_found", f"no request {message.target!r} is in flight; check the id", "target")
         if entry.request is not None and not entry.cancelled:
@@ -240,8 +247,10 @@ class Generation:
             case RequestDone():
                 self._finish(entry, event)
             case Rejected():
-                error = ServiceError(event.code, event.message, event.field, event.retry_after_s)
-                self._fail(entry, error)
+                if event.code == "overloaded":
+                    self._fail(entry, self._overloaded(event.message))
+                else:
+                    self._fail(entry, ServiceError(event.code, event.message, event.field))
 
     # --- one request -------------------------------------------------------------------------------------------------
 
@@ -264,9 +273,7 @@ class Generation:
 
     def _add_waiter(self, entry: _InFlight, waiter: Waiter) -> None:
         if len(entry.waiters) >= _MAX_WAITERS:
-            raise ServiceError(
-                "overloaded", f"{_MAX_WAITERS} wait for this request; come back later", None, _RETRY_AFTER_S
-            )
+            raise self._overloaded(f"{_MAX_WAITERS} wait for this request; come back later")
         entry.waiters.append(waiter)
         self._delivery.chunks([waiter], entry.completions)
 
@@ -294,15 +301,15 @@ class Generation:
         if state in _UNAVAILABLE:
             raise ServiceError("unavailable", _UNAVAILABLE[state])
         if client not in self._by_client and len(self._by_client) >= self._settings.max_clients:
-            raise ServiceError(
-                "overloaded", f"{len(self._by_client)} clients are served; come back later", None, _RETRY_AFTER_S
-            )
+            raise self._overloaded(f"{len(self._by_client)} clients are served; come back later")
         if self._pending_bytes + size > self._settings.max_pending_bytes:
-            raise ServiceError(
-                "overloaded", "the requests in flight take all the room there is; come back later", None, _RETRY_AFTER_S
-            )
+            raise self._overloaded("the requests in flight take all the room there is; come back later")
         if self._preparer.waiting >= self._settings.max_queue:
-            raise ServiceError("overloaded", "the queue is full; come back later", None, _RETRY_AFTER_S)
+            raise self._overloaded("the queue is full; come back later")
+
+    def _overloaded(self, message: str) -> ServiceError:
+        """The error, with when to come back: every request in flight but this one waits for its end."""
+        return ServiceError("overloaded", message, None, self._patience.retry_after_s(len(self._by_key)))
 
     def _submit(self, entry: _InFlight, prepared: Future[np.ndarray]) -> None:
         """Hand a request whose prompt is ready to the engine. Never raises."""
@@ -357,7 +364,9 @@ class Generation:
         )
         frames = encode(result)
         self._forget(entry)
-        self.store.add(entry.name, frames, entry.content, entry.completions[0].start)
+        self._patience.ended(len(self._by_key))
+        if not entry.reclaimed or any(completion.end != completion.start for completion in entry.completions):
+            self.store.add(entry.name, frames, entry.content, entry.completions[0].start)
         self._delivery.last(entry.waiters, frames, entry.name[1])
 
     def _fail(self, entry: _InFlight, error: ServiceError) -> None:
@@ -366,7 +375,8 @@ class Generation:
         self._delivery.last(entry.waiters, frames, entry.name[1])
 
     def _reclaim(self, entry: _InFlight) -> None:
-        """End a request whose client is gone. What it has is kept for a client that may return."""
+        """End a request whose client is gone. The tokens that it has are kept for a client that may return."""
+        entry.reclaimed = True
         if not entry.cancelled:
             self.reclaimed += entry.message.n - sum(completion.ended for completion in entry.completions)
             entry.cancelled = True

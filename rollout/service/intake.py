@@ -16,7 +16,7 @@ from rollout.engine.types import MAX_STOP_IDS, Prior, Request, RequestKey, Sampl
 from rollout.service.columns import TokenColumns
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests import ContinueFrom, Generate, Sampling
-from rollout.service.text import TextCodec
+from rollout.service.text import TextCodec, check_chars
 
 _MIN_DEADLINE_S = 1e-3
 
@@ -49,7 +49,7 @@ class Intake:
         if isinstance(message.prompt, np.ndarray):
             self._check_prompt(message.prompt, "prompt")
         elif isinstance(message.prompt, str):
-            self._check_chars(message.prompt, "prompt")
+            check_chars(message.prompt, self._settings.max_prompt_chars, "prompt")
         if message.needs_text:
             self._check_text(message)
         self._check_vocabulary(message)
@@ -61,18 +61,6 @@ class Intake:
                 )
             if message.stop.min_tokens > message.max_tokens:
                 raise bad_request("'stop.min_tokens' is more than 'max_tokens'; lower it", "stop.min_tokens")
-
-    def tokenize(self, message: Generate) -> np.ndarray:
-        """The prompt's token ids, int32 [n]. Slow for a long text; touches nothing but the tokenizer."""
-        if isinstance(message.prompt, np.ndarray):
-            return message.prompt
-        assert self._text is not None
-        if message.messages is not None:
-            text = self._text.render_chat(message.messages, message.tools, message.chat_template_kwargs)
-            self._check_chars(text, "messages")
-            return self._text.encode_rendered(text)
-        assert isinstance(message.prompt, str)
-        return self._text.encode(message.prompt)
 
     def build(self, key: RequestKey, message: Generate, prompt: np.ndarray, elapsed_s: float) -> Request:
         """The engine's request. `elapsed_s` of the deadline have gone by since the message came."""
@@ -101,15 +89,6 @@ class Intake:
                 field,
             )
         self._check_ids(prompt, field)
-
-    def _check_chars(self, text: str, field: str) -> None:
-        """Tokenizing takes time for every character, whatever comes of it."""
-        if len(text) > self._settings.max_prompt_chars:
-            raise ServiceError(
-                "too_long",
-                f"the prompt has {len(text)} characters; send at most {self._settings.max_prompt_chars}",
-                field,
-            )
 
     def _check_vocabulary(self, message: Generate) -> None:
         if message.continue_from is not None:

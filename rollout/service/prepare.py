@@ -1,7 +1,8 @@
 """Slow work on prompts (templates, tokenization) beside the service thread, in order for each client.
 
-One thread does the work; what it returns continues on the service thread. A client's requests continue in the order
-in which they came, also when one needs no work and the one before it does. Clients do not wait for each other here.
+One thread does the work, or waits for the process that does; what it returns continues on the service thread. A
+client's requests continue in the order in which they came, also when one needs no work and the one before it does.
+Clients do not wait for each other here.
 """
 
 from __future__ import annotations

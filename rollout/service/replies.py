@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.engine.types import EngineStatus, RequestDone
+from rollout.engine.types import EngineStatus, RequestDone, SequenceStatus
 from rollout.service.errors import ServiceError
 from rollout.service.intake import ServedModel
 from trainer_bridge.wire import PROTOCOL_VERSION
@@ -91,6 +91,10 @@ def status_reply(
         "slots": {"in_flight": status.slots_in_flight},
         "tokens_per_s": status.tokens_per_s,
         "gpu_active_pct": status.gpu_active_pct,
+        "idle_pct": dict(status.idle_pct),
+        "tokens": status.tokens,
+        "tokens_by_second": list(status.tokens_by_second),
+        "swaps": [{"version": swap.version, "age_s": swap.age_s, "pause_s": swap.pause_s} for swap in status.swaps],
         "results": results,
         "reclaimed": status.reclaimed,
         "preemptions": status.preemptions,
@@ -98,12 +102,36 @@ def status_reply(
         "last_tick_s": status.last_tick_s,
         "faults": status.faults,
         "restarts": status.restarts,
+        "prompt_faults": status.prompt_faults,
         "problems": list(status.problems),
         "capabilities": list(capabilities),
         "max_context_tokens": model.max_context_tokens,
         "vocab_size": model.vocab_size,
         "eos_ids": list(model.eos_ids),
     }
+
+
+def sequence_fields(sequence: SequenceStatus) -> dict[str, Any]:
+    """One entry of `sequences` in a `status` reply."""
+    owner, key = sequence.key
+    return {
+        "owner": owner,
+        "id": key.rpartition("#")[0],
+        "index": sequence.index,
+        "state": sequence.state,
+        "prompt_tokens": sequence.prompt_tokens,
+        "tokens": sequence.tokens,
+        "max_tokens": sequence.max_tokens,
+        "pages": sequence.pages,
+        "age_s": sequence.age_s,
+        "version": sequence.version,
+        "priority": sequence.priority,
+    }
+
+
+def trace_reply(request_id: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The last steps of the engine."""
+    return _header("trace", request_id) | fields
 
 
 def _header(op: str, request_id: str) -> dict[str, Any]:

@@ -31,10 +31,13 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 256
 MAX_ACKS = 65_536
+MAX_OWNER_CHARS = 1024
+MAX_SEQUENCES = 1024
+MAX_TRACE_STEPS = 2000
 MIN_TEMPERATURE = 1e-3
 
 #: Ops of the protocol that this worker does not offer.
-LATER_OPS = ("sleep", "wake", "report", "trace")
+LATER_OPS = ("sleep", "wake", "report")
 #: Fields of `generate` that this worker does not offer, with the one value that asks for nothing.
 LATER_GENERATE_FIELDS: dict[str, Any] = {
     "logprobs": 0,
@@ -157,6 +160,7 @@ class Cancel(Header):
 
     op: Literal["cancel"]
     target: Id
+    owner: str | None = Field(None, min_length=1, max_length=MAX_OWNER_CHARS)
 
 
 class Attach(Header):
@@ -181,6 +185,14 @@ class Status(Header):
     """Ask how the worker is."""
 
     op: Literal["status"]
+    sequences: int = Field(0, ge=0, le=MAX_SEQUENCES)
+
+
+class Trace(Header):
+    """Ask for the last steps."""
+
+    op: Literal["trace"]
+    steps: int = Field(200, ge=1, le=MAX_TRACE_STEPS)
 
 
 class Ping(Header):
@@ -216,7 +228,7 @@ class Weights(Header):
     op: Literal["weights"]
 
 
-AnyRequest = Generate | Cancel | Attach | Ack | Status | Ping | Pause | Resume | Shutdown | Weights
+AnyRequest = Generate | Cancel | Attach | Ack | Status | Trace | Ping | Pause | Resume | Shutdown | Weights
 
 _OPS: dict[str, type[AnyRequest]] = {
     "generate": Generate,
@@ -224,6 +236,7 @@ _OPS: dict[str, type[AnyRequest]] = {
     "attach": Attach,
     "ack": Ack,
     "status": Status,
+    "trace": Trace,
     "ping": Ping,
     "pause": Pause,
     "resume": Resume,

@@ -26,7 +26,7 @@ import zmq
 from rollout.config import SecuritySettings, ServiceSettings
 from rollout.engine.types import Command, Done, EngineStatus, Pause, Resume, Shutdown
 from rollout.service import requests
-from rollout.service.capabilities import WeightControl, default_capabilities
+from rollout.service.capabilities import Views, WeightControl, default_capabilities
 from rollout.service.connections import Connections, Peer
 from rollout.service.departures import Departures
 from rollout.service.errors import ServiceError, bad_request
@@ -35,9 +35,9 @@ from rollout.service.intake import Intake, ServedModel
 from rollout.service.leases import client_key
 from rollout.service.outbox import Outbox
 from rollout.service.prepare import Preparer
-from rollout.service.replies import error_reply, ok_reply, status_reply
-from rollout.service.router import open_router
-from rollout.service.text import TextCodec
+from rollout.service.replies import error_reply, ok_reply, sequence_fields, status_reply, trace_reply
+from rollout.service.router import open_router, receive_parts
+from rollout.service.text import PromptEncoder, PromptSource, TextCodec
 from trainer_bridge.access import Access
 from trainer_bridge.wire import PROTOCOL_VERSION, WireError, WireLimits, decode, encode, header_id, split_envelope
 
@@ -48,14 +48,14 @@ _BACKLOG_POLL_MS = 5
 _LINGER_S = 2.0
 _MAX_CONTROLS = 1024  # control messages that are not answered yet
 _MAX_WEIGHTS_CONTROLS = 64  # of the weight bridge; each may hold a manifest
-_RETRY_AFTER_S = 1.0
 
 
 class Server:
     """Serves the protocol on a thread of its own between `start` and `stop`.
 
     The engine's loop takes commands from `inbox` and hands events to `outbox.put`. `status` returns the engine's
-    latest snapshot; it is called on the service thread.
+    latest snapshot; it is called on the service thread. `prompts` works out the prompts' token ids, on a thread of its
+    own; without it that thread does so itself, with `text`.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class Server:
         inbox: SimpleQueue[Command],
         status: Callable[[], EngineStatus],
         text: TextCodec | None = None,
+        prompts: PromptSource | None = None,
         receiver: WeightControl | None = None,
+        views: Views | None = None,
         worker_name: str = "",
         capabilities: Sequence[str] | None = None,
         stop_check_every: int = 4,
@@ -81,10 +83,13 @@ class Server:
         self._inbox = inbox
         self._status = status
         self._receiver = receiver
+        self._views = views
         self._worker = worker_name
-        self._capabilities = default_capabilities(text, receiver) if capabilities is None else tuple(capabilities)
+        offered = default_capabilities(text, receiver, views) if capabilities is None else capabilities
+        self._capabilities = tuple(offered)
         self._intake = Intake(settings, model, text, stop_check_every)
         self._text = text
+        self._prompts = PromptEncoder(text, settings.max_prompt_chars) if text and prompts is None else prompts
         self._limits = WireLimits(
             max_message_bytes=settings.max_message_bytes,
             max_header_bytes=settings.max_header_bytes,
@@ -92,6 +97,7 @@ class Server:
         )
         self._tokens = count(1)
         self._controls: dict[int, Peer] = {}
+        self._drains: dict[int, tuple[float, Shutdown]] = {}  # behind prompts in preparation; when that takes too long
         self._weights_controls = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -100,6 +106,11 @@ class Server:
     def alive(self) -> bool:
         """True while the service thread runs."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def reclaimed(self) -> int:
+        """Completions of vanished clients that were ended."""
+        return self._generation.reclaimed
 
     def start(self) -> None:
         """Bind the socket and serve. Raises ValueError if the endpoint cannot be bound, or not without CURVE."""
@@ -118,6 +129,7 @@ class Server:
             self._settings,
             self._intake,
             self._text,
+            self._prompts,
             inbox=self._inbox,
             status=self._status,
             connections=self._connections,
@@ -148,9 +160,10 @@ class Server:
             while not self._stopping:
                 poller.poll(self._patience_ms())
                 self._generation.tick()
+                self._end_drains(time.monotonic())
                 self._take_events()
                 self._take_messages()
-                self._take_departures()
+                self._end_connections(self._departures.take())
                 self._connections.flush()
             self._say_goodbye()
         # The worker sees `failed`; this line says why.
@@ -167,8 +180,10 @@ class Server:
     def _patience_ms(self) -> int | None:
         if self._connections.has_backlog:
             return _BACKLOG_POLL_MS
-        wait_s = self._generation.wait_s()
-        return None if wait_s is None else math.ceil(wait_s * 1000)
+        waits_s = [max(0.0, limit_s - time.monotonic()) for limit_s, _ in self._drains.values()]
+        if (wait_s := self._generation.wait_s()) is not None:
+            waits_s.append(wait_s)
+        return math.ceil(min(waits_s) * 1000) if waits_s else None
 
     def _take_events(self) -> None:
         for item in self.outbox.drain():
@@ -186,13 +201,15 @@ class Server:
             except zmq.Again:
                 return
             connection = first.bytes
-            self._departures.note(connection, first)
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            ended = self._departures.note(connection, first)
+            # What is kept of a message that is too large is enough to see that, and to read its id.
+            frames = receive_parts(self._socket, self._limits.max_blobs + 3, self._limits.max_message_bytes)
+            self._end_connections(ended)
             self._take_events()  # what `status` has shown is in the books that a message is held against
             self._receive(connection, frames)
 
-    def _take_departures(self) -> None:
-        for connection in self._departures.take():
+    def _end_connections(self, ended: list[bytes]) -> None:
+        for connection in ended:
             self._connections.ended(connection)
 
     def _begin_stop(self) -> None:
@@ -236,8 +253,7 @@ class Server:
         self._generation.heard(client, peer.connection)
         match message:
             case requests.Generate():
-                size = sum(len(frame) for frame in frames)
-                self._generation.generate(peer, client, message, _fingerprint(frames), size)
+                self._generation.generate(peer, client, message, frames, _fingerprint(frames))
             case requests.Cancel():
                 self._generation.cancel(peer, client, message)
             case requests.Attach():
@@ -245,7 +261,9 @@ class Server:
             case requests.Ack():
                 self._generation.ack(peer, client, message)
             case requests.Status():
-                self._reply(peer, self._status_reply(peer.id))
+                self._reply(peer, self._status_reply(peer.id) | self._sequences(message.sequences))
+            case requests.Trace():
+                self._trace(peer, message.steps)
             case requests.Ping():
                 self._generation.check_alive()
                 self._reply(peer, ok_reply(peer.id))
@@ -261,11 +279,25 @@ class Server:
     def _shut_down(self, mode: Literal["drain", "now"], token: int | None) -> None:
         """Have the engine end. A drain begins behind the requests that are with the tokenizer: they were taken."""
         self._generation.draining = True
-        command = Shutdown(mode, token)
         if mode == "drain":
-            self._preparer.run("", lambda: None, lambda _: self._inbox.put(command), slow=True)
+            place = next(self._tokens)
+            self._drains[place] = (time.monotonic() + self._settings.drain_s, Shutdown("drain", token))
+            self._preparer.run("", lambda: None, lambda _: self._begin_drain(place), slow=True)
         else:
+            self._inbox.put(Shutdown("now", token))
+            self._end_drains(by_s=math.inf)
+
+    def _begin_drain(self, place: int) -> None:
+        _, command = self._drains.pop(place, (0.0, None))
+        if command is not None:
             self._inbox.put(command)
+
+    def _end_drains(self, by_s: float) -> None:
+        """Prompts in preparation hold a drain up for as long as rows may, and not longer."""
+        for place, (limit_s, command) in list(self._drains.items()):
+            if by_s >= limit_s:
+                del self._drains[place]
+                self._inbox.put(Shutdown("now", command.token))
 
     def _control(self, peer: Peer) -> int:
         """A token for a control command; its `Done` is answered to this peer."""
@@ -312,6 +344,17 @@ class Server:
             weights_endpoint=self._receiver.endpoint if self._receiver is not None else None,
         )
 
+    def _sequences(self, limit: int) -> dict[str, Any]:
+        if limit == 0 or self._views is None:
+            return {}
+        return {"sequences": [sequence_fields(sequence) for sequence in self._views.sequences(limit)]}
+
+    def _trace(self, peer: Peer, steps: int) -> None:
+        if self._views is None:
+            raise bad_request("this worker keeps no record of its steps; leave the request out", "op")
+        names = {"model": self._model.name, "worker": self._worker}
+        self._reply(peer, trace_reply(peer.id, names | self._views.recording(steps)))
+
     def _send_error(self, peer: Peer, error: ServiceError) -> None:
         self._reply(peer, error_reply(peer.id, error))
 
@@ -331,7 +374,7 @@ def _valid_id(header: dict[str, Any]) -> str:
 
 
 def _too_many_controls() -> ServiceError:
-    return ServiceError("overloaded", "too many control messages wait for an answer", None, _RETRY_AFTER_S)
+    return ServiceError("overloaded", "too many control messages wait for an answer; come back later")
 
 
 def _fingerprint(frames: list[bytes]) -> bytes:

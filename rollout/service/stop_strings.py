@@ -7,10 +7,12 @@ then the one that the request names first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollout.service.detokenizer import Decode, Detokenizer
+
+_DECODED_AT_ONCE = 256  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,12 @@ class StopMatch:
 
     tokens: int  # the completion's tokens up to and including the one that completed the string
     string: str
+
+
+def _pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    """A few tokens at a time: a tokenizer decodes with Python's lock held, which the engine's loop may wait for."""
+    for start in range(0, len(token_ids), _DECODED_AT_ONCE):
+        yield token_ids[start : start + _DECODED_AT_ONCE]
 
 
 class StopText:
@@ -49,9 +57,9 @@ class StopText:
         self._finished = False
         self.match: StopMatch | None = None
         early, late = self._split(prior)
-        if early:
-            self._append(self._detokenizer.feed(early), len(early), searched=False)
-        self._append(self._detokenizer.feed(late), len(late), searched=True)
+        for ids, searched in ((early, False), (late, True)):
+            for few in _pieces(ids):
+                self._append(self._detokenizer.feed(few), len(few), searched=searched)
         taken = len(self.text) if taken is None else taken
         self._pending = self.text[taken:]
         self._skip = max(0, taken - len(self.text))  # handed out before, though not decoded yet
@@ -59,6 +67,12 @@ class StopText:
     def feed(self, token_ids: Sequence[int]) -> StopMatch | None:
         """Add tokens. Returns the match, which is final: after it nothing may be fed."""
         assert self.match is None and not self._finished, "the completion is over"
+        for few in _pieces(token_ids):
+            if self.match is None:
+                self._feed(few)
+        return self.match
+
+    def _feed(self, token_ids: Sequence[int]) -> None:
         early, late = self._split(token_ids)
         if early:
             self._append(self._detokenizer.feed(early), len(early), searched=False)
@@ -68,7 +82,6 @@ class StopText:
             self._append(piece, len(late), searched=True)
         else:
             self._replay(before, late)
-        return self.match
 
     def finish(self) -> None:
         """No more tokens come: what waited for the rest of a character or of a stop string is text now."""

@@ -1,7 +1,8 @@
 """The results that clients may still ask for, after a lost connection for one.
 
-A result stays until its client acknowledges it, or until the store is at one of its limits: number, bytes, age. Then
-the oldest goes first. What is kept is the reply as it was sent, so its bytes are all that it takes.
+A result stays until its client acknowledges it, or until the store is at one of its limits. At the limits of number and
+bytes, the oldest result goes of the client that has the most: one client cannot push out what others have. What is kept
+is the reply as it was sent, so its bytes are all that it takes.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class ResultStore:
         self._max_age_s = settings.max_results_age_s
         self._clock = clock
         self._results: dict[Name, Stored] = {}
-        self._ids: dict[str, dict[str, None]] = {}  # of each client
+        self._ids: dict[str, dict[str, None]] = {}  # of each client, the oldest first
+        self._sizes: dict[str, int] = {}  # of each client
 
     def __len__(self) -> int:
         return len(self._results)
@@ -90,9 +92,12 @@ class ResultStore:
             return
         self._results[name] = stored
         self._ids.setdefault(name[0], {})[name[1]] = None
+        self._sizes[name[0]] = self._sizes.get(name[0], 0) + stored.size
         self.size += stored.size
-        while len(self._results) > self._max_count or self.size > self._max_bytes:
-            self.forget(next(iter(self._results)))
+        while len(self._results) > self._max_count:
+            self._forget_oldest_of(max(self._ids, key=lambda client: len(self._ids[client])))
+        while self.size > self._max_bytes:
+            self._forget_oldest_of(max(self._sizes, key=lambda client: self._sizes[client]))
         self.expire()
 
     def get(self, name: Name) -> Stored | None:
@@ -104,11 +109,15 @@ class ResultStore:
         """Its client has it, or never will. A name that is unknown by now is ignored."""
         stored = self._results.pop(name, None)
         if stored is not None:
+            client, request_id = name
             self.size -= stored.size
-            ids = self._ids[name[0]]
-            del ids[name[1]]
-            if not ids:
-                del self._ids[name[0]]
+            self._sizes[client] -= stored.size
+            del self._ids[client][request_id]
+            if not self._ids[client]:
+                del self._ids[client], self._sizes[client]
+
+    def _forget_oldest_of(self, client: str) -> None:
+        self.forget((client, next(iter(self._ids[client]))))
 
     def forget_client(self, client: str) -> None:
         """Nobody can ask for this client's results any more."""

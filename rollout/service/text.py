@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from rollout.service.errors import bad_request
+from rollout.service.errors import ServiceError, bad_request
+from trainer_bridge.wire import REPLY_LIMITS, decode
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -125,6 +126,39 @@ class TextCodec:
             text, add_special_tokens=add_special_tokens, verbose=False, return_attention_mask=False
         )
         return np.array(encoded["input_ids"], dtype=np.int32)
+
+
+class PromptSource(Protocol):
+    """Works out token ids of prompts: `PromptEncoder`, or a process that has one."""
+
+    def encode_prompt(self, frames: Sequence[bytes]) -> np.ndarray:
+        """As `PromptEncoder.encode_prompt`. It may take long, and is called by one thread."""
+
+
+class PromptEncoder:
+    """The token ids of prompts as they come in `generate` messages, worked out right here."""
+
+    def __init__(self, text: TextCodec, max_chars: int) -> None:
+        self._text = text
+        self._max_chars = max_chars
+
+    def encode_prompt(self, frames: Sequence[bytes | bytearray]) -> np.ndarray:
+        """Token ids, int32 [n], of the text or the chat in a message that was checked before.
+
+        Raises `ServiceError`: the template does not take the chat, or makes more than `max_chars` of it.
+        """
+        header = decode(frames, REPLY_LIMITS)
+        if header.get("messages") is None:
+            return self._text.encode(header["prompt"])
+        text = self._text.render_chat(header["messages"], header.get("tools"), header.get("chat_template_kwargs"))
+        check_chars(text, self._max_chars, "messages")
+        return self._text.encode_rendered(text)
+
+
+def check_chars(text: str, max_chars: int, field: str) -> None:
+    """Raise `ServiceError` for a long text: tokenizing takes time for every character, whatever comes of it."""
+    if len(text) > max_chars:
+        raise ServiceError("too_long", f"the prompt has {len(text)} characters; send at most {max_chars}", field)
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:

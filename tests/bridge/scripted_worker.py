@@ -60,13 +60,14 @@ Handler = Callable[["ScriptedWorker", bytes, dict[str, Any]], None]
 
 
 class ScriptedWorker:
-    """The server. `requests` holds every header in order of arrival."""
+    """The server. `requests` holds every header in order of arrival, but for `ack`: clients send it by themselves."""
 
     def __init__(self, handler: Handler = counting, endpoint: str = "tcp://127.0.0.1:*", hwm: int = 0) -> None:
         self.handler = handler
         self._mistake: Exception | None = None
         self._delimited: dict[bytes, bool] = {}
         self.requests: list[dict[str, Any]] = []
+        self.acknowledged: list[str] = []
         self._arrived: queue.Queue[dict[str, Any]] = queue.Queue()
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._context = zmq.Context()
@@ -108,8 +109,12 @@ class ScriptedWorker:
                 peer, *frames = self._router.recv_multipart()
                 self._delimited[peer], frames = wire.split_envelope(frames)
                 header = wire.decode(frames)
-                self.requests.append(header)
-                self.handler(self, peer, header)
+                if header["op"] == "ack":
+                    self.acknowledged += header["targets"]
+                    self.reply(peer, header, {"op": "ok"})
+                else:
+                    self.requests.append(header)
+                    self.handler(self, peer, header)
                 self._arrived.put(header)
 
     def reply(self, peer: bytes, request: dict[str, Any], fields: dict[str, Any]) -> None:

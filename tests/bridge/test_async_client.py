@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from client_script import TIMEOUT_S, Serve, in_reverse, only_generate, silent
-from scripted_worker import completion
+from scripted_worker import ScriptedWorker, completion, result
 
 from trainer_bridge import errors
 from trainer_bridge.async_client import AsyncRolloutClient
@@ -108,3 +110,28 @@ def test_a_client_of_another_loop_says_so(serve: Serve) -> None:
     with pytest.raises(RuntimeError, match="another event loop"):
         asyncio.run(client.ping())
     asyncio.run(client.close())
+
+
+def test_much_that_comes_at_once_leaves_other_tasks_their_turn(serve: Serve) -> None:
+    sent = threading.Event()
+
+    def flood(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        for offset in range(1000):
+            worker.reply(peer, header, {"op": "chunk", **completion([offset]), "offset": offset})
+        worker.reply(peer, header, result([completion(list(range(1000)))]))
+        sent.set()
+
+    worker = serve(only_generate(flood))
+
+    async def main() -> list[int]:
+        async with AsyncRolloutClient(worker.endpoint, timeout_s=TIMEOUT_S) as client:
+            await client.ping()
+            stream = await client.generate([1], stream="tokens")
+            assert sent.wait(TIMEOUT_S)
+            counts = [0]
+            while stream.result is None:
+                await asyncio.sleep(0)
+                counts.append(len(stream._call.chunks))
+            return [after - before for before, after in pairwise(counts)]
+
+    assert max(asyncio.run(main())) <= 2 * 64, "a signal and a look that was put off may come in one turn"

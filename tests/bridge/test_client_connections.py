@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -222,14 +224,84 @@ def test_a_reply_that_nobody_can_place_leaves_no_request_hanging(connect: Connec
     assert all(isinstance(item.error, errors.ProtocolError) for item in settled) and len(settled) == 2
 
 
-def test_a_client_that_is_dropped_does_not_hang(serve: Serve) -> None:
-    worker = serve(only_generate(silent))
-    code = f"""
+#: Clients with requests in flight; one of them has no worker.
+DROPPED = {
+    "blocking": """
 from trainer_bridge.client import RolloutClient
-clients = [RolloutClient({worker.endpoint!r}), RolloutClient("tcp://127.0.0.1:9")]
-streams = [client.generate([1], stream="tokens") for client in clients]
-"""
+clients = [RolloutClient(endpoint), RolloutClient(endpoint, resume=True), RolloutClient("tcp://127.0.0.1:9")]
+kept = [clients, [client.generate([1], stream="tokens") for client in clients]]
+""",
+    "asyncio": """
+import asyncio
+from trainer_bridge.async_client import AsyncRolloutClient
+async def ask(client):
+    return client, await client.generate([1], stream="tokens")
+kept = [asyncio.run(ask(AsyncRolloutClient(place))) for place in (endpoint, "tcp://127.0.0.1:9")]
+""",
+}
+ENDS = {
+    "exit": "",
+    "collected": "import gc; del clients; kept.clear(); gc.collect(); print('collected', flush=True)",
+    "forked": """
+import gc, os
+child = os.fork()
+clients = None
+kept.clear()
+gc.collect()
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+""",
+}
+
+
+@pytest.mark.parametrize("kind", DROPPED)
+@pytest.mark.parametrize("end", ENDS)
+def test_a_client_that_is_dropped_does_not_hang(serve: Serve, kind: str, end: str) -> None:
+    worker = serve(only_generate(silent))
+    code = f"endpoint, clients = {worker.endpoint!r}, []\n{DROPPED[kind]}\n{ENDS[end]}"
     assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S).returncode == 0
+
+
+def test_a_client_that_is_collected_closes_its_connections(serve: Serve) -> None:
+    worker = serve()
+    client = RolloutClient(worker.endpoint)
+    client.ping()
+    context, (connection,) = client._core._context, client._core.connections
+    del client
+    gc.collect()
+    assert connection.socket.closed and connection.monitor.closed and context.closed
+
+
+def test_a_worker_that_is_stopped_is_lost_after_four_heartbeats() -> None:
+    """A peer that shakes hands, and then says nothing more, as a stopped process does."""
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        endpoint = worker.stdout.readline().strip()
+        try:
+            with RolloutClient(endpoint, heartbeat_s=0.1, timeout_s=TIMEOUT_S) as client:
+                began = time.monotonic()
+                with pytest.raises(errors.ConnectionLost):
+                    client.ping()
+                assert time.monotonic() - began < TIMEOUT_S / 2
+        finally:
+            worker.kill()
+
+
+STOPPED = """
+import os, signal, zmq
+socket = zmq.Context().socket(zmq.ROUTER)
+socket.bind("tcp://127.0.0.1:*")
+print(socket.last_endpoint.decode(), flush=True)
+socket.recv()
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.parametrize("heartbeat_s", [0.0, -1.0, float("nan"), 4000.0])
+def test_a_heartbeat_that_cannot_be_is_refused(heartbeat_s: float) -> None:
+    with pytest.raises(ValueError, match="heartbeat_s"):
+        RolloutClient("tcp://127.0.0.1:9", heartbeat_s=heartbeat_s)
 
 
 def test_a_closed_client_says_so(serve: Serve) -> None:

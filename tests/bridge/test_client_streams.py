@@ -84,11 +84,35 @@ def test_a_stream_that_lost_tokens_is_an_error(connect: Connect, serve: Serve, b
     assert worker.next("cancel")["target"] == "r"
 
 
-def test_a_chunk_lost_at_the_end_is_an_error(connect: Connect, serve: Serve) -> None:
-    worker = serve(chunks({**completion([1]), "offset": 0}, then=result([completion([1, 2])])))
+def test_a_stream_that_the_worker_ended_early_goes_on_from_the_result(connect: Connect, serve: Serve) -> None:
+    whole = [
+        completion([1, 2, 3], version=3, text="abc", stop=None),
+        completion([7, 8], 1, text="xy", finish_reason="stop", stop=8),
+    ]
+    worker = serve(chunks({**completion([1]), "offset": 0, "text": "a"}, then=result(whole)))
+    stream = connect(worker.endpoint).generate([0], n=2, stream="tokens", return_text=True)
+    seen = [(chunk.index, chunk.offset, chunk.token_ids.tolist(), chunk.part.text) for chunk in stream]
+    assert seen == [(0, 0, [1], "a"), (0, 1, [2, 3], "bc"), (1, 0, [7, 8], "xy")]
+    first, second = stream.partials()
+    assert (first.token_ids.tolist(), first.logprobs.tolist(), first.text) == ([1, 2, 3], [0, -1, -2], "abc")
+    assert (first.finish_reason, second.finish_reason, second.stop) == ("length", "stop", 8)
+
+
+def test_completions_that_no_chunk_brought_come_from_the_result(connect: Connect, serve: Serve) -> None:
+    first = {**completion([5, 6], 1), "offset": 0, "finish_reason": "stop"}
+    worker = serve(chunks(first, then=result([completion([5]), completion([5, 6], 1)])))
+    stream = connect(worker.endpoint).generate([0], n=2, stream="completions")
+    assert [(item.index, item.token_ids.tolist()) for item in stream] == [(1, [5, 6]), (0, [5])]
+
+
+@pytest.mark.parametrize(("chunk", "more"), [([1, 3], {}), ([1, 2, 3], {}), ([1], {"finish_reason": "stop"})])
+def test_a_result_that_is_not_what_its_stream_was_is_an_error(
+    connect: Connect, serve: Serve, chunk: list[int], more: dict[str, Any]
+) -> None:
+    worker = serve(chunks({**completion(chunk), "offset": 0, **more}, then=result([completion([1, 2])])))
     stream = connect(worker.endpoint).generate([0], stream="tokens")
-    assert next(stream).token_ids.tolist() == [1]
-    with pytest.raises(errors.ProtocolError, match="lacks tokens"):
+    assert next(stream).token_ids.tolist() == chunk
+    with pytest.raises(errors.ProtocolError, match="not what its stream was"):
         next(stream)
 
 

@@ -278,7 +278,7 @@ def test_a_named_client_ends_what_its_earlier_process_left_running(
     result = after.generate([1], max_tokens=8, seed=SEED, request_id="r")
     check(result.completions[0], SEEDS[0], 8, [(3, 4), (4, 4)])
     assert [(header["op"], header.get("target")) for header in worker.requests[1:]] == [
-        ("cancel", "r"),
+        ("cancel", worker.requests[0]["id"]),
         ("generate", None),
     ]
     before._core.resumer = None
@@ -292,6 +292,23 @@ def test_another_request_with_a_known_id_is_refused(connect: Connect, serve: Ser
         client.generate([2], max_tokens=4, request_id="r")
     client.forget(["r"])
     client.generate([2], max_tokens=4, request_id="r")
+
+
+def test_workers_know_requests_of_a_journal_by_ids_that_were_never_used(
+    connect: Connect, serve: Serve, tmp_path: Path
+) -> None:
+    """A worker may still keep what the journal has forgotten, or what was in one that is gone."""
+    worker = serve(Model())
+    asked: dict[str, Any] = {"max_tokens": 4, "request_id": "r" * 128}
+    client = connect(worker.endpoint, journal=tmp_path / "j", client="trainer")
+    assert client.generate([1], **asked).id == asked["request_id"]
+    client.forget([asked["request_id"]])
+    client.generate([1], **asked)
+    client.close()
+    (tmp_path / "j").unlink()
+    connect(worker.endpoint, journal=tmp_path / "j", client="trainer").generate([2], **asked)
+    ids = [header["id"] for header in worker.requests if header["op"] == "generate"]
+    assert len({*ids, asked["request_id"]}) == 4 and all(name.startswith("rrr") and len(name) <= 128 for name in ids)
 
 
 def test_a_journal_needs_ids_and_forget_needs_a_journal(connect: Connect, serve: Serve, tmp_path: Path) -> None:

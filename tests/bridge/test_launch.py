@@ -148,11 +148,25 @@ def test_what_a_launcher_of_ranks_sets_does_not_leak() -> None:
         "MASTER_ADDR": "a",
         "MASTER_PORT": "1",
         "TORCHELASTIC_RUN_ID": "x",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "OMP_NUM_THREADS": "1",
         "WANDB_RUN_ID": "x",
         "CUDA_VISIBLE_DEVICES": "0",
     }
     kept = worker_environment(base, {"CUDA_VISIBLE_DEVICES": "7", "PATH": None, "ROLE": "w"})
     assert kept == {"ROLLOUT_ENGINE__MAX_ROWS": "4", "CUDA_VISIBLE_DEVICES": "7", "ROLE": "w"}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "1"}, {}, "1"),
+        ({"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "x"}, {}, "4"),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, {"OMP_NUM_THREADS": "1"}, "1"),
+    ],
+)
+def test_a_number_of_threads_that_is_not_torchruns_stays(base: dict, changes: dict, threads: str) -> None:
+    assert worker_environment(base, changes) == {"OMP_NUM_THREADS": threads}
 
 
 def test_a_stopped_worker_leaves_no_folder() -> None:

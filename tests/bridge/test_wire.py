@@ -181,7 +181,8 @@ def test_a_broken_message_says_what_is_wrong(frames: list[bytes], said: str) -> 
     [
         (WireLimits(max_message_bytes=100), "at most 100"),
         (WireLimits(max_header_bytes=20), "at most 20, and long arrays as blobs"),
-        (WireLimits(max_blobs=1), "2 blobs; send at most 1"),
+        (WireLimits(max_blobs=1), "more than 1 blobs"),
+        (WireLimits(max_items=2), "more than 2 entries"),
         (WireLimits(max_depth=2), "deeper than 2"),
         (WireLimits(max_containers=3), "more than 3"),
     ],

@@ -127,9 +127,23 @@ def test_a_capture_that_fails_is_ended_and_says_why(replays):
     assert Recording.under_way is None
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_dense_models_on_a_gpu_are_captured(on_gpu):
+    model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu), spec=SimpleNamespace(moe=None))
+    assert capturable(model) == on_gpu
+
+
 @pytest.mark.parametrize(
-    ("on_gpu", "experts", "captured"), [(True, None, True), (True, 8, False), (False, None, False)]
+    ("on_gpu", "dtype", "bias", "captured"),
+    [
+        (True, torch.bfloat16, False, True),
+        (True, torch.float16, False, True),
+        (True, torch.float32, False, False),
+        (True, torch.bfloat16, True, False),
+        (False, torch.bfloat16, False, False),
+    ],
 )
-def test_dense_models_on_a_gpu_are_captured(on_gpu, experts, captured):
-    model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu), spec=SimpleNamespace(moe=experts))
+def test_experts_are_captured_where_the_fused_kernels_run_them(on_gpu, dtype, bias, captured):
+    spec = SimpleNamespace(moe=SimpleNamespace(intermediate=32), hidden=64, o_bias=bias, mlp_bias=False)
+    model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=spec)
     assert capturable(model) == captured

@@ -120,6 +120,7 @@ class BrokenUpdate:
     """New weights that cannot be copied, for an engine that has nothing else to do; and who hears of it."""
 
     version = 1
+    nbytes = 0
 
     def __init__(self) -> None:
         self.failures: list[str] = []

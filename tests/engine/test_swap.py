@@ -12,6 +12,8 @@ from transformers import DynamicCache
 class Update:
     """A whole checkpoint, staged: the copy is real."""
 
+    nbytes = 0
+
     def __init__(self, version: int, source, target) -> None:
         self.version = version
         self._pairs = [(target.hf_views()[name], view) for name, view in source.hf_views().items()]
@@ -140,6 +142,7 @@ def test_a_group_shares_a_prefill_of_one_version_only(model, other, prompt_of, g
 def test_a_fault_in_the_copy_ends_requests_with_an_error_not_in_silence(model, prompt_of):
     class Broken:
         version = 1
+        nbytes = 0
 
         def copy_into(self) -> None:
             raise RuntimeError("no such memory")

@@ -134,6 +134,7 @@ class OneSwap:
     """A receiver with one update, whose copy takes a while."""
 
     version = 1
+    nbytes = 4096
 
     def __init__(self) -> None:
         self.left = [self]

@@ -20,7 +20,7 @@ from rollout.models import CheckpointError, LoadedModel, load_model
 from rollout.service.text import TextCodec, load_text_codec
 from tests.hostile import little_memory_and_time
 from tests.models.families import FAMILIES, make_checkpoint
-from tests.service.conftest import make_tokenizer_folder
+from tests.tokenizer_folder import make_tokenizer_folder
 
 CPU = torch.device("cpu")
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

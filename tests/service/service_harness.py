@@ -104,7 +104,9 @@ def done(request: Request) -> RequestDone:
 
 
 @contextmanager
-def serving(text: Any = None, receiver: Any = None, model: ServedModel = MODEL, **settings: Any) -> Iterator[Bench]:
+def serving(
+    text: Any = None, receiver: Any = None, model: ServedModel = MODEL, prompts: Any = None, **settings: Any
+) -> Iterator[Bench]:
     """A server on a free port for the time of a test."""
     inbox: SimpleQueue = SimpleQueue()
     status = [EngineStatus(weights_version=3, rows_running=2, rows_max=8, queue_max=16, pages_free=5)]
@@ -114,6 +116,7 @@ def serving(text: Any = None, receiver: Any = None, model: ServedModel = MODEL, 
         inbox=inbox,
         status=lambda: status[0],
         text=text,
+        prompts=prompts,
         receiver=receiver,
         worker_name="worker-1",
     )

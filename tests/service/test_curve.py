@@ -192,9 +192,9 @@ def test_an_open_address_needs_curve_or_insecure(bind: str, keys: Path) -> None:
 def test_a_worker_refuses_an_open_address_before_it_loads_a_model(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", str(tmp_path / "no-model"), flag, "tcp://*:0", "--workers", "2"]) == 1
+    assert main(["serve", str(tmp_path / "no-model"), flag, "tcp://*:0", "--workers", "2"]) == 2
     assert "--insecure" in capsys.readouterr().err
-    assert main(["serve", str(tmp_path / "no-model"), flag, "tcp://*:0"]) == 1
+    assert main(["serve", str(tmp_path / "no-model"), flag, "tcp://*:0"]) == 2
     assert "--insecure" in capsys.readouterr().err
     assert main(["serve", str(tmp_path / "no-model"), flag, "tcp://*:0", "--insecure", "--no-wandb"]) == 1
     assert "is not a folder" in capsys.readouterr().err

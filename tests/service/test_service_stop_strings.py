@@ -226,3 +226,17 @@ def test_match_and_text_depend_on_the_tokens_not_on_how_they_are_batched(codec, 
         assert text == codec.decode(tokens)
     else:
         assert codec.decode(tokens[: match.tokens]).startswith(text + match.string)
+
+
+def test_long_completions_are_decoded_a_few_tokens_at_a_time(codec):
+    calls = []
+
+    def decode(ids):
+        calls.append(len(ids))
+        return codec.decode(ids)
+
+    ids = codec.encode("the quick brown fox 漢 " * 400).tolist()
+    stop = StopText(decode, ["QXZ"], 0, prior=ids)
+    assert stop.feed([*ids, *codec.encode("QXZ").tolist(), *ids]).tokens == 2 * len(ids) + len(codec.encode("QXZ"))
+    assert stop.text == codec.decode(ids) * 2
+    assert len(ids) > 2000 and max(calls) < 1000

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from conftest import make_tokenizer_folder
 
 from rollout.service.errors import ServiceError
 from rollout.service.text import TextCodec, load_text_codec
+from tests.tokenizer_folder import make_tokenizer_folder
 
 
 def test_text_survives_encoding_and_special_tokens_are_not_shown(codec):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerPr
     """Two workers that count in ones: the first keeps its weights, the second is for tests that publish others."""
     folder = tmp_path_factory.mktemp("workers")
     flags = {"max_rows": MAX_ROWS, "max_queue": MAX_QUEUE, "max_context_tokens": MAX_CONTEXT, "wait": False}
+    if importlib.util.find_spec("prometheus_client") is not None:
+        flags |= {"metrics_port": 0, "interval_s": 0.5}
     first, second = (launch(log=folder / f"{name}.log", **flags) for name in ("first", "second"))
     with first, second:
         first.wait_ready(120)

@@ -1,9 +1,10 @@
-"""Many requests at once, a queue that is full, and a client that does not read: with real workers."""
+"""Many requests at once, a full queue, a client that does not read, a lost tokenizer: with real workers."""
 
 from __future__ import annotations
 
 import heapq
 import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +15,11 @@ import msgpack
 import pytest
 import zmq
 from raw_client import RawClient
-from worker_harness import check, facts, launch, until
+from worker_harness import check, facts, launch, token_ids, until
 
 from trainer_bridge import batch
 from trainer_bridge.client import RolloutClient
+from trainer_bridge.errors import InternalError
 from trainer_bridge.launch import WorkerProcess
 from trainer_bridge.results import GenerateResult
 
@@ -71,6 +73,12 @@ def in_use(client: RolloutClient) -> tuple[int, int, int]:
 def resident_mib(pid: int) -> float:
     """Resident set of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def test_of_2000_requests_from_8_clients_none_is_lost_and_none_comes_twice(folder: Path) -> None:
@@ -129,6 +137,27 @@ def test_a_full_queue_refuses_the_rest_and_batches_come_back_until_all_is_done(
     assert {reply["op"] for reply in taken} == {"result"}
     assert {reply["id"] for reply in taken}.isdisjoint(reply["id"] for reply in refused)
     assert len({reply["id"] for reply in (*taken, *refused)}) == 3 * MAX_QUEUE
+
+
+def test_the_process_that_prepares_prompts_is_replaced_while_the_worker_serves(
+    narrow: WorkerProcess, folder: Path
+) -> None:
+    with RolloutClient(narrow.endpoint, timeout_s=60.0) as client:
+        check("17:", client.generate("17:", max_tokens=20).completions[0], {0: 1})
+        before = client.status()["prompt_faults"]
+        (pid,) = children(narrow.pid)
+        os.kill(pid, signal.SIGSTOP)
+        stream = client.generate(token_ids("18:"), max_tokens=1000, stream="tokens")
+        chat = client.generate(messages=[{"role": "user", "content": "19:"}], max_tokens=20, stream="tokens")
+        until(lambda: client.status()["queue"]["waiting"] == 1, "the chat to be prepared")
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(InternalError, match="died with this prompt"):
+            chat.wait()
+        check("18:", stream.wait().completions[0], {0: 1})
+        check("20:", client.generate("20:", max_tokens=20).completions[0], {0: 1})
+        assert client.status()["prompt_faults"] == before + 1
+        (again,) = children(narrow.pid)
+    assert again != pid and "died with a prompt (exit status -9)" in (folder / "narrow.log").read_text()
 
 
 def stalled_socket(context: zmq.Context, endpoint: str) -> zmq.Socket:

@@ -117,7 +117,7 @@ def test_workers_of_a_torchrun_job_have_none_of_its_variables_and_end_with_their
             environ = environment_of(pid)
             added = set(environ) - set(plain)
             assert not {name for name in added if "RANK" in name or "WORLD" in name or "TORCHELASTIC" in name}
-            assert not added & {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME"}
+            assert not added & {"MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
         os.kill(supervisor, signal.SIGKILL)
         until(lambda: all(map(is_gone, workers)), "the workers to be gone", 30.0)
         job.stdin.close()
@@ -151,6 +151,7 @@ while not (place == "0" and os.path.exists(os.environ["GO"])):
 sys.exit(status)
 '''
 settings = Settings(
+    ready_file=os.environ["READY"],
     service=ServiceSettings(bind="tcp://127.0.0.1:7000", drain_s=0),
     supervisor=SupervisorSettings(workers=2, max_restarts=2, restart_backoff_s=0.01),
 )
@@ -162,8 +163,8 @@ class Supervised:
     """The script above, and what it says."""
 
     def __init__(self, folder: Path, status: int) -> None:
-        self.go = folder / "go"
-        environ = subprocess_environment(STATUS=str(status), GO=str(self.go), RANK="1")
+        self.go, self._ready_file = folder / "go", folder / "ready.json"
+        environ = subprocess_environment(STATUS=str(status), GO=str(self.go), READY=str(self._ready_file), RANK="1")
         self.process = subprocess.Popen(
             [sys.executable, "-c", SUPERVISE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
         )
@@ -174,6 +175,11 @@ class Supervised:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
+    def told(self) -> list[tuple[bool, int | None]]:
+        """Of each worker in the ready file: whether there is a process, and the status that it left for good."""
+        workers = json.loads(self._ready_file.read_text())["workers"]
+        return [(worker["pid"] is not None, worker.get("status")) for worker in workers]
+
     def end(self) -> tuple[int, list[str]]:
         assert self.process.stderr is not None
         lines = [line for line in self.process.stderr.read().splitlines() if line.startswith("started ")]
@@ -181,7 +187,7 @@ class Supervised:
 
 
 def test_a_worker_that_was_never_ready_ends_all_with_its_status(tmp_path: Path) -> None:
-    environ = subprocess_environment(STATUS="7", GO="never")
+    environ = subprocess_environment(STATUS="7", GO="never", READY=str(tmp_path / "ready.json"))
     done = subprocess.run([sys.executable, "-c", SUPERVISE], capture_output=True, text=True, env=environ, timeout=60)
     assert done.returncode == 7 and "worker 0 ended with status 7 before it could serve" in done.stderr
     (ended,) = map(json.loads, done.stdout.splitlines())  # and no `ready`
@@ -198,7 +204,7 @@ def test_a_worker_that_dies_too_often_is_given_up_and_the_other_serves_on(tmp_pa
         facts.append(supervised.next())
     ends = [(fact["status"], fact["restart_in_s"]) for fact in facts if fact["event"] == "worker_ended"]
     assert ends == [(3, 0.01), (3, 0.02), (3, None)]
-    assert supervised.process.poll() is None
+    assert supervised.process.poll() is None and supervised.told() == [(False, 3), (True, None)]
     supervised.process.send_signal(signal.SIGTERM)
     assert supervised.next() == {
         "event": "ended",
@@ -211,7 +217,9 @@ def test_a_worker_that_dies_too_often_is_given_up_and_the_other_serves_on(tmp_pa
 
 def test_a_worker_that_ended_in_order_stays_away(tmp_path: Path) -> None:
     supervised = Supervised(tmp_path, status=0)
+    assert supervised.told() == [(True, None)] * 2
     supervised.go.touch()
+    until(lambda: supervised.told() == [(False, 0), (True, None)], "the ready file to be right")
     os.kill(supervised.ready["workers"][1]["pid"], signal.SIGTERM)
     assert [fact["status"] for fact in supervised.next()["workers"]] == [0, 0]
     status, lines = supervised.end()
@@ -257,7 +265,7 @@ def test_a_worker_that_is_back_while_the_first_is_down_leaves_all_endpoints_told
     told = json.loads(ready.read_text())
     assert told["endpoint"] == "tcp://127.0.0.1:7000"
     assert [(worker["endpoint"][-4:], worker["pid"]) for worker in told["workers"]] == [("7000", 10), ("7001", 21)]
-    supervisor._folder.cleanup()
+    supervisor._folder.close()
 
 
 # --- plain functions -------------------------------------------------------------------------------------------------
@@ -292,13 +300,18 @@ def test_endpoints_count_up(bind: str, third: str) -> None:
 
 
 def test_workers_do_not_share_a_file_or_a_name() -> None:
-    metrics = MetricsSettings(jsonl="runs/m.jsonl", timeline="t.png", wandb_name="job")
+    metrics = MetricsSettings(jsonl="runs/m.jsonl", timeline="t.png", wandb_name="job", metrics_port=9400)
     settings = Settings(metrics=metrics, service=ServiceSettings(bind="tcp://127.0.0.1:7000"))
     supervisor = Supervisor(settings, ["w"], [None, None])
     flags = supervisor._own_flags(supervisor._workers[1])
-    for pair in (("--jsonl", "runs/m-1.jsonl"), ("--timeline", "t-1.png"), ("--wandb-name", "job-1")):
+    for pair in (
+        ("--jsonl", "runs/m-1.jsonl"),
+        ("--timeline", "t-1.png"),
+        ("--wandb-name", "job-1"),
+        ("--metrics-port", "9401"),
+    ):
         assert pair in list(zip(flags, flags[1:], strict=False))
-    supervisor._folder.cleanup()
+    supervisor._folder.close()
 
 
 def test_a_command_line_written_out_again_means_the_same() -> None:

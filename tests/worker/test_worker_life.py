@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from raw_client import RawClient
 from wandb_file import history_keys
-from worker_harness import ONES, facts, is_gone, launch, rollout, subprocess_environment, text_of, until
+from worker_harness import ONES, facts, is_gone, launch, rollout, subprocess_environment, text_of, token_ids, until
 
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.errors import Unavailable
@@ -51,7 +51,7 @@ def test_sigterm_finishes_what_runs_and_leaves_all_records(tmp_path: Path) -> No
                 completions = stream.wait().completions
         assert [(len(completion), completion.finish_reason) for completion in completions] == [(1500, "length")] * 2
         ended, nothing = process.stdout.readline(), process.stdout.read()
-        assert process.wait(60) == 0 and nothing == ""
+        assert process.wait(60) == 0 and nothing == "" and not ready_file.exists()
     _check_records(json.loads(ended), jsonl, timeline, tmp_path)
 
 
@@ -95,7 +95,7 @@ def test_a_second_sigterm_hands_back_what_runs(tmp_path: Path, monkeypatch: pyte
 def test_shutdown_messages_are_answered_once_the_worker_has_ended(tmp_path: Path) -> None:
     with launch(log=tmp_path / "worker.log") as worker:
         with RawClient(worker.endpoint) as raw, RawClient(worker.endpoint) as other:
-            raw.send("generate", "g", prompt="17:", n=2, max_tokens=30_000)
+            raw.send("generate", "g", prompt=token_ids("17:"), n=2, max_tokens=30_000)
             raw.send("shutdown", "drain")
             assert raw.ask("status", "s")["state"] == "draining"
             refused = other.ask("generate", "g", prompt="17:", max_tokens=4)

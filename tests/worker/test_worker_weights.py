@@ -110,6 +110,9 @@ def test_completions_change_step_where_their_versions_say(served: Served, transp
 def test_ten_swaps_in_one_completion(served: Served) -> None:
     first = served.version
     with served.client.generate("17:", n=2, **ENDLESS) as stream:
+        begun: set[int] = set()  # each has a token of the first version
+        while len(begun) < 2:
+            begun.add(next(stream).index)
         for i in range(10):
             report = served.publish(2 - i % 2)
             while next(stream).part.versions[-1][0] != report.version:

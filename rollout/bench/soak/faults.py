@@ -120,9 +120,9 @@ class Faults:
     # --- workers and connections --------------------------------------------------------------------------------------
 
     async def _kill(self, place: Place) -> None:
-        if place.down:
-            return
         before = self._worker.pids[place.index]
+        if place.down or before is None:
+            return
         place.down, killed_s = True, time.monotonic()
         os.kill(before, signal.SIGKILL)
         self._ledger.faults["worker killed"] += 1

@@ -138,7 +138,8 @@ class Soak:
             self._places.append(Place(index, endpoint, await proxy.start()))
 
     def _pids(self) -> dict[str, int]:
-        workers = {f"worker {index}": pid for index, pid in enumerate(self._worker.pids)}
+        pids = self._worker.pids
+        workers = {f"worker {index}": pid for index, pid in enumerate(pids) if pid is not None}
         return {**workers, "supervisor": self._worker.pid, "clients": os.getpid()}
 
     async def _tell(self) -> None:

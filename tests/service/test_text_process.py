@@ -1,0 +1,254 @@
+"""The process that renders and tokenizes prompts: what it gives back, and what becomes of it and of its prompt."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from service_harness import serving
+
+from rollout.config import ServiceSettings
+from rollout.engine.types import Cancel, Shutdown
+from rollout.service.errors import ServiceError
+from rollout.service.text import TextCodec
+from rollout.service.text_process import TextProcess
+from tests.tokenizer_folder import TEMPLATE, make_tokenizer_folder
+from trainer_bridge.wire import encode
+
+LOOP = "{% for i in range(99999) %}"
+FOREVER = f"{{% if messages[0].content == 'for ever' %}}{LOOP * 3}{'{% endfor %}' * 3}{{% endif %}}"
+CHAT = [{"role": "user", "content": "the quick fox"}, {"role": "assistant", "content": "naïve 👍"}]
+ENDLESS = [{"role": "user", "content": "for ever"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer_folder(tmp_path_factory.mktemp("text"), TEMPLATE + FOREVER)
+
+
+@pytest.fixture(scope="module")
+def process(folder: Path) -> Iterator[TextProcess]:
+    process = TextProcess(folder, ServiceSettings(max_prompt_chars=1000))
+    process.start()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def brief(folder: Path) -> Iterator[TextProcess]:
+    """One that may die, and takes a tenth of a second for a prompt at the most."""
+    process = TextProcess(folder, ServiceSettings(max_prompt_s=0.1))
+    process.start()
+    yield process
+    process.close()
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def ticks(pid: int) -> int:
+    """Processor time that a process has used."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+
+def until(condition, deadline_s: float = 20.0):
+    end_s = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+    return value
+
+
+def refusal(process: TextProcess, **fields) -> ServiceError:
+    with pytest.raises(ServiceError) as caught:
+        process.encode_prompt(encode(fields))
+    return caught.value
+
+
+def test_it_gives_the_token_ids_that_the_codec_gives(process, folder):
+    codec = TextCodec(folder)
+    assert process.encode_prompt(encode({"prompt": "naïve 👍 fox"})).tolist() == codec.encode("naïve 👍 fox").tolist()
+    options = {"loud": True, "add_generation_prompt": False}
+    for tools, more in ((None, {}), ([{"name": "f"}], options)):
+        ids = process.encode_prompt(encode({"messages": CHAT, "tools": tools, "chat_template_kwargs": more}))
+        assert (ids.dtype.str, ids.tolist()) == ("<i4", codec.encode_chat(CHAT, tools, more).tolist())
+
+
+def test_what_a_prompt_is_refused_for_comes_back_as_it_was(process):
+    error = refusal(process, messages=[{"role": "user", "content": "bad"}])
+    assert (error.code, error.field) == ("bad_request", "messages") and "no bad words" in str(error)
+    error = refusal(process, messages=CHAT, chat_template_kwargs={"tokenize": True})
+    assert (error.code, error.field) == ("bad_request", "chat_template_kwargs.tokenize")
+    error = refusal(process, messages=[{"role": "user", "content": "x" * 1000}])
+    assert (error.code, error.field) == ("too_long", "messages")
+    assert process.deaths == 0
+
+
+def test_it_has_no_torch_and_leaves_signals_of_the_group_to_the_worker(process):
+    process.encode_prompt(encode({"prompt": "fox"}))
+    pid = process.pid
+    assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)
+    process.encode_prompt(encode({"prompt": "fox"}))
+    assert (process.pid, process.deaths) == (pid, 0)
+
+
+def test_a_prompt_that_takes_too_long_is_refused_and_the_next_one_served(brief, caplog):
+    ids = brief.encode_prompt(encode({"prompt": "fox"})).tolist()
+    pid = brief.pid
+    error = refusal(brief, messages=ENDLESS)
+    assert error.code == "bad_request" and "within 0.1 s" in str(error)
+    assert not is_there(pid), "a template that goes on does not go on computing"
+    assert brief.encode_prompt(encode({"prompt": "fox"})).tolist() == ids
+    assert brief.deaths == 1 and "took more than 0.1 s" in caplog.text
+
+
+def test_one_that_died_without_a_prompt_is_replaced_unnoticed_by_clients(brief):
+    ids = brief.encode_prompt(encode({"prompt": "fox"})).tolist()
+    os.kill(brief.pid, signal.SIGKILL)
+    until(lambda: brief._process.poll() is not None)  # all of its threads are gone
+    assert brief.encode_prompt(encode({"prompt": "fox"})).tolist() == ids
+    assert brief.deaths == 1
+
+
+def test_one_that_cannot_start_is_an_error_for_each_prompt_and_a_problem_to_tell(tmp_path):
+    process = TextProcess(tmp_path, ServiceSettings())
+    process.start()
+    assert refusal(process, prompt="fox").code == "internal"
+    assert process.problem is not None and process.pid is None
+    assert refusal(process, prompt="fox").code == "internal"
+    assert process.deaths == 1, "it is not tried again at once"
+
+
+def test_it_ends_with_its_worker_also_in_the_middle_of_a_prompt(folder):
+    code = (
+        "import sys\nfrom rollout.config import ServiceSettings\nfrom rollout.service.text_process import TextProcess\n"
+        "from trainer_bridge.wire import encode\n"
+        "process = TextProcess(sys.argv[1], ServiceSettings())\nprocess.start()\n"
+        "process.encode_prompt(encode({'prompt': 'fox'}))\nprint(process.pid, flush=True)\n"
+        "process.encode_prompt(encode({'messages': [{'role': 'user', 'content': 'for ever'}]}))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, env=environment, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        before = ticks(pid)
+        until(lambda: ticks(pid) > before + 5)  # it is in the middle of the prompt
+        parent.kill()
+        until(lambda: not is_there(pid))
+
+
+def test_the_folder_is_not_needed_once_it_is_up(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    process = TextProcess(copy, ServiceSettings())
+    process.start()
+    process.encode_prompt(encode({"prompt": "fox"}))
+    shutil.rmtree(copy)
+    assert len(process.encode_prompt(encode({"messages": CHAT}))) > 0
+    process.close()
+
+
+# --- behind a server -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[TextProcess]:
+    process = TextProcess(folder, ServiceSettings())
+    process.start()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def stopped(shared: TextProcess) -> TextProcess:
+    """One that works on nothing until it gets SIGCONT."""
+    shared.encode_prompt(encode({"prompt": "fox"}))
+    os.kill(shared.pid, signal.SIGSTOP)
+    return shared
+
+
+def test_a_death_costs_one_request_an_error_and_the_others_nothing(stopped, folder, caplog):
+    with serving(TextCodec(folder), prompts=stopped) as bench:
+        client, other = bench.client(), bench.client()
+        client.send("generate", "first", messages=CHAT, max_tokens=2)
+        client.send("generate", "second", prompt="the fox", max_tokens=2)
+        client.send("generate", "third", prompt=[1], max_tokens=2)
+        assert client.ask("status", "s")["queue"]["waiting"] == 3
+        other.send("generate", "other", prompt=[2], max_tokens=2)
+        assert bench.submitted().key[1].startswith("other#"), "prompts of token ids never go through it"
+        os.kill(stopped.pid, signal.SIGKILL)
+        error = client.receive()
+        assert (error["op"], error["id"], error["code"]) == ("error", "first", "internal")
+        second, third = bench.submitted(), bench.submitted()
+        assert [request.key[1].split("#")[0] for request in (second, third)] == ["second", "third"]
+        assert second.prompt.tolist() == TextCodec(folder).encode("the fox").tolist()
+    assert "died with a prompt (exit status -9)" in caplog.text
+
+
+def test_a_prompt_in_preparation_can_be_sent_again_and_cancelled(stopped, folder):
+    with serving(TextCodec(folder), prompts=stopped) as bench:
+        client = bench.client()
+        fields = {"client": "job", "messages": CHAT, "max_tokens": 2}
+        client.send("generate", "chat", **fields)
+        client.send("generate", "chat", **fields)
+        assert client.ask("generate", "chat", **{**fields, "max_tokens": 3})["code"] == "duplicate"
+        assert client.ask("cancel", "c", client="job", target="chat")["op"] == "ok"
+        os.kill(stopped.pid, signal.SIGCONT)
+        request = bench.submitted()
+        assert bench.command() == Cancel(request.key) and bench.inbox.empty(), "it is one request"
+        bench.finish(request, [], "cancelled")
+        assert [client.receive()["op"] for _ in range(2)] == ["result", "result"]
+
+
+def test_a_drain_begins_behind_the_prompts_that_were_taken(stopped, folder):
+    with serving(TextCodec(folder), prompts=stopped) as bench:
+        client = bench.client()
+        client.send("generate", "chat", messages=CHAT, max_tokens=2)
+        client.send("shutdown", "s", mode="drain")
+        assert client.ask("status")["state"] == "draining" and bench.inbox.empty()
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert bench.submitted().key[1].startswith("chat#")
+        command = bench.command()
+        assert command == Shutdown("drain", command.token)
+
+
+def test_an_end_at_once_does_not_wait_for_prompts_and_ends_drains_with_it(stopped, folder):
+    with serving(TextCodec(folder), prompts=stopped) as bench:
+        client = bench.client()
+        client.send("generate", "chat", messages=CHAT, max_tokens=2)
+        client.send("shutdown", "drain", mode="drain")
+        client.send("shutdown", "now", mode="now")
+        ends = [bench.command(), bench.command()]
+        assert [command.mode for command in ends] == ["now", "now"] and ends[0].token != ends[1].token
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert bench.submitted().key[1].startswith("chat#")
+        assert client.ask("ping")["op"] == "ok" and bench.inbox.empty(), "each of them has ended once"
+
+
+def test_a_prompt_that_never_ends_does_not_hold_a_drain_up(folder):
+    process = TextProcess(folder, ServiceSettings())
+    process.start()
+    with serving(TextCodec(folder), prompts=process, drain_s=0.1) as bench:
+        client = bench.client()
+        client.send("generate", "slow", messages=ENDLESS, max_tokens=2)
+        client.send("shutdown", "s", mode="drain")
+        command = bench.command()
+        assert command == Shutdown("now", command.token), "what runs had its time to end, too"
+        bench.server.stop()
+        assert {client.receive()["id"] for _ in range(2)} == {"slow", "s"}
+    process.close()
+    assert process.deaths == 0, "nobody is told of the end that was wanted"
