@@ -49,7 +49,10 @@ class EngineSettings(_Section):
         None, ge=2, description="prompt plus completion, tokens; absent: what the model was made for"
     )
     prefill_chunk_tokens: int = Field(2048, ge=1, description="prompt tokens in one prefill step")
-    cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs, for models without experts")
+    cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs; experts only with fused_experts")
+    fused_experts: bool = Field(
+        False, description="experts by the warp-decode kernels, in bf16 or f16 on a GPU; not proven there yet"
+    )
     cuda_graph_rows: int = Field(
         256, ge=1, le=4096, description="rows up to which decode steps are captured; larger ones are launched singly"
     )

@@ -35,7 +35,8 @@ def measure(engine: OursEngine, job: Job, rows: int, bandwidth: float | None) ->
     row = {"shape": job.shape, "rows": rows, **steps, "tokens_per_s": rows / steps["steady_ms"] * 1e3}
     if bandwidth is not None:
         context = job.prompt + job.new * 3 // 4  # of the second half, on average
-        floor_ms = step_floor_s(step_bytes(job.shape), rows * context, bandwidth) * 1e3
+        chosen = steps.get("distinct_experts")
+        floor_ms = step_floor_s(step_bytes(job.shape), rows, rows * context, bandwidth, chosen) * 1e3
         row |= {"floor_ms": floor_ms, "over_floor": steps["steady_ms"] / floor_ms}
     return row
 

@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe_measure import (
+from rollout_kernels.moe.dispatch import MoEShape, run_experts
+from rollout_kernels.moe.formats import FORMATS, Format
+from rollout_kernels.moe.triton_router import moe_route, router_scratch
+
+from rollout.bench.moe_layers import (
     SHAPES,
     Layer,
     Tokens,
@@ -29,25 +33,11 @@ from moe_measure import (
     graph_us,
     make_layers,
     make_tokens,
+    plans,
     read_bandwidth,
 )
-from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, run_experts, table_entry
-from rollout_kernels.moe.formats import FORMATS, Format
-from rollout_kernels.moe.triton_router import moe_route, router_scratch
 
 LAYERS = 8
-
-
-def plans(shape: MoEShape, format: Format, tokens: int) -> dict[str, Plan]:
-    """The chosen plan, and both paths with what the table has for the nearest number of tokens."""
-    found: dict[str, Plan] = {"chosen": moe_plan(shape, format, torch.bfloat16, tokens)}
-    found["deterministic"] = moe_plan(shape, format, torch.bfloat16, tokens, deterministic=True)
-    for most, plan in table_entry(shape, format).bands:
-        if plan.path not in found or most <= tokens:
-            found[plan.path] = plan
-    if tokens > 64:
-        found.pop("warp", None)
-    return found
 
 
 def vllm_layer() -> Callable[[Layer, Tokens], torch.Tensor] | None:

@@ -66,7 +66,9 @@ def main() -> None:
     device = make_device("cuda")
     model = load_random(args.shape, device.torch_device).model
     settings = Settings(
-        engine=EngineSettings(max_rows=max(args.rows), max_context_tokens=args.prompt + 512, kv_memory_fraction=0.5)
+        engine=EngineSettings(
+            max_rows=max(args.rows), max_context_tokens=args.prompt + 512, kv_memory_fraction=0.5, fused_experts=True
+        )
     )
     engine = build_engine(settings, device, model, SimpleQueue(), lambda events: None)
     for rows in args.rows:

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe_measure import SHAPES, Layer, Tokens, errors, exact, floor_us, graph_us, make_layers, make_tokens
 from rollout_kernels.moe import dispatch
 from rollout_kernels.moe.dispatch import Entry, GroupedPlan, MoEShape, Plan, WarpPlan, run_experts
 from rollout_kernels.moe.formats import FORMATS, Format
 from rollout_kernels.moe.triton_grouped import GroupedConfig, grouped_down, grouped_gate_up
 from rollout_kernels.moe.triton_grouping import group_pairs
 from rollout_kernels.moe.triton_warp import WarpConfig, moe_down, moe_gate_up
+
+from rollout.bench.moe_layers import SHAPES, Layer, Tokens, errors, exact, floor_us, graph_us, make_layers, make_tokens
 
 LAYERS = 8
 MOST_WARP_TOKENS = 32

@@ -43,7 +43,24 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
-    # Tries a benchmark out where there is no GPU; its figures mean nothing.
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    },
+    # Try a benchmark out where there is no GPU; their figures mean nothing.
     "toy": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -51,6 +68,23 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
+        "vocab_size": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "toy-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
         "vocab_size": 512,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -65,6 +99,22 @@ class StepBytes:
 
     weights: int  # once a step; of an embedding that is not the output layer a step reads only its own rows
     kv_per_token: int  # of context
+    expert: int = 0  # one expert in every sparse layer; `weights` has none of them
+    experts: int = 0  # of a layer
+    top_k: int = 0
+
+    def of_step(self, rows: int, context_tokens: float, distinct: float | None = None) -> float:
+        """Bytes of a step whose rows hold `context_tokens` together and choose `distinct` experts a layer.
+
+        Without a count these are as many as even routing chooses on average.
+        """
+        if distinct is None:
+            distinct = self.even_experts(rows)
+        return self.weights + self.expert * distinct + self.kv_per_token * context_tokens
+
+    def even_experts(self, rows: int) -> float:
+        """Distinct experts of a layer when every row chooses `top_k` of them at random."""
+        return self.experts * (1 - (1 - self.top_k / self.experts) ** rows) if self.experts else 0.0
 
 
 def model_config(shape: str) -> dict[str, Any]:
@@ -85,6 +135,14 @@ def step_bytes(shape: str, width: int = 2) -> StepBytes:
     hidden, dim = c["hidden_size"], c["head_dim"]
     heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
     attention = hidden * dim * (2 * heads + 2 * kv_heads) + 2 * dim
-    layer = attention + 3 * hidden * c["intermediate_size"] + 2 * hidden
-    numbers = c["num_hidden_layers"] * layer + hidden + c["vocab_size"] * hidden
-    return StepBytes(numbers * width, c["num_hidden_layers"] * kv_heads * dim * 2 * width)
+    layers, experts = c["num_hidden_layers"], c.get("num_experts", 0)
+    block = hidden * experts if experts else 3 * hidden * c["intermediate_size"]
+    numbers = layers * (attention + block + 2 * hidden) + hidden + c["vocab_size"] * hidden
+    expert = layers * 3 * hidden * c["moe_intermediate_size"] if experts else 0
+    return StepBytes(
+        numbers * width,
+        layers * kv_heads * dim * 2 * width,
+        expert * width,
+        experts,
+        c["num_experts_per_tok"] if experts else 0,
+    )

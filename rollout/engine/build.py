@@ -109,9 +109,11 @@ def _build_parts(
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
     slots = [Slot(device, words, engine.max_rows) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    runner = Runner(device, model, kv or _allocate_kv(model, _LEAST_PAGES, engine.page_size), rows)
+    kv_now = kv or _allocate_kv(model, _LEAST_PAGES, engine.page_size)
+    runner = Runner(device, model, kv_now, rows, engine.fused_experts)
+    captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     try:
-        graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if engine.cuda_graphs and capturable(model) else None
+        graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
         if kv is None:
             runner.kv = _planned_kv(settings, runner, slots, graph_rows)
             device.synchronize()

@@ -25,6 +25,7 @@ import torch
 from rollout.engine.sequence import Feature
 from rollout.engine.slot import Slot, Upload
 from rollout.models.decoder import Decoder
+from rollout.models.fused import FusedDecoder, supports
 
 if TYPE_CHECKING:
     from rollout.engine.runner import Runner
@@ -38,12 +39,12 @@ Progress = Callable[[int, int], None]
 PLAIN = Feature.GREEDY | Feature.DRAW
 
 
-def capturable(model: Decoder) -> bool:
-    """True if a decode step of this model reads nothing on the host: dense, on a GPU.
+def capturable(model: Decoder, fused_experts: bool) -> bool:
+    """True if a decode step of this model reads nothing on the host: on a GPU, dense or with fused experts.
 
-    Where experts are, the host looks at how many tokens each of them has.
+    The generic experts ask the device how many tokens each of them has.
     """
-    return model.embed.is_cuda and model.spec.moe is None
+    return model.embed.is_cuda and (model.spec.moe is None or supports(model, fused_experts))
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -86,6 +87,8 @@ class DecodeGraphs:
         self._forward_sizes = forward_sizes(self.sizes)
         self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._forwards: dict[int, _Forward] = {}
+        #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
+        self.experts: dict[int, list[torch.Tensor]] = {}
 
     @property
     def kept_bytes(self) -> int:
@@ -166,6 +169,9 @@ class DecodeGraphs:
                 self._runner.compute.record(slot.start)  # again, where the device begins: the replay arrives later
                 self._step(upload, slot)
             self._steps[id(slot), size] = graph
+            if isinstance(self._runner.forward, FusedDecoder):
+                # Only the first slot's: they keep their memory, which the graphs captured after them can't write to.
+                self.experts.setdefault(size, self._runner.forward.take_chosen())
 
     def _capture_forward(self, slot: Slot, size: int) -> None:
         staged, graph = self._stage(slot, size), torch.cuda.CUDAGraph()

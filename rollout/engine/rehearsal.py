@@ -15,6 +15,7 @@ from rollout.engine.graphs import PLAIN, DecodeGraphs
 from rollout.engine.runner import Runner
 from rollout.engine.sequence import Feature
 from rollout.engine.slot import Slot
+from rollout.models.fused import FusedDecoder
 
 #: All that can be asked of sampling at once.
 ALL_FEATURES = functools.reduce(lambda a, b: a | b, Feature)
@@ -54,12 +55,17 @@ def rehearse(
     """
     largest = largest_chunks(max_rows, chunk_tokens, max_context)
     one = min(chunk_tokens, max_context)
-    steps = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in _CHUNK_LENGTHS)]
+    expert_sizes = runner.forward.kernel_sizes() if isinstance(runner.forward, FusedDecoder) else []
+    prefills = [size for size in expert_sizes if one < size < sum(largest)]
+    chunk_lengths = sorted({*_CHUNK_LENGTHS, *expert_sizes})
+    steps = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in chunk_lengths)]
+    steps += [(_chunks(size, one), PLAIN) for size in prefills]
     for lengths, features in steps:
-        if max(lengths) <= one:
+        if max(lengths) <= one and len(lengths) <= max_rows:
             runner.rehearse_prefill(slot, lengths, features, max_context)
-    uncaptured = [] if graph_rows is not None and graph_rows >= max_rows else _powers_of_two(max_rows)
-    for size in uncaptured:
+    captured_all = graph_rows is not None and graph_rows >= max_rows
+    decodes = {*_powers_of_two(max_rows), *(size for size in expert_sizes if size < max_rows)}
+    for size in [] if captured_all else sorted(decodes):
         runner.rehearse_decode(slot, size, PLAIN, max_context)
     runner.rehearse_decode(slot, max_rows, ALL_FEATURES, max_context)
 
@@ -94,6 +100,11 @@ def _measure_graphs(runner: Runner, slots: list[Slot], max_context: int, graph_r
     graphs.capture(slots, sizes=measured)
     more = before - _free_bytes() - first
     return first + more * len(smaller) // len(measured) + graphs.kept_bytes
+
+
+def _chunks(tokens: int, longest: int) -> list[int]:
+    """Lengths of the fewest chunks that `tokens` tokens come in."""
+    return [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
 
 
 def _free_bytes() -> int:

@@ -38,10 +38,12 @@ _CHUNK_WORDS = 20
 class Runner:
     """The model, its KV and row state, and the three streams."""
 
-    def __init__(self, device: Device, model: Decoder, kv: KVCache, rows: RowState) -> None:
+    def __init__(
+        self, device: Device, model: Decoder, kv: KVCache, rows: RowState, fused_experts: bool = False
+    ) -> None:
         self.device = device
         self.model = model
-        self.forward = FusedDecoder(model) if supports(model) else model  # what steps are run by
+        self.forward = FusedDecoder(model) if supports(model, fused_experts) else model  # what steps are run by
         self.kv = kv
         self.rows = rows
         self.sample = Sampler(rows)

@@ -72,7 +72,8 @@ def clipped(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
 
 def overlap(device: Sequence[Span], host: Sequence[Span]) -> list[tuple[Span, str]]:
     """Adjacent stretches with who works in them, from the first of both to the last. The spans of each are disjoint."""
-    device, host = sorted(device), sorted(host)
+    # What was read from JSON has lists for spans.
+    device, host = (sorted((begin, end) for begin, end in spans) for spans in (device, host))
     moments = sorted({moment for span in (*device, *host) for moment in span})
     stretches: list[tuple[Span, str]] = []
     for begin, end in zip(moments, moments[1:], strict=False):

@@ -1,12 +1,14 @@
-"""Steps of a dense model on a GPU with the fused kernels: eight launches a layer, nothing read on the host.
+"""Steps of a model on a GPU with the fused kernels: seven or eight launches a layer, nothing read on the host.
 
     add_rms_norm -> q/k/v product -> finish_qkv -> attention -> output product
-    add_rms_norm -> gate/up product with SiLU -> down product
+    add_rms_norm -> gate/up product with SiLU -> down product       dense layers
+    norm and router -> experts                                      sparse layers, see `fused_experts`
 
 Decode and prefill differ in the attention, few and many tokens in the products: those with few tokens are our own, as
 far as `rollout_kernels.linear_table` goes, the others cuBLAS's. The residual stream is kept in the model's dtype and is
-read and written by `add_rms_norm` alone; products whose sum is added to it come in parts, float32 where there are
-several.
+read and written by the norms alone; products whose sum is added to it come in parts, float32 where there are
+several. A model whose queries and keys are normalised all heads together, or clipped, takes the generic operations
+between the q/k/v product and attention.
 
 Legend: T tokens, S selected tokens, H hidden, W fused q/k/v width, I intermediate, V vocabulary.
 """
@@ -24,15 +26,29 @@ from rollout_kernels.triton_step import embed_rope
 
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.fused_experts import FusedExperts
+from rollout.models.fused_experts import kernels_take as experts_take
 from rollout.models.layers import Attention, DenseMLP
 from rollout.models.spec import ModelSpec
 
 
-def supports(model: Decoder) -> bool:
-    """True if `FusedDecoder` can run this model: dense, on a GPU in 16 bits, without the rarer options."""
-    spec = model.spec
-    rare = spec.moe is not None or spec.qk_norm == "full" or spec.clip_qkv is not None or spec.mlp_bias or spec.o_bias
-    return model.embed.is_cuda and model.embed.dtype in (torch.bfloat16, torch.float16) and not rare
+def supports(model: Decoder, experts: bool) -> bool:
+    """True if steps of this model are to be run by `FusedDecoder`: on a GPU, in 16 bits, and its kernels take it.
+
+    `experts` says whether those of experts are to be used, too.
+    """
+    dtype = model.embed.dtype
+    sixteen = model.embed.is_cuda and dtype in (torch.bfloat16, torch.float16)
+    return sixteen and kernels_take(model.spec, dtype) and (experts or model.spec.moe is None)
+
+
+def kernels_take(spec: ModelSpec, dtype: torch.dtype) -> bool:
+    """True if the kernels can run a model, on whatever device: none of the rarer options, and experts that they take.
+
+    Dense models run in float32 too: in Triton's interpreter, on a CPU.
+    """
+    rare = spec.mlp_bias or spec.o_bias
+    return not rare and (spec.moe is None or experts_take(spec, dtype))
 
 
 def _configs(spec: ModelSpec, tokens: int) -> dict[str, LinearConfig | None]:
@@ -46,11 +62,13 @@ def _configs(spec: ModelSpec, tokens: int) -> dict[str, LinearConfig | None]:
 
 
 class FusedDecoder:
-    """Runs steps of a `Decoder` that `supports` accepts; shares its parameters and stands in for it."""
+    """Runs steps of a `Decoder` that `kernels_take`; shares its parameters and stands in for it."""
 
     def __init__(self, model: Decoder) -> None:
-        assert supports(model)
+        assert kernels_take(model.spec, model.embed.dtype)
         self._model = model
+        self._experts = None if model.spec.moe is None else FusedExperts(model)
+        self._plain_qkv = model.spec.qk_norm != "full" and model.spec.clip_qkv is None
         self._configs: dict[str, LinearConfig | None] = {}  # of the step that is being launched
 
     @torch.inference_mode()
@@ -58,11 +76,13 @@ class FusedDecoder:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H]."""
         model = self._model
         self._configs = _configs(model.spec, len(token_ids_T))
+        if self._experts is not None:
+            self._experts.begin_step(len(token_ids_T))
         rope = model.rope
         residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, model.embed, rope.inv_freq_D, rope.sign_D)
         parts = None
         for layer in model.layers:
-            parts = self._layer(cast(DecoderLayer, layer), residual_TH, parts, cos_sin, batch, kv)
+            residual_TH, parts = self._layer(cast(DecoderLayer, layer), residual_TH, parts, cos_sin, batch, kv)
         return add_rms_norm(residual_TH, parts, model.norm.weight, model.spec.eps)
 
     @torch.inference_mode()
@@ -74,6 +94,17 @@ class FusedDecoder:
             return self._model.compute_logits(hidden_SH)
         return linear(hidden_SH, self._model.lm_head, config, out_dtype=torch.float32)
 
+    def kernel_sizes(self) -> list[int]:
+        """Numbers of tokens up to which a step runs by the same kernels of experts, ascending; empty without experts.
+
+        Where no step of these sizes was run before, a kernel may be compiled while serving.
+        """
+        return [] if self._experts is None else self._experts.sizes()
+
+    def take_chosen(self) -> list[torch.Tensor]:
+        """Experts of each sparse layer, int32 [T, K], of the step that was just captured; a replay writes them anew."""
+        return [] if self._experts is None else self._experts.take_chosen()
+
     def _layer(
         self,
         layer: DecoderLayer,
@@ -82,14 +113,17 @@ class FusedDecoder:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         batch: AttentionBatch,
         kv: KVCache,
-    ) -> torch.Tensor:
-        """One layer; `parts` are the last layer's output, not yet added. Returns this layer's."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer; `parts` are the last layer's output, not yet added. Returns the residual and this layer's."""
         eps = self._model.spec.eps
-        mlp = cast(DenseMLP, layer.mlp)
         x_TH = add_rms_norm(residual_TH, parts, layer.input_norm.weight, eps)
         parts = self._attention(layer.attention, x_TH, cos_sin, batch, kv)
+        if not isinstance(layer.mlp, DenseMLP):
+            assert self._experts is not None
+            return self._experts.run(layer, residual_TH, parts)
         x_TH = add_rms_norm(residual_TH, parts, layer.post_attention_norm.weight, eps)
-        return self._product("down", self._gated(x_TH, mlp.gate_up_proj.weight), mlp.down_proj.weight)
+        gated_TI = self._gated(x_TH, layer.mlp.gate_up_proj.weight)
+        return residual_TH, self._product("down", gated_TI, layer.mlp.down_proj.weight)
 
     def _product(self, name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """`x weight^T` in parts, [parts, T, outputs]."""
@@ -111,16 +145,19 @@ class FusedDecoder:
         """The attention block's output, in parts; writes this layer's keys and values."""
         spec = self._model.spec
         k_cache, v_cache = kv.k[attention.layer], kv.v[attention.layer]
-        q_TQD = finish_qkv(
-            self._product("qkv", x_TH, attention.qkv_proj.weight),
-            attention.qkv_proj.bias,
-            attention.qk_norm_weight if spec.qk_norm == "head" else None,
-            spec.eps,
-            *cos_sin,
-            batch.kv_slots_T,
-            k_cache,
-            v_cache,
-            spec.heads,
-        )
+        if self._plain_qkv:
+            q_TQD = finish_qkv(
+                self._product("qkv", x_TH, attention.qkv_proj.weight),
+                attention.qkv_proj.bias,
+                attention.qk_norm_weight if spec.qk_norm == "head" else None,
+                spec.eps,
+                *cos_sin,
+                batch.kv_slots_T,
+                k_cache,
+                v_cache,
+                spec.heads,
+            )
+        else:
+            q_TQD = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), k_cache, v_cache)
         out_TQD = attention.attend(q_TQD, batch, k_cache, v_cache)
         return self._product("o", out_TQD.flatten(1), attention.o_proj.weight)

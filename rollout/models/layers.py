@@ -114,14 +114,25 @@ class Attention(Block):
         kv: KVCache,
     ) -> torch.Tensor:
         """`residual_TH` plus the attention of the normalised `x_TH`; `slots_T` are the batch's, as int64."""
-        spec = self.spec
-        qk_THD, v_TGD = self._project(x_TH)
-        qk_THD = apply_rope(qk_THD, *cos_sin)
-        q_TQD, k_TGD = qk_THD[:, : spec.heads], qk_THD[:, spec.heads :]
         k_cache, v_cache = kv.k[self.layer], kv.v[self.layer]
-        write_kv(k_TGD, v_TGD, k_cache, v_cache, slots_T)
+        q_TQD = self.project(x_TH, cos_sin, slots_T, k_cache, v_cache)
         out_TQD = self.attend(q_TQD, batch, k_cache, v_cache)
         return self.o_proj.add_to(residual_TH, out_TQD.flatten(1))
+
+    def project(
+        self,
+        x_TH: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        slots_T: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Queries of the normalised `x_TH`, [T, Q, D]; keys and values go to the cache at `slots_T`, int64."""
+        qk_THD, v_TGD = self._project(x_TH)
+        qk_THD = apply_rope(qk_THD, *cos_sin)
+        q_TQD, k_TGD = qk_THD[:, : self.spec.heads], qk_THD[:, self.spec.heads :]
+        write_kv(k_TGD, v_TGD, k_cache, v_cache, slots_T)
+        return q_TQD
 
     def attend(
         self, q_TQD: torch.Tensor, batch: AttentionBatch, k_cache: torch.Tensor, v_cache: torch.Tensor

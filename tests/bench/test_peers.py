@@ -84,8 +84,27 @@ def test_bytes_of_a_step_are_those_of_the_model():
     assert need == StepBytes(weights, model.spec.kv_bytes_per_token(model.embed.dtype))
 
 
-def test_floor_of_a_job_is_that_of_its_steps_one_by_one():
-    need, bandwidth = StepBytes(weights=1000, kv_per_token=7), 1e6
+def test_bytes_of_a_step_of_experts_are_those_of_the_model():
+    model = load_random("toy-moe", torch.device("cpu")).model
+    weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed.nbytes
+    need = step_bytes("toy-moe", model.embed.itemsize)
+    assert need.weights + need.expert * need.experts == weights
+    assert need.of_step(1, 0) == pytest.approx(need.weights + need.expert * need.top_k)
+    assert need.even_experts(2) == pytest.approx(8 * (1 - (6 / 8) ** 2))
+    assert need.of_step(2, 10, distinct=3.5) == need.weights + 3.5 * need.expert + 10 * need.kv_per_token
+    assert need.of_step(10_000, 0) == pytest.approx(weights)
+
+
+def test_the_30b_shape_reads_what_it_should():
+    need = step_bytes("qwen3-30b-a3b")
+    everything = need.weights + need.experts * need.expert + 2 * 151936 * 2048  # and the embedding
+    assert everything == pytest.approx(30.53e9 * 2, rel=0.001)
+    assert need.of_step(1, 0) == pytest.approx(3.04e9 * 2, rel=0.01), "3.35e9 are active, the embedding is not read"
+
+
+@pytest.mark.parametrize("experts", [{}, {"expert": 90, "experts": 8, "top_k": 2}])
+def test_floor_of_a_job_is_that_of_its_steps_one_by_one(experts):
+    need, bandwidth = StepBytes(weights=1000, kv_per_token=7, **experts), 1e6
     prompts, lengths, rows = [5, 9, 2, 4, 3], [4, 7, 2, 9, 6], 2
     expected, left = 0.0, list(zip(prompts, lengths, strict=True))
     running: list[list[int]] = []
@@ -93,7 +112,7 @@ def test_floor_of_a_job_is_that_of_its_steps_one_by_one():
         while left and len(running) < rows:
             prompt, length = left.pop(0)
             running.append([prompt + 1, length - 1])  # context that a step sees, steps to go
-        expected += step_floor_s(need, sum(context for context, _ in running), bandwidth)
+        expected += step_floor_s(need, len(running), sum(context for context, _ in running), bandwidth)
         running = [[context + 1, steps - 1] for context, steps in running if steps > 1]
     assert job_floor_s(need, prompts, lengths, rows, bandwidth) == pytest.approx(expected)
 

@@ -6,17 +6,20 @@ import threading
 
 import pytest
 import torch
+from families import make_checkpoint
 from harness import Bench
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.config import EngineSettings
+from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.capacity import DeviceMemory, check_row_state, kv_pages
 from rollout.engine.device import CpuDevice
 from rollout.engine.graphs import forward_sizes, graph_sizes
 from rollout.engine.rehearsal import ALL_FEATURES, StepNeeds, largest_chunks, rehearse
 from rollout.engine.rows import RowState
 from rollout.engine.sequence import Feature
+from rollout.models import load_model
+from rollout.models.fused import FusedDecoder
 
 GIB = 2**30
 CONTEXT = 1024
@@ -105,6 +108,24 @@ def test_a_rehearsal_runs_the_most_tokens_and_draws_for_every_row(model):
     rehearse(runner, bench.engine.pipeline.acquire(), 6, 50, 40, graph_rows=None)
     assert max(tokens) == 50 and draws.count((6, ALL_FEATURES)) == 2 and {1, 2, 4} <= {count for count, _ in draws}
     assert ALL_FEATURES.reshapes and all(feature in ALL_FEATURES for feature in Feature)
+    runner.close()
+
+
+@pytest.mark.filterwarnings("ignore:no measured plan")
+def test_a_rehearsal_runs_every_size_at_which_experts_take_other_kernels(tmp_path, monkeypatch):
+    make_checkpoint("mixtral", tmp_path)
+    model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
+    bench = Bench(model, max_rows=40)
+    runner, prefills, decodes = bench.engine.runner, [], []
+    runner.forward = FusedDecoder(model)
+    monkeypatch.setattr(runner, "rehearse_prefill", lambda slot, lengths, *rest: prefills.append(lengths))
+    monkeypatch.setattr(runner, "rehearse_decode", lambda slot, rows, *rest: decodes.append(rows))
+    sizes = runner.forward.kernel_sizes()
+    assert sizes[0] < 40 < sizes[-1]
+    rehearse(runner, bench.engine.pipeline.acquire(), 40, 700, 300, graph_rows=None)
+    assert max(max(lengths) for lengths in prefills) == 300, "no chunk is longer than a context"
+    assert {sum(lengths) for lengths in prefills} >= {size for size in sizes if size <= 700}
+    assert set(decodes) >= {size for size in sizes if size <= 40}
     runner.close()
 
 

@@ -25,6 +25,9 @@ SIZES = {
     "max_position_embeddings": 2048,
     "num_experts_per_tok": TOP_K,
     "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
 }
 CONFIGS = {
     "qwen3_moe": (
@@ -85,7 +88,7 @@ def prompt(length: int, salt: int) -> list[int]:
 
 
 def bench_of(model, **fields) -> Bench:
-    return Bench(model, make_device("cuda"), **{"kv_pages": 1024, "page_size": 16, **fields})
+    return Bench(model, make_device("cuda"), **{"kv_pages": 1024, "page_size": 16, "fused_experts": True, **fields})
 
 
 def logprob_errors(bench: Bench, reference, prompts: dict[str, list[int]]) -> torch.Tensor:
@@ -108,11 +111,11 @@ def test_logprobs_are_as_close_to_float32_as_those_of_the_generic_path(checkpoin
     errors = {}
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr("rollout.engine.runner.supports", lambda model: False)
+            monkeypatch.setattr("rollout.engine.runner.supports", lambda model, experts: False)
         model = load_bf16(folder)
         bench = bench_of(model, max_rows=12, prefill_chunk_tokens=300, cuda_graphs=fused)
         assert isinstance(bench.engine.runner.forward, FusedDecoder) == fused
-        assert (bench.engine.runner.graphs is not None) == fused and capturable(model)
+        assert (bench.engine.runner.graphs is not None) == fused and capturable(model, True)
         for i, (name, ids) in enumerate(prompts.items()):
             bench.submit(name, ids, 60 + 5 * i, sampling={"temperature": 1.0, "seed": i})
         bench.run()
@@ -213,7 +216,7 @@ def test_float32_takes_the_generic_path(checkpoint):
     folder, reference = checkpoint
     model = load_model(ModelSettings(path=str(folder), dtype="float32"), torch.device("cuda")).model
     bench = bench_of(model)
-    assert not capturable(model) and bench.engine.runner.graphs is None
+    assert not capturable(model, True) and bench.engine.runner.graphs is None
     bench.submit("a", prompt(20, 1), 30)
     bench.run()
     assert logprob_errors(bench, reference, {"a": prompt(20, 1)}).max() < 1e-3

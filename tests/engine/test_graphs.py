@@ -66,7 +66,7 @@ def replays(monkeypatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(build, "capturable", lambda model: True)
+    monkeypatch.setattr(build, "capturable", lambda model, fused_experts: True)
     return ran
 
 
@@ -130,7 +130,7 @@ def test_a_capture_that_fails_is_ended_and_says_why(replays):
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_dense_models_on_a_gpu_are_captured(on_gpu):
     model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu), spec=SimpleNamespace(moe=None))
-    assert capturable(model) == on_gpu
+    assert capturable(model, False) == on_gpu
 
 
 @pytest.mark.parametrize(
@@ -146,4 +146,5 @@ def test_dense_models_on_a_gpu_are_captured(on_gpu):
 def test_experts_are_captured_where_the_fused_kernels_run_them(on_gpu, dtype, bias, captured):
     spec = SimpleNamespace(moe=SimpleNamespace(intermediate=32), hidden=64, o_bias=bias, mlp_bias=False)
     model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=spec)
-    assert capturable(model) == captured
+    assert capturable(model, True) == captured
+    assert not capturable(model, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 
@@ -12,12 +13,15 @@ from rollout.models import AttentionBatch, Chunk, Decoder, KVCache
 class PagedRunner:
     """Rows with pages in shuffled order; unwritten cache is filled with values that would show if they were read."""
 
-    def __init__(self, model: Decoder, rows: int, max_tokens: int, page_size: int = 7, seed: int = 0) -> None:
-        self.model, self.page_size = model, page_size
+    def __init__(
+        self, model: Decoder, rows: int, max_tokens: int, page_size: int = 7, seed: int = 0, forward: Any = None
+    ) -> None:
+        self.forward = forward or model  # what runs the steps
+        self.page_size = page_size
         self.width = -(-max_tokens // page_size)
         pages = list(range(1, rows * self.width + 1))
         random.Random(seed).shuffle(pages)
-        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, torch.float32, "cpu")
+        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, model.embed.dtype, "cpu")
         for cache in (*self.kv.k, *self.kv.v):
             cache.fill_(50.0)
         self.tables = [pages[row * self.width : (row + 1) * self.width] for row in range(rows)]
@@ -77,4 +81,4 @@ class PagedRunner:
             max_context=max(self.lengths[row] for row in rows),
             chunks=chunks,
         )
-        return self.model.compute_logits(self.model(ints(tokens), batch, self.kv))
+        return self.forward.compute_logits(self.forward(ints(tokens), batch, self.kv))

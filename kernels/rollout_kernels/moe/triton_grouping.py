@@ -17,6 +17,9 @@ import triton.language as tl
 
 from rollout_kernels.triton_math import follow, follow_options
 
+#: Pairs that a program of `group_pairs` looks at together: at least and at most.
+_LEAST_CHUNK, _MOST_CHUNK = 128, 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -34,6 +37,15 @@ class Groups:
 def most_tiles(pairs: int, experts: int, tile_rows: int) -> int:
     """The largest number of tiles that `pairs` can need, however they are routed."""
     return min(pairs, min(experts, pairs) + pairs // tile_rows)
+
+
+def _chunk(pairs: int) -> int:
+    return min(_MOST_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(pairs)))
+
+
+def last_pairs() -> list[int]:
+    """Numbers of pairs up to which `group_pairs` is the same kernel, ascending; above the last nothing changes."""
+    return [1 << bit for bit in range(_LEAST_CHUNK.bit_length() - 1, _MOST_CHUNK.bit_length() - 1)]
 
 
 @triton.jit(do_not_specialize=["pairs", "limit"])
@@ -92,7 +104,7 @@ def group_pairs(experts_TK: torch.Tensor, experts: int, tile_rows: int) -> Group
         torch.empty(tiles, 3, dtype=torch.int32, device=experts_TK.device),
         tile_rows,
     )
-    chunk = min(4096, max(128, triton.next_power_of_2(pairs)))
+    chunk = _chunk(pairs)
     _group_kernel[(experts,)](
         experts_TK,
         groups.pairs_P,

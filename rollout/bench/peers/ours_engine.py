@@ -92,13 +92,23 @@ class OursEngine:
     def last_steps(self) -> Row:
         """Of the second half of the decode steps with all rows: wall and device time, idle time between two, host work.
 
-        Milliseconds; empty when too few steps were kept.
+        Milliseconds; empty when too few steps were kept. Of a mixture of experts also how many of them the last
+        captured step of so many rows chose, on average over its layers.
         """
         count = min(self._engine.meter.steps - self._steps_before, _KEPT_STEPS)
         recent = [step for step in self._engine.meter.recent_steps()[-count:] if step.kind == "decode"]
         most = max((step.rows for step in recent), default=0)
         full = [step for step in recent if step.rows == most]
-        return steady_figures(full[len(full) // 2 :])
+        return {**steady_figures(full[len(full) // 2 :]), **self._distinct_experts(most)}
+
+    def _distinct_experts(self, rows: int) -> Row:
+        graphs = self._engine.runner.graphs
+        chosen = graphs.experts.get(graphs.size_for(rows) or 0, []) if graphs is not None and rows else []
+        if not chosen:
+            return {}
+        torch.cuda.synchronize()
+        counts = [experts_TK[:rows].unique().numel() for experts_TK in chosen]
+        return {"distinct_experts": statistics.mean(counts)}
 
     def close(self) -> None:
         """Check that nothing leaked and end the streams."""
@@ -123,6 +133,7 @@ def engine_settings(job: Job, depth: int) -> EngineSettings:
         prefill_chunk_tokens=min(_CHUNK_TOKENS, job.most_rows * job.most_context),
         kv_memory_max_gib=None if torch.cuda.is_available() else 0.25,
         pipeline_depth=depth,  # type: ignore[arg-type]
+        fused_experts=True,
     )
 
 

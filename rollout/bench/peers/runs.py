@@ -179,7 +179,8 @@ def floors(job: Job, row: Row, bandwidth: float) -> Row:
     need = step_bytes(row["shape"])
     if row["experiment"] in ("decode", "contexts"):
         context = row.get("context", row.get("prompt")) + row["new"] / 2
-        floor_ms = step_floor_s(need, row["rows"] * context, bandwidth) * 1e3
+        chosen = row.get("distinct_experts")
+        floor_ms = step_floor_s(need, row["rows"], row["rows"] * context, bandwidth, chosen) * 1e3
         steady = {"steady_over_floor": row["steady_ms"] / floor_ms} if "steady_ms" in row else {}
         return {"floor_ms": floor_ms, "over_floor": row["ms"] / floor_ms, **steady}
     if row["experiment"] == "post":

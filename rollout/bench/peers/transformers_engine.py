@@ -52,6 +52,7 @@ class TransformersEngine:
         self._facts = {
             "version": transformers.__version__,
             "attention": attention,
+            "experts": getattr(model.config, "_experts_implementation", None),
             "async": settings.use_async_batching,
             "cuda_graphs": settings.use_cuda_graph,
             "decode_fast_path": settings.max_blocks_per_request > 0,

@@ -1,10 +1,13 @@
-"""What `bench_moe.py` and `tune_moe.py` share: layers of experts on the device, exact results, timing, the floor.
+"""Layers of experts, exact results, timing and floors for `rollout bench moe`, `bench_moe.py` and `tune_moe.py`.
 
 The floor is measured, not computed: two launches that only read the bytes of the experts that were chosen, with the
 same overlap of launches as the kernels have.
 
 Legend: T tokens, E experts, K experts a token, H hidden, D distinct experts.
 """
+
+# A kernel collects tiles in a tuple, whose type changes as it grows.
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from rollout_kernels.moe.dispatch import MoEShape
+from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, table_entry
 from rollout_kernels.moe.formats import ExpertWeights, Format
 from rollout_kernels.moe.triton_quantize import quantize_on_device
 from rollout_kernels.moe.triton_router import Routing
@@ -26,6 +29,8 @@ SHAPES = {
     "olmoe-1b-7b": MoEShape(experts=64, top_k=8, hidden=2048, inner=1024),
     "mixtral-8x7b": MoEShape(experts=8, top_k=2, hidden=4096, inner=14336),
 }
+#: Tokens past which the path by output is not measured.
+MOST_WARP_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,21 @@ def exact(layer: Layer, tokens: Tokens, rounded: bool = False) -> torch.Tensor:
         weight = routing.weights_TK[token, slot, None].double()
         out.index_add_(0, token, stored(weight * (hidden @ layer.down.part(expert).dequantized()[0].T)))
     return stored(out)
+
+
+def plans(shape: MoEShape, format: Format, tokens: int) -> dict[str, Plan]:
+    """The chosen plan, the deterministic one, and both paths with what the table has for the nearest number of tokens.
+
+    By output only where that is not out of the question.
+    """
+    found: dict[str, Plan] = {"chosen": moe_plan(shape, format, torch.bfloat16, tokens)}
+    found["deterministic"] = moe_plan(shape, format, torch.bfloat16, tokens, deterministic=True)
+    for most, plan in table_entry(shape, format).bands:
+        if plan.path not in found or most <= tokens:
+            found[plan.path] = plan
+    if tokens > MOST_WARP_TOKENS:
+        found.pop("warp", None)
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""The sparse feed-forward blocks of `FusedDecoder`: norm, router and experts, nothing read on the host.
+
+    few tokens    norm_route -> experts                              one launch before the experts
+    more          add_rms_norm -> moe_route -> experts
+    many          add_rms_norm -> product -> moe_choose -> experts   the router's weights are read once
+
+The experts read what the router wrote before the kernels between the two have ended, so nothing may be launched there
+that does not wait for the kernel before it. Weights are the parameters themselves: what is copied into these is seen by
+the next step.
+
+Legend: T tokens, S parts, H hidden, K experts a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, run_experts, table_entry
+from rollout_kernels.moe.formats import ExpertWeights
+from rollout_kernels.moe.triton_grouping import last_pairs
+from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route
+from rollout_kernels.moe.triton_router import Routing, moe_choose, moe_route, router_scratch
+from rollout_kernels.triton_fused import add_rms_norm
+
+from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.layers import SparseMLP
+from rollout.models.spec import ModelSpec
+
+#: Tokens up to which our own kernel makes the router's logits.
+MOST_ROUTED = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LayerExperts:
+    """Both projections of a layer as the kernels take them."""
+
+    gate_up: ExpertWeights
+    down: ExpertWeights
+
+
+def experts_of(mlp: SparseMLP) -> LayerExperts:
+    """The experts of a layer, without a copy. Other formats than the parameters' own would come in here."""
+    return LayerExperts(ExpertWeights(mlp.gate_up, halves=2), ExpertWeights(mlp.down))
+
+
+def kernels_take(spec: ModelSpec, dtype: torch.dtype) -> bool:
+    """True if the kernels can run this model's sparse layers: 16 bits, and widths that come in pairs."""
+    assert spec.moe is not None
+    return dtype in (torch.bfloat16, torch.float16) and spec.hidden % 2 == 0 and spec.moe.intermediate % 2 == 0
+
+
+class FusedExperts:
+    """Runs the sparse layers of one model; what they need between kernels is shared, since they run one by one."""
+
+    def __init__(self, model: Decoder) -> None:
+        moe = model.spec.moe
+        assert moe is not None
+        self._moe, self._eps, self._dtype = moe, model.spec.eps, model.embed.dtype
+        self._shape = MoEShape(moe.experts, moe.top_k, model.spec.hidden, moe.intermediate)
+        layers = (cast(DecoderLayer, layer) for layer in model.layers)
+        self._experts = {layer.mlp: experts_of(layer.mlp) for layer in layers if isinstance(layer.mlp, SparseMLP)}
+        self._format = next(iter(self._experts.values())).gate_up.format
+        self._scratch = router_scratch(MOST_ROUTED, moe.experts, model.embed.device)
+        self._plan: Plan | None = None  # of the step that is being launched
+        self._chosen: list[torch.Tensor] | None = None  # its experts, if it is being captured
+
+    def begin_step(self, tokens: int) -> None:
+        """Say how many tokens the step has that is about to be launched: all its layers run by one plan."""
+        self._plan = moe_plan(self._shape, self._format, self._dtype, tokens)
+        self._chosen = [] if self._scratch.arrived_B.is_cuda and torch.cuda.is_current_stream_capturing() else None
+
+    def take_chosen(self) -> list[torch.Tensor]:
+        """Experts of each sparse layer, [T, K], of the step that was just captured; each replay writes them anew."""
+        chosen, self._chosen = self._chosen or [], None
+        return chosen
+
+    def sizes(self) -> list[int]:
+        """Numbers of tokens up to which a step runs by the same kernels, ascending; above the last nothing changes."""
+        bands = [most for most, _ in table_entry(self._shape, self._format).bands[:-1]]
+        grouping = [pairs // self._moe.top_k for pairs in last_pairs()]
+        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROUTED} - {0})
+
+    def run(
+        self, layer: DecoderLayer, residual_TH: torch.Tensor, parts_STH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One block. `parts_STH` is the attention's output, not yet added.
+
+        Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
+        """
+        norm_H, router_EH = layer.post_attention_norm.weight, cast(SparseMLP, layer.mlp).router
+        how = (self._moe.top_k, self._moe.renormalize)
+        if len(residual_TH) <= MOST_TOKENS:
+            found = norm_route(residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch)
+            residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
+        else:
+            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps)
+            routing = self._route(x_TH, router_EH, *how)
+        if self._chosen is not None:
+            self._chosen.append(routing.experts_TK)
+        assert self._plan is not None
+        weights = self._experts[cast(SparseMLP, layer.mlp)]
+        return residual_TH, run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True)
+
+    def _route(self, x_TH: torch.Tensor, router_EH: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
+        if len(x_TH) <= MOST_ROUTED:
+            return moe_route(x_TH, router_EH, top_k, renormalize, self._scratch)
+        return moe_choose(F.linear(x_TH, router_EH), top_k, renormalize)
