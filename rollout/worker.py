@@ -13,6 +13,7 @@ watchdog's thread, and ends with status HUNG.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import logging
@@ -291,6 +292,7 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     with stage("loading weights") as advance:
         loaded = load_model(settings.model, device.torch_device, advance)
     worker = Worker(settings, loaded, sinks, restarts)
+    settle_heap()
     worker.start()
     status = FAILED
     try:
@@ -298,6 +300,16 @@ def serve(settings: Settings, restarts: int = 0) -> int:
         return status
     finally:
         worker.close(status)
+
+
+def settle_heap() -> None:
+    """Keep what start-up made out of later garbage collections.
+
+    Half a million objects of libraries never go away, and each full collection would look at all of them while the loop
+    waits.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def check_settings(settings: Settings) -> Device:

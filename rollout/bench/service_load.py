@@ -48,7 +48,7 @@ from rollout.service.intake import ServedModel
 from rollout.service.server import Server
 from rollout.service.text import TextCodec
 from rollout.service.text_process import TextProcess
-from rollout.worker import SWITCH_INTERVAL_S
+from rollout.worker import SWITCH_INTERVAL_S, settle_heap
 
 _STATUS_EVERY_S = 0.1
 _LOOK_EVERY = 64  # turns of the loop between two looks at the clients
@@ -235,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         _write_text_folder(Path(folder))
         bench = Bench(load, args.step_ms * 1e-3, Path(folder))
+        settle_heap()
         try:
             for turn in range(args.turns):
                 for name, measure in zip(_LOADS, (bench.quiet, bench.loaded, bench.templates), strict=True):
