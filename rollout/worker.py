@@ -13,6 +13,7 @@ watchdog's thread, and ends with status HUNG.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import json
@@ -306,10 +307,11 @@ def settle_heap() -> None:
     """Keep what start-up made out of later garbage collections.
 
     Half a million objects of libraries never go away, and each full collection would look at all of them while the loop
-    waits.
+    waits. At the end of the process all is collected again, or libraries complain of leaks.
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def check_settings(settings: Settings) -> Device:
