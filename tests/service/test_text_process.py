@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -132,18 +133,38 @@ def test_one_that_cannot_start_is_an_error_for_each_prompt_and_a_problem_to_tell
     assert process.deaths == 1, "it is not tried again at once"
 
 
-def test_it_ends_with_its_worker_also_in_the_middle_of_a_prompt(folder):
+@contextmanager
+def worker_with_a_child(folder: Path, prompts: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts a child, runs the code `prompts`, and prints the child's process id when that says so."""
     code = (
-        "import sys\nfrom rollout.config import ServiceSettings\nfrom rollout.service.text_process import TextProcess\n"
-        "from trainer_bridge.wire import encode\n"
-        "process = TextProcess(sys.argv[1], ServiceSettings())\nprocess.start()\n"
-        "process.encode_prompt(encode({'prompt': 'fox'}))\nprint(process.pid, flush=True)\n"
-        "process.encode_prompt(encode({'messages': [{'role': 'user', 'content': 'for ever'}]}))\n"
+        "import sys, time\nfrom rollout.config import ServiceSettings\n"
+        "from rollout.service.text_process import TextProcess\nfrom trainer_bridge.wire import encode\n"
+        f"process = TextProcess(sys.argv[1], ServiceSettings())\nprocess.start()\n{prompts}"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     with subprocess.Popen(
         [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, env=environment, text=True
     ) as parent:
+        yield parent
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.5])
+def test_it_ends_with_its_worker_also_while_it_starts(folder, delay_s):
+    """It learns of a worker that was gone before it looked from the connection."""
+    with worker_with_a_child(folder, "print(process.pid, flush=True)\ntime.sleep(600)\n") as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        time.sleep(delay_s)
+        parent.kill()
+        until(lambda: not is_there(pid))
+
+
+def test_it_ends_with_its_worker_also_in_the_middle_of_a_prompt(folder):
+    prompts = (
+        "process.encode_prompt(encode({'prompt': 'fox'}))\nprint(process.pid, flush=True)\n"
+        "process.encode_prompt(encode({'messages': [{'role': 'user', 'content': 'for ever'}]}))\n"
+    )
+    with worker_with_a_child(folder, prompts) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         before = ticks(pid)

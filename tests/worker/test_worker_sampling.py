@@ -104,7 +104,7 @@ def test_min_tokens_bans_stop_tokens_until_then(client: RolloutClient) -> None:
     stop = {"token_ids": [SPACE]}
     early = client.generate("17:", max_tokens=20, stop=stop).completions[0]
     assert (tokens(early), early.finish_reason, early.stop) == ([SPACE], "stop", SPACE)
-    late = client.generate("17:", max_tokens=20, stop={**stop, "min_tokens": 7}).completions[0]
+    late = client.generate("17:", max_tokens=400, stop={**stop, "min_tokens": 7}, seed=1).completions[0]
     assert SPACE not in tokens(late)[:7] and late.finish_reason == "stop" and late.stop == SPACE
     assert len(late) >= 8 and tokens(late)[-1] == SPACE
     assert late.drawn_logprobs is not None
