@@ -23,6 +23,7 @@ from rollout_kernels.moe.dispatch import MoEShape, run_experts
 from rollout_kernels.moe.formats import FORMATS, Format
 from rollout_kernels.moe.triton_router import moe_route, router_scratch
 
+from rollout.bench.cuda_timing import graph_us
 from rollout.bench.moe_layers import (
     SHAPES,
     Layer,
@@ -30,7 +31,6 @@ from rollout.bench.moe_layers import (
     errors,
     exact,
     floor_us,
-    graph_us,
     make_layers,
     make_tokens,
     plans,
@@ -81,7 +81,7 @@ def measure(
         timed["vllm"] = peer
     for name, run in timed.items():
         pairs = list(zip(layers, batches, strict=True)) * (4 if tokens <= 8 else 1)
-        us = graph_us([lambda run=run, pair=pair: run(*pair) for pair in pairs])
+        us = graph_us(*(lambda run=run, pair=pair: run(*pair) for pair in pairs))
         paths[name] = {"us": us, "tbps": layer_bytes / us / 1e6, "of_floor": row["floor_us"] / us}
         if expected is not None:
             paths[name]["errors"] = asdict(errors(run(layers[0], batches[0]), expected))
@@ -93,7 +93,7 @@ def measure_router(shape: MoEShape, tokens: int) -> float:
     routers = [torch.randn(shape.experts, shape.hidden, device="cuda").bfloat16() for _ in range(64)]
     x_TH = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
     scratch = router_scratch(tokens, shape.experts, x_TH.device)
-    return graph_us([lambda w=w: moe_route(x_TH, w, shape.top_k, True, scratch) for w in routers])
+    return graph_us(*(lambda w=w: moe_route(x_TH, w, shape.top_k, True, scratch) for w in routers))
 
 
 def line(name: str, format: str, row: dict[str, Any]) -> str:

@@ -85,7 +85,7 @@ def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwid
         got = run(x, weights[0], config).double()
         error = (((got if kind == "silu" else got.sum(0)) - exact).norm() / exact.norm()).item()
         assert error < 1e-2, (name, config, error)
-        timed[config] = graph_us(functools.partial(_all, run, x, weights, config), 5) / copies
+        timed[config] = graph_us(functools.partial(_all, run, x, weights, config), runs=5) / copies
     splits = {}
     for split in sorted({config.split for config in timed}):
         best = min((config for config in timed if config.split == split), key=timed.__getitem__)

@@ -29,7 +29,8 @@ from rollout_kernels.moe.triton_grouped import GroupedConfig, grouped_down, grou
 from rollout_kernels.moe.triton_grouping import group_pairs
 from rollout_kernels.moe.triton_warp import WarpConfig, moe_down, moe_gate_up
 
-from rollout.bench.moe_layers import SHAPES, Layer, Tokens, errors, exact, floor_us, graph_us, make_layers, make_tokens
+from rollout.bench.cuda_timing import graph_us
+from rollout.bench.moe_layers import SHAPES, Layer, Tokens, errors, exact, floor_us, make_layers, make_tokens
 
 LAYERS = 8
 MOST_WARP_TOKENS = 32
@@ -109,7 +110,7 @@ class Tuner:
                 error = errors(run(self.layers[0], batches[0]), expected).relative
                 assert error < 6e-3, (plan, error)
             works = [lambda pair=pair, run=run: run(*pair) for pair in zip(self.layers, batches, strict=True)]
-            timed.append((graph_us(works * (4 if tokens <= 8 else 1)), plan))
+            timed.append((graph_us(*works * (4 if tokens <= 8 else 1)), plan))
         timed.sort(key=lambda pair: pair[0])
         floor = floor_us(self.layers, batches)
         row = {"tokens": tokens, "floor_us": floor, "plans": [[us, asdict(plan)] for us, plan in timed]}
@@ -164,7 +165,7 @@ class Tuner:
         timed = {}
         for config in candidates:
             if _works(work, config, *pairs[0]):
-                timed[config] = graph_us([lambda c=config, p=pair: work(c, *p) for pair in pairs], 5)
+                timed[config] = graph_us(*(lambda c=config, p=pair: work(c, *p) for pair in pairs), runs=5)
         best = min(timed, key=lambda config: timed[config])
         before = self.before.get(key)
         if before in timed and timed[before] <= STICKY * timed[best]:

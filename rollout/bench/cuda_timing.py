@@ -17,15 +17,16 @@ _BLOCK = 2048
 _LOADS = 8  # of a program
 
 
-def graph_us(work: Callable[[], object], runs: int = 12) -> float:
-    """Median time of `work` replayed as a CUDA graph, microseconds."""
+def graph_us(*works: Callable[[], object], runs: int = 12) -> float:
+    """Median time of one of `works`, which are captured one after the other in one CUDA graph, microseconds."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        work()
+        works[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        work()
+        for work in works:
+            work()
     times = []
     for _ in range(runs + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -34,7 +35,7 @@ def graph_us(work: Callable[[], object], runs: int = 12) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times[2:])[runs // 2]
+    return sorted(times[2:])[runs // 2] / len(works)
 
 
 @triton.jit

@@ -17,7 +17,8 @@ import torch
 from rollout_kernels.moe.dispatch import MoEShape, run_experts
 from rollout_kernels.moe.formats import FORMATS, Format
 
-from rollout.bench.moe_layers import SHAPES, floor_us, graph_us, make_layers, make_tokens, plans
+from rollout.bench.cuda_timing import graph_us
+from rollout.bench.moe_layers import SHAPES, floor_us, make_layers, make_tokens, plans
 from rollout.bench.results import DEFAULT_FOLDER, write_results
 
 LAYERS = 8
@@ -63,7 +64,7 @@ def measure(shape: MoEShape, format: Format, counts: Iterable[int]) -> list[Row]
                     lambda p=plan, a=layer, b=batch: run_experts(b.x_TH, b.routing, a.gate_up, a.down, p)  # type: ignore[misc]
                     for layer, batch in pairs
                 ]
-                row[f"{path}_us"] = graph_us(works)
+                row[f"{path}_us"] = graph_us(*works)
         rows.append(row)
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
     return rows

@@ -11,7 +11,6 @@ Legend: T tokens, E experts, K experts a token, H hidden, D distinct experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,8 @@ from rollout_kernels.moe.formats import ExpertWeights, Format
 from rollout_kernels.moe.triton_quantize import quantize_on_device
 from rollout_kernels.moe.triton_router import Routing
 from rollout_kernels.triton_math import follow, follow_options
+
+from rollout.bench.cuda_timing import graph_us
 
 SHAPES = {
     "qwen3-30b-a3b": MoEShape(experts=128, top_k=8, hidden=2048, inner=768),
@@ -135,27 +136,6 @@ def errors(got: torch.Tensor, expected: torch.Tensor) -> Errors:
     return Errors((difference.norm() / expected.norm()).item(), cosine.min().item(), difference.abs().max().item())
 
 
-def graph_us(works: Sequence[Callable[[], object]], runs: int = 12) -> float:
-    """Median time of one of `works`, which are captured one after the other in one CUDA graph, microseconds."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        works[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for work in works:
-            work()
-    times = []
-    for _ in range(runs + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times[2:])[runs // 2] / len(works)
-
-
 _LOADS = 16
 _CHUNK_INTS = 4 * 128 * _LOADS
 
@@ -195,7 +175,7 @@ def floor_us(layers: list[Layer], tokens: list[Tokens]) -> float:
 
     chosen = [t.routing.experts_TK.unique().int() for t in tokens]
     works = [lambda pair=pair: read(*pair) for pair in zip(layers, chosen, strict=True)]
-    return graph_us(works)
+    return graph_us(*works)
 
 
 def read_bandwidth() -> float:
@@ -203,4 +183,4 @@ def read_bandwidth() -> float:
     whole = ExpertWeights(torch.empty(1, 1 << 15, 1 << 16, dtype=torch.bfloat16, device="cuda").normal_())
     out = torch.empty(1 << 22, dtype=torch.int32, device="cuda")
     first = torch.zeros(1, dtype=torch.int32, device="cuda")
-    return whole.bytes_per_expert / graph_us([lambda: read_experts(whole, first, out)]) * 1e6
+    return whole.bytes_per_expert / graph_us(lambda: read_experts(whole, first, out)) * 1e6

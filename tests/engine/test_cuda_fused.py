@@ -6,12 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from cuda_harness import assert_steady, load_bf16
 from harness import Bench
 
-from rollout.config import ModelSettings
 from rollout.engine.device import make_device
 from rollout.engine.graphs import graph_sizes
-from rollout.models import load_model
 
 pytestmark = pytest.mark.gpu
 SAMPLED = {"temperature": 1.0, "seed": 11}
@@ -44,10 +43,6 @@ def checkpoint(request, tmp_path_factory):
     hf_model = hf_model.to(torch.bfloat16)
     hf_model.save_pretrained(folder)
     return folder, hf_model.to("cuda").float().eval()
-
-
-def load_bf16(folder):
-    return load_model(ModelSettings(path=str(folder), dtype="bfloat16"), torch.device("cuda")).model
 
 
 def run(folder, prompt_of, rows: int = 5, **fields) -> Bench:
@@ -129,15 +124,5 @@ def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, prompt_of)
     bench = Bench(load_bf16(checkpoint[0]), make_device("cuda"), kv_pages=512, page_size=16)
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(9, i), 200, sampling=SAMPLED)
-    for _ in range(20):
-        bench.engine.tick()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(100):
-            bench.engine.tick()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    bench.run()
+    assert_steady(bench)
     bench.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_harness import assert_steady, load_bf16, watch_compilation
 from harness import Bench
 from test_swap import Mailbox, Update, boundary
 
@@ -79,10 +80,6 @@ def mixtrals(tmp_path_factory):
     return folders
 
 
-def load_bf16(folder):
-    return load_model(ModelSettings(path=str(folder), dtype="bfloat16"), torch.device("cuda")).model
-
-
 def prompt(length: int, salt: int) -> list[int]:
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(salt)).tolist()
 
@@ -145,29 +142,14 @@ def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, rows):
     bench = bench_of(load_bf16(checkpoint[0]), max_rows=rows, prefill_chunk_tokens=512)
     for i in range(rows):
         bench.submit(f"r{i}", prompt(9, i), 200, sampling={"temperature": 1.0, "seed": i})
-    for _ in range(20):
-        bench.engine.tick()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(100):
-            bench.engine.tick()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    bench.run()
+    assert_steady(bench)
     bench.close()
 
 
 def test_nothing_is_compiled_while_serving(mixtrals, monkeypatch):
     """Steps of every size, captured and not: the plans of experts change with the number of tokens."""
-    from triton.runtime.jit import JITFunction
-
     bench = bench_of(load_bf16(mixtrals[0]), max_rows=24, cuda_graph_rows=6, prefill_chunk_tokens=700)
-    compiled, compile_it = [], JITFunction._do_compile
-    monkeypatch.setattr(
-        JITFunction, "_do_compile", lambda self, *rest: (compiled.append(self.fn.__name__), compile_it(self, *rest))[1]
-    )
+    compiled = watch_compilation(monkeypatch)
     for i, length in enumerate((1, 3, 7, 9, 30, 33, 65, 100, 129, 200, 300, 500, 690)):
         bench.submit(f"r{i}", prompt(length, i), 12)
         bench.run()

@@ -6,14 +6,13 @@ import time
 
 import pytest
 import torch
+from cuda_harness import assert_steady, load_bf16, watch_compilation
 from harness import Bench
 from rollout_kernels.linear_table import MOST_ROWS
 
-from rollout.config import ModelSettings
 from rollout.engine.device import make_device
 from rollout.engine.graphs import DecodeGraphs, capturable
 from rollout.engine.rows import RowState
-from rollout.models import load_model
 
 pytestmark = pytest.mark.gpu
 VOCAB = 40_009
@@ -48,10 +47,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("start")
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(path)
     return path
-
-
-def load_bf16(folder):
-    return load_model(ModelSettings(path=str(folder), dtype="bfloat16"), torch.device("cuda")).model
 
 
 def driver_free() -> int:
@@ -163,29 +158,14 @@ def test_a_steady_step_neither_allocates_nor_synchronises_at_any_size(folder, ro
     bench = Bench(load_bf16(folder), make_device("cuda"), **fields)
     for i in range(rows):
         bench.submit(f"r{i}", prompt(9, i), 200, sampling={"temperature": 1.0, "seed": i})
-    for _ in range(20):
-        bench.engine.tick()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(100):
-            bench.engine.tick()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    bench.run()
+    assert_steady(bench)
     bench.close()
 
 
 def test_nothing_is_compiled_while_serving(folder, monkeypatch):
-    from triton.runtime.jit import JITFunction
-
     fields = {"max_rows": 12, "page_size": 16, "kv_pages": 600, "prefill_chunk_tokens": 256}
     bench = Bench(load_bf16(folder), make_device("cuda"), **fields)
-    compiled, compile_it = [], JITFunction._do_compile
-    monkeypatch.setattr(
-        JITFunction, "_do_compile", lambda self, *rest: (compiled.append(self.fn.__name__), compile_it(self, *rest))[1]
-    )
+    compiled = watch_compilation(monkeypatch)
     for i, length in enumerate((1, 5, 20, 40, 70, 130, 256, 300, 700, 17, 33, 64, 3, 9, 12)):
         bench.submit(f"r{i}", prompt(length, i), 10 + i, n=1 + i % 3, sampling={**(SHAPES if i % 2 else {}), "seed": i})
     bench.run()

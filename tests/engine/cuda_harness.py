@@ -1,0 +1,47 @@
+"""What tests on a GPU share: a bf16 model there, a check of steady steps, and a watch on compilation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Bench
+
+from rollout.config import ModelSettings
+from rollout.models import load_model
+from rollout.models.decoder import Decoder
+
+
+def load_bf16(folder: Path) -> Decoder:
+    """The model of a checkpoint, in bf16 on the GPU."""
+    return load_model(ModelSettings(path=str(folder), dtype="bfloat16"), torch.device("cuda")).model
+
+
+def assert_steady(bench: Bench) -> None:
+    """Rows that decode cost no allocation and no synchronisation but one event a step; then run to the end."""
+    for _ in range(20):
+        bench.engine.tick()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(100):
+            bench.engine.tick()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    bench.run()
+
+
+def watch_compilation(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that gets the name of every Triton kernel that is compiled from now on."""
+    from triton.runtime.jit import JITFunction
+
+    compiled, compile_it = [], JITFunction._do_compile
+
+    def compile_and_tell(self, *rest):
+        compiled.append(self.fn.__name__)
+        return compile_it(self, *rest)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compile_and_tell)
+    return compiled
