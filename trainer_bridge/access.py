@@ -160,7 +160,8 @@ class AllowList:
         public, address = z85.encode(frames[6]), frames[3].decode(errors="replace")
         name = self.name_of(public)
         if name is None:
-            _log.warning("refused a client at %s: its public key %s is not in the list", address, public.decode())
+            facts = {"address": address, "key": public.decode()}
+            _log.warning("refused a client: its public key is not in the list", extra=facts)
             return [_ZAP_VERSION, frames[1], b"400", b"this key is not allowed", b"", b""]
-        _log.info("client key %s connected from %s", name, address)
+        _log.info("a client connected", extra={"key_name": name, "address": address})
         return [_ZAP_VERSION, frames[1], b"200", b"OK", name.encode(), b""]

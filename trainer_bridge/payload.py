@@ -10,12 +10,14 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from trainer_bridge.manifest import Manifest, TensorEntry, pack
-from trainer_bridge.staging import TORCH_DTYPES
+from trainer_bridge.errors import RolloutError
+from trainer_bridge.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack
+from trainer_bridge.shards import Shards, is_spread
+from trainer_bridge.staging import TORCH_DTYPES, typed_view
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -25,11 +27,13 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 class Payload:
     """An update to publish. Holds references to the tensors until `release`.
 
+    With `spread` tensors may be DTensors, whose parts are fetched from the ranks that hold them.
+
     Raises ValueError for tensors that cannot be sent: other dtypes than float32, bfloat16 and float16, sparse ones,
     several CUDA devices.
     """
 
-    def __init__(self, named_tensors: NamedTensors, version: int, bucket_bytes: int) -> None:
+    def __init__(self, named_tensors: NamedTensors, version: int, bucket_bytes: int, spread: bool = False) -> None:
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         tensors = [(name, _checked(name, tensor)) for name, tensor in pairs]
         if not tensors:
@@ -38,8 +42,22 @@ class Payload:
             version, ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in tensors), bucket_bytes
         )
         self._tensors = [tensor for _, tensor in tensors]
+        self.shards: Shards | None = None
+        if any(is_spread(tensor) for tensor in self._tensors) or spread:
+            if not spread:
+                raise ValueError(
+                    "some tensors are DTensors, spread over ranks: make the WeightPublisher with collective=True, and "
+                    "publish, on every rank"
+                )
+            self.shards = Shards(self._tensors, self.manifest.digest)
+            self._tensors = self.shards.locals
+        self.on_release: Callable[[], object] = lambda: None
+        self.again = False  # a copy of what was sent before
+        self.kept: torch.Tensor | None = None  # host memory of the whole stream, filled with what is sent
         self._starts = [entry.offset for entry in self.manifest.tensors]
         self._flat: tuple[int, torch.Tensor] | None = None
+        self._packing = threading.Lock()  # senders of several transports pack at the same time
+        self._readers = 1
         self._released = threading.Event()
         self._stream, self._after = _side_stream(self._tensors)
 
@@ -48,8 +66,26 @@ class Payload:
         """Whether buckets should be pinned."""
         return self._stream is not None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return torch.device("cpu") if self._stream is None else self._stream.device
+
     def pack_bucket(self, index: int, out: torch.Tensor) -> int:
-        """Write bucket `index` to the start of `out` (uint8, host) and return its bytes. Complete on return."""
+        """Write bucket `index` to the start of `out` (uint8, on the host or `device`); its bytes. Complete on return.
+
+        Raises `RolloutError` when the tensors were given back meanwhile.
+        """
+        with self._packing:
+            if self._released.is_set():
+                raise RolloutError("transfer: the tensors were given back before they were sent", code="closed")
+            nbytes = self._pack(index, out)
+            if self.kept is not None:
+                start, end = self.manifest.bucket_span(index)
+                self.kept[start:end].copy_(out[:nbytes])
+            return nbytes
+
+    def _pack(self, index: int, out: torch.Tensor) -> int:
         start, end = self.manifest.bucket_span(index)
         first = bisect.bisect_right(self._starts, start) - 1
         with self._on_side_stream():
@@ -73,21 +109,48 @@ class Payload:
         """Tensor number `index` as a contiguous copy in host memory. Complete on return."""
         entry = self.manifest.tensors[index]
         out = torch.empty(entry.shape, dtype=self._tensors[index].dtype)
-        with self._on_side_stream():
-            out.copy_(self._tensors[index])
+        with self._packing, self._on_side_stream():
+            if self.shards is not None and self.shards.spread(index):
+                out.view(-1).copy_(self.shards.fetch(index, 0, out.numel()))
+            else:
+                out.copy_(self._tensors[index])
+        if self.kept is not None:
+            typed_view(self.kept, entry).copy_(out)
         return out
+
+    def expect_readers(self, count: int) -> None:
+        """So many senders will call `read` before the tensors are free."""
+        with self._packing:
+            self._readers = count
+
+    def read(self) -> None:
+        """A sender reads the tensors no longer."""
+        with self._packing:
+            self._readers -= 1
+            last = self._readers == 0
+        if last:
+            self.release()
 
     def release(self) -> None:
         """Let go of the tensors: from now on the trainer may change them."""
-        self._tensors = []
-        self._flat = None
-        self._released.set()
+        with self._packing:
+            if self._released.is_set():
+                return
+            self._tensors = []
+            self._flat = self.shards = None
+            self._released.set()
+        self.on_release()
 
     def wait_released(self, timeout: float | None) -> bool:
         """Wait until `release` was called; false when `timeout` seconds pass first."""
         return self._released.wait(timeout)
 
     def _copy_piece(self, i: int, entry: TensorEntry, lo: int, hi: int, out: torch.Tensor) -> None:
+        if self.shards is not None and self.shards.spread(i):
+            itemsize = DTYPE_BYTES[entry.dtype]
+            fetched = self.shards.fetch(i, (lo - entry.offset) // itemsize, (hi - entry.offset) // itemsize)
+            out.copy_(fetched.view(torch.uint8))
+            return
         if self._flat is None or self._flat[0] != i:
             self._flat = (i, self._tensors[i].reshape(-1))  # a copy only where the tensor is not contiguous
         flat = self._flat[1]

@@ -19,113 +19,49 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from trainer_bridge.errors import ProtocolError, RolloutError, RolloutTimeout
+from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout
+from trainer_bridge.kept_update import KeptUpdate
 from trainer_bridge.keys import ClientCurve
 from trainer_bridge.manifest import DEFAULT_BUCKET_BYTES
 from trainer_bridge.payload import NamedTensors, Payload
-from trainer_bridge.transports import Peer, TransferRules, make_sender
+from trainer_bridge.publish_handle import PublishHandle, WorkerReport
+from trainer_bridge.trainer_ranks import RELEASED, TrainerRanks
+from trainer_bridge.transport_choice import TransportChoice, transfer_all
+from trainer_bridge.transports import GroupBroken, Peer, TransferRules
 from trainer_bridge.weight_messages import ControlLink, ask_all, read_token
 
+__all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
+
 _ABORT_S = 1.0
+_WATCH_S = 1.0  # between two looks for workers that came back
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """How one worker took an update."""
-
-    endpoint: str
-    version: int
-    transport: str
-    nbytes: int
-    pause_s: float  # how long generation stood still
-    seconds: float  # from publish() until the worker used the new weights
-    phases: dict[str, float]  # seconds on the worker: receive, verify, wait, apply
-
-
-class PublishHandle:
-    """An update on its way. All methods may be called from any thread, any number of times."""
-
-    def __init__(self, payload: Payload) -> None:
-        self.version = payload.manifest.version
-        self.nbytes = payload.manifest.tensor_bytes
-        self.phase = "queued"
-        self.reports: dict[str, WorkerReport] = {}  # by endpoint, of the workers that use the new weights
-        self.errors: dict[str, RolloutError] = {}  # by endpoint, of the others
-        self._payload = payload
-        self._published_s = time.monotonic()
-        self._held_error: RolloutError | None = None
-        self._error: RolloutError | None = None
-        self._done = threading.Event()
-
-    def held(self, timeout: float | None = None) -> None:
-        """Return when the trainer may change its tensors: all of them have been copied out of its memory.
-
-        Raises the error that ended the update before that (the tensors are free then, too), or `RolloutTimeout` after
-        `timeout` seconds (they are not).
-        """
-        if not self._payload.wait_released(timeout):
-            raise RolloutTimeout(f"{self.phase}: version {self.version} still reads its tensors after {timeout:g} s")
-        if self._held_error is not None:
-            raise self._held_error
-
-    def applied(self, timeout: float | None = None) -> list[WorkerReport]:
-        """Return when every worker samples from the new weights: a report for each, in the order of the endpoints.
-
-        Raises a worker's error (`WeightsRejected` with its reason, `RolloutTimeout` or `ConnectionLost` with the
-        phase and the endpoint) once all workers have answered or failed: `reports` and `errors` say which did what.
-        After `timeout` seconds raises `RolloutTimeout`; the update goes on.
-        """
-        if not self._done.wait(timeout):
-            raise RolloutTimeout(f"{self.phase}: version {self.version} is not applied after {timeout:g} s")
-        if self._error is not None:
-            raise self._error
-        return list(self.reports.values())
-
-    def _report(self, endpoint: str, transport: str, reply: dict[str, Any]) -> None:
-        try:
-            self.reports[endpoint] = WorkerReport(
-                endpoint=endpoint,
-                version=int(reply["version"]),
-                transport=transport,
-                nbytes=int(reply["bytes"]),
-                pause_s=float(reply["pause_s"]),
-                seconds=time.monotonic() - self._published_s,
-                phases={str(name): float(seconds) for name, seconds in reply["phases"].items()},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self.errors[endpoint] = ProtocolError(f"commit: {endpoint} sent a report that cannot be read: {error!r}")
-
-    def _end(self, error: RolloutError | None) -> None:
-        if error is None and self.errors:
-            error, *others = self.errors.values()
-            for other in others:
-                error.add_note(str(other))
-        self._error = error
-        if not self._payload.wait_released(0):
-            self._held_error = error
-            self._payload.release()
-        self._done.set()
 
 
 class WeightPublisher:
     """Publishes weights to one or several workers.
 
-    `endpoints` are the workers' request sockets, as `RolloutClient` takes them. `transport` is `zmq`, `disk` (with
-    `folder`, on a path that the workers can read) or `auto`: the fastest that works, which is `zmq`; reports say which
-    was used. Deadlines in seconds: `begin_s` for connecting and for the workers' check of the manifest, `stall_s`
-    without progress of a transfer, `apply_s` from commit until a worker uses the weights. `curve` has the keys for
-    workers that use CURVE.
+    `endpoints` are the workers' request sockets, as `RolloutClient` takes them. `transport` is `shm` (one host), `zmq`,
+    `nccl`, `disk` (with `folder`, on a path that the workers can read) or `auto`: for each worker the fastest that
+    works; reports and the log say which and why. Deadlines in seconds: `begin_s` for connecting and for the workers'
+    check of the manifest, `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses the
+    weights. `curve` has the keys for workers that use CURVE.
+
+    With `keep` the last update stays in this host's memory, so that a worker that comes back (its supervisor started it
+    again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on.
+
+    With `collective` every rank of torch.distributed's default group makes a publisher and calls `publish` with its
+    part (a `state_dict` of DTensors, as FSDP2 has them) and `close`; rank 0 talks to the workers and fetches from the
+    others what they own, a bucket at a time. `held` and `applied` mean the same on all ranks. The default group is left
+    alone.
 
     Closing ends what is unfinished: wait for `applied` first. Workers keep what they serve.
     """
@@ -141,18 +77,22 @@ class WeightPublisher:
         stall_s: float = 30.0,
         apply_s: float = 120.0,
         curve: ClientCurve | None = None,
+        keep: bool = False,
+        collective: bool = False,
     ) -> None:
         self.endpoints = [endpoints] if isinstance(endpoints, str) else list(endpoints)
         if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
             raise ValueError("endpoints must name at least one worker, and each once")
-        self.transport = "zmq" if transport == "auto" else transport
+        self.transport = transport
         self._curve = curve
-        self._sender = make_sender(self.transport, folder, curve)
+        self._choice = TransportChoice(transport, folder, curve, self.endpoints)
         self._bucket_bytes, self._begin_s, self._apply_s = bucket_bytes, begin_s, apply_s
         self._closing = threading.Event()
         self._rules = TransferRules(stall_s, self._closing)
+        self._ranks = TrainerRanks(begin_s) if collective else None
+        self._kept = KeptUpdate() if keep else None
         self._client = f"publisher-{secrets.token_hex(4)}"
-        self._links = self._connect()
+        self._links = {link.endpoint: link for link in self._connect()}
         self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | None] = queue.SimpleQueue()
         self._jobs_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
@@ -165,7 +105,7 @@ class WeightPublisher:
         given before is waited for on the device. They must not change before `held`. Raises ValueError for tensors
         that cannot be sent, `WeightsRejected` for a version or names that no worker can take.
         """
-        payload = Payload(named_tensors, version, self._bucket_bytes)
+        payload = Payload(named_tensors, version, self._bucket_bytes, spread=self._ranks is not None)
         handle = PublishHandle(payload)
         with self._jobs_lock:
             if self._closing.is_set():
@@ -216,68 +156,172 @@ class WeightPublisher:
     # --- the publisher's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next_job()) is not None:
             payload, handle = job
+            error: RolloutError | None = None
             try:
-                self._publish(payload, handle)
-                handle._end(None)
-            except RolloutError as error:
-                handle._end(error)
-            except Exception as error:  # whoever waits for the handle must hear of it, whatever it is
+                if self._ranks is not None and self._ranks.rank > 0:
+                    self._ranks.serve(payload, handle, handle.version)
+                    continue
+                if self._kept is not None:
+                    self._kept.fill(payload)
+                self._publish(payload, handle, self.endpoints)
+                if self._kept is not None and handle.reports:
+                    self._kept.complete(payload)
+            except RolloutError as caught:
+                error = caught
+            except Exception as caught:  # whoever waits for the handle must hear of it, whatever it is
                 _log.exception("publishing version %d failed", handle.version)
-                fault = RolloutError(f"{handle.phase}: the publisher failed: {error!r:.300}")
-                fault.__cause__ = error
-                handle._end(fault)
-        self._sender.close()
-        for link in self._links:
+                error = RolloutError(f"{handle.phase}: the publisher failed: {caught!r:.300}")
+                error.__cause__ = caught
+            handle.end(error)
+            self._tell_ranks(handle)
+        self._choice.close()
+        for link in self._links.values():
             link.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
-    def _publish(self, payload: Payload, handle: PublishHandle) -> None:
-        peers = [Peer(endpoint) for endpoint in self.endpoints]
+    def _next_job(self) -> tuple[Payload, PublishHandle] | None:
+        """The next update; meanwhile workers that came back with older weights get the last one."""
+        while self._kept is not None:
+            try:
+                return self._jobs.get(timeout=_WATCH_S)
+            except queue.Empty:
+                if (version := self._kept.version) is not None:
+                    self._bring_up_to_date(version)
+        return self._jobs.get()
+
+    def _bring_up_to_date(self, version: int) -> None:
+        assert self._kept is not None
+        links = list(self._links.values())
+        answers = ask_all([(link, {"action": "status"}) for link in links], "status", _ABORT_S / 4, self._closing)
+        behind = [
+            link.endpoint
+            for link, answer in zip(links, answers, strict=True)
+            if type(answer) is dict and _is_behind(answer, version)
+        ]
+        if not behind:
+            return
+        payload = self._kept.payload(self._bucket_bytes)
+        handle = PublishHandle(payload)
+        try:
+            self._publish(payload, handle, behind)
+        except RolloutError as error:
+            _log.warning("version %d cannot be brought to %s: %s", version, ", ".join(behind), error)
+        handle.end(None)
+        for endpoint in handle.reports:
+            _log.info("%s had older weights and was brought to version %d", endpoint, version)
+        for endpoint, problem in handle.errors.items():
+            _log.warning("%s has older weights and could not be brought to version %d: %s", endpoint, version, problem)
+
+    def _gather(self, payload: Payload, handle: PublishHandle) -> None:
+        """Learn what the other ranks hold."""
+        if self._ranks is None or payload.shards is None:
+            return
+        ranks = self._ranks
+        self._ranks.exchange(payload.shards, handle.version)
+
+        def tell() -> None:
+            with contextlib.suppress(RolloutError):  # its own handle says so
+                ranks.tell(RELEASED)
+
+        payload.on_release = tell
+
+    def _tell_ranks(self, handle: PublishHandle) -> None:
+        if self._ranks is not None and self._ranks.rank == 0:
+            with contextlib.suppress(RolloutError):  # they are gone, and their group is
+                self._ranks.finish(handle)
+
+    def _publish(self, payload: Payload, handle: PublishHandle, endpoints: Sequence[str]) -> None:
+        peers = [Peer(endpoint) for endpoint in endpoints]
         handle.phase = "prepare"
         self._check_open(handle)
-        options = self._sender.prepare(payload)
+        self._gather(payload, handle)
         try:
-            handle.phase = "begin"
-            begin = {
-                "action": "begin",
-                "version": payload.manifest.version,
-                "manifest": payload.manifest.to_wire(),
-                "transport": self._sender.name,
-                "options": options,
-            }
-            for peer, grant in self._ask(peers, lambda peer: begin, "begin", self._begin_s):
-                _note_grant(peer, grant)
-            handle.phase = "transfer"
-            finished = self._sender.transfer(payload, [peer for peer in peers if not peer.error], self._rules)
+            finished = self._deliver(payload, handle, peers)
+            again = [peer for peer in peers if isinstance(peer.error, GroupBroken)]
+            another_way = self._choice.avoid(again)
+            again = self._still_there(again) if another_way or len(again) > 1 else []
+            if again:
+                _log.warning("a group broke; %d of its workers are tried again", len(again))
+                finished |= self._deliver(payload, handle, again)
             self._check_open(handle)
             handle.phase = "commit"
-            commit = {"action": "commit", "options": finished}
-            asked = self._ask(peers, lambda peer: {**commit, "token": peer.token.hex()}, "commit", self._apply_s)
+            asked = self._ask(
+                peers,
+                lambda peer: {"action": "commit", "token": peer.token.hex(), "options": finished[peer.transport]},
+                "commit",
+                self._apply_s,
+            )
             for peer, reply in asked:
-                handle._report(peer.endpoint, self._sender.name, reply)
+                handle.report(peer, reply)
         finally:
             self._abort(peers, handle)
             handle.errors |= {peer.endpoint: peer.error for peer in peers if peer.error}
-            self._sender.release(payload, applied=len(handle.reports) == len(peers))
+            self._choice.release(payload, applied=len(handle.reports) == len(peers))
 
-    def _ask(self, peers: list[Peer], message: Any, phase: str, timeout_s: float) -> list[tuple[Peer, dict[str, Any]]]:
+    def _deliver(self, payload: Payload, handle: PublishHandle, peers: list[Peer]) -> dict[str, dict[str, Any]]:
+        """Begin, and bring the bytes to all that take them; the options of `commit` by transport."""
+        self._begin(payload, handle, peers)
+        handle.phase = "transfer"
+        senders = self._choice.by_transport(peer for peer in peers if not peer.error)
+        return transfer_all(payload, senders, self._rules)
+
+    def _still_there(self, peers: list[Peer]) -> list[Peer]:
+        """Those of a broken group that answer: what they have is dropped, and they can begin anew."""
+        messages = [(self._links[peer.endpoint], {"action": "abort", "token": peer.token.hex()}) for peer in peers]
+        answers = ask_all(messages, "abort", _ABORT_S, self._closing)
+        alive = []
+        for peer, answer in zip(peers, answers, strict=True):
+            if not isinstance(answer, (ConnectionLost, RolloutTimeout)):
+                peer.error, peer.token = None, b""
+                alive.append(peer)
+        return alive
+
+    def _begin(self, payload: Payload, handle: PublishHandle, peers: list[Peer]) -> None:
+        """Agree with each worker on a transport, the fastest first."""
+        version = payload.manifest.version
+        begin = {"action": "begin", "version": version, "manifest": payload.manifest.to_wire()}
+        left = list(peers)
+        while left:
+            handle.phase = "prepare"
+            self._check_open(handle)
+            options = self._choice.next_options(payload, left)
+            handle.phase = "begin"
+            self._ask(
+                [peer for peer in left if not peer.error],
+                lambda peer: {**begin, "transport": peer.transport, "options": options[peer.transport]},  # noqa: B023
+                "begin",
+                self._begin_s,
+                note=_note_grant,
+            )
+            left = self._choice.refused(payload, left)
+        for peer in peers:
+            if not peer.error:
+                _log.info("%s takes version %d by %s: %s", peer.endpoint, version, peer.transport, peer.why)
+
+    def _ask(
+        self, peers: list[Peer], message: Any, phase: str, timeout_s: float, note: Any = None
+    ) -> list[tuple[Peer, dict[str, Any]]]:
         """Ask the peers that have not failed; the replies of those that did not fail now."""
-        asked = [(peer, link) for peer, link in zip(peers, self._links, strict=True) if not peer.error]
+        asked = [(peer, self._links[peer.endpoint]) for peer in peers if not peer.error]
         answers = ask_all([(link, message(peer)) for peer, link in asked], phase, timeout_s, self._closing)
         replies = []
         for (peer, _), answer in zip(asked, answers, strict=True):
             if isinstance(answer, RolloutError):
                 peer.fail(answer)
-            else:
-                replies.append((peer, answer))
+                continue
+            if note is not None:
+                note(peer, answer)
+            replies.append((peer, answer))
         return replies
 
     def _abort(self, peers: list[Peer], handle: PublishHandle) -> None:
         """Tell workers that began and will hear no more; their own deadline does it when this does not reach them."""
         left = [
-            (link, {"action": "abort", "token": peer.token.hex()})
-            for peer, link in zip(peers, self._links, strict=True)
+            (self._links[peer.endpoint], {"action": "abort", "token": peer.token.hex()})
+            for peer in peers
             if peer.token and peer.endpoint not in handle.reports
         ]
         if left:
@@ -288,6 +332,12 @@ class WeightPublisher:
             raise RolloutError(
                 f"{handle.phase}: the publisher was closed; the workers keep their weights", code="closed"
             )
+
+
+def _is_behind(status: dict[str, Any], version: int) -> bool:
+    """Whether a worker has older weights, and nobody is bringing it others."""
+    served = status.get("version")
+    return type(served) is int and served < version and status.get("state") in ("idle", "stale")
 
 
 def _note_grant(peer: Peer, reply: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
     idle --begin--> receiving --commit, all verified--> ready --take_ready--> applying --applied/failed--> idle
                         |                               `------- `_committed` --------'
                         +-- newer begin, abort, damage, idle_s without data --> idle; what is served was never touched
+                                                                               (in place, and begun: stale)
 
 Invariants:
 
@@ -10,6 +11,8 @@ Invariants:
   `failed`) or take the ready update from a deque (`take_ready`).
 - An update becomes ready only when everything that can be refused has been checked: names, shapes, dtypes, cover of
   every parameter, version, checksums, equality of tied tensors. Then the loop copies all of it or none.
+- In place, not a byte lands before the loop has granted the hold; once one has, generation goes on only with an
+  update that is whole.
 - A `begin` that comes while an update is ready or being applied waits: the staging memory holds one update at a time,
   is allocated once, and is not written while it may be read.
 - Every control message gets exactly one reply.
@@ -17,46 +20,32 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import zmq
 
 from rollout.config import SecuritySettings, WeightsSettings
+from rollout.engine.hold import Hold
 from trainer_bridge.access import Access
+from trainer_bridge.apply_mode import ApplyMode, Landed, Update
 from trainer_bridge.errors import BadRequest, InternalError, NotFound, RolloutError, Unavailable, WeightsRejected
 from trainer_bridge.manifest import Manifest, from_wire
 from trainer_bridge.parameter_map import Fit, ParameterMap
-from trainer_bridge.staging import Copy, HostStaging, StagedUpdate, plan_copies, typed_view
 from trainer_bridge.transports import Incoming, TransportReceiver, make_receivers
-from trainer_bridge.weight_messages import check_fields, error_reply, read_token
-
-Reply = Callable[[dict[str, Any]], None]
+from trainer_bridge.wake import Wake
+from trainer_bridge.weight_messages import Commit, Reply, check_fields, error_reply, read_token
 
 _BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Commit:
-    """A publisher that waits for its update to apply."""
-
-    token: bytes
-    options: dict[str, Any]
-    reply: Reply
-    phases: dict[str, float]  # seconds
-    since_s: float = field(default_factory=time.monotonic)
 
 
 class WeightReceiver:
@@ -76,26 +65,32 @@ class WeightReceiver:
         self._map = ParameterMap(views)
         self._version = version
         self._idle_s = settings.idle_s
-        self._receivers = make_receivers(settings.bind, self._map.max_update_bytes, Access.from_settings(security))
+        self._receivers = make_receivers(
+            settings.bind,
+            self._map.max_update_bytes,
+            Access.from_settings(security),
+            next(iter(views.values())).device,
+            settings.idle_s,
+            wake=lambda: self._post(lambda: None),
+        )
         self.endpoint: str = self._receivers["zmq"].endpoint  # type: ignore[attr-defined]
-        self._staging = HostStaging(pinned=any(view.is_cuda for view in views.values()))
+        self._mode = ApplyMode(settings.apply, views)
+        self.hold = Hold()  # asked for while an update is written in place
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ready: deque[StagedUpdate] = deque()
+        self._ready: deque[Update] = deque()
         self._incoming: Incoming | None = None
         self._fit: Fit | None = None
-        self._commit: _Commit | None = None  # asked for; its bytes are not all verified yet
-        self._committed: tuple[StagedUpdate, _Commit] | None = None  # ready or being applied
+        self._landing: Landed | None = None
+        self._commit: Commit | None = None  # asked for; its bytes are not all verified yet
+        self._committed: tuple[Update, Commit] | None = None  # ready or being applied
         self._waiting_begin: tuple[Mapping[str, Any], Reply] | None = None
         self._failure: tuple[bytes, RolloutError] | None = None
-        self._copies: tuple[tuple[str, int], list[Copy]] | None = None
         self._begun_s = 0.0
         self._last: dict[str, Any] = {}
         self._closing = False
         self._ended = False
         self._post_lock = threading.Lock()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
+        self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
         self._thread.start()
 
@@ -116,20 +111,20 @@ class WeightReceiver:
         if not self._post(lambda: self._on_control(header, reply)):
             reply(error_reply(_ended()))
 
-    def take_ready(self) -> StagedUpdate | None:
+    def take_ready(self) -> Update | None:
         """The update to apply between this step and the next, or None. Takes no lock and never waits."""
         try:
             return self._ready.popleft()
         except IndexError:
             return None
 
-    def applied(self, update: StagedUpdate, pause_s: float) -> None:
+    def applied(self, update: Update, pause_s: float) -> None:
         """The engine has applied `update` and launches its next step with it, after a pause of `pause_s` seconds."""
         self._version = update.version
         update.close(applied=True)
         self._post(lambda: self._on_applied(update, pause_s))
 
-    def failed(self, update: StagedUpdate, message: str) -> None:
+    def failed(self, update: Update, message: str) -> None:
         """The engine could not apply `update`; the publisher gets `message` as an `internal` error."""
         update.close(applied=False)
         self._post(lambda: self._on_failed(update, message))
@@ -145,8 +140,7 @@ class WeightReceiver:
             if self._ended:
                 return False
             self._commands.put(command)
-            with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread is about to look anyway
-                self._wake_in.send(b"\0")
+            self._wake.signal()
             return True
 
     # --- the receiver's thread ---------------------------------------------------------------------------------------
@@ -158,14 +152,16 @@ class WeightReceiver:
             self._shut_down()
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_out, zmq.POLLIN)
+        held, poller = zmq.Poller(), zmq.Poller()
+        for each in (held, poller):
+            each.register(self._wake.socket, zmq.POLLIN)
         for receiver in self._receivers.values():
             for sock in receiver.sockets:
                 poller.register(sock, zmq.POLLIN)
         busy = False
         while not self._closing:
-            poller.poll(0 if busy else self._poll_ms())
+            waits = self._incoming is not None and not self._incoming.open.is_set()
+            (held if waits else poller).poll(0 if busy else self._poll_ms())
             try:
                 self._run_commands()
                 busy = self._advance()
@@ -179,16 +175,14 @@ class WeightReceiver:
                 self._reject(InternalError(f"the worker failed while it received weights: {error!r:.200}"))
 
     def _poll_ms(self) -> int | None:
-        if self._waiting_begin is not None and self._committed is None:
+        if (self._waiting_begin is not None and self._committed is None) or self._commit is not None:
             return _BUSY_POLL_MS
         if self._incoming is None:
             return None
         return int(max(0.0, self._incoming.last_data_s + self._idle_s - time.monotonic()) * 1000) + 1
 
     def _run_commands(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_out.recv(4096):
-                pass
+        self._wake.clear()
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -197,10 +191,11 @@ class WeightReceiver:
             command()
 
     def _advance(self) -> bool:
-        busy = False
-        for name, receiver in self._receivers.items():
-            mine = self._incoming is not None and self._incoming.transport == name
-            busy |= receiver.advance(self._incoming if mine else None)
+        incoming, busy = self._incoming, False
+        for receiver in self._receivers.values():
+            mine = incoming is not None and incoming.transport in receiver.carries
+            if not mine or incoming.open.is_set():  # type: ignore[union-attr]
+                busy |= receiver.advance(incoming if mine else None)
         return busy
 
     def _on_control(self, header: Mapping[str, Any], reply: Reply) -> None:
@@ -218,7 +213,7 @@ class WeightReceiver:
             reply(error_reply(InternalError(f"the worker failed on this message: {error!r:.200}")))
 
     def _begin(self, header: Mapping[str, Any], reply: Reply) -> None:
-        if self._committed is not None or self._staging.busy:
+        if self._committed is not None or self._mode.busy:
             if self._waiting_begin is not None:
                 self._waiting_begin[1](error_reply(WeightsRejected("a newer begin took the place of this one")))
             self._waiting_begin = (header, reply)
@@ -228,15 +223,23 @@ class WeightReceiver:
         fit = self._map.check(manifest)
         if self._incoming is not None:
             self._reject(WeightsRejected(f"version {manifest.version} was begun before this update was complete"))
-        stream = self._staging.reserve(manifest.total_bytes)
-        incoming = Incoming(manifest, receiver.name, secrets.token_bytes(16), stream)
+        landing = self._mode.open(manifest, fit, receiver.on_device)
+        incoming = Incoming(manifest, receiver.name, secrets.token_bytes(16), landing)
         try:
             grant = receiver.begin(incoming, options)
         except RolloutError:
             receiver.drop(incoming, None)
             raise
-        self._incoming, self._fit, self._begun_s = incoming, fit, begun_s
+        self._incoming, self._fit, self._landing, self._begun_s = incoming, fit, landing, begun_s
+        if self._mode.in_place:
+            self.hold.request(lambda: self._post(lambda: self._open(incoming)))
+        else:
+            self._open(incoming)
         reply({"op": "ok", "version": manifest.version, "token": incoming.token.hex(), "grant": grant})
+
+    def _open(self, incoming: Incoming) -> None:
+        incoming.last_data_s = time.monotonic()
+        incoming.open.set()
 
     def _check_begin(self, header: Mapping[str, Any]) -> tuple[Manifest, TransportReceiver, Mapping[str, Any]]:
         # A few too many are read all the same, so that the refusal can name them.
@@ -263,34 +266,26 @@ class WeightReceiver:
         if self._commit is not None:
             raise BadRequest("this update is committed already", field="token")
         now_s = time.monotonic()
-        self._commit = _Commit(token, options, reply, {"receive": now_s - self._begun_s}, now_s)
+        self._commit = Commit(token, options, reply, {"receive": now_s - self._begun_s}, now_s)
 
     def _try_commit(self) -> None:
         if self._commit is None or self._incoming is None:
             return
         incoming, commit = self._incoming, self._commit
-        receiver = self._receivers[incoming.transport]
-        if not receiver.finish(incoming, commit.options):
+        receiver, landing = self._receivers[incoming.transport], self._landing
+        assert self._fit is not None and landing is not None
+        if not receiver.finish(incoming, commit.options) or not landing.settled():
             return
-        assert self._fit is not None
-        _check_aliases(incoming, self._fit, self._map)
-        update = StagedUpdate(incoming.manifest, self._plan(incoming, self._fit))
+        landing.check_aliases(incoming.manifest, self._fit, self._map.views)
+        update = self._mode.update(incoming.manifest, self._fit, landing)
         receiver.drop(incoming, None)
-        self._incoming = self._commit = None
+        self._incoming = self._commit = self._landing = None
         now_s = time.monotonic()
         commit.phases["verify"], commit.since_s = now_s - commit.since_s, now_s
-        self._staging.lend(update)
         self._committed = (update, commit)
         self._ready.append(update)
 
-    def _plan(self, incoming: Incoming, fit: Fit) -> list[Copy]:
-        """The copies of an update; made once for updates that look alike."""
-        key = (incoming.manifest.layout_digest, incoming.stream.data_ptr())
-        if self._copies is None or self._copies[0] != key:
-            self._copies = (key, plan_copies(incoming.manifest, fit, self._map.views, incoming.stream))
-        return self._copies[1]
-
-    def _on_applied(self, update: StagedUpdate, pause_s: float) -> None:
+    def _on_applied(self, update: Update, pause_s: float) -> None:
         commit = self._take_committed(update)
         commit.phases["wait"] = max(0.0, time.monotonic() - commit.since_s - pause_s)
         commit.phases["apply"] = pause_s
@@ -298,19 +293,19 @@ class WeightReceiver:
         self._last = report
         commit.reply({"op": "ok", **report})
 
-    def _on_failed(self, update: StagedUpdate, message: str) -> None:
+    def _on_failed(self, update: Update, message: str) -> None:
         self._take_committed(update).reply(
             error_reply(InternalError(f"the worker could not apply the update: {message}"))
         )
 
-    def _take_committed(self, update: StagedUpdate) -> _Commit:
+    def _take_committed(self, update: Update) -> Commit:
         assert self._committed is not None and self._committed[0] is update, "this update is not being applied"
         commit = self._committed[1]
         self._committed = None
         return commit
 
     def _retry_begin(self) -> None:
-        if self._waiting_begin is not None and self._committed is None and not self._staging.busy:
+        if self._waiting_begin is not None and self._committed is None and not self._mode.busy:
             header, reply = self._waiting_begin
             self._waiting_begin = None
             self._on_control(header, reply)
@@ -326,7 +321,8 @@ class WeightReceiver:
 
     def _status(self, header: Mapping[str, Any], reply: Reply) -> None:
         incoming = self._incoming
-        state = "receiving" if incoming else "ready" if self._ready else "applying" if self._committed else "idle"
+        state = "stale" if self.hold.stale else "idle"
+        state = "receiving" if incoming else "ready" if self._ready else "applying" if self._committed else state
         reply(
             {
                 "op": "ok",
@@ -341,6 +337,8 @@ class WeightReceiver:
                 },
                 "last": dict(self._last) or None,
                 "transports": list(self._receivers),
+                "apply": self._mode.name,
+                "stale": self.hold.stale or None,
                 "endpoint": self.endpoint,
             }
         )
@@ -352,13 +350,22 @@ class WeightReceiver:
 
     def _reject(self, error: RolloutError) -> None:
         """Drop the incoming update, if there is one, and tell everyone who waits for it."""
-        incoming, commit = self._incoming, self._commit
-        self._incoming = self._commit = None
-        if incoming is None:
+        incoming, commit, landing = self._incoming, self._commit, self._landing
+        self._incoming = self._commit = self._landing = None
+        if incoming is None or landing is None:
             return
         _log.warning("weights version %d rejected: %s", incoming.manifest.version, error)
         self._failure = (incoming.token, error)
         self._receivers[incoming.transport].drop(incoming, error)
+        landing.abandon()
+        if landing.dirty:
+            self.hold.fail(
+                f"version {incoming.manifest.version} of the weights was written in place, in part: {error}. "
+                "Publish a whole update"
+            )
+            _log.error("this worker is stale: %s", self.hold.stale)
+        elif self._mode.in_place and not self.hold.stale:
+            self.hold.clear()
         if commit is not None:
             commit.reply(error_reply(error))
 
@@ -376,19 +383,8 @@ class WeightReceiver:
             self._committed[1].reply(error_reply(_ended()))
         for receiver in self._receivers.values():
             receiver.close()
-        self._wake_in.close()
-        self._wake_out.close()
+        self._wake.close()
 
 
 def _ended() -> Unavailable:
     return Unavailable("the worker is shutting down")
-
-
-def _check_aliases(incoming: Incoming, fit: Fit, parameters: ParameterMap) -> None:
-    entries = {entry.name: entry for entry in incoming.manifest.tensors} if fit.aliases else {}
-    for kept, other in fit.aliases:
-        a, b = (typed_view(incoming.stream, entries[name]) for name in (kept, other))
-        dtype = parameters.views[kept].dtype
-        same = torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dtype == b.dtype else False
-        if not same and not torch.equal(a.to(dtype), b.to(dtype)):
-            raise WeightsRejected(f"{kept} and {other} are one parameter of the model, but differ; send one of them")

@@ -1,11 +1,14 @@
-"""Host memory in which an update waits, and the update that the engine's loop takes from it.
+"""Memory in which an update waits, and the update that the engine's loop takes from it.
 
     stream bytes (one buffer, reused)   |-- a --|..|---- b ----|.|-- c --|
                                             | typed view  --copy_-->  view of a fused parameter
 
+The buffer is host memory (pinned, for a GPU), and with a shadow memory of the device: then bytes are copied on in
+pieces, on a stream of their own, while decoding runs, and the swap copies within the device.
+
 Invariants:
 
-- The buffer is allocated once, for the largest layout seen; updates of one layout find it at the same address.
+- A buffer is allocated once, for the largest layout seen; updates of one layout find it at the same address.
 - From `lend` until the update is released nothing is written to the buffer: `busy` says so.
 """
 
@@ -43,7 +46,7 @@ class HostStaging:
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._lent: StagedUpdate | None = None
+        self._lent: StagedUpdate | InPlaceUpdate | None = None
 
     @property
     def busy(self) -> bool:
@@ -60,10 +63,69 @@ class HostStaging:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         return self._buffer[:nbytes]
 
-    def lend(self, update: StagedUpdate) -> None:
+    def lend(self, update: StagedUpdate | InPlaceUpdate) -> None:
         """Keep the buffer as it is until `update` is released."""
         assert not self.busy, "the staging memory holds another update"
         self._lent = update
+
+
+class DeviceShadow:
+    """Memory on a GPU for a whole update, filled in pieces beside what the GPU does. Owned by the receiver's thread."""
+
+    #: Bytes of a copy: small, so that no step's upload of its own waits long behind one.
+    PIECE_BYTES = 4 << 20
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device)
+        self._done = torch.cuda.Event()
+        self.memory = self._buffer[:0]
+
+    @property
+    def nbytes(self) -> int:
+        """The most that it holds."""
+        return self._buffer.numel()
+
+    def reserve(self, nbytes: int) -> None:
+        """Begin an update of `nbytes`."""
+        self.memory = self._buffer[:nbytes]
+
+    def upload(self, host: torch.Tensor, start: int, end: int) -> None:
+        """Enqueue the copy of these bytes of `host` (pinned), which must stay until `settled`."""
+        with torch.cuda.stream(self._stream):
+            for lo in range(start, end, self.PIECE_BYTES):
+                hi = min(lo + self.PIECE_BYTES, end)
+                self.memory[lo:hi].copy_(host[lo:hi], non_blocking=True)
+            self._done.record(self._stream)
+
+    def put(self, start: int, data: torch.Tensor) -> None:
+        """Copy bytes on the current stream of the device."""
+        self.memory[start : start + data.numel()].copy_(data, non_blocking=True)
+        self._done.record(torch.cuda.current_stream(self._buffer.device))
+
+    def settled(self) -> bool:
+        """Whether every copy so far is done."""
+        return self._done.query()
+
+    def wait(self) -> None:
+        """Return when every copy so far is done."""
+        self._done.synchronize()
+
+
+class InPlaceUpdate:
+    """An update that lies in the parameters already: all that is left is that the engine takes note of it."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.version = manifest.version
+        self.nbytes = manifest.tensor_bytes
+        self.released = False
+
+    def copy_into(self) -> None:
+        """Nothing to copy."""
+
+    def close(self, applied: bool) -> None:
+        """The engine is done with it."""
+        self.released = True
 
 
 class StagedUpdate:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -33,6 +34,20 @@ _POLL_MS = 50  # how often a waiting publisher looks whether it is closing
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
+
+
+Reply = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Commit:
+    """A publisher that waits for its update to apply."""
+
+    token: bytes
+    options: dict[str, Any]
+    reply: Reply
+    phases: dict[str, float]  # seconds
+    since_s: float = field(default_factory=time.monotonic)
 
 
 def check_fields(header: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import zlib
 from pathlib import Path
@@ -364,3 +365,15 @@ def test_nothing_in_a_journal_is_executed(tmp_path: Path) -> None:
     (tmp_path / "j").write_bytes(b"RLLJRNL1" + head + zlib.crc32(head).to_bytes(4, "little") + payload)
     with pytest.raises(errors.JournalFailed, match="make no sense"):
         read(tmp_path / "j", "r")
+
+
+def test_a_client_that_is_dropped_without_close_lets_go_of_its_journal(serve: Serve, tmp_path: Path) -> None:
+    worker = serve(Model(3))
+    client = RolloutClient(worker.endpoint, journal=tmp_path / "j")
+    before = client.generate([1], max_tokens=4, request_id="r")
+    del client
+    gc.collect()
+    with RolloutClient(worker.endpoint, journal=tmp_path / "j") as client:
+        after = client.generate([1], max_tokens=4, request_id="r")
+        assert after.completions[0].token_ids.tolist() == before.completions[0].token_ids.tolist()
+    assert len(worker.requests) == 1

@@ -34,9 +34,74 @@ def test_gpu_tensors_are_read_after_the_work_before_publish_and_not_after_held()
                 handle.applied(60)
                 torch.cuda.synchronize()
                 assert serves(worker.model, expected)
-                assert worker.receiver._staging._buffer.is_pinned()
-                pointers.add(worker.receiver._staging._buffer.data_ptr())
+                assert worker.receiver._mode._staging._buffer.is_pinned()
+                pointers.add(worker.receiver._mode._staging._buffer.data_ptr())
             assert len(pointers) == 1
+
+
+def serves_now(worker: Worker, tensors: dict[str, torch.Tensor]) -> bool:
+    torch.cuda.synchronize()
+    return serves(worker.model, {name: tensor.cuda() for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_an_update_waits_on_the_device_and_the_swap_copies_from_there(transport: str) -> None:
+    with Worker(model=TinyModel(device="cuda"), apply="staged") as worker:
+        shadow = worker.receiver._mode.shadow
+        assert shadow is not None and shadow.memory.is_cuda
+        with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=192) as publisher:
+            for version in range(1, 6):
+                tensors = new_tensors(TinyModel(), version)
+                publisher.publish(tensors, version).applied(60)
+                assert serves_now(worker, tensors)
+                update = worker.updates[-1]
+                first, last = shadow._buffer.data_ptr(), shadow._buffer.data_ptr() + shadow.nbytes
+                assert all(first <= staged.data_ptr() < last for _, staged in update._copies)
+
+
+def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
+    """The upload is behind other work of its stream; nobody may be handed the update before it has run."""
+    with Worker(model=TinyModel(device="cuda"), apply="staged") as worker:
+        shadow = worker.receiver._mode.shadow
+        assert shadow is not None
+        with torch.cuda.stream(shadow._stream):
+            slow(0.3)
+        tensors = new_tensors(TinyModel(), 1)
+        with WeightPublisher(worker.endpoint, transport="zmq", bucket_bytes=192) as publisher:
+            publisher.publish(tensors, 1).applied(60)
+        assert serves_now(worker, tensors)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_in_place_on_the_device(transport: str) -> None:
+    with Worker(model=TinyModel(device="cuda"), apply="in_place") as worker:
+        assert worker.receiver._mode.shadow is None
+        with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=192) as publisher:
+            for version in range(1, 4):
+                tensors = new_tensors(TinyModel(), version, stacked=version == 2)
+                publisher.publish(tensors, version).applied(60)
+                assert serves_now(worker, tensors) and not worker.receiver.hold.wanted
+
+
+def test_trainer_and_worker_on_one_gpu_are_no_group_and_auto_takes_another_way() -> None:
+    with Worker(model=TinyModel(device="cuda")) as worker, WeightPublisher(worker.endpoint) as publisher:
+        tensors = {name: tensor.cuda() for name, tensor in new_tensors(TinyModel(), 1).items()}
+        (report,) = publisher.publish(tensors, 1).applied(60)
+        assert report.transport == "shm" and "one GPU" in report.why and serves_now(worker, tensors)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_nccl_from_one_gpu_to_another(apply: str) -> None:
+    with Worker(model=TinyModel(device="cuda:1"), apply=apply) as worker:
+        with WeightPublisher(worker.endpoint, bucket_bytes=192) as publisher:
+            for version in range(1, 4):
+                tensors = {name: tensor.to("cuda:0") for name, tensor in new_tensors(TinyModel(), version).items()}
+                (report,) = publisher.publish(tensors, version).applied(60)
+                torch.cuda.synchronize(1)
+                assert report.transport == "nccl"
+                assert serves(worker.model, {name: tensor.to("cuda:1") for name, tensor in tensors.items()})
+    assert not torch.distributed.is_initialized()
 
 
 def test_staging_is_not_released_while_a_copy_on_the_device_may_read_it() -> None:

@@ -14,7 +14,7 @@ from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 from trainer_bridge import WeightPublisher as LazyPublisher
 from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
 from trainer_bridge.publisher import WeightPublisher
-from trainer_bridge.transports.zmq_stream import reachable
+from trainer_bridge.transports.bucket_link import reachable
 from trainer_bridge.wire import decode, encode
 
 SMALL = 64  # bytes of a bucket: the tiny model takes dozens
@@ -70,15 +70,16 @@ class FakeWorker:
         self.data.close(0)
 
 
+@pytest.mark.parametrize("transport", ["zmq", "shm", "nccl"])
 @pytest.mark.parametrize("bucket_bytes", [SMALL, 192, 1 << 20])
-def test_tensors_arrive_whatever_the_bucket_size(worker: Worker, bucket_bytes: int) -> None:
+def test_tensors_arrive_whatever_the_bucket_size(worker: Worker, bucket_bytes: int, transport: str) -> None:
     tensors = new_tensors(worker.model, 1)
-    with WeightPublisher(worker.endpoint, bucket_bytes=bucket_bytes) as publisher:
+    with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=bucket_bytes) as publisher:
         handle = publisher.publish(tensors, version=1)
         (report,) = handle.applied(20)
         handle.held(0)
     assert serves(worker.model, tensors)
-    assert (report.version, report.transport, report.endpoint) == (1, "zmq", worker.endpoint)
+    assert (report.version, report.transport, report.endpoint) == (1, transport, worker.endpoint)
     assert report.nbytes == sum(t.nbytes for t in tensors.values()) and report.seconds > 0 and report.pause_s == 0.001
 
 
@@ -104,7 +105,7 @@ def test_tensors_may_change_right_after_held(worker: Worker) -> None:
 
 
 def test_held_waits_while_a_worker_has_not_taken_the_buckets() -> None:
-    with FakeWorker(acks=3) as fake, WeightPublisher(fake.endpoint, bucket_bytes=SMALL) as publisher:
+    with FakeWorker(acks=3) as fake, WeightPublisher(fake.endpoint, transport="zmq", bucket_bytes=SMALL) as publisher:
         handle = publisher.publish(new_tensors(TinyModel(), 1), 1)
         wait_for(lambda: fake.buckets == 7, "three acknowledged buckets and a full window")
         with pytest.raises(RolloutTimeout, match="transfer: version 1 still reads its tensors"):
@@ -124,11 +125,11 @@ def test_publishes_queue_up_in_order(worker: Worker) -> None:
 
 
 def test_buffers_of_the_publisher_are_reused(worker: Worker) -> None:
-    with WeightPublisher(worker.endpoint, bucket_bytes=SMALL) as publisher:
+    with WeightPublisher(worker.endpoint, transport="zmq", bucket_bytes=SMALL) as publisher:
         seen = set()
         for version in range(1, 21):
             publisher.publish(new_tensors(worker.model, version), version).applied(20)
-            seen.add(tuple(buffer.data_ptr() for buffer in publisher._sender._buffers))
+            seen.add(tuple(buffer.data_ptr() for buffer in publisher._choice._senders["zmq"]._buffers))
     assert len(seen) == 1 and len(seen.pop()) == 4
 
 
@@ -173,7 +174,9 @@ def test_a_rejection_reaches_held_and_applied_and_the_next_publish_works(worker:
 
 def test_a_stalled_transfer_names_phase_and_worker_and_the_other_worker_applies(worker: Worker) -> None:
     with FakeWorker(acks=5) as fake:
-        with WeightPublisher([fake.endpoint, worker.endpoint], bucket_bytes=SMALL, stall_s=0.2) as publisher:
+        with WeightPublisher(
+            [fake.endpoint, worker.endpoint], transport="zmq", bucket_bytes=SMALL, stall_s=0.2
+        ) as publisher:
             tensors = new_tensors(worker.model, 1)
             handle = publisher.publish(tensors, 1)
             with pytest.raises(RolloutTimeout, match=f"transfer: no acknowledgement from {fake.endpoint}"):
@@ -182,7 +185,7 @@ def test_a_stalled_transfer_names_phase_and_worker_and_the_other_worker_applies(
 
 
 def test_a_worker_that_never_applies_times_out_in_commit() -> None:
-    with FakeWorker(acks=10_000) as fake, WeightPublisher(fake.endpoint, apply_s=0.1) as publisher:
+    with FakeWorker(acks=10_000) as fake, WeightPublisher(fake.endpoint, transport="zmq", apply_s=0.1) as publisher:
         handle = publisher.publish(new_tensors(TinyModel(), 1), 1)
         with pytest.raises(RolloutTimeout, match=f"commit: no answer from {fake.endpoint} within 0.1 s"):
             handle.applied(20)
@@ -209,14 +212,17 @@ def test_a_worker_that_is_not_there_is_named_in_begin() -> None:
     ],
 )
 def test_nonsense_from_a_worker_is_a_protocol_error(reply: dict[str, Any]) -> None:
-    with FakeWorker(acks=0, answer=lambda header: reply) as fake, WeightPublisher(fake.endpoint) as publisher:
+    with (
+        FakeWorker(acks=0, answer=lambda header: reply) as fake,
+        WeightPublisher(fake.endpoint, transport="zmq") as publisher,
+    ):
         with pytest.raises(ProtocolError):
             publisher.publish({"a": torch.zeros(1)}, 1).applied(20)
 
 
 def test_closing_half_way_fails_the_handle_and_aborts() -> None:
     with FakeWorker(acks=3) as fake:
-        publisher = WeightPublisher(fake.endpoint, bucket_bytes=SMALL)
+        publisher = WeightPublisher(fake.endpoint, transport="zmq", bucket_bytes=SMALL)
         running = publisher.publish(new_tensors(TinyModel(), 1), 1)
         queued = publisher.publish(new_tensors(TinyModel(), 2), 2)
         wait_for(lambda: fake.buckets == 7, "a transfer half-way")
@@ -239,7 +245,7 @@ def test_status_shows_version_and_last_update(worker: Worker) -> None:
         publisher.publish(tensors, 4).applied(20)
         (after,) = publisher.status()
     assert after["version"] == 4 and after["last"]["bytes"] == sum(t.nbytes for t in tensors.values())
-    assert after["transports"] == ["zmq", "disk"] and after["endpoint"] == worker.receiver.endpoint
+    assert after["transports"] == ["zmq", "shm", "disk", "nccl"] and after["endpoint"] == worker.receiver.endpoint
 
 
 @pytest.mark.parametrize(

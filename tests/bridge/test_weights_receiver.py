@@ -178,7 +178,7 @@ def test_a_huge_manifest_is_refused_before_memory_is_taken(worker: Worker) -> No
     raw = RawPublisher(worker, new_tensors(worker.model, 2))
     rows = [(name, "float32", [1 << 20, 1 << 20]) for name in worker.model.names()]
     assert_rejected(raw.begin(manifest=pack(1, rows, 256 << 20).to_wire()), "wrong shapes")
-    assert worker.receiver._staging._buffer.numel() == 0
+    assert worker.receiver._mode._staging._buffer.numel() == 0
 
 
 def test_buckets_in_any_order_and_repeated_make_the_same_update(worker: Worker) -> None:
@@ -306,9 +306,9 @@ def test_staging_waits_for_a_copy_that_is_queued_behind_applied() -> None:
         update = wait_for(worker.receiver.take_ready, "an update")
         worker.receiver.applied(update, 0.0)
         assert committed.get(timeout=20)["op"] == "ok"
-        assert worker.receiver._staging.busy
+        assert worker.receiver._mode.busy
         update.copy_into()
-        assert not worker.receiver._staging.busy
+        assert not worker.receiver._mode.busy
 
 
 def test_a_failed_apply_is_reported_and_the_next_update_works(worker: Worker) -> None:
@@ -329,7 +329,9 @@ def test_staging_is_flat_over_twenty_updates(worker: Worker) -> None:
     pointers = set()
     for version in range(1, 21):
         assert serves(worker.model, publish(worker, version, version))
-        pointers.add((worker.receiver._staging._buffer.data_ptr(), worker.receiver._staging._buffer.numel()))
+        pointers.add(
+            (worker.receiver._mode._staging._buffer.data_ptr(), worker.receiver._mode._staging._buffer.numel())
+        )
     assert len(pointers) == 1
 
 

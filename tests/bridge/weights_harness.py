@@ -12,7 +12,8 @@ import torch
 import zmq
 
 from rollout.config import WeightsSettings
-from trainer_bridge.receiver import StagedUpdate, WeightReceiver
+from trainer_bridge.receiver import WeightReceiver
+from trainer_bridge.staging import StagedUpdate
 from trainer_bridge.wire import decode, encode, join_envelope, split_envelope
 
 EXPERTS, HIDDEN, INTER = 3, 6, 4
@@ -85,7 +86,7 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -
 class Worker:
     """A ROUTER socket that forwards to `receiver.control`, and a loop that applies updates while `open_gate` is set."""
 
-    def __init__(self, version: int = 0, model: TinyModel | None = None, **settings: Any) -> None:
+    def __init__(self, version: int = 0, model: TinyModel | None = None, port: int = 0, **settings: Any) -> None:
         self.model = model or TinyModel()
         self.receiver = WeightReceiver(self.model.views, version, WeightsSettings(**settings))
         self.gate = threading.Event()
@@ -93,7 +94,9 @@ class Worker:
         self.updates: list[StagedUpdate] = []
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
-        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        wait_for(lambda: self._bound(f"tcp://127.0.0.1:{port or '*'}"), "a free port")
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.port = int(self.endpoint.rpartition(":")[2])
         self._replies: queue.SimpleQueue = queue.SimpleQueue()
         self._closing = threading.Event()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._serve, self._loop)]
@@ -125,6 +128,14 @@ class Worker:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _bound(self, address: str) -> bool:
+        """Whether the address could be bound: the socket that had it closes in the background."""
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            return False
+        return True
+
     def _serve(self) -> None:
         while not self._closing.is_set():
             while not self._replies.empty():
@@ -141,10 +152,14 @@ class Worker:
 
     def _loop(self) -> None:
         while not self._closing.is_set():
+            hold = self.receiver.hold
+            if hold.wanted and self.gate.is_set():
+                hold.grant()
             update = self.receiver.take_ready() if self.gate.is_set() else None
             if update is None:
                 time.sleep(0.001)
                 continue
             update.copy_into()
             self.updates.append(update)
+            hold.clear()
             self.receiver.applied(update, 0.001)

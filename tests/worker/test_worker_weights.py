@@ -78,7 +78,7 @@ def served(book: Served, weights_worker: WorkerProcess) -> Iterator[Served]:
     yield book
 
 
-@pytest.mark.parametrize("transport", ["zmq", "disk"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "nccl", "disk"])
 def test_completions_change_step_where_their_versions_say(served: Served, transport: str, tmp_path: Path) -> None:
     old = served.version
     folder = str(tmp_path) if transport == "disk" else None
@@ -87,7 +87,12 @@ def test_completions_change_step_where_their_versions_say(served: Served, transp
         served.client.generate("17:", n=3, **ENDLESS) as stream,
         served.client.generate("480:", n=2, max_tokens=30_000, temperature=0, stream="completions") as greedy,
     ):
-        next(stream)
+        begun: set[int] = set()  # each has a token of the old version
+        while len(begun) < 3:
+            begun.add(next(stream).index)
+        until(lambda: served.client.status()["rows"]["running"] == 5, "the greedy completions")
+        ahead = served.client.status()["tokens"]
+        until(lambda: served.client.status()["tokens"] > ahead + 100, "tokens of all of them")
         report = served.publish(2, publisher)
         for chunk in stream:
             if chunk.part.versions[-1][0] == report.version:
@@ -122,6 +127,28 @@ def test_ten_swaps_in_one_completion(served: Served) -> None:
     served.check("17:", completions)
     for completion in completions:
         assert [version for version, _ in completion.versions] == list(range(first, first + 11))
+
+
+def test_a_completion_ends_rather_than_span_more_versions_than_asked_for(served: Served) -> None:
+    first = served.version
+    with (
+        served.client.generate("17:", max_version_span=1, **ENDLESS) as bound,
+        served.client.generate("17:", **ENDLESS) as free,
+    ):
+        for i in range(3):
+            next(bound)
+            while next(free).part.versions[-1][0] != first + i:
+                pass
+            if i < 2:
+                served.publish(2 - i)
+        free.cancel()
+        (ended,), (other,) = bound.wait().completions, free.wait().completions
+    served.check("17:", [ended, other])
+    assert ended.finish_reason == "stale" and {version for version, _ in ended.versions} == {first, first + 1}
+    assert other.versions[1] == ended.versions[1], "no token that fits is lost"
+    prior = {"token_ids": ended.token_ids.tolist(), "seed": ended.seed, "versions": ended.versions}
+    (again,) = served.client.generate("17:", max_tokens=30_000, continue_from=prior, max_version_span=1).completions
+    assert again.finish_reason == "stale" and len(again) == len(ended)
 
 
 def test_weights_come_to_a_paused_worker(served: Served) -> None:

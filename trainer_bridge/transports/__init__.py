@@ -14,17 +14,19 @@ A transport moves bytes and finds damage. Names, shapes, versions and all-or-not
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 import zmq
 
-from trainer_bridge.errors import RolloutError
+from trainer_bridge.errors import ConnectionLost, RolloutError
 from trainer_bridge.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -32,25 +34,45 @@ if TYPE_CHECKING:
     from trainer_bridge.keys import ClientCurve
     from trainer_bridge.payload import Payload
 
-TRANSPORTS = ("zmq", "disk")
+TRANSPORTS = ("cuda_ipc", "nccl", "shm", "zmq", "disk")
+
+
+class Landing(Protocol):
+    """Where an update's bytes go: memory in which they wait, or the parameters themselves."""
+
+    def room(self, start: int, end: int) -> np.ndarray:
+        """Host memory (uint8) to write bytes `start` to `end` of the stream to; `landed` says when they are there."""
+
+    def landed(self, start: int, end: int) -> None:
+        """The room for these bytes was filled. Each byte lands once."""
+
+    def put(self, start: int, data: torch.Tensor) -> None:
+        """Take bytes (uint8, one dimension, any device) from `start` on, on the current stream of their device."""
 
 
 @dataclass
 class Incoming:
-    """An update that a worker is receiving. `stream` (uint8, manifest.total_bytes) is where its bytes belong."""
+    """An update that a worker is receiving, and where its bytes land."""
 
     manifest: Manifest
     transport: str
     token: bytes  # 16 random bytes that tell this update's data from all other
-    stream: torch.Tensor
+    landing: Landing
+    open: threading.Event = field(default_factory=threading.Event)  # bytes may land
     arrived_bytes: int = 0
     last_data_s: float = field(default_factory=time.monotonic)  # on the monotonic clock
 
-    def __post_init__(self) -> None:
-        self.host = self.stream.numpy()  # the same memory: NumPy and file reads fill it without holding the GIL
+    def room(self, start: int, end: int) -> np.ndarray:
+        """Host memory (uint8) for these bytes of the stream; `arrived` hands it over."""
+        return self.landing.room(start, end)
 
-    def arrived(self, nbytes: int) -> None:
-        """Note that `nbytes` more of the stream are in place."""
+    def arrived(self, start: int, end: int) -> None:
+        """Bytes `start` to `end` of the stream are in their room."""
+        self.landing.landed(start, end)
+        self.note(end - start)
+
+    def note(self, nbytes: int) -> None:
+        """Count bytes that have come."""
         self.arrived_bytes += nbytes
         self.last_data_s = time.monotonic()
 
@@ -59,6 +81,10 @@ class TransportReceiver(ABC):
     """The worker's side of a transport. All methods run in the receiver's thread."""
 
     name: ClassVar[str]
+    #: Transports whose data `advance` takes: shm's buckets are announced on the socket of zmq.
+    carries: ClassVar[tuple[str, ...]] = ()
+    #: Bytes come by `put` only, and lie on the device: no host memory is needed for them.
+    on_device: bool = False
 
     @abstractmethod
     def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,6 +119,12 @@ class TransportReceiver(ABC):
         """Free sockets and files."""
 
 
+class GroupBroken(ConnectionLost):
+    """A group of several workers broke, maybe by another one's fault: those that live can be tried again."""
+
+    met = True  # false if it never came about: this way may not work at all
+
+
 @dataclass
 class Peer:
     """A worker, as a sender sees it: what it granted, and the error that ended its part of the update, if any."""
@@ -101,6 +133,8 @@ class Peer:
     token: bytes = b""
     grant: dict[str, Any] = field(default_factory=dict)
     error: RolloutError | None = None
+    transport: str = ""  # that it granted
+    why: str = ""  # this transport and no faster one
 
     def fail(self, error: RolloutError) -> None:
         """Give up on this worker; the first reason stays."""
@@ -129,8 +163,8 @@ class TransportSender(ABC):
     def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
         """Bring the bytes to all peers and return the options of `commit`.
 
-        A peer that fails gets its `error` and does not stop the others. Once the tensors are no longer read,
-        `payload.release()` is called, as early as possible. Returns early when `rules.closing` is set.
+        A peer that fails gets its `error` and does not stop the others. Once this sender reads the tensors no longer,
+        it calls `payload.read()`, as early as possible. Returns early when `rules.closing` is set.
         """
 
     def release(self, payload: Payload, applied: bool) -> None:  # noqa: B027
@@ -140,26 +174,63 @@ class TransportSender(ABC):
         """Free sockets, files and memory."""
 
 
-def make_receivers(bind: str, max_update_bytes: int, access: Access) -> dict[str, TransportReceiver]:
-    """Every transport of a worker, by name. `bind` is the endpoint of the data socket, `access` who may use it."""
+def make_receivers(
+    bind: str, max_update_bytes: int, access: Access, device: torch.device, idle_s: float, wake: Callable[[], object]
+) -> dict[str, TransportReceiver]:
+    """Every transport of a worker, by name.
+
+    `bind` is the endpoint of the data socket, `access` who may use it, `device` where the model is; `idle_s` bounds
+    waits in a group; `wake` makes the receiver's thread look. With CURVE there is no `nccl`: a group has no keys.
+    """
     from trainer_bridge.transports.disk import DiskReceiver
+    from trainer_bridge.transports.shm import ShmReceiver
     from trainer_bridge.transports.zmq_stream import ZmqReceiver
 
-    return {"zmq": ZmqReceiver(bind, max_update_bytes, access), "disk": DiskReceiver()}
+    zmq_receiver = ZmqReceiver(bind, max_update_bytes, access)
+    receivers: dict[str, TransportReceiver] = {
+        "zmq": zmq_receiver,
+        "shm": ShmReceiver(zmq_receiver),
+        "disk": DiskReceiver(),
+    }
+    if device.type == "cuda":
+        from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver
+
+        with contextlib.suppress(OSError):  # no runtime library to be found: the others serve
+            receivers["cuda_ipc"] = CudaIpcReceiver(zmq_receiver, CudaIpcMemory(device))
+    if access.keys is None and torch.distributed.is_available():
+        from trainer_bridge.transports.nccl import NcclReceiver
+
+        receivers["nccl"] = NcclReceiver(device, idle_s, wake)
+    return receivers
 
 
-def make_sender(name: str, folder: str | None, curve: ClientCurve | None = None) -> TransportSender:
-    """The sender of a transport. `folder` is where `disk` writes, `curve` the keys for workers with CURVE.
+def make_sender(
+    name: str, folder: str | None, curve: ClientCurve | None = None, endpoints: Sequence[str] = ()
+) -> TransportSender:
+    """The sender of a transport to the workers at `endpoints`.
+
+    `folder` is where `disk` writes, `curve` the keys for workers with CURVE.
 
     Raises ValueError for an unknown name.
     """
     from trainer_bridge.transports.disk import DiskSender
+    from trainer_bridge.transports.shm import ShmSender
     from trainer_bridge.transports.zmq_stream import ZmqSender
 
     if name == "zmq":
         return ZmqSender(curve)
+    if name == "shm":
+        return ShmSender(curve)
+    if name == "cuda_ipc":
+        from trainer_bridge.transports.cuda_ipc import CudaIpcSender
+
+        return CudaIpcSender(curve)
+    if name == "nccl":
+        from trainer_bridge.transports.nccl import NcclSender
+
+        return NcclSender(endpoints)
     if name == "disk":
         if folder is None:
             raise ValueError("transport 'disk' needs a folder that the workers can read; set folder=")
         return DiskSender(folder)
-    raise ValueError(f"unknown transport {name!r}; use auto, {' or '.join(TRANSPORTS)}")
+    raise ValueError(f"unknown transport {name!r}; use auto, {', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}")

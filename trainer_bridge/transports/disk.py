@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors.torch import save
 
 from trainer_bridge.errors import BadRequest, RolloutError, WeightsRejected
@@ -64,6 +63,7 @@ class DiskReceiver(TransportReceiver):
     """Reads the folder that `begin` names, a piece of at most 64 MiB at a time."""
 
     name = "disk"
+    carries = ("disk",)
 
     def __init__(self) -> None:
         self._folder = -1
@@ -97,7 +97,7 @@ class DiskReceiver(TransportReceiver):
         try:
             if self._file is None:
                 self._file = _OpenFile(self._folder, self._todo.pop(0), self._entries)
-            incoming.arrived(self._file.read_piece(incoming.host))
+            self._file.read_piece(incoming)
             if self._file.done:
                 self._file.close()
                 self._file = None
@@ -158,17 +158,15 @@ class _OpenFile:
         """Whether all was read and verified."""
         return self._at == len(self._pieces)
 
-    def read_piece(self, host: np.ndarray) -> int:
-        """Read the next piece to its place in the stream (uint8); its bytes."""
-        nbytes = 0
+    def read_piece(self, incoming: Incoming) -> None:
+        """Read the next piece to its place in the stream."""
         if not self.done:
             start, end = self._pieces[self._at]
-            self._read_into(memoryview(host[start:end]))  # type: ignore[arg-type]
+            self._read_into(memoryview(incoming.room(start, end)))  # type: ignore[arg-type]
+            incoming.arrived(start, end)
             self._at += 1
-            nbytes = end - start
         if self.done and self._crc != self._note.crc:
             raise self._bad(f"is damaged: checksum {self._crc:08x}, written as {self._note.crc:08x}")
-        return nbytes
 
     def close(self) -> None:
         """Close the file."""
@@ -281,7 +279,7 @@ class DiskSender(TransportSender):
             shutil.rmtree(draft, ignore_errors=True)
             raise RolloutError(f"prepare: cannot write to {self._root}: {error}; free or choose a folder") from error
         self._written.append(final)
-        payload.release()
+        payload.read()
         return {"folder": str(final), "files": files}
 
     def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""Generation held while weights are overwritten in place, and after that went wrong.
+
+    free --request--> wanted --grant--> granted --clear--> free          a whole update is in the parameters
+      ^                  |                 |
+      +----- clear ------+                 +-- fail --> stale            they are of no version; only an update cures it
+
+The weight receiver asks (`request`, `clear`, `fail`), from its thread; the engine's loop grants once no step is in
+flight, and clears when it takes a whole update. Reading a field takes no lock: the loop looks at every tick.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class Hold:
+    """Whether the loop may launch. `stale` says why the weights are of no use, and is empty while they are."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.granted = False
+        self.granted_s = 0.0  # `time.perf_counter()`
+        self.stale = ""
+        self._on_grant: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+
+    def request(self, on_grant: Callable[[], object]) -> None:
+        """Ask that nothing be launched; `on_grant` is called, from any thread, once nothing runs."""
+        with self._lock:
+            self._on_grant = on_grant
+            self.wanted = True
+            at_once = self.granted  # stale: nothing has run since
+            self.granted_s = time.perf_counter()
+        if at_once:
+            on_grant()
+
+    def grant(self) -> None:
+        """The loop has launched nothing that is unfinished, and will not; unless nobody wants it any more."""
+        with self._lock:
+            if not self.wanted or self.granted:
+                return
+            self.granted_s, self.granted = time.perf_counter(), True
+            on_grant = self._on_grant
+        on_grant()
+
+    def fail(self, why: str) -> None:
+        """The parameters are a mixture; the hold stays."""
+        self.stale = why
+
+    def clear(self) -> None:
+        """The parameters are whole: generation goes on."""
+        with self._lock:
+            self.granted = self.wanted = False
+            self.stale = ""

@@ -1,0 +1,119 @@
+"""A process that has imported everything and forks a publisher, or a worker, for each line on its standard input.
+
+    {"role": "publisher", "endpoint", "transport", "folder", "phase", "fault", "version", "seed"}
+    {"role": "worker", "port", "settings"}
+
+Each line is answered with the child's pid. A publisher does to itself what `fault` says when it gets to `phase`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from weights_harness import TinyModel, Worker, new_tensors
+
+from trainer_bridge import transport_choice
+from trainer_bridge.payload import Payload
+from trainer_bridge.publisher import WeightPublisher
+from trainer_bridge.transports import bucket_link, disk, group
+
+SMALL = 64
+
+
+def stop_here(fault: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    time.sleep(60)  # a stop reaches the threads one after the other
+
+
+def after(owner: Any, name: str, then: Any) -> None:
+    """Call `then(result, *arguments)` after each call of a method."""
+    plain = getattr(owner, name)
+
+    def call(*arguments: Any, **more: Any) -> Any:
+        result = plain(*arguments, **more)
+        then(result, *arguments)
+        return result
+
+    setattr(owner, name, call)
+
+
+def arm(phase: str, fault: str) -> None:
+    seen = []
+
+    def in_the_middle(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) == 5:
+            stop_here(fault)
+
+    if fault == "corrupt":
+        corrupt()
+    elif phase == "prepare":
+        after(transport_choice.TransportChoice, "next_options", lambda *_: stop_here(fault))
+    elif phase == "begin":
+        after(transport_choice.TransportChoice, "refused", lambda *_: stop_here(fault))
+    elif phase == "transfer":
+        after(Payload, "pack_bucket", in_the_middle)
+        after(Payload, "host_copy", in_the_middle)
+    elif phase == "commit":
+        after(WeightPublisher, "_deliver", lambda *_: stop_here(fault))
+
+
+def corrupt() -> None:
+    """One bit of one bucket changes after its checksum was taken."""
+    buckets = []
+
+    def flip(data: torch.Tensor) -> None:
+        buckets.append(1)
+        if len(buckets) == 5:
+            data[0] ^= 1
+
+    after(bucket_link, "checksum", lambda _, data: flip(torch.frombuffer(data, dtype=torch.uint8)))
+    broadcast = group.Group.broadcast
+    group.Group.broadcast = lambda self, data: (flip(data), broadcast(self, data))[1]  # type: ignore[method-assign]
+
+    def flip_file(options: dict[str, Any], *_: Any) -> None:
+        path = Path(options["folder"]) / options["files"][0][0]
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    after(disk.DiskSender, "prepare", flip_file)
+
+
+def publish(order: dict[str, Any]) -> None:
+    arm(order["phase"], order["fault"])
+    tensors = new_tensors(TinyModel(), order["seed"])
+    with WeightPublisher(
+        order["endpoint"], transport=order["transport"], folder=order["folder"], bucket_bytes=SMALL
+    ) as publisher:
+        publisher.publish(tensors, order["version"]).applied(20)
+
+
+def work(order: dict[str, Any]) -> None:
+    with Worker(port=order["port"], **order["settings"]):
+        time.sleep(60)
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                {"publisher": publish, "worker": work}[order["role"]](order)
+            except Exception as error:
+                print(repr(error), file=sys.stderr, flush=True)
+            os._exit(0)
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""What may happen to an update on its way, for every transport: afterwards whole weights serve, old or new.
+
+An update in place that broke half-way leaves a worker stale: it serves nothing until a whole one has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
+
+from trainer_bridge.errors import ConnectionLost, RolloutError, RolloutTimeout, WeightsRejected
+from trainer_bridge.payload import Payload
+from trainer_bridge.publisher import WeightPublisher
+from trainer_bridge.transport_choice import TransportChoice
+from trainer_bridge.transports import nccl
+
+TRANSPORTS = ["shm", "zmq", "nccl", "disk"]
+SMALL = 64
+
+
+def idle_s(transport: str) -> float:
+    """Short: it is waited for. It bounds how long members of a group may take to meet, on a machine that is busy."""
+    return 2.0 if transport == "nccl" else 0.4
+
+
+class FaultServer:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("fault_server.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        )
+
+    @contextlib.contextmanager
+    def child(self, **order: Any) -> Iterator[int]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        pid = int(self.process.stdout.readline())
+        try:
+            yield pid
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def faults() -> Iterator[FaultServer]:
+    server = FaultServer()
+    yield server
+    assert server.process.stdin is not None
+    server.process.stdin.close()
+    server.process.wait(20)
+
+
+def good(worker: Worker, transport: str, folder: Path, version: int) -> dict[str, torch.Tensor]:
+    """A publish from start to end."""
+    tensors = new_tensors(worker.model, version)
+    with WeightPublisher(worker.endpoint, transport=transport, folder=str(folder), bucket_bytes=SMALL) as publisher:
+        (report,) = publisher.publish(tensors, version).applied(20)
+    assert report.version == version and report.transport == transport
+    return tensors
+
+
+def run_fault(faults: FaultServer, worker: Worker, transport: str, folder: Path, phase: str, fault: str) -> None:
+    """A publisher that comes to grief; return when the worker has nothing more to do with it."""
+    order = {"endpoint": worker.endpoint, "transport": transport, "folder": str(folder), "version": 2, "seed": 2}
+    with faults.child(role="publisher", phase=phase, fault=fault, **order) as pid:
+        if fault == "corrupt":
+            wait_for(lambda: worker.receiver._failure is not None, "the refusal")
+        else:
+            wait_for(lambda: ended_or_stopped(pid), "the fault")
+        wait_for(lambda: worker.status()["state"] in ("idle", "stale"), "the end of the update")
+
+
+def ended_or_stopped(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+    return True
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("phase", "fault"),
+    [
+        ("prepare", "kill"),
+        ("begin", "kill"),
+        ("transfer", "kill"),
+        ("commit", "kill"),
+        ("begin", "stop"),
+        ("transfer", "stop"),
+        ("transfer", "corrupt"),
+    ],
+)
+def test_the_old_weights_serve_on_and_the_next_publish_works(
+    faults: FaultServer, tmp_path: Path, transport: str, phase: str, fault: str
+) -> None:
+    with Worker(idle_s=idle_s(transport), apply="staged") as worker:
+        old = good(worker, transport, tmp_path, 1)
+        run_fault(faults, worker, transport, tmp_path, phase, fault)
+        assert serves(worker.model, old) and worker.receiver.version == 1 and not worker.receiver.hold.wanted
+        assert serves(worker.model, good(worker, transport, tmp_path, 2))
+        assert [update.version for update in worker.updates] == [1, 2]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("fault", ["kill", "stop", "corrupt"])
+def test_in_place_a_worker_is_stale_until_a_whole_update_has_come(
+    faults: FaultServer, tmp_path: Path, transport: str, fault: str
+) -> None:
+    with Worker(idle_s=idle_s(transport), apply="in_place") as worker:
+        old = good(worker, transport, tmp_path, 1)
+        run_fault(faults, worker, transport, tmp_path, "transfer", fault)
+        hold, status = worker.receiver.hold, worker.status()
+        if hold.stale:
+            assert hold.wanted and status["state"] == "stale" and "version 2" in status["stale"]
+            assert "Publish a whole update" in hold.stale and worker.receiver.version == 1
+        else:  # nothing was written: disk's publisher died before it told the worker, a group before it met
+            assert serves(worker.model, old) and not hold.wanted
+        assert bool(hold.stale) or (transport == "disk" and fault != "corrupt")
+        new = good(worker, transport, tmp_path, 3)
+        assert serves(worker.model, new) and not hold.stale and not hold.wanted and not hold.granted
+        assert worker.status()["state"] == "idle"
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothing(
+    tmp_path: Path, transport: str, apply: str
+) -> None:
+    with Worker(apply=apply) as worker:
+        good(worker, transport, tmp_path, 4)
+        tensors = good(worker, transport, tmp_path, 5)
+        before = worker.model.snapshot()
+        wrong = {**new_tensors(worker.model, 6), "q.weight": torch.zeros(7, 6)}
+        attempts = [(wrong, 6, "q.weight"), (tensors, 5, "not newer"), (tensors, 4, "not newer")]
+        with WeightPublisher(worker.endpoint, transport=transport, folder=str(tmp_path)) as publisher:
+            for update, version, text in attempts:
+                with pytest.raises(WeightsRejected, match=text):
+                    publisher.publish(update, version).applied(20)
+        assert all(torch.equal(before[name], tensor) for name, tensor in worker.model.parameters.items())
+        assert worker.status()["state"] == "idle" and not worker.receiver.hold.wanted
+        assert serves(worker.model, good(worker, transport, tmp_path, 6))
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "nccl"])
+def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_update(
+    faults: FaultServer, monkeypatch: pytest.MonkeyPatch, transport: str, fault: signal.Signals
+) -> None:
+    with Worker() as spare:
+        port = spare.port  # free again in a moment
+    endpoint = f"tcp://127.0.0.1:{port}"
+    packed = []
+    plain = Payload.pack_bucket
+
+    def pack(self: Payload, index: int, out: torch.Tensor) -> int:
+        packed.append(index)
+        if len(packed) == 5:
+            os.kill(pid, fault)
+        return plain(self, index, out)
+
+    tensors = new_tensors(TinyModel(), 1)
+    limits = {"stall_s": 0.5, "begin_s": 10.0, "apply_s": 10.0}
+    monkeypatch.setattr(Payload, "pack_bucket", pack)
+    with WeightPublisher(endpoint, transport=transport, bucket_bytes=SMALL, **limits) as publisher:
+        with faults.child(role="worker", port=port, settings={}) as pid:
+            handle = publisher.publish(tensors, 1)
+            with pytest.raises((ConnectionLost, RolloutTimeout, RolloutError)) as caught:
+                handle.applied(20)
+            assert endpoint in str(caught.value) and str(caught.value).startswith(("transfer:", "commit:"))
+        with faults.child(role="worker", port=port, settings={}):
+            assert wait_for(lambda: tried(publisher, tensors), "the next update") == 2
+
+
+def tried(publisher: WeightPublisher, tensors: dict[str, torch.Tensor]) -> int:
+    """Publish as version 2; 0 if that still went to the connection of before."""
+    with contextlib.suppress(ConnectionLost):
+        return publisher.publish(tensors, 2).applied(20)[0].version
+    return 0
+
+
+def test_a_worker_that_leaves_a_group_does_not_keep_the_others_from_the_update(
+    faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Worker() as spare:
+        port = spare.port
+    packed = []
+    plain = Payload.pack_bucket
+
+    def pack(self: Payload, index: int, out: torch.Tensor) -> int:
+        packed.append(index)
+        if len(packed) == 5:
+            os.kill(pid, signal.SIGKILL)
+        return plain(self, index, out)
+
+    monkeypatch.setattr(Payload, "pack_bucket", pack)
+    lost = f"tcp://127.0.0.1:{port}"
+    with Worker() as one, Worker() as two, faults.child(role="worker", port=port, settings={}) as pid:
+        endpoints = [one.endpoint, lost, two.endpoint]
+        with WeightPublisher(endpoints, transport="nccl", bucket_bytes=SMALL, stall_s=5, begin_s=5) as publisher:
+            tensors = new_tensors(one.model, 1)
+            handle = publisher.publish(tensors, 1)
+            with pytest.raises(RolloutError, match=lost):
+                handle.applied(30)
+            assert list(handle.errors) == [lost] and set(handle.reports) == {one.endpoint, two.endpoint}
+            assert serves(one.model, tensors) and serves(two.model, tensors)
+
+
+def test_auto_goes_another_way_where_no_group_comes_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_group(*_: Any) -> None:
+        raise nccl.GroupError("no route between the devices")
+
+    monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("nccl", "shm", "zmq"))
+    monkeypatch.setattr(nccl, "Group", no_group)
+    with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=SMALL) as publisher:
+        for version in (1, 2):
+            tensors = new_tensors(worker.model, version)
+            (report,) = publisher.publish(tensors, version).applied(20)
+            assert report.transport == "shm" and serves(worker.model, tensors)
+            assert "not nccl" in report.why and "no route" in report.why
+
+
+def test_a_group_leaves_the_default_group_alone() -> None:
+    with Worker() as one, Worker() as two:
+        with WeightPublisher([one.endpoint, two.endpoint], transport="nccl", bucket_bytes=SMALL) as publisher:
+            for version in (1, 2, 3):
+                tensors = new_tensors(one.model, version)
+                publisher.publish(tensors, version).applied(20)
+                assert serves(one.model, tensors) and serves(two.model, tensors)
+    assert not torch.distributed.is_initialized() and not torch.distributed.distributed_c10d._world.pg_map
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"hosts": []}, "options.hosts"),
+        ({"hosts": ["127.0.0.1"] * 17}, "options.hosts"),
+        ({"hosts": [3]}, "options.hosts"),
+        ({"port": 0}, "options"),
+        ({"port": 1 << 16}, "options"),
+        ({"port": True}, "options"),
+        ({"group": ""}, "options"),
+        ({"backend": "nccl"}, "options.backend"),
+        ({"backend": "mpi"}, "options.backend"),
+        ({"more": 1}, "options"),
+    ],
+)
+def test_broken_options_of_a_group_are_refused_by_name(changes: dict[str, Any], field: str) -> None:
+    payload = Payload(new_tensors(TinyModel(), 1), 1, SMALL)
+    with Worker() as worker:
+        sender = nccl.NcclSender([worker.endpoint])
+        options = {**sender.prepare(payload), **changes}
+        manifest = payload.manifest.to_wire()
+        reply = worker.control(action="begin", version=1, manifest=manifest, transport="nccl", options=options)
+        assert (reply["op"], reply["code"], reply["field"]) == ("error", "bad_request", field), reply
+        sender.close()
+        gone = {"hosts": ["127.0.0.1"], "port": 9, "backend": "gloo", "group": "x", "device": ""}
+        reply = worker.control(action="begin", version=1, manifest=manifest, transport="nccl", options=gone)
+        assert reply["field"] == "options.hosts" and "does not reach" in reply["message"]
+        assert worker.status()["state"] == "idle"
+
+
+def test_a_worker_that_gives_up_is_heard_of_while_the_others_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(*_: Any) -> None:
+        raise nccl.GroupError("no memory")
+
+    monkeypatch.setattr(nccl._Member, "_take_part", give_up)
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", stall_s=20.0) as publisher:
+        handle = publisher.publish(new_tensors(worker.model, 1), 1)
+        with pytest.raises(RolloutError, match=f"transfer: .*gave up: no memory.*{worker.endpoint}"):
+            handle.applied(10)

@@ -1,0 +1,192 @@
+"""The trainer's end of a data connection: buckets announced, acknowledged or refused.
+
+What travels is shown in `zmq_stream`; `shm` sends the same messages without the bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import zmq
+
+from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
+from trainer_bridge.keys import ClientCurve
+from trainer_bridge.manifest import checksum, checksums_digest
+from trainer_bridge.payload import Payload
+from trainer_bridge.transports import Peer, TransferRules
+
+BUCKET = struct.Struct("<4s16sII")  # magic, token, index, crc32
+ACK = struct.Struct("<4s16sI")  # magic, token, index
+REFUSAL = struct.Struct("<4s16s")  # magic, token; the reason follows as UTF-8
+BUCKET_MAGIC, SHARED_MAGIC = b"WBK1", b"WSB1"  # the bytes follow as a second frame; they lie in shared memory
+ACK_MAGIC, REFUSAL_MAGIC = b"WAK1", b"WNO1"
+MAX_REFUSAL_BYTES = 1 << 12
+POLL_MS = 50  # how often a waiting sender looks whether its publisher is closing
+
+
+class Link:
+    """The data connection to one worker."""
+
+    def __init__(self, peer: Peer, rules: TransferRules, curve: ClientCurve | None) -> None:
+        self.peer = peer
+        self.rules = rules
+        self.acknowledged = 0
+        self.last_progress_s = time.monotonic()
+        self.window, address = read_grant(peer)
+        self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.IMMEDIATE, 1)  # queue nothing for a worker that is not there
+        self.socket.set(zmq.SNDHWM, 2 * self.window)
+        self.socket.set(zmq.MAXMSGSIZE, MAX_REFUSAL_BYTES + REFUSAL.size)
+        if "[" in address:
+            self.socket.set(zmq.IPV6, 1)
+        if curve is not None:
+            curve.apply(self.socket)
+        if peer.error is None:
+            try:
+                self.socket.connect(address)
+            except zmq.ZMQError as error:
+                self.fail(ConnectionLost(f"transfer: cannot connect to {peer.endpoint} at {address!r:.200}: {error}"))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the worker still takes part."""
+        return self.peer.error is None
+
+    def send(self, index: int, crc: int, data: memoryview | None) -> None:
+        """Send a bucket, or (None) say that it lies in shared memory; the bytes must stay until acknowledged."""
+        magic = SHARED_MAGIC if data is None else BUCKET_MAGIC
+        frames = [BUCKET.pack(magic, self.peer.token, index, crc)] + ([] if data is None else [data])
+        self.last_progress_s = time.monotonic()
+        while self.alive and not self.rules.closing.is_set():
+            try:
+                self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                return
+            except zmq.Again:
+                self.socket.poll(POLL_MS, zmq.POLLOUT)
+                self.check_stall("no connection")
+
+    def read(self) -> None:
+        """Take every answer that is there."""
+        while self.alive:
+            try:
+                message = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_answer(message)
+
+    def _on_answer(self, message: bytes) -> None:
+        magic, token = message[:4], message[4:20]
+        if magic == REFUSAL_MAGIC and token == self.peer.token:
+            reason = message[REFUSAL.size :].decode(errors="replace")
+            self.fail(WeightsRejected(f"transfer: {self.peer.endpoint} refused the update: {reason}"))
+        elif len(message) == ACK.size and magic == ACK_MAGIC and token == self.peer.token:
+            if ACK.unpack(message)[2] != self.acknowledged:
+                self.fail(ProtocolError(f"transfer: {self.peer.endpoint} acknowledged buckets out of order"))
+                return
+            self.acknowledged += 1
+            self.last_progress_s = time.monotonic()
+        else:
+            self.fail(ProtocolError(f"transfer: {self.peer.endpoint} sent an answer that is none"))
+
+    def check_stall(self, what: str) -> None:
+        """Give the worker up if nothing has moved for too long."""
+        waited_s = time.monotonic() - self.last_progress_s
+        if waited_s > self.rules.stall_s:
+            self.fail(
+                RolloutTimeout(
+                    f"transfer: {what} from {self.peer.endpoint} for {waited_s:.1f} s, after {self.acknowledged} "
+                    "acknowledged buckets; see whether the worker lives, or raise stall_s"
+                )
+            )
+
+    def fail(self, error: RolloutError) -> None:
+        """Give the worker up."""
+        self.peer.fail(error)
+
+    def close(self) -> None:
+        """Close the connection; what zmq still reads it reads no more once the worker has acknowledged it."""
+        self.socket.close(0)
+
+
+def alive(links: Sequence[Link]) -> list[Link]:
+    """The links whose workers still take part."""
+    return [link for link in links if link.alive]
+
+
+def wait_acknowledged(links: Sequence[Link], buckets: int, rules: TransferRules) -> None:
+    """Read answers until every link that is alive has acknowledged `buckets` of them."""
+    while not rules.closing.is_set():
+        for link in links:
+            link.read()
+        waiting = [link for link in alive(links) if link.acknowledged < buckets]
+        if not waiting:
+            return
+        poller = zmq.Poller()
+        for link in waiting:
+            poller.register(link.socket, zmq.POLLIN)
+        if not poller.poll(POLL_MS):
+            for link in waiting:
+                link.check_stall("no acknowledgement")
+
+
+def read_grant(peer: Peer) -> tuple[int, str]:
+    """The window and the address that a worker granted; the peer fails when it granted none."""
+    window, address = peer.grant.get("window"), peer.grant.get("endpoint")
+    if type(window) is not int or not 1 <= window <= 64 or type(address) is not str:
+        peer.fail(
+            ProtocolError(f"begin: {peer.endpoint} granted {peer.grant!r:.200}, which holds no window and endpoint")
+        )
+        return 1, ""
+    return window, reachable(address, peer.endpoint)
+
+
+def reachable(address: str, endpoint: str) -> str:
+    """`address` with the host of `endpoint` where it names no host: a worker bound to all interfaces knows none."""
+    at, via = urlsplit(address), urlsplit(endpoint)
+    if at.scheme == "tcp" and at.hostname in ("0.0.0.0", "::", "*") and via.scheme == "tcp":
+        host = f"[{via.hostname}]" if ":" in (via.hostname or "") else via.hostname
+        return f"tcp://{host}:{at.port}"
+    return address
+
+
+def send_buckets(
+    payload: Payload,
+    peers: Sequence[Peer],
+    rules: TransferRules,
+    curve: ClientCurve | None,
+    slot: Callable[[int], tuple[torch.Tensor, bool]],
+    window: int,
+    checksum_of: Callable[[torch.Tensor], int] | None = None,
+) -> tuple[dict[str, Any], bool]:
+    """Pack each bucket once and announce it to every peer; return when all have acknowledged all.
+
+    `slot(i)` is the memory of bucket `i` and whether its bytes are to be sent along; it is used again `window`
+    buckets later; `checksum_of` is for slots that are not host memory. Returns the options of `commit`, and whether
+    somebody may still be reading the slots.
+    """
+    links = [Link(peer, rules, curve) for peer in peers]
+    checksums = []
+    window = min([window, *(link.window for link in alive(links))])
+    try:
+        for index in range(payload.manifest.bucket_count):
+            wait_acknowledged(links, index - window + 1, rules)
+            if rules.closing.is_set() or not alive(links):
+                return {}, True
+            buffer, sent_along = slot(index % window)
+            packed = buffer[: payload.pack_bucket(index, buffer)]
+            checksums.append(checksum(memoryview(packed.numpy())) if checksum_of is None else checksum_of(packed))
+            data = memoryview(packed.numpy()) if sent_along else None  # type: ignore[arg-type]
+            for link in alive(links):
+                link.send(index, checksums[-1], data)
+        payload.read()
+        wait_acknowledged(links, payload.manifest.bucket_count, rules)
+    finally:
+        for link in links:
+            link.close()
+    return {"checksums": checksums_digest(checksums)}, rules.closing.is_set() or len(alive(links)) < len(links)

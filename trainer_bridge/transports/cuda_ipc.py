@@ -1,0 +1,275 @@
+"""The transport `cuda_ipc`: buckets in GPU memory that publisher and worker share; one host, also one GPU.
+
+    publisher                                             worker
+    slots on its GPU      -- begin: a handle of each -->  opened
+    pack into slot i             -- WSB1 -->              fingerprint compared, slot i copied to its place
+                                 <-- WAK1 --              slot i is free again
+
+What travels is 64 bytes for each slot, which the driver makes and reads; never a pickle. The messages are those of
+`shm`, on the socket of `zmq`; where these have a CRC-32 of a bucket there are 32 bits of its fingerprint, which is
+computed on the device.
+
+Invariants:
+
+- Slots are allocated from CUDA itself, not from torch's pool: a handle stands for a whole allocation.
+- A slot is acknowledged when the worker's copies out of it have run, not when they are enqueued.
+- A worker closes what it opened before it forgets the update; the memory lives until both sides have let go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trainer_bridge.errors import BadRequest, RolloutError, WeightsRejected
+from trainer_bridge.fingerprint import fingerprint
+from trainer_bridge.keys import ClientCurve
+from trainer_bridge.manifest import MAX_BUCKET_BYTES
+from trainer_bridge.payload import Payload
+from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.bucket_link import send_buckets
+from trainer_bridge.transports.shm import boot_id
+from trainer_bridge.transports.zmq_stream import DEFAULT_WINDOW, ZmqReceiver
+
+HANDLE_BYTES = 64
+_MAX_SLOTS = 64
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_LIBRARY = re.compile(r"/\S*libcudart[^/\s]*\.so[^/\s]*")
+_OPTIONS = {"boot_id": str, "handles": list, "slot_bytes": int}
+
+
+class IpcMemory(Protocol):
+    """Device memory that other processes can open. Errors are `OSError`."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], until `free`."""
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Give it back."""
+
+    def handle(self, memory: torch.Tensor) -> bytes:
+        """What another process opens it by."""
+
+    def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        """Another process's memory, uint8 [nbytes], until `close`."""
+
+    def close(self, memory: torch.Tensor) -> None:
+        """Let go of it."""
+
+
+class CudaIpcMemory:
+    """Memory of one GPU, through the CUDA runtime that torch has loaded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._library = ctypes.CDLL(_runtime_path())
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], until `free`."""
+        pointer = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+        return self._tensor(pointer, nbytes)
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Give it back."""
+        self._call("cudaFree", ctypes.c_void_p(memory.data_ptr()))
+
+    def handle(self, memory: torch.Tensor) -> bytes:
+        """What another process opens it by."""
+        handle = _Handle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(memory.data_ptr()))
+        return bytes(handle)
+
+    def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
+        """Another process's memory, uint8 [nbytes], until `close`."""
+        pointer = ctypes.c_void_p()
+        given = _Handle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        return self._tensor(pointer, nbytes)
+
+    def close(self, memory: torch.Tensor) -> None:
+        """Let go of it."""
+        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(memory.data_ptr()))
+
+    def _tensor(self, pointer: ctypes.c_void_p, nbytes: int) -> torch.Tensor:
+        assert pointer.value is not None
+        return torch.as_tensor(_Array(pointer.value, nbytes), device=self._device)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        with torch.cuda.device(self._device):
+            status = getattr(self._library, name)(*arguments)
+        if status:
+            self._library.cudaGetLastError()  # or the next call of torch would report it
+            raise OSError(status, f"{name} failed with CUDA error {status}")
+
+
+class _Handle(ctypes.Structure):
+    """cudaIpcMemHandle_t, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class _Array:
+    """Device memory as torch takes it without a copy."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 2,
+        }
+
+
+def _runtime_path() -> str:
+    """The CUDA runtime that this process has loaded. Raises OSError where there is none."""
+    torch.cuda.init()
+    found = _LIBRARY.search(Path("/proc/self/maps").read_text())
+    if found is None:
+        raise OSError("no CUDA runtime library is loaded")
+    return found.group()
+
+
+def _check_sum(data: torch.Tensor) -> int:
+    """32 bits of the fingerprint; waits for the device."""
+    return int(fingerprint(data).item()) & 0xFFFFFFFF
+
+
+# --- worker ----------------------------------------------------------------------------------------------------------
+
+
+class CudaIpcReceiver(TransportReceiver):
+    """Opens the publisher's slots; the socket of `zmq` tells which slot holds which bucket."""
+
+    name = "cuda_ipc"
+    on_device = True
+
+    def __init__(self, buckets: ZmqReceiver, memory: IpcMemory) -> None:
+        self._buckets, self._memory = buckets, memory
+        self._slots: list[torch.Tensor] = []
+
+    def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Open the slots. Raises `BadRequest` with the field `options` where that cannot be done."""
+        handles, slot_bytes = _read_options(options)
+        first, end = incoming.manifest.bucket_span(0) if incoming.manifest.bucket_count else (0, 0)
+        if not end - first <= slot_bytes <= MAX_BUCKET_BYTES:
+            raise BadRequest("the slots are too small or too large for the buckets", field="options")
+        if not boot_id() or options["boot_id"] != boot_id():
+            raise _elsewhere("the publisher runs on another machine")
+        try:
+            for handle in handles:
+                self._slots.append(self._memory.open(handle, slot_bytes))
+        except OSError as error:
+            raise _elsewhere(f"the publisher's memory cannot be opened ({error.strerror})") from error
+        return {**self._buckets.expect(incoming, self._take), "window": len(self._slots)}
+
+    def advance(self, incoming: Incoming | None) -> bool:
+        """Nothing to do: the socket of `zmq` brings the messages."""
+        return False
+
+    def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
+        """Verify that every bucket is here, and that they are the ones that were sent."""
+        return self._buckets.finish(incoming, options)
+
+    def drop(self, incoming: Incoming, error: RolloutError | None) -> None:
+        """Let go of the slots."""
+        self._buckets.drop(incoming, error)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the slots."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            self._memory.close(slot)
+
+    def _take(self, incoming: Incoming, index: int, crc: int) -> None:
+        start, end = incoming.manifest.bucket_span(index)
+        data = self._slots[index % len(self._slots)][: end - start]
+        actual = _check_sum(data)
+        if actual != crc:
+            raise WeightsRejected(f"bucket {index} arrived damaged: fingerprint {actual:08x}, sent as {crc:08x}")
+        incoming.landing.put(start, data)
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()  # the slot is the publisher's again
+        incoming.note(end - start)
+
+
+def _read_options(options: Mapping[str, Any]) -> tuple[list[bytes], int]:
+    if set(options) != set(_OPTIONS) or any(type(options[name]) is not kind for name, kind in _OPTIONS.items()):
+        raise BadRequest(f"transport cuda_ipc takes the options {', '.join(_OPTIONS)}", field="options")
+    handles = options["handles"]
+    if not 1 <= len(handles) <= _MAX_SLOTS or any(type(handle) is not str for handle in handles):
+        raise BadRequest("handles must be a few strings", field="options.handles")
+    try:
+        read = [bytes.fromhex(handle) for handle in handles]
+    except ValueError:
+        raise BadRequest("handles must be hexadecimal", field="options.handles") from None
+    if any(len(handle) != HANDLE_BYTES for handle in read):
+        raise BadRequest(f"a handle has {HANDLE_BYTES} bytes", field="options.handles")
+    return read, options["slot_bytes"]
+
+
+def _elsewhere(why: str) -> BadRequest:
+    return BadRequest(f"{why}: cuda_ipc needs publisher and worker on one host; use auto or zmq", field="options")
+
+
+# --- trainer ---------------------------------------------------------------------------------------------------------
+
+
+class CudaIpcSender(TransportSender):
+    """Packs buckets into slots on the tensors' GPU, for any number of workers on this host."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, curve: ClientCurve | None = None, memory: IpcMemory | None = None) -> None:
+        self._curve = curve
+        self._memory = memory
+        self._slots: list[torch.Tensor] = []
+
+    def prepare(self, payload: Payload) -> dict[str, Any]:
+        """Tell the handles of the slots. Raises `RolloutError` where there can be none."""
+        nbytes = max(1, min(payload.manifest.bucket_bytes, payload.manifest.total_bytes))
+        try:
+            if self._memory is None:
+                if not payload.on_gpu:
+                    raise OSError(0, "the tensors are not on a GPU")
+                self._memory = CudaIpcMemory(payload.device)
+            if not self._slots or self._slots[0].numel() < nbytes:
+                self.close()
+                for _ in range(DEFAULT_WINDOW):
+                    self._slots.append(self._memory.allocate(nbytes))
+            handles = [self._memory.handle(slot).hex() for slot in self._slots]
+        except OSError as error:
+            raise RolloutError(f"prepare: no GPU memory can be shared: {error}; use another transport") from error
+        return {"boot_id": boot_id(), "handles": handles, "slot_bytes": self._slots[0].numel()}
+
+    def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
+        """Pack every bucket into its slot and tell every peer."""
+        options: dict[str, Any] = {}
+        left = True
+        try:
+            options, left = send_buckets(
+                payload,
+                peers,
+                rules,
+                self._curve,
+                lambda slot: (self._slots[slot], False),
+                len(self._slots),
+                _check_sum,
+            )
+        finally:
+            if left:
+                self.close()  # a worker that was given up may still read them: it has them open
+        return options
+
+    def close(self) -> None:
+        """Give the slots back."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            assert self._memory is not None
+            self._memory.free(slot)

@@ -1,0 +1,230 @@
+"""A process group of its own: a store, a rank, broadcasts from rank 0. The default group is not touched.
+
+    publisher    StoreServer on a free port     rank 0
+    workers      join(hosts, port)              ranks 1 to n
+
+The backend objects are made directly, not through `init_process_group`, so nothing is registered anywhere and groups
+can come and go in one process. `gloo` moves host memory, `nccl` memory of a GPU. Every wait has a deadline,
+and ends early when `stop` is set.
+
+What a store holds is bytes, never pickles. It has no password: whoever reaches its port can join or disturb a group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+POLL_S = 0.002
+_LOOPBACK = "127.0.0.1"
+#: Read by the nccl backend when it is made. Without them a group that has lost a member ends the whole process.
+_NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_environment_lock = threading.Lock()
+
+
+class GroupError(RuntimeError):
+    """The group cannot be made or is broken: a member is gone, hangs, or was told to stop."""
+
+
+def local_address(endpoint: str) -> str:
+    """Address of this host on the way to `endpoint`. Nothing is sent."""
+    host, port = urlsplit(endpoint).hostname, urlsplit(endpoint).port
+    if urlsplit(endpoint).scheme != "tcp" or host is None:
+        return _LOOPBACK  # ipc: the same host
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    except OSError:
+        return _LOOPBACK
+
+
+class StoreServer:
+    """The store of one group, on a free port; reachable from other hosts only where one of `hosts` is not loopback."""
+
+    def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
+        self.hosts = list(dict.fromkeys(hosts))
+        self.local_host = _LOOPBACK
+        local = all(host == _LOOPBACK for host in self.hosts)
+        self._socket = socket.create_server((_LOOPBACK if local else "0.0.0.0", 0))  # noqa: S104
+        self.port: int = self._socket.getsockname()[1]
+        self.store = dist.TCPStore(
+            _LOOPBACK,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),  # the store closes it
+        )
+
+
+def reach(hosts: Sequence[str], port: int, timeout_s: float) -> str:
+    """The first of `hosts` that answers. Raises `GroupError`."""
+    for host in hosts:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=timeout_s):
+            return host
+    raise GroupError(f"nothing answers at port {port} of {', '.join(hosts)}")
+
+
+def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A client of a store. Raises `GroupError`."""
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        raise GroupError(f"the store at {host}:{port} cannot be used: {_first_line(error)}") from error
+
+
+class Group:
+    """A member's end. Belongs to one thread."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        size: int,
+        address: str,
+        device: torch.device,
+        timeout_s: float,
+        op_timeout_s: float | None = None,
+    ) -> None:
+        """Meet the other members. Raises `GroupError` when they are not there within `timeout_s`.
+
+        `op_timeout_s` bounds what follows, `timeout_s` when absent.
+        """
+        self.device = device
+        self._join_timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=op_timeout_s or timeout_s)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        members = dist.PrefixStore(name, store)
+        try:
+            self._backend = (
+                self._gloo(members, rank, size, address) if self._stream is None else self._nccl(members, rank, size)
+            )
+        except RuntimeError as error:  # torch's own errors of stores and sockets are kinds of it
+            raise GroupError(f"not all members met within {timeout_s:g} s: {_first_line(error)}") from error
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory that can be broadcast, uint8."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def broadcast(self, data: torch.Tensor) -> Pending:
+        """Start to send `data` from rank 0 to all others, behind what was started before. Raises `GroupError`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = self._timeout
+        try:
+            with self.on_stream():
+                return Pending(self._backend.broadcast([data], options), self._stream, self._timeout)
+        except RuntimeError as error:
+            raise GroupError(_first_line(error)) from error
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        """Send bytes of host memory to one member; gloo only. Raises `GroupError`."""
+        try:
+            self._backend.send([data], to, 0).wait(self._timeout)
+        except RuntimeError as error:
+            raise GroupError(_first_line(error)) from error
+
+    def receive(self, out: torch.Tensor, sender: int, timeout_s: float) -> None:
+        """Receive bytes of host memory from one member; gloo only. A timeout breaks the group. Raises `GroupError`."""
+        try:
+            self._backend.recv([out], sender, 0).wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise GroupError(_first_line(error)) from error
+
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """On a GPU: make the stream of the broadcasts the current one."""
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            yield
+
+    def close(self, broken: bool) -> None:
+        """Leave; the other members of a broken group hear of it."""
+        with contextlib.suppress(RuntimeError):  # of a device that is gone
+            if broken:
+                self._backend.abort()  # ends what is under way: without it gloo's threads wait for their deadline
+            elif self._stream is not None:
+                self._backend.shutdown()
+        self._backend = None
+
+    def _gloo(self, store: dist.Store, rank: int, size: int, address: str) -> Any:
+        from torch.distributed import ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the one way to name an address
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = self._join_timeout
+        options._threads = 2
+        return ProcessGroupGloo(store, rank, size, options)
+
+    def _nccl(self, store: dist.Store, rank: int, size: int) -> Any:
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        with _environment_lock, _environment(_NCCL_ENVIRONMENT), torch.cuda.device(self.device):
+            backend = ProcessGroupNCCL(store, rank, size, options)
+            backend.eager_connect_single_device(self.device)
+        return backend
+
+
+class Pending:
+    """A broadcast on its way."""
+
+    def __init__(self, work: Any, stream: torch.cuda.Stream | None, timeout: timedelta) -> None:
+        self._work, self._timeout = work, timeout
+        self._event: torch.cuda.Event | None = None
+        if stream is not None:
+            work.wait()  # of the stream, not of the host
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def wait(self, stop: threading.Event) -> None:
+        """Return when the data is there, or away. Raises `GroupError`."""
+        deadline_s = time.monotonic() + self._timeout.total_seconds()
+        while not self._done():
+            if stop.is_set():
+                raise GroupError("it was told to stop")
+            if time.monotonic() > deadline_s:
+                raise GroupError(f"nothing moved for {self._timeout.total_seconds():g} s")
+            time.sleep(POLL_S / 4)
+
+    def _done(self) -> bool:
+        try:
+            if self._event is not None:
+                return self._event.query()
+            if not self._work.is_completed():
+                return False
+            self._work.wait(self._timeout)  # raises what went wrong
+        except RuntimeError as error:
+            raise GroupError(_first_line(error)) from error
+        return True
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:300]

@@ -1,0 +1,233 @@
+"""The transport `shm`: buckets in memory that publisher and worker share, on one host.
+
+    publisher                                            worker
+    memfd: header | slot 0 | slot 1 | ..   -- begin -->  /proc/PID/fd/FD opened, header compared, mapped read-only
+    pack into slot i                       -- WSB1 -->   slot i copied to its place, CRC-32 of the copy
+                                           <-- WAK1 --   slot i is free again
+
+The messages are those of `zmq`, on the same socket, without the bytes. One segment serves all workers of the host.
+
+Invariants:
+
+- The segment never has a name in a file system: the kernel frees it when the last of both sides has ended, however.
+- A worker is on the same host if the kernel's boot id is the same and the segment, opened through /proc, begins with
+  the random bytes that `begin` named. Anything else (a container with processes of its own, another user) is refused
+  with the field `options`, and `auto` takes another transport.
+- A worker maps only memory that is sealed against shrinking, so that nobody can crash it by cutting it off; it checks
+  the copy that it made, which the publisher cannot change any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer_bridge.errors import BadRequest, RolloutError
+from trainer_bridge.keys import ClientCurve
+from trainer_bridge.manifest import MAX_BUCKET_BYTES
+from trainer_bridge.payload import Payload
+from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.bucket_link import send_buckets
+from trainer_bridge.transports.zmq_stream import DEFAULT_WINDOW, ZmqReceiver, check_bucket
+
+_HEADER_BYTES = 4096  # a page, so that slots begin on one; its first bytes are the secret
+_SECRET_BYTES = 32
+_MAX_SLOTS = 64
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_OPTIONS = {"boot_id": str, "pid": int, "fd": int, "slots": int, "slot_bytes": int, "secret": str}
+
+
+def boot_id() -> str:
+    """What tells this run of this machine's kernel from all others; empty where the system does not say."""
+    with contextlib.suppress(OSError):
+        return _BOOT_ID.read_text("ascii").strip()
+    return ""
+
+
+# --- worker ----------------------------------------------------------------------------------------------------------
+
+
+class ShmReceiver(TransportReceiver):
+    """Maps the publisher's segment; the socket of `zmq` tells which slot holds which bucket."""
+
+    name = "shm"
+
+    def __init__(self, buckets: ZmqReceiver) -> None:
+        self._buckets = buckets
+        self._map: mmap.mmap | None = None
+        self._slots = self._slot_bytes = 0
+
+    def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Open the segment. Raises `BadRequest` with the field `options` when it cannot be the publisher's."""
+        if set(options) != set(_OPTIONS) or any(type(options[name]) is not kind for name, kind in _OPTIONS.items()):
+            raise BadRequest(f"transport shm takes the options {', '.join(_OPTIONS)}", field="options")
+        self._slots, self._slot_bytes = options["slots"], options["slot_bytes"]
+        first, end = incoming.manifest.bucket_span(0) if incoming.manifest.bucket_count else (0, 0)
+        fits = 1 <= self._slots <= _MAX_SLOTS and end - first <= self._slot_bytes <= MAX_BUCKET_BYTES
+        if not fits or self._slot_bytes % mmap.PAGESIZE:
+            raise BadRequest("the slots are too small, too large or too many for the buckets", field="options")
+        if not boot_id() or options["boot_id"] != boot_id():
+            raise _elsewhere("the publisher runs on another machine")
+        self._map = _map_segment(options, _HEADER_BYTES + self._slots * self._slot_bytes)
+        return {**self._buckets.expect(incoming, self._take), "window": self._slots}
+
+    def advance(self, incoming: Incoming | None) -> bool:
+        """Nothing to do: the socket of `zmq` brings the messages."""
+        return False
+
+    def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
+        """Verify that every bucket is here, and that they are the ones that were sent."""
+        return self._buckets.finish(incoming, options)
+
+    def drop(self, incoming: Incoming, error: RolloutError | None) -> None:
+        """Let go of the segment."""
+        self._buckets.drop(incoming, error)
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the segment."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def _take(self, incoming: Incoming, index: int, crc: int) -> None:
+        assert self._map is not None
+        start, end = incoming.manifest.bucket_span(index)
+        at = _HEADER_BYTES + index % self._slots * self._slot_bytes
+        room = incoming.room(start, end)
+        np.copyto(room, np.frombuffer(self._map, np.uint8, end - start, at))
+        check_bucket(index, memoryview(room), crc)  # type: ignore[arg-type]  # the copy: nobody else can change it
+        incoming.arrived(start, end)
+
+
+def _map_segment(options: Mapping[str, Any], nbytes: int) -> mmap.mmap:
+    """The publisher's memory, read-only."""
+    pid, number, secret = options["pid"], options["fd"], options["secret"].encode()
+    if pid < 1 or number < 0:
+        raise BadRequest("pid and fd must be those of the publisher's segment", field="options")
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _elsewhere(f"the publisher's memory cannot be opened ({error.strerror})") from error
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails for what is no memfd
+        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != nbytes:
+            raise _elsewhere("the publisher's memory is not sealed, or has another size")
+        mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    except OSError as error:
+        raise _elsewhere(f"the publisher's memory cannot be mapped ({error.strerror})") from error
+    finally:
+        os.close(fd)
+    if len(secret) != 2 * _SECRET_BYTES or not secrets.compare_digest(mapped[: len(secret)], secret):
+        mapped.close()
+        raise _elsewhere("the memory there is not the publisher's")
+    return mapped
+
+
+def _elsewhere(why: str) -> BadRequest:
+    return BadRequest(f"{why}: shm needs publisher and worker on one host; use auto or zmq", field="options")
+
+
+# --- trainer ---------------------------------------------------------------------------------------------------------
+
+
+class Segment:
+    """Memory with `slots` slots of `slot_bytes`, that other processes of the host can open while this one lives.
+
+    Raises OSError where the system has none.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self._secret = secrets.token_hex(_SECRET_BYTES)
+        nbytes = _HEADER_BYTES + slots * slot_bytes
+        self._fd = os.memfd_create("rollout-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, nbytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            mapped = mmap.mmap(self._fd, nbytes)
+        except OSError:
+            os.close(self._fd)
+            raise
+        mapped[: 2 * _SECRET_BYTES] = self._secret.encode()
+        # The tensor keeps the mapping alive; it goes when nobody looks at it any more.
+        self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._pinned = False
+
+    def pin(self) -> None:
+        """Make copies from a GPU into it run in the background. Raises RuntimeError of CUDA."""
+        if not self._pinned:
+            status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
+            torch.cuda.check_error(int(status))
+            self._pinned = True
+
+    def slot(self, index: int) -> torch.Tensor:
+        """The memory of a slot, uint8 [slot_bytes]."""
+        start = _HEADER_BYTES + index * self.slot_bytes
+        return self.memory[start : start + self.slot_bytes]
+
+    def options(self) -> dict[str, Any]:
+        """What a worker must know to open it."""
+        place = {"boot_id": boot_id(), "pid": os.getpid(), "fd": self._fd, "secret": self._secret}
+        return {**place, "slots": self.slots, "slot_bytes": self.slot_bytes}
+
+    def close(self) -> None:
+        """Let go of it; workers that have it mapped keep it."""
+        os.close(self._fd)
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+class ShmSender(TransportSender):
+    """Packs buckets into a segment, for any number of workers on this host."""
+
+    name = "shm"
+
+    def __init__(self, curve: ClientCurve | None = None) -> None:
+        self._curve = curve
+        self._segment: Segment | None = None
+
+    def prepare(self, payload: Payload) -> dict[str, Any]:
+        """Tell where the segment is. Raises `RolloutError` where there can be none."""
+        nbytes = min(payload.manifest.bucket_bytes, payload.manifest.total_bytes)
+        slot_bytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._segment is None or self._segment.slot_bytes < slot_bytes:
+            self.close()
+            try:
+                self._segment = Segment(DEFAULT_WINDOW, slot_bytes)
+            except (OSError, AttributeError) as error:
+                raise RolloutError(f"prepare: no memory can be shared here: {error}; use the transport zmq") from error
+        if payload.on_gpu:
+            self._segment.pin()
+        return self._segment.options()
+
+    def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
+        """Pack every bucket into its slot and tell every peer."""
+        assert self._segment is not None
+        segment, left = self._segment, True
+        options: dict[str, Any] = {}
+        try:
+            options, left = send_buckets(
+                payload, peers, rules, self._curve, lambda slot: (segment.slot(slot), False), segment.slots
+            )
+        finally:
+            if left:
+                self.close()  # a worker that was given up may still read it
+        return options
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
