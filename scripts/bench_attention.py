@@ -1,12 +1,13 @@
 """Measure the Triton attention kernels on a CUDA machine: microseconds a layer beside the floor, and tuning sweeps.
 
     PYTHONPATH=.:kernels python scripts/bench_attention.py docs/results/attention.json [--sweep]
-        [--kinds decode prefill] [--heads 32/8 32/4] [--shapes 1x1K 32x4K mix] [--page-size 16] [--window 4096]
+        [--kinds decode prefill] [--heads 32/8 32/4] [--shapes 1x1K 32x4K mix] [--page-size 16] [--window 4096] [--fp8]
 
-Decode: one query a row over `rows x context` tokens of bf16 KV in shuffled pages. A captured graph goes through so many
-layers' caches that none is read from the L2 cache. The floor of a layer is the bytes of visible keys and values over
-the read bandwidth measured in the same run; `mix` is 32 rows of log-normal lengths. The plan, one for all layers of a
-step, is timed on its own. Prefill: chunks over a cached prefix, against the matrix rate of a large product.
+Decode: one query a row over `rows x context` tokens of KV in shuffled pages, bf16 or e4m3 codes with scales. A captured
+graph goes through so many layers' caches that none is read from the L2 cache. The floor of a layer is the bytes of
+visible keys and values over the read bandwidth measured in the same run; `mix` is 32 rows of log-normal lengths. The
+plan, one for all layers of a step, is timed on its own. Prefill: chunks over a cached prefix, against the matrix rate
+of a large product.
 
 Every configuration is checked against float64 first, decode also in a graph whose lengths change between replays.
 """
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from rollout_kernels.fp8 import quantize_heads, values_of
 from rollout_kernels.triton_decode_attention import decode_attention, default_decode_config
 from rollout_kernels.triton_decode_plan import DecodeConfig, plan_decode_work
 from rollout_kernels.triton_prefill_attention import PrefillConfig, default_prefill_config, prefill_attention
@@ -55,11 +57,19 @@ def lengths(shape: str) -> list[int]:
 class Problem:
     """Caches of several layers in shuffled pages, one page table, and lengths."""
 
-    def __init__(self, lens: list[int], heads: int, kv_heads: int, page_size: int, layers: int) -> None:
+    def __init__(
+        self, lens: list[int], heads: int, kv_heads: int, page_size: int, layers: int, fp8: bool = False
+    ) -> None:
         width = -(-max(lens) // page_size)
         pages = len(lens) * width + 1
         shape = (pages, page_size, kv_heads, DIM)
         self.kv = [[torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "kv"] for _ in range(layers)]
+        self.scales: list[torch.Tensor | None] = [None] * layers
+        for layer in range(layers) if fp8 else ():
+            coded = [quantize_heads(cache.flatten(0, 1)) for cache in self.kv[layer]]
+            self.kv[layer] = [codes.view(shape) for codes, _ in coded]
+            scales = [scales.view(shape[:3]).transpose(1, 2) for _, scales in coded]
+            self.scales[layer] = torch.stack(scales, dim=1).contiguous()
         self.table = (torch.randperm(pages - 1, device="cuda") + 1).int().view(len(lens), width)
         self.lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
         self.heads, self.kv_heads = heads, kv_heads
@@ -75,7 +85,13 @@ class Problem:
         at = torch.arange(first, position + 1, device="cuda")
         page_size = self.kv[0][0].shape[1]
         pages = self.table[row][at // page_size].long()
-        k, v = (cache[pages, at % page_size].double() for cache in self.kv[layer])
+        k, v = (cache[pages, at % page_size] for cache in self.kv[layer])
+        scales = self.scales[layer]
+        if scales is None:
+            k, v = k.double(), v.double()
+        else:
+            of_k, of_v = scales[pages, :, :, at % page_size].double().unbind(1)
+            k, v = values_of(k).double() * of_k[..., None], values_of(v).double() * of_v[..., None]
         q_GRD = q_HD.double().view(self.kv_heads, -1, DIM)
         weights = torch.softmax(torch.einsum("grd,ngd->grn", q_GRD, k) * self.scale, -1)
         return torch.einsum("grn,ngd->grd", weights, v).flatten(0, 1)
@@ -100,15 +116,19 @@ def decode_candidates() -> Iterator[DecodeConfig]:
     yield DecodeConfig(chunk=1024)
 
 
-def check_decode(config: DecodeConfig, heads: int, kv_heads: int, page_size: int, window: int | None) -> float:
+def check_decode(
+    config: DecodeConfig, heads: int, kv_heads: int, page_size: int, window: int | None, fp8: bool = False
+) -> float:
     """Largest error over several length vectors that one captured graph is replayed with."""
-    problem = Problem([4500] * 6, heads, kv_heads, page_size, 1)
+    problem = Problem([4500] * 6, heads, kv_heads, page_size, 1, fp8)
     q, lens, (k, v) = problem.queries(6), problem.lens, problem.kv[0]
     out = torch.empty_like(q)
 
     def step() -> None:
         work = plan_decode_work(lens, kv_heads, window=window, config=config, max_context=4500)
-        got = decode_attention(q, k, v, problem.table, lens, scale=problem.scale, window=window, work=work)
+        got = decode_attention(
+            q, k, v, problem.table, lens, scale=problem.scale, window=window, scales_P2GS=problem.scales[0], work=work
+        )
         out.copy_(got)
 
     step()
@@ -139,10 +159,10 @@ def time_decode(problem: Problem, config: DecodeConfig, window: int | None) -> t
     work = make_plan()
 
     def layers() -> None:
-        for k, v in problem.kv:
+        for (k, v), scales in zip(problem.kv, problem.scales, strict=True):
             decode_attention(
-                q, k, v, problem.table, problem.lens, scale=problem.scale, window=window, work=work
-            )  # fmt: skip
+                q, k, v, problem.table, problem.lens, scale=problem.scale, window=window, scales_P2GS=scales, work=work
+            )
 
     return graph_us(layers) / len(problem.kv), graph_us(make_plan)
 
@@ -173,22 +193,25 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
     bases = [default_decode_config(DIM, torch.bfloat16, rows) for rows in (1, 32)]
     chunked = dataclasses.replace(bases[1], chunk=1024)
     configs = [*dict.fromkeys([*bases, *decode_candidates()])] if args.sweep else [*bases, chunked]
-    tiny = Problem([700], heads, kv_heads, args.page_size, 1)
+    tiny = Problem([700], heads, kv_heads, args.page_size, 1, args.fp8)
 
     def compile_one(config: DecodeConfig) -> float:
         work = plan_decode_work(tiny.lens, kv_heads, window=args.window, config=config, max_context=700)
         k, v = tiny.kv[0]
-        decode_attention(tiny.queries(1), k, v, tiny.table, tiny.lens, scale=tiny.scale, window=args.window, work=work)
+        options = {"scale": tiny.scale, "window": args.window, "scales_P2GS": tiny.scales[0], "work": work}
+        decode_attention(tiny.queries(1), k, v, tiny.table, tiny.lens, **options)
         return 0.0
 
-    good = usable(configs, compile_one, lambda c: check_decode(c, heads, kv_heads, args.page_size, args.window))
+    good = usable(
+        configs, compile_one, lambda c: check_decode(c, heads, kv_heads, args.page_size, args.window, args.fp8)
+    )
     rows = []
     for shape in args.shapes or DECODE_SHAPES:
         lens = lengths(shape)
         seen = sum(min(n, args.window or n) for n in lens)
-        kv_bytes = seen * kv_heads * DIM * 2 * 2
+        kv_bytes = seen * kv_heads * 2 * (DIM + 4 if args.fp8 else DIM * 2)
         layers = min(64, max(2, math.ceil(_ROTATED_BYTES / kv_bytes)))
-        problem = Problem(lens, heads, kv_heads, args.page_size, layers)
+        problem = Problem(lens, heads, kv_heads, args.page_size, layers, args.fp8)
         timed = []
         for config, error in good:
             for per_sm in (1, 2, 3, 4, 6) if args.sweep else (config.programs_per_sm,):
@@ -234,7 +257,7 @@ def bench_prefill(args: argparse.Namespace, rate: float, heads: int, kv_heads: i
         most = max(queries for queries, _ in chunks)
         base = default_prefill_config(DIM, torch.bfloat16, most)
         configs = [base, *(PrefillConfig(*c) for c in grid if args.sweep and c[0] <= most)]
-        problem = Problem([context for _, context in chunks], heads, kv_heads, args.page_size, 1)
+        problem = Problem([context for _, context in chunks], heads, kv_heads, args.page_size, 1, args.fp8)
         q = problem.queries(sum(queries for queries, _ in chunks))
         starts = torch.tensor([0, *itertools.accumulate(n for n, _ in chunks)], device="cuda", dtype=torch.int32)
         k, v = problem.kv[0]
@@ -242,7 +265,7 @@ def bench_prefill(args: argparse.Namespace, rate: float, heads: int, kv_heads: i
         def run(config: PrefillConfig, problem=problem, q=q, k=k, v=v, starts=starts, most=most) -> torch.Tensor:
             return prefill_attention(
                 q, k, v, problem.table, starts, problem.lens,
-                max_query=most, scale=problem.scale, window=args.window, config=config,
+                max_query=most, scale=problem.scale, window=args.window, scales_P2GS=problem.scales[0], config=config,
             )  # fmt: skip
 
         def check(config: PrefillConfig, run=run, problem=problem, q=q, starts=starts, chunks=chunks) -> float:
@@ -285,10 +308,12 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", help="decode shapes: rows x K of context, or mix")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--window", type=int)
+    parser.add_argument("--fp8", action="store_true", help="KV as e4m3 codes with scales")
     args = parser.parse_args()
     bandwidth, rate = read_bandwidth(), matrix_rate()
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s, matrix rate {rate / 1e12:.0f} TFLOP/s", flush=True)
-    result: dict = {"read_tbps": bandwidth / 1e12, "matrix_tflops": rate / 1e12, "decode": [], "prefill": []}
+    result: dict = {"read_tbps": bandwidth / 1e12, "matrix_tflops": rate / 1e12, "fp8": args.fp8}
+    result |= {"decode": [], "prefill": []}
     for pair in args.heads:
         heads, kv_heads = map(int, pair.split("/"))
         if "decode" in args.kinds:

@@ -9,6 +9,11 @@ A row's context of length L is spread over the pages that its row of the page ta
                                       ^ L - W lies in here
 ```
 
+Caches are of the queries' dtype, or hold e4m3 codes (uint8) with a float32 scale for each token and KV head, `scales`
+[P, 2, G, S]: those of keys, then those of values. So no token bounds another's precision, nothing is to be calibrated,
+a page is still all that its tokens left, and a head of 128 takes 132 bytes. float32, because a scale that is rounded
+itself would add to the error of each code. A head's scales lie side by side in a page, as a tile reads them.
+
 Nothing here reads a tensor's values on the host. Masked positions get a large negative score rather than minus
 infinity: a row without any context (padding) then gives a finite result, which may be read, masked, by other rows.
 
@@ -23,6 +28,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from rollout_kernels.fp8 import quantize_heads, values_of
 
 if TYPE_CHECKING:
     from rollout_kernels.triton_decode_plan import DecodeWork
@@ -44,11 +51,18 @@ def write_kv(
     k_cache_PSGD: torch.Tensor,
     v_cache_PSGD: torch.Tensor,
     slots_T: torch.Tensor,
+    scales_P2GS: torch.Tensor | None = None,
 ) -> None:
     """Store a step's keys and values; token t goes to page `slots_T[t] // S`, offset `slots_T[t] % S`.
 
-    Slots are int64 and differ from one another, except on the dump page, where the last writer is not defined.
+    Slots are int64 and differ from one another, except on the dump page, where the last writer is not defined. With
+    `scales_P2GS` the caches get codes.
     """
+    if scales_P2GS is not None:
+        (k_TGD, k_scales_TG), (v_TGD, v_scales_TG) = quantize_heads(k_TGD), quantize_heads(v_TGD)
+        page_size = k_cache_PSGD.shape[1]
+        pages_T, offsets_T = slots_T // page_size, slots_T % page_size
+        scales_P2GS[pages_T, :, :, offsets_T] = torch.stack((k_scales_TG, v_scales_TG), dim=1)
     k_cache_PSGD.flatten(0, 1).index_copy_(0, slots_T, k_TGD)
     v_cache_PSGD.flatten(0, 1).index_copy_(0, slots_T, v_TGD)
 
@@ -91,10 +105,14 @@ def plan_paged_decode(
     *,
     window: int | None,
     max_context: int,
+    dtype: torch.dtype | None = None,
 ) -> DecodePlan | DecodeWork:
-    """The plan that `paged_decode_attention` takes on the device of these tensors; one for all layers of a window."""
+    """The plan that `paged_decode_attention` takes on the device of these tensors; one for all layers of a window.
+
+    `dtype` is the queries', the cache's where it is not given.
+    """
     _, page_size, kv_heads, dim = k_cache_PSGD.shape
-    dtype = k_cache_PSGD.dtype
+    dtype = dtype or k_cache_PSGD.dtype
     if not k_cache_PSGD.is_cuda:
         return plan_decode(page_table_BP, context_lens_B, page_size, window, max_context, dtype)
     from rollout_kernels.triton_decode_attention import default_decode_config
@@ -114,6 +132,7 @@ def paged_decode_attention(
     scale: float,
     window: int | None,
     max_context: int,
+    scales_P2GS: torch.Tensor | None = None,
     plan: DecodePlan | DecodeWork | None = None,
 ) -> torch.Tensor:
     """One query a row over that row's context, which ends with the query's own position; returns out_BHD.
@@ -122,17 +141,28 @@ def paged_decode_attention(
     rows and window; without it it is made here.
     """
     if plan is None:
-        plan = plan_paged_decode(page_table_BP, context_lens_B, k_cache_PSGD, window=window, max_context=max_context)
+        plan = plan_paged_decode(
+            page_table_BP, context_lens_B, k_cache_PSGD, window=window, max_context=max_context, dtype=q_BHD.dtype
+        )
     if not isinstance(plan, DecodePlan):
         from rollout_kernels.triton_decode_attention import decode_attention
 
         return decode_attention(
-            q_BHD, k_cache_PSGD, v_cache_PSGD, page_table_BP, context_lens_B, scale=scale, window=window, work=plan
+            q_BHD,
+            k_cache_PSGD,
+            v_cache_PSGD,
+            page_table_BP,
+            context_lens_B,
+            scale=scale,
+            window=window,
+            scales_P2GS=scales_P2GS,
+            work=plan,
         )
     rows, heads, dim = q_BHD.shape
     kv_heads = k_cache_PSGD.shape[2]
-    k_BGCD = k_cache_PSGD.index_select(0, plan.pages_N).view(rows, -1, kv_heads, dim).transpose(1, 2)
-    v_BGCD = v_cache_PSGD.index_select(0, plan.pages_N).view(rows, -1, kv_heads, dim).transpose(1, 2)
+    k_NSGD, v_NSGD = _pages(k_cache_PSGD, v_cache_PSGD, scales_P2GS, plan.pages_N, q_BHD.dtype)
+    k_BGCD = k_NSGD.view(rows, -1, kv_heads, dim).transpose(1, 2)
+    v_BGCD = v_NSGD.view(rows, -1, kv_heads, dim).transpose(1, 2)
     # The query heads of one KV head stand in the place of query positions: they all see the same context.
     q_BGQD = q_BHD.view(rows, kv_heads, heads // kv_heads, dim)
     out_BGQD = F.scaled_dot_product_attention(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale=scale)
@@ -148,6 +178,7 @@ def paged_prefill_attention(
     *,
     scale: float,
     window: int | None,
+    scales_P2GS: torch.Tensor | None = None,
     query_starts_C1: torch.Tensor | None = None,
     context_lens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -171,6 +202,7 @@ def paged_prefill_attention(
             max_query=max(length for _, length, _ in chunks),
             scale=scale,
             window=window,
+            scales_P2GS=scales_P2GS,
         )
     out_THD = torch.empty_like(q_THD)
     for row, (start, length, context) in enumerate(chunks):
@@ -179,7 +211,7 @@ def paged_prefill_attention(
             block = slice(start + begin, start + end)
             span = (context - length + begin, context - length + end)
             out_THD[block] = _attend_block(
-                q_THD[block], k_cache_PSGD, v_cache_PSGD, page_table_BP[row], span, scale, window
+                q_THD[block], k_cache_PSGD, v_cache_PSGD, scales_P2GS, page_table_BP[row], span, scale, window
             )
     return out_THD
 
@@ -188,6 +220,7 @@ def _attend_block(
     q_QHD: torch.Tensor,
     k_cache_PSGD: torch.Tensor,
     v_cache_PSGD: torch.Tensor,
+    scales_P2GS: torch.Tensor | None,
     pages_P: torch.Tensor,
     span: tuple[int, int],
     scale: float,
@@ -198,8 +231,8 @@ def _attend_block(
     queries, heads, dim = q_QHD.shape
     first_page = 0 if window is None else max(0, span[0] - window + 1) // page_size
     pages_N = pages_P[first_page : -(-span[1] // page_size)]
-    k_GCD = k_cache_PSGD.index_select(0, pages_N).flatten(0, 1).transpose(0, 1)
-    v_GCD = v_cache_PSGD.index_select(0, pages_N).flatten(0, 1).transpose(0, 1)
+    k_NSGD, v_NSGD = _pages(k_cache_PSGD, v_cache_PSGD, scales_P2GS, pages_N, q_QHD.dtype)
+    k_GCD, v_GCD = (x.flatten(0, 1).transpose(0, 1) for x in (k_NSGD, v_NSGD))
     query_pos_Q1 = torch.arange(span[0], span[1], device=q_QHD.device)[:, None]
     key_pos_C = torch.arange(k_GCD.shape[1], device=q_QHD.device) + first_page * page_size
     visible_QC = key_pos_C <= query_pos_Q1
@@ -215,6 +248,21 @@ def _attend_block(
         scale=scale,
     )
     return out_GRQD.permute(2, 0, 1, 3).reshape(queries, heads, dim)
+
+
+def _pages(
+    k_cache_PSGD: torch.Tensor,
+    v_cache_PSGD: torch.Tensor,
+    scales_P2GS: torch.Tensor | None,
+    pages_N: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of some pages, [N, S, G, D]; codes become values of `dtype`."""
+    k_NSGD, v_NSGD = k_cache_PSGD.index_select(0, pages_N), v_cache_PSGD.index_select(0, pages_N)
+    if scales_P2GS is None:
+        return k_NSGD, v_NSGD
+    k_scales, v_scales = scales_P2GS.index_select(0, pages_N).transpose(2, 3)[..., None].unbind(1)
+    return (values_of(k_NSGD) * k_scales).to(dtype), (values_of(v_NSGD) * v_scales).to(dtype)
 
 
 def _window_pages(window: int, page_size: int) -> int:

@@ -1,7 +1,8 @@
 """Sampling with exact log-probabilities: the torch twin, and the path on a CPU.
 
 Order of the changes to the logits, as in transformers' processors: logit bias, penalties, the ban on stop tokens
-before `min_tokens`; then temperature; then top-k, top-p, min-p, each on what the one before left.
+before `min_tokens`, the mask of a constraint; then temperature; then top-k, top-p, min-p, each on what the one before
+left.
 
 Three log-probabilities of the sampled token:
     logprobs      log-softmax of logits / temperature (of the logits at temperature 0): what a trainer recomputes
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rollout_kernels.allow import allow_only
 from rollout_kernels.philox import gumbel_noise
 
 #: Bit of a row's token count that says "occurs in the prompt"; the bits below count occurrences in the completion.
@@ -42,6 +44,8 @@ class SamplingRows:
     top_k_S: torch.Tensor | None = None  # int64, V where off
     top_p_S: torch.Tensor | None = None  # float32
     min_p_S: torch.Tensor | None = None  # float32
+    masked_C: torch.Tensor | None = None  # int64, the rows that have a mask
+    masks_CW: torch.Tensor | None = None  # int32, bits of the tokens that may come; see `allow_only`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,12 @@ def logprob_of(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
 
 
 def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Logits with bias, penalties and bans; the same tensor if there are none.
+    """Logits with bias, penalties, bans and masks; the same tensor if there are none.
 
     Repetition penalty (Keskar et al., CTRL, 2019) divides positive and multiplies negative logits of tokens that occur
     in prompt or completion; presence and frequency penalties are subtracted for tokens of the completion only.
     """
+    plain_SV = logits_SV
     if rows.bias_SK is not None:
         assert rows.bias_ids_SK is not None
         logits_SV = logits_SV.scatter_add(1, rows.bias_ids_SK, rows.bias_SK)
@@ -102,17 +107,29 @@ def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         banned_SV = torch.zeros_like(logits_SV, dtype=torch.bool)
         banned_SV.scatter_(1, rows.banned_ids_SK, rows.banned_S[:, None].expand_as(rows.banned_ids_SK))
         logits_SV = logits_SV.masked_fill(banned_SV, -torch.inf)
+    if rows.masks_CW is not None:
+        assert rows.masked_C is not None
+        logits_SV = logits_SV.clone() if logits_SV is plain_SV else logits_SV
+        allow_only(logits_SV, rows.masked_C, rows.masks_CW)
     return logits_SV
 
 
-def truncate(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """-inf for all but the tokens that top-k, then top-p, then min-p keep; at least one token stays. Ties by index."""
+def truncate(logits_SV: torch.Tensor, rows: SamplingRows, exact_sums: bool = False) -> torch.Tensor:
+    """-inf for all but the tokens that top-k, then top-p, then min-p keep; at least one token stays. Ties by index.
+
+    A GPU groups the additions of a running sum by the number of rows. With `exact_sums` probabilities are added as
+    multiples of 2^-40, in whole numbers: the same whatever the other rows, for more memory and time.
+    """
     assert rows.top_k_S is not None and rows.top_p_S is not None and rows.min_p_S is not None
     sorted_SV, order_SV = logits_SV.sort(dim=1, descending=True, stable=True)
     rank_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
     sorted_SV = sorted_SV.masked_fill(rank_V >= rows.top_k_S[:, None], -torch.inf)
     probs_SV = sorted_SV.softmax(dim=1)
-    before_SV = probs_SV.cumsum(dim=1) - probs_SV
+    if exact_sums:
+        units_SV = (probs_SV * 2.0**40).long()
+        before_SV = (units_SV.cumsum(dim=1) - units_SV).double() * 2.0**-40
+    else:
+        before_SV = probs_SV.cumsum(dim=1) - probs_SV
     drop_SV = (before_SV >= rows.top_p_S[:, None]) | (probs_SV < rows.min_p_S[:, None] * probs_SV[:, :1])
     drop_SV[:, 0] = False
     sorted_SV = sorted_SV.masked_fill(drop_SV, -torch.inf)

@@ -6,6 +6,9 @@ base 2 and float32. A row in one item is written at once; otherwise each item le
 logarithm of its sum, and the last program of the row to arrive, or a second kernel, combines them in a fixed order:
 results never depend on timing.
 
+Caches may hold e4m3 codes with a scale for each token and KV head (`attention`). A scale is constant along a head, so
+it is applied to the products: a key's to its score, a value's to its weight.
+
 Nothing is read on the host and the grid depends on the plan's shapes only, so a captured graph stays right while the
 contexts grow. Hidden positions are never loaded: what other sequences left there does not matter.
 
@@ -22,6 +25,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.triton_decode_plan import ITEM_WORDS, DecodeConfig, DecodeWork, plan_decode_work
+from rollout_kernels.triton_fp8 import operand
 from rollout_kernels.triton_math import dot, follow, follow_options, narrow
 
 # Score of a hidden position: finite, so that a row without any position stays finite.
@@ -86,6 +90,7 @@ def _decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    scales_ptr,
     table_ptr,
     out_ptr,
     part_ptr,
@@ -106,6 +111,7 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
     FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -122,6 +128,11 @@ def _decode_kernel(
     is_q = (m[:, None] < GROUP) & (d[None, :] < D)
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
     v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
+    if FP8:
+        # [P, 2, G, S]: a head's key scales of a page, and its value scales G heads further on.
+        page_scales: tl.constexpr = 2 * (H // GROUP) * PAGE_SIZE
+        v_scales: tl.constexpr = (H // GROUP) * PAGE_SIZE
+        scale_base = scales_ptr + kv_head * PAGE_SIZE
     follow()
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
@@ -152,10 +163,22 @@ def _decode_kernel(
                 live = live & (d[None, :] < D)
             k = tl.load(k_base + at[:, None] + d[None, :], mask=live, other=0.0)
             v = tl.load(v_base + at[:, None] + d[None, :], mask=live, other=0.0)
+            if FP8:
+                k = operand(k, q.dtype)
+                # A weight times a value's scale has no room in f16.
+                v = operand(v, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
+                scale_at = scale_base + page.to(tl.int64) * page_scales + n % PAGE_SIZE
+                scaled = n < length
+                if HAS_WINDOW:
+                    scaled = scaled & (n >= length - window)
+                k_scale = tl.load(scale_at, mask=scaled, other=0.0)
+                v_scale = tl.load(scale_at + v_scales, mask=scaled, other=0.0)
             # The next tile's pages are under way while this tile is worked on.
             next_n = n + BLOCK_N
             page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
             score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
+            if FP8:
+                score = score * k_scale[None, :]
             visible = n < length
             if HAS_WINDOW:
                 visible = visible & (n >= length - window)
@@ -164,6 +187,8 @@ def _decode_kernel(
             keep = tl.exp2(peak - new_peak)
             weight = tl.exp2(score - new_peak[:, None])
             total = total * keep[:, None] + weight
+            if FP8:
+                weight = weight * v_scale[None, :]
             acc = dot(narrow(weight, v.dtype), v, acc * keep[:, None])
             peak = new_peak
         sum_M = tl.sum(total, 1)
@@ -221,10 +246,11 @@ def _combine_kernel(
 
 
 def default_decode_config(dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
-    """The configuration for a head dimension, the dtype of the cache and a number of rows: measured on an H200.
+    """The configuration for a head dimension, the dtype of the queries and a number of rows.
 
-    Small tiles and many programs: a program waits at the start of each row, which short contexts make frequent. Few
-    rows in many programs leave many parts a row to combine.
+    Measured on an H200 with caches of that dtype; those of e4m3 codes take the same, unmeasured. Small tiles and many
+    programs: a program waits at the start of each row, which short contexts make frequent. Few rows in many programs
+    leave many parts a row to combine.
     """
     if dim * dtype.itemsize > 256:
         return DecodeConfig(block_n=32)
@@ -240,19 +266,23 @@ def decode_attention(
     *,
     scale: float,
     window: int | None,
+    scales_P2GS: torch.Tensor | None = None,
     work: DecodeWork | None = None,
 ) -> torch.Tensor:
     """One query a row over that row's context, which ends with the query's own position; returns out_BHD.
 
     H is a multiple of G; query head h reads KV head `h // (H / G)`. Queries and caches have one dtype: float32,
-    float16 or bfloat16; the last dimension is contiguous, and both caches have the same strides. `work` is
+    float16 or bfloat16; the last dimension is contiguous, and both caches have the same strides. With `scales_P2GS`
+    (float32, contiguous: key scales, then value scales) the caches hold e4m3 codes, uint8. `work` is
     `plan_decode_work`'s result for the same lengths and window; without it it is made here. Launches that share a plan
     follow one another on one stream. A row without context gives zeros.
     """
     rows, heads, dim = q_BHD.shape
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
     assert q_BHD.stride(2) == 1 and k_cache_PSGD.stride(3) == 1 and page_table_BP.stride(1) == 1
-    assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and q_BHD.dtype == k_cache_PSGD.dtype == v_cache_PSGD.dtype
+    assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and k_cache_PSGD.dtype == v_cache_PSGD.dtype
+    assert k_cache_PSGD.dtype == (q_BHD.dtype if scales_P2GS is None else torch.uint8)
+    assert scales_P2GS is None or scales_P2GS.is_contiguous()
     if work is None:
         config = default_decode_config(dim, q_BHD.dtype, rows)
         work = plan_decode_work(context_lens_B, kv_heads, window=window, config=config)
@@ -271,6 +301,7 @@ def decode_attention(
         q_BHD,
         k_cache_PSGD,
         v_cache_PSGD,
+        scales_P2GS,
         page_table_BP,
         out_BHD,
         part_IHD,
@@ -286,6 +317,7 @@ def decode_attention(
         page_table_BP.stride(0),
         PAGE_SIZE=page_size,
         HAS_WINDOW=window is not None,
+        FP8=scales_P2GS is not None,
         FUSED=config.fused,
         BLOCK_M=max(16, block_g),
         BLOCK_N=config.block_n,

@@ -4,6 +4,8 @@
     finish_qkv     sum of partial products [+ bias], q/k norm, rope; keys and values go to the cache, queries come back
     silu_mul       silu(gate) * up
 
+Where the cache holds e4m3 codes, `finish_qkv` makes them and their scales, of the values that it would have stored.
+
 Partial sums come from `triton_linear.linear_parts` and are added up here in a fixed order, in float32; a product that
 is whole is one part, of any dtype.
 
@@ -16,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.triton_fp8 import e4m3_code, head_scale
 from rollout_kernels.triton_math import follow, follow_options, narrow
 
 _BLOCK_HEADS = 8  # heads that a program of `finish_qkv` works on
@@ -86,6 +89,7 @@ def _finish_qkv_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    scales_ptr,
     rows,
     eps,
     Q_HEADS: tl.constexpr,
@@ -96,6 +100,8 @@ def _finish_qkv_kernel(
     PARTS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
@@ -137,9 +143,21 @@ def _finish_qkv_kernel(
     at_q = q_ptr + (row * Q_HEADS + head) * D + d
     tl.store(at_q, low, mask=live & is_q)
     tl.store(at_q + D // 2, high, mask=live & is_q)
-    token = tl.load(slots_ptr + row).to(tl.int64) * KV_HEADS
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    token = slot * KV_HEADS
     at_k = k_cache_ptr + (token + head - Q_HEADS) * D + d
     is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    if FP8:
+        low = low.to(tl.float32)
+        high = high.to(tl.float32)
+        most_low = tl.max(tl.where(low == low, tl.abs(low), 0.0), 1)
+        most_high = tl.max(tl.where(high == high, tl.abs(high), 0.0), 1)
+        scale = head_scale(tl.maximum(most_low, most_high))[:, None]
+        low = e4m3_code(tl.div_rn(low, tl.broadcast_to(scale, low.shape)))
+        high = e4m3_code(tl.div_rn(high, tl.broadcast_to(scale, high.shape)))
+        # [P, 2, G, S]; the heads of values follow those of keys, here and there.
+        page = slot // PAGE_SIZE * (2 * KV_HEADS) + head - Q_HEADS
+        tl.store(scales_ptr + page * PAGE_SIZE + slot % PAGE_SIZE, scale, mask=(head >= Q_HEADS) & (head < heads))
     tl.store(at_k, low, mask=live & is_k)
     tl.store(at_k + D // 2, high, mask=live & is_k)
     at_v = v_cache_ptr + (token + head - Q_HEADS - KV_HEADS) * D + d
@@ -158,6 +176,8 @@ def finish_qkv(
     k_cache_PSGD: torch.Tensor,
     v_cache_PSGD: torch.Tensor,
     q_heads: int,
+    scales_P2GS: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Finish the fused q/k/v product of M tokens and write their keys and values; returns the queries [M, heads, D].
 
@@ -169,13 +189,19 @@ def finish_qkv(
         cos_M1D: float32, as `rope_cos_sin` gives it.
         sin_M1D: likewise, with the rotation's sign.
         slots_M: int64, page * page_size + offset of each token.
-        k_cache_PSGD: keys, written in place; contiguous, in the model's dtype.
+        k_cache_PSGD: keys, written in place; contiguous, in the model's dtype, or uint8 for e4m3 codes.
         v_cache_PSGD: values, likewise.
         q_heads: query heads.
+        scales_P2GS: float32 scales of keys, then values, contiguous and written in place; with e4m3 codes only.
+        dtype: of the queries, the model's; needed with e4m3 codes.
     """
     parts, rows, _ = parts_SMW.shape
     kv_heads, dim = k_cache_PSGD.shape[2:]
-    q_MHD = torch.empty(rows, q_heads, dim, dtype=k_cache_PSGD.dtype, device=parts_SMW.device)
+    assert (k_cache_PSGD.dtype == torch.uint8) == (scales_P2GS is not None) and (
+        scales_P2GS is None or dtype is not None
+    )
+    assert scales_P2GS is None or scales_P2GS.is_contiguous()
+    q_MHD = torch.empty(rows, q_heads, dim, dtype=dtype or k_cache_PSGD.dtype, device=parts_SMW.device)
     _finish_qkv_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, _BLOCK_HEADS))](
         parts_SMW,
         bias_W,
@@ -186,6 +212,7 @@ def finish_qkv(
         q_MHD,
         k_cache_PSGD,
         v_cache_PSGD,
+        scales_P2GS,
         rows,
         eps,
         Q_HEADS=q_heads,
@@ -196,6 +223,8 @@ def finish_qkv(
         PARTS=parts,
         BIAS=bias_W is not None,
         NORM=norm_2D is not None,
+        PAGE_SIZE=k_cache_PSGD.shape[1],
+        FP8=scales_P2GS is not None,
         num_warps=4,
         **follow_options(parts_SMW.device),
     )

@@ -3,7 +3,8 @@
 A program takes BLOCK_M queries of one chunk and one query head, and goes through the tiles of the context that they
 can see: first those that all of them see whole, then, masked, those on the diagonal. With a window all tiles are
 masked. Blocks at a prompt's end have the most to do and start first; the query heads of a KV head run side by side, so
-that the cache is read from memory once.
+that the cache is read from memory once. Caches of e4m3 codes have a scale for each token and KV head, which is applied
+to the products, as in decode.
 
 Nothing is read on the host: the grid follows from the number of chunks and a bound on their lengths.
 
@@ -20,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.triton_fp8 import operand
 from rollout_kernels.triton_math import dot, narrow
 
 # Score of a hidden position: finite, so that a row that sees nothing of a tile stays finite.
@@ -44,6 +46,7 @@ def _attend(
     acc,
     k_base,
     v_base,
+    scale_base,
     table,
     begin,
     end,
@@ -55,6 +58,7 @@ def _attend(
     stride_slot,
     D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    V_SCALES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -63,7 +67,8 @@ def _attend(
 ):
     """Add the tiles begin .. end - 1 to the running softmax of the queries at `position` and after it.
 
-    Nothing at `limit` or after it is read.
+    Nothing at `limit` or after it is read. V_SCALES is how far a value's scale is from its key's, 0 where the cache has
+    none.
     """
     d = tl.arange(0, BLOCK_D)
     query_position = position + tl.arange(0, BLOCK_M)
@@ -79,10 +84,22 @@ def _attend(
             live = live & (d[None, :] < D)
         k = tl.load(k_base + at[:, None] + d[None, :], mask=live, other=0.0)
         v = tl.load(v_base + at[:, None] + d[None, :], mask=live, other=0.0)
+        if V_SCALES > 0:
+            k = operand(k, q.dtype)
+            # A weight times a value's scale has no room in f16.
+            v = operand(v, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
+            scale_at = scale_base + page.to(tl.int64) * (2 * V_SCALES) + n % PAGE_SIZE
+            scaled = n < limit
+            if HAS_WINDOW:
+                scaled = scaled & (n > position - window)
+            k_scale = tl.load(scale_at, mask=scaled, other=0.0)
+            v_scale = tl.load(scale_at + V_SCALES, mask=scaled, other=0.0)
         # The next tile's pages are under way while this tile is worked on.
         next_n = n + BLOCK_N
         page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < limit, other=0)
         score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
+        if V_SCALES > 0:
+            score = score * k_scale[None, :]
         if MASKED:
             visible = n[None, :] <= query_position[:, None]
             if HAS_WINDOW:
@@ -92,6 +109,8 @@ def _attend(
         keep = tl.exp2(peak - new_peak)
         weight = tl.exp2(score - new_peak[:, None])
         total = total * keep + tl.sum(weight, 1)
+        if V_SCALES > 0:
+            weight = weight * v_scale[None, :]
         acc = dot(narrow(weight, v.dtype), v, acc * keep[:, None])
         peak = new_peak
     return peak, total, acc
@@ -102,6 +121,7 @@ def _prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    scales_ptr,
     table_ptr,
     starts_ptr,
     lens_ptr,
@@ -119,6 +139,7 @@ def _prefill_kernel(
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -140,6 +161,9 @@ def _prefill_kernel(
         q = tl.load(q_ptr + q_at, mask=here, other=0.0)
         k_base = k_ptr + (head // GROUP).to(tl.int64) * stride_kv_head
         v_base = v_ptr + (head // GROUP).to(tl.int64) * stride_kv_head
+        # [P, 2, G, S]: a head's key scales of a page, and its value scales G heads further on.
+        v_scales: tl.constexpr = (H // GROUP) * PAGE_SIZE if FP8 else 0
+        scale_base = scales_ptr + (head // GROUP) * PAGE_SIZE if FP8 else scales_ptr
         table = table_ptr + chunk.to(tl.int64) * stride_table
         peak = tl.full([BLOCK_M], _HIDDEN, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -151,13 +175,13 @@ def _prefill_kernel(
             # Up to here the first query, and so every query, sees whole tiles.
             begin = (position + 1) // BLOCK_N
             peak, total, acc = _attend(
-                q, peak, total, acc, k_base, v_base, table, 0, begin, position, limit, window, scale_log2,
-                stride_page, stride_slot, D, PAGE_SIZE, HAS_WINDOW, False, BLOCK_M, BLOCK_N, BLOCK_D,
+                q, peak, total, acc, k_base, v_base, scale_base, table, 0, begin, position, limit, window, scale_log2,
+                stride_page, stride_slot, D, PAGE_SIZE, v_scales, HAS_WINDOW, False, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         end = (limit + BLOCK_N - 1) // BLOCK_N
         peak, total, acc = _attend(
-            q, peak, total, acc, k_base, v_base, table, begin, end, position, limit, window, scale_log2,
-            stride_page, stride_slot, D, PAGE_SIZE, HAS_WINDOW, True, BLOCK_M, BLOCK_N, BLOCK_D,
+            q, peak, total, acc, k_base, v_base, scale_base, table, begin, end, position, limit, window, scale_log2,
+            stride_page, stride_slot, D, PAGE_SIZE, v_scales, HAS_WINDOW, True, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         out = narrow(acc / total[:, None], out_ptr.dtype.element_ty)
         tl.store(out_ptr + token[:, None] * (H * D) + head * D + d[None, :], out, mask=here)
@@ -184,6 +208,7 @@ def prefill_attention(
     max_query: int,
     scale: float,
     window: int | None,
+    scales_P2GS: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
     """Causal attention of prompt chunks over what their rows hold, this step's keys included; returns out_THD.
@@ -191,14 +216,17 @@ def prefill_attention(
     The queries of chunk c are `q_THD[query_starts[c] : query_starts[c + 1]]` and stand at the last positions of its
     context of length `context_lens[c]`; both are int32 or int64 on the device. No chunk has more than `max_query`
     queries. Queries and caches have one dtype: float32, float16 or bfloat16; the last dimension is contiguous, and
-    both caches have the same strides. Tokens that belong to no chunk are left undefined.
+    both caches have the same strides. With `scales_P2GS` (float32, contiguous: key scales, then value scales) the
+    caches hold e4m3 codes, uint8. Tokens that belong to no chunk are left undefined.
     """
     tokens, heads, dim = q_THD.shape
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
     chunks = context_lens_C.shape[0]
     assert query_starts_C1.shape == (chunks + 1,) and page_table_CP.shape[0] == chunks
     assert q_THD.stride(2) == 1 and k_cache_PSGD.stride(3) == 1 and page_table_CP.stride(1) == 1
-    assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and q_THD.dtype == k_cache_PSGD.dtype == v_cache_PSGD.dtype
+    assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and k_cache_PSGD.dtype == v_cache_PSGD.dtype
+    assert k_cache_PSGD.dtype == (q_THD.dtype if scales_P2GS is None else torch.uint8)
+    assert scales_P2GS is None or scales_P2GS.is_contiguous()
     assert query_starts_C1.is_contiguous() and context_lens_C.is_contiguous()
     if config is None:
         config = default_prefill_config(dim, q_THD.dtype, max_query)
@@ -207,6 +235,7 @@ def prefill_attention(
         q_THD,
         k_cache_PSGD,
         v_cache_PSGD,
+        scales_P2GS,
         page_table_CP,
         query_starts_C1,
         context_lens_C,
@@ -222,6 +251,7 @@ def prefill_attention(
         GROUP=heads // kv_heads,
         PAGE_SIZE=page_size,
         HAS_WINDOW=window is not None,
+        FP8=scales_P2GS is not None,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),

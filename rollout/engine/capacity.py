@@ -20,6 +20,8 @@ from rollout.engine.rows import RowState
 from rollout.models.decoder import Decoder
 
 _GIB = 2**30
+#: From which on a GPU converts e4m3.
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,19 @@ def no_room_for_steps(settings: EngineSettings, model: Decoder, free_bytes: int)
         f"step of max_rows = {settings.max_rows} rows or prefill_chunk_tokens = {settings.prefill_chunk_tokens} "
         "tokens: lower these, or use a device with more memory"
     )
+
+
+def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
+    """What keys and values are kept as: the model's dtype, or e4m3 codes with scales.
+
+    Raises ValueError for codes on a GPU whose kernels cannot read them.
+    """
+    if settings.kv_dtype == "auto":
+        return model.embed.dtype
+    device = model.embed.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise ValueError("kv_dtype = fp8_e4m3 needs a GPU of compute capability 8.9 or later: use auto")
+    return torch.float8_e4m3fn
 
 
 def kv_pages(settings: EngineSettings, model: Decoder, dtype: torch.dtype, context: int, memory: DeviceMemory) -> int:

@@ -8,8 +8,9 @@ Legend: T tokens of the step, B rows, P pages (of the cache, or of a row), S pag
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rollout_kernels import DecodePlan, plan_paged_decode
@@ -43,37 +44,74 @@ class AttentionBatch:
     max_context: int  # host-side bound on context_lens_B
     chunks: tuple[Chunk, ...] | None = None
     query_starts_C1: torch.Tensor | None = None  # int32: where each chunk's tokens begin, and their total; for GPUs
-    _plans: dict[int | None, DecodePlan | DecodeWork] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def decode_plan(self, window: int | None, k_cache_PSGD: torch.Tensor) -> DecodePlan | DecodeWork:
-        """What the decode layers of this window share; their caches have one shape and dtype."""
-        plan = self._plans.get(window)
-        if plan is None:
-            plan = plan_paged_decode(
-                self.page_table_BP, self.context_lens_B, k_cache_PSGD, window=window, max_context=self.max_context
-            )
-            self._plans[window] = plan
-        return plan
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What the layers of the step have in common: the first that asks for `key` has it made."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def decode_plan(
+        self, window: int | None, k_cache_PSGD: torch.Tensor, dtype: torch.dtype
+    ) -> DecodePlan | DecodeWork:
+        """What the decode layers of this window share; their caches have one shape, their queries are of `dtype`."""
+        return self.shared(
+            window,
+            lambda: plan_paged_decode(
+                self.page_table_BP,
+                self.context_lens_B,
+                k_cache_PSGD,
+                window=window,
+                max_context=self.max_context,
+                dtype=dtype,
+            ),
+        )
+
+
+class LayerKV(NamedTuple):
+    """One layer's part of the pool."""
+
+    k_PSGD: torch.Tensor
+    v_PSGD: torch.Tensor
+    scales_P2GS: torch.Tensor | None  # of keys and values that are e4m3 codes
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The pool of KV pages: for each layer, keys and values of shape [P, S, G, D]."""
+    """The pool of KV pages: for each layer, keys and values of shape [P, S, G, D].
+
+    Either in the model's dtype, or as e4m3 codes (uint8), and then with float32 scales [P, 2, G, S], keys' first.
+    """
 
     k: list[torch.Tensor]
     v: list[torch.Tensor]
     page_size: int
+    scales: list[torch.Tensor] = field(default_factory=list)  # none where there are no codes
+
+    def layer(self, index: int) -> LayerKV:
+        """What a layer reads and writes."""
+        return LayerKV(self.k[index], self.v[index], self.scales[index] if self.scales else None)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that a page consists of; the first dimension of each are pages."""
+        return [*self.k, *self.v, *self.scales]
 
     @classmethod
     def allocate(
         cls, spec: ModelSpec, pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> KVCache:
-        """Allocate `pages` pages of `page_size` tokens, zeroed: what is masked still has to be finite."""
+        """Allocate `pages` pages of `page_size` tokens, zeroed: what is masked still has to be finite.
+
+        `dtype` is the model's, or `torch.float8_e4m3fn` for codes and scales.
+        """
+        coded = dtype == torch.float8_e4m3fn
         shape = (pages, page_size, spec.kv_heads, spec.head_dim)
 
-        def pool() -> list[torch.Tensor]:
+        def pool(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
             return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
 
-        return cls(k=pool(), v=pool(), page_size=page_size)
+        k, v = (pool(shape, torch.uint8 if coded else dtype) for _ in range(2))
+        scales = pool((pages, 2, spec.kv_heads, page_size), torch.float32) if coded else []
+        return cls(k=k, v=v, page_size=page_size, scales=scales)

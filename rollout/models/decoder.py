@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from rollout_kernels.moe.formats import Format
 from torch import nn
 
 from rollout.models.batch import AttentionBatch, KVCache
@@ -19,13 +20,15 @@ from rollout.models.spec import ModelSpec
 class DecoderLayer(Block):
     """Attention and feed-forward block, each behind a norm and added to the residual stream."""
 
-    def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, experts: Format = "plain"
+    ) -> None:
         super().__init__()
         self.input_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
         self.attention = Attention(spec, layer, dtype, device)
         self.post_attention_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
-        block = SparseMLP if spec.is_sparse(layer) else DenseMLP
-        self.mlp = block(spec, dtype, device)
+        sparse = spec.is_sparse(layer)
+        self.mlp = SparseMLP(spec, dtype, device, experts) if sparse else DenseMLP(spec, dtype, device)
 
     def forward(
         self,
@@ -50,13 +53,17 @@ class DecoderLayer(Block):
 
 
 class Decoder(Block):
-    """A language model over a paged KV cache. Its parameters are uninitialised until a loader has filled them."""
+    """A language model over a paged KV cache. Its parameters are uninitialised until a loader has filled them.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    `experts` is the format in which the weights of experts are kept; all else is of `dtype`.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, experts: Format = "plain") -> None:
         super().__init__()
         self.spec = spec
+        self.experts = experts
         self.embed = empty_parameter(spec.vocab, spec.hidden, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(DecoderLayer(spec, layer, dtype, device) for layer in range(spec.layers))
+        self.layers = nn.ModuleList(DecoderLayer(spec, layer, dtype, device, experts) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
         # A tied output layer is the embedding itself: one parameter, one name.
         self.lm_head = self.embed if spec.tied else empty_parameter(spec.vocab, spec.hidden, dtype=dtype, device=device)
@@ -92,6 +99,6 @@ class Decoder(Block):
         """Hugging Face names of all layouts and the parts of fused parameters that they stand for.
 
         Names of different layouts cover the same memory; `check_names(hf_regions(), names, tied)` says whether a set
-        of names covers everything once. Copying into a view changes the model.
+        of names covers everything once. Copying into a view changes the model; into one of coded experts, it quantises.
         """
         return all_views(self.hf_regions())

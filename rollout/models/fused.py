@@ -19,13 +19,15 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.linear_table import Kind, linear_config
+from rollout_kernels.linear_table import linear_config
 from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
 from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 from rollout_kernels.triton_step import embed_rope
 
+from rollout.models import deterministic as one_order
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.deterministic import products
 from rollout.models.fused_experts import FusedExperts
 from rollout.models.fused_experts import kernels_take as experts_take
 from rollout.models.layers import Attention, DenseMLP
@@ -51,23 +53,23 @@ def kernels_take(spec: ModelSpec, dtype: torch.dtype) -> bool:
     return not rare and (spec.moe is None or experts_take(spec, dtype))
 
 
-def _configs(spec: ModelSpec, tokens: int) -> dict[str, LinearConfig | None]:
-    products: dict[str, tuple[int, int, Kind]] = {
-        "qkv": (spec.q_dim + 2 * spec.kv_dim, spec.hidden, "parts"),
-        "o": (spec.hidden, spec.q_dim, "parts"),
-        "gate_up": (2 * spec.intermediate, spec.hidden, "silu"),
-        "down": (spec.hidden, spec.intermediate, "parts"),
-    }
-    return {name: linear_config(*product, tokens) for name, product in products.items()}
+def _configs(spec: ModelSpec, tokens: int, deterministic: bool) -> dict[str, LinearConfig | None]:
+    return {name: linear_config(*product, tokens, deterministic) for name, product in products(spec).items()}
 
 
 class FusedDecoder:
-    """Runs steps of a `Decoder` that `kernels_take`; shares its parameters and stands in for it."""
+    """Runs steps of a `Decoder` that `kernels_take`; shares its parameters and stands in for it.
 
-    def __init__(self, model: Decoder) -> None:
+    With `deterministic` a token's results do not depend on the step that it is in; see `rollout.models.deterministic`.
+    """
+
+    def __init__(self, model: Decoder, deterministic: bool = False) -> None:
         assert kernels_take(model.spec, model.embed.dtype)
+        if deterministic:
+            one_order.check_deterministic(model.spec)
         self._model = model
-        self._experts = None if model.spec.moe is None else FusedExperts(model)
+        self._deterministic = deterministic
+        self._experts = None if model.spec.moe is None else FusedExperts(model, deterministic)
         self._plain_qkv = model.spec.qk_norm != "full" and model.spec.clip_qkv is None
         self._configs: dict[str, LinearConfig | None] = {}  # of the step that is being launched
 
@@ -75,7 +77,7 @@ class FusedDecoder:
     def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H]."""
         model = self._model
-        self._configs = _configs(model.spec, len(token_ids_T))
+        self._configs = _configs(model.spec, len(token_ids_T), self._deterministic)
         if self._experts is not None:
             self._experts.begin_step(len(token_ids_T))
         rope = model.rope
@@ -89,7 +91,7 @@ class FusedDecoder:
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Logits of selected hidden states, float32 [S, V]."""
         spec = self._model.spec
-        config = linear_config(spec.vocab, spec.hidden, "whole", len(hidden_SH))
+        config = linear_config(*products(spec)["head"], len(hidden_SH), self._deterministic)
         if config is None:
             return self._model.compute_logits(hidden_SH)
         return linear(hidden_SH, self._model.lm_head, config, out_dtype=torch.float32)
@@ -144,7 +146,7 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """The attention block's output, in parts; writes this layer's keys and values."""
         spec = self._model.spec
-        k_cache, v_cache = kv.k[attention.layer], kv.v[attention.layer]
+        cache = kv.layer(attention.layer)
         if self._plain_qkv:
             q_TQD = finish_qkv(
                 self._product("qkv", x_TH, attention.qkv_proj.weight),
@@ -153,11 +155,16 @@ class FusedDecoder:
                 spec.eps,
                 *cos_sin,
                 batch.kv_slots_T,
-                k_cache,
-                v_cache,
+                cache.k_PSGD,
+                cache.v_PSGD,
                 spec.heads,
+                cache.scales_P2GS,
+                x_TH.dtype,
             )
         else:
-            q_TQD = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), k_cache, v_cache)
-        out_TQD = attention.attend(q_TQD, batch, k_cache, v_cache)
+            q_TQD = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache)
+        if self._deterministic:
+            out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, attention.window)
+        else:
+            out_TQD = attention.attend(q_TQD, batch, cache)
         return self._product("o", out_TQD.flatten(1), attention.o_proj.weight)

@@ -18,12 +18,14 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from rollout_kernels.linear_table import linear_config
 from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, run_experts, table_entry
 from rollout_kernels.moe.formats import ExpertWeights
 from rollout_kernels.moe.triton_grouping import last_pairs
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route
 from rollout_kernels.moe.triton_router import Routing, moe_choose, moe_route, router_scratch
 from rollout_kernels.triton_fused import add_rms_norm
+from rollout_kernels.triton_linear import linear
 
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.layers import SparseMLP
@@ -42,8 +44,8 @@ class LayerExperts:
 
 
 def experts_of(mlp: SparseMLP) -> LayerExperts:
-    """The experts of a layer, without a copy. Other formats than the parameters' own would come in here."""
-    return LayerExperts(ExpertWeights(mlp.gate_up, halves=2), ExpertWeights(mlp.down))
+    """The experts of a layer, without a copy."""
+    return LayerExperts(mlp.weights("gate_up"), mlp.weights("down"))
 
 
 def kernels_take(spec: ModelSpec, dtype: torch.dtype) -> bool:
@@ -55,7 +57,7 @@ def kernels_take(spec: ModelSpec, dtype: torch.dtype) -> bool:
 class FusedExperts:
     """Runs the sparse layers of one model; what they need between kernels is shared, since they run one by one."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, deterministic: bool = False) -> None:
         moe = model.spec.moe
         assert moe is not None
         self._moe, self._eps, self._dtype = moe, model.spec.eps, model.embed.dtype
@@ -64,12 +66,13 @@ class FusedExperts:
         self._experts = {layer.mlp: experts_of(layer.mlp) for layer in layers if isinstance(layer.mlp, SparseMLP)}
         self._format = next(iter(self._experts.values())).gate_up.format
         self._scratch = router_scratch(MOST_ROUTED, moe.experts, model.embed.device)
+        self._deterministic = deterministic  # one plan, and one way to the router's logits, for any number of tokens
         self._plan: Plan | None = None  # of the step that is being launched
         self._chosen: list[torch.Tensor] | None = None  # its experts, if it is being captured
 
     def begin_step(self, tokens: int) -> None:
         """Say how many tokens the step has that is about to be launched: all its layers run by one plan."""
-        self._plan = moe_plan(self._shape, self._format, self._dtype, tokens)
+        self._plan = moe_plan(self._shape, self._format, self._dtype, tokens, deterministic=self._deterministic)
         self._chosen = [] if self._scratch.arrived_B.is_cuda and torch.cuda.is_current_stream_capturing() else None
 
     def take_chosen(self) -> list[torch.Tensor]:
@@ -81,6 +84,8 @@ class FusedExperts:
         """Numbers of tokens up to which a step runs by the same kernels, ascending; above the last nothing changes."""
         bands = [most for most, _ in table_entry(self._shape, self._format).bands[:-1]]
         grouping = [pairs // self._moe.top_k for pairs in last_pairs()]
+        if self._deterministic:
+            return sorted({*grouping} - {0})
         return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROUTED} - {0})
 
     def run(
@@ -92,7 +97,7 @@ class FusedExperts:
         """
         norm_H, router_EH = layer.post_attention_norm.weight, cast(SparseMLP, layer.mlp).router
         how = (self._moe.top_k, self._moe.renormalize)
-        if len(residual_TH) <= MOST_TOKENS:
+        if len(residual_TH) <= MOST_TOKENS and not self._deterministic:
             found = norm_route(residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch)
             residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
         else:
@@ -105,6 +110,11 @@ class FusedExperts:
         return residual_TH, run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True)
 
     def _route(self, x_TH: torch.Tensor, router_EH: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
+        if self._deterministic:
+            experts, hidden = router_EH.shape
+            config = linear_config(experts, hidden, "whole", len(x_TH), deterministic=True)
+            assert config is not None, "such a model is refused"
+            return moe_choose(linear(x_TH, router_EH, config), top_k, renormalize)
         if len(x_TH) <= MOST_ROUTED:
             return moe_route(x_TH, router_EH, top_k, renormalize, self._scratch)
         return moe_choose(F.linear(x_TH, router_EH), top_k, renormalize)

@@ -8,7 +8,7 @@ Legend: T tokens, H hidden, Q query heads, G KV heads, D head dimension, I inter
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,11 @@ from rollout_kernels import (
     silu_mul,
     write_kv,
 )
+from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
 from torch import nn
 
-from rollout.models.batch import AttentionBatch, KVCache
+from rollout.models.batch import AttentionBatch, KVCache, LayerKV
+from rollout.models.coded_experts import CodedView
 from rollout.models.names import Region, one_name
 from rollout.models.spec import ModelSpec
 
@@ -114,9 +116,9 @@ class Attention(Block):
         kv: KVCache,
     ) -> torch.Tensor:
         """`residual_TH` plus the attention of the normalised `x_TH`; `slots_T` are the batch's, as int64."""
-        k_cache, v_cache = kv.k[self.layer], kv.v[self.layer]
-        q_TQD = self.project(x_TH, cos_sin, slots_T, k_cache, v_cache)
-        out_TQD = self.attend(q_TQD, batch, k_cache, v_cache)
+        cache = kv.layer(self.layer)
+        q_TQD = self.project(x_TH, cos_sin, slots_T, cache)
+        out_TQD = self.attend(q_TQD, batch, cache)
         return self.o_proj.add_to(residual_TH, out_TQD.flatten(1))
 
     def project(
@@ -124,42 +126,41 @@ class Attention(Block):
         x_TH: torch.Tensor,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         slots_T: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        cache: LayerKV,
     ) -> torch.Tensor:
         """Queries of the normalised `x_TH`, [T, Q, D]; keys and values go to the cache at `slots_T`, int64."""
         qk_THD, v_TGD = self._project(x_TH)
         qk_THD = apply_rope(qk_THD, *cos_sin)
         q_TQD, k_TGD = qk_THD[:, : self.spec.heads], qk_THD[:, self.spec.heads :]
-        write_kv(k_TGD, v_TGD, k_cache, v_cache, slots_T)
+        write_kv(k_TGD, v_TGD, cache.k_PSGD, cache.v_PSGD, slots_T, cache.scales_P2GS)
         return q_TQD
 
-    def attend(
-        self, q_TQD: torch.Tensor, batch: AttentionBatch, k_cache: torch.Tensor, v_cache: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, q_TQD: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
         """Attention of a step's queries over this layer's cache, [T, Q, D]."""
         if batch.chunks is not None:
             return paged_prefill_attention(
                 q_TQD,
-                k_cache,
-                v_cache,
+                cache.k_PSGD,
+                cache.v_PSGD,
                 batch.page_table_BP,
                 batch.chunks,
                 scale=self.scale,
                 window=self.window,
+                scales_P2GS=cache.scales_P2GS,
                 query_starts_C1=batch.query_starts_C1,
                 context_lens_B=batch.context_lens_B,
             )
         return paged_decode_attention(
             q_TQD,
-            k_cache,
-            v_cache,
+            cache.k_PSGD,
+            cache.v_PSGD,
             batch.page_table_BP,
             batch.context_lens_B,
             scale=self.scale,
             window=self.window,
             max_context=batch.max_context,
-            plan=batch.decode_plan(self.window, k_cache),
+            scales_P2GS=cache.scales_P2GS,
+            plan=batch.decode_plan(self.window, cache.k_PSGD, q_TQD.dtype),
         )
 
     def _project(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,20 +213,44 @@ class DenseMLP(Block):
 
 
 class SparseMLP(Block):
-    """A mixture of gated feed-forward experts."""
+    """A mixture of gated feed-forward experts; their weights may be kept as e4m3 codes with scales."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, format: Format = "plain") -> None:
         super().__init__()
         assert spec.moe is not None
         self.moe = moe = spec.moe
+        self.format = format
         self.router = empty_parameter(moe.experts, spec.hidden, dtype=dtype, device=device)
-        self.gate_up = empty_parameter(moe.experts, 2 * moe.intermediate, spec.hidden, dtype=dtype, device=device)
-        self.down = empty_parameter(moe.experts, spec.hidden, moe.intermediate, dtype=dtype, device=device)
+        self.gate_up, self.gate_up_scales = self._empty(2 * moe.intermediate, spec.hidden, 2, dtype, device)
+        self.down, self.down_scales = self._empty(spec.hidden, moe.intermediate, 1, dtype, device)
+
+    def _empty(
+        self, outputs: int, inputs: int, halves: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Room for a projection of all experts, [E, outputs, inputs], and for its scales, if there are any."""
+        experts, format = self.moe.experts, self.format
+        shape = scale_shape(experts, outputs, inputs, format, halves)
+        if shape is None:
+            return empty_parameter(experts, outputs, inputs, dtype=dtype, device=device), None
+        scale_dtype = torch.uint8 if format == "mxfp8" else torch.float32
+        codes = empty_parameter(experts, outputs, inputs, dtype=torch.uint8, device=device)
+        return codes, empty_parameter(*shape, dtype=scale_dtype, device=device)
+
+    def weights(self, projection: Literal["gate_up", "down"]) -> ExpertWeights:
+        """One projection of all experts as the kernels take it, without a copy; plain ones in 16 bits."""
+        wide = projection == "gate_up"
+        values, scales = (self.gate_up, self.gate_up_scales) if wide else (self.down, self.down_scales)
+        return ExpertWeights(values.data, None if scales is None else scales.data, self.format, 2 if wide else 1)
 
     def forward(self, x_TH: torch.Tensor, residual_TH: torch.Tensor) -> torch.Tensor:
         """`residual_TH` plus the weighted outputs of each token's experts."""
         weights_TK, experts_TK = route(F.linear(x_TH, self.router), self.moe.top_k, self.moe.renormalize)
-        return residual_TH + moe_experts(x_TH, weights_TK, experts_TK, self.gate_up, self.down)
+        gate_up: torch.Tensor = self.gate_up
+        down: torch.Tensor = self.down
+        if self.format != "plain":  # all experts in each step: for comparison on a CPU
+            both = (self.weights("gate_up"), self.weights("down"))
+            gate_up, down = (weights.dequantized(torch.float32).to(x_TH.dtype) for weights in both)
+        return residual_TH + moe_experts(x_TH, weights_TK, experts_TK, gate_up, down)
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under `prefix`, the layer's own: one tensor an expert, or all experts stacked."""
@@ -236,14 +261,28 @@ class SparseMLP(Block):
         gate_up, down = {}, {}
         for expert in range(moe.experts):
             stem = f"{prefix}{moe.naming}.experts.{expert}."
-            gate_up[f"{stem}{gate_name}.weight"] = self.gate_up.data[expert, : moe.intermediate]
-            gate_up[f"{stem}{up_name}.weight"] = self.gate_up.data[expert, moe.intermediate :]
-            down[f"{stem}{down_name}.weight"] = self.down.data[expert]
+            gate_up[f"{stem}{gate_name}.weight"] = self._view("gate_up", expert, 0)
+            gate_up[f"{stem}{up_name}.weight"] = self._view("gate_up", expert, 1)
+            down[f"{stem}{down_name}.weight"] = self._view("down", expert)
         routers = (
             [router] if moe.naming == "mlp" else [{f"{prefix}block_sparse_moe.gate.weight": self.router.data}, router]
         )
         return [
             Region(tuple(routers)),
-            Region((gate_up, {f"{prefix}mlp.experts.gate_up_proj": self.gate_up.data})),
-            Region((down, {f"{prefix}mlp.experts.down_proj": self.down.data})),
+            Region((gate_up, {f"{prefix}mlp.experts.gate_up_proj": self._view("gate_up")})),
+            Region((down, {f"{prefix}mlp.experts.down_proj": self._view("down")})),
         ]
+
+    def _view(
+        self, projection: Literal["gate_up", "down"], expert: int | None = None, half: int | None = None
+    ) -> torch.Tensor:
+        """Where the weights of all experts go, or of one, or of one's gate or up rows."""
+        view = (self.gate_up if projection == "gate_up" else self.down).data
+        if expert is not None:
+            view = view[expert]
+        if half is not None:
+            view = view.unflatten(0, (2, -1))[half]
+        if self.format == "plain":
+            return view
+        weights = self.weights(projection)
+        return CodedView.of(weights if expert is None else weights.part(expert, half), tuple(view.shape))

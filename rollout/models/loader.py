@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rollout_kernels.moe.formats import Format
 
 from rollout.config import ModelSettings
 from rollout.models.checkpoint import Progress, check_tensors, copy_tensors, list_tensors, stored_dtype
+from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
 from rollout.models.errors import CheckpointError
 from rollout.models.random_init import fill_random
@@ -37,17 +39,34 @@ class LoadedModel:
     generation_config: GenerationDefaults
 
 
-def load_model(settings: ModelSettings, device: torch.device, progress: Progress | None = None) -> LoadedModel:
+def fetch(settings: ModelSettings, progress: Progress | None = None) -> Path:
+    """The folder of the checkpoint; one on the hub is downloaded. `progress` is called with (bytes, bytes in all).
+
+    Raises:
+        CheckpointError: there is no such folder, or the hub does not give it.
+    """
+    return resolve_folder(settings.path, settings.revision, settings.load_format != "random", progress)
+
+
+def load_model(
+    settings: ModelSettings,
+    device: torch.device,
+    progress: Progress | None = None,
+    folder: Path | None = None,
+    experts: Format = "plain",
+) -> LoadedModel:
     """Load a checkpoint, or its shapes with random weights, onto `device`.
 
-    `progress` is called with (values copied, values in all).
+    `progress` is called with (values copied, values in all); `folder` is what `fetch` gave, if it was called before.
+
+    Experts are kept in the format `experts`.
 
     Raises:
         CheckpointError: the checkpoint cannot be found or read, or its tensors are not those of its architecture.
         ValueError: the architecture, or something that its config asks for, is not supported.
     """
     random = settings.load_format == "random"
-    folder = resolve_folder(settings.path, settings.revision, weights=not random)
+    folder = fetch(settings) if folder is None else folder
     check_links(folder)
     config, architecture = read_config(folder)
     try:
@@ -59,11 +78,12 @@ def load_model(settings: ModelSettings, device: torch.device, progress: Progress
     defaults = read_generation_defaults(folder, config)
     if strange := [token for token in defaults.eos_token_ids if not 0 <= token < spec.vocab]:
         raise CheckpointError(f"{folder} names eos token ids {strange}, and the vocabulary has {spec.vocab} entries")
-    outline = Decoder(spec, dtype, torch.device("meta"))  # shapes without memory
+    check_format(spec, experts)
+    outline = Decoder(spec, dtype, torch.device("meta"), experts)  # shapes without memory
     if not random:
         check_tensors(folder, tensors, outline.hf_regions(), architecture, spec.tied)
     _check_memory(outline, folder, device)
-    model = Decoder(spec, dtype, device)
+    model = Decoder(spec, dtype, device, experts)
     if random:
         fill_random(model, settings.random_seed)
     else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 
 import torch
+from rollout_kernels.moe.quantize import quantize_to
 
 from rollout.models.decoder import Decoder
 
@@ -34,10 +35,17 @@ def fill_random(model: Decoder, seed: int) -> None:
             parameter.zero_()
         elif name.endswith("norm.weight") or name.endswith("qk_norm_weight"):
             parameter.fill_(1.0)
-        elif name not in ("embed", "lm_head"):
+        elif name not in ("embed", "lm_head") and not name.endswith("_scales"):
             ends_block = name.endswith(("o_proj.weight", "down_proj.weight", "mlp.down"))
             gain = block_gain if ends_block else 1.0
-            parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
+            coded = parameter.dtype == torch.uint8
+            weight = (
+                torch.empty(parameter.shape, dtype=model.embed.dtype, device=parameter.device) if coded else parameter
+            )
+            weight.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
+            if coded:  # the same weights as without codes
+                mlp = model.get_submodule(name.rpartition(".")[0])
+                quantize_to(weight, mlp.weights(name.rpartition(".")[2]))  # type: ignore[operator]
     model.embed.normal_(0.0, 1.0, generator=generator)
     model.lm_head.normal_(0.0, output_std, generator=generator)
     model.norm.weight.bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0)

@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -20,10 +21,14 @@ from rollout.models.errors import CheckpointError
 from rollout.models.limits import check_config, check_token_ids
 from rollout.models.registry import check_model_type, check_supported
 
+if TYPE_CHECKING:
+    from rollout.models.checkpoint import Progress
+
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 _UNWANTED = ("*/*", "consolidated*")
 _MAX_JSON_BYTES = 64 << 20
+_COUNTING = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,11 @@ class GenerationDefaults:
     pad_token_id: int | None
 
 
-def resolve_folder(path: str, revision: str | None, weights: bool) -> Path:
+def resolve_folder(path: str, revision: str | None, weights: bool, progress: Progress | None = None) -> Path:
     """Local folder of a checkpoint; a hub id is downloaded first, with its weights only if `weights`.
+
+    `progress` is told (bytes that are there, bytes in all) during a download, from several threads; what there is in
+    all grows as files are found. huggingface_hub's own bars are not shown.
 
     Raises:
         CheckpointError: there is no such folder, or the hub does not give it.
@@ -52,11 +60,34 @@ def resolve_folder(path: str, revision: str | None, weights: bool) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                path, revision=revision, allow_patterns=patterns, ignore_patterns=list(_UNWANTED)
+                path,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=list(_UNWANTED),
+                tqdm_class=_counting_bars(progress),
             )
         )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(f"{path} is neither a local folder nor a hub model that can be had: {error}") from error
+
+
+def _counting_bars(progress: Progress | None) -> type:
+    """What huggingface_hub takes for its bars: draws nothing, and tells of the bytes that were written."""
+
+    class Counting(huggingface_hub.utils.tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            name = str(options.get("name", ""))
+            # Of two bars of bytes the other one counts what came over the network, which may be less than the files.
+            self._told = progress if options.get("unit") == "B" and not name.endswith(".transfer") else None
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            with _COUNTING:
+                self.n += n or 0
+            if self._told is not None:
+                self._told(int(self.n), int(self.total or 0))
+
+    return Counting
 
 
 def check_links(folder: Path) -> None:

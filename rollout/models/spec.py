@@ -78,8 +78,9 @@ class ModelSpec:
         return self.kv_heads * self.head_dim
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache that a token takes over all layers."""
-        return 2 * self.layers * self.kv_dim * dtype.itemsize
+        """Bytes of KV cache that a token takes over all layers; those of e4m3 codes come with float32 scales."""
+        scale = torch.float32.itemsize if dtype == torch.float8_e4m3fn else 0
+        return 2 * self.layers * self.kv_heads * (self.head_dim * dtype.itemsize + scale)
 
     def is_sparse(self, layer: int) -> bool:
         """True if this layer's feed-forward block is a mixture of experts."""

@@ -7,7 +7,7 @@ import torch
 from moe_cases import DEVICE
 from rollout_kernels.moe.formats import FORMATS, ExpertWeights
 from rollout_kernels.moe.quantize import power_code, quantize
-from rollout_kernels.moe.triton_quantize import empty_weights, quantize_into, quantize_on_device
+from rollout_kernels.moe.triton_quantize import empty_weights, quantize_in_pieces, quantize_into, quantize_on_device
 
 CODED = [format for format in FORMATS if format != "plain"]
 #: Largest relative error of a value that is no code: half a step of three bits of mantissa.
@@ -100,6 +100,15 @@ def test_parts_are_quantised_as_they_arrive(format):
         quantize_into(w[:1, half * 40 : half * 40 + 40], out.part(0, half))
     assert torch.equal(out.values_ENK, whole.values_ENK) and torch.equal(out.scales, whole.scales)
     assert torch.equal(out.dequantized(), whole.dequantized())
+
+
+@pytest.mark.parametrize("format", CODED)
+def test_experts_are_quantised_some_at_a_time(format):
+    w = weights(5, 2 * 40, 64)
+    out = empty_weights(5, 2 * 40, 64, format, 2, torch.device(DEVICE))
+    quantize_in_pieces(w.cpu().transpose(0, 1).contiguous().transpose(0, 1), out, 2)
+    whole = quantize(w, format, halves=2)
+    assert torch.equal(out.values_ENK, whole.values_ENK) and torch.equal(out.scales, whole.scales)
 
 
 def test_shapes_and_dtypes_that_do_not_fit_are_refused():

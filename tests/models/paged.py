@@ -14,15 +14,22 @@ class PagedRunner:
     """Rows with pages in shuffled order; unwritten cache is filled with values that would show if they were read."""
 
     def __init__(
-        self, model: Decoder, rows: int, max_tokens: int, page_size: int = 7, seed: int = 0, forward: Any = None
+        self,
+        model: Decoder,
+        rows: int,
+        max_tokens: int,
+        page_size: int = 7,
+        seed: int = 0,
+        forward: Any = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.forward = forward or model  # what runs the steps
         self.page_size = page_size
         self.width = -(-max_tokens // page_size)
         pages = list(range(1, rows * self.width + 1))
         random.Random(seed).shuffle(pages)
-        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, model.embed.dtype, "cpu")
-        for cache in (*self.kv.k, *self.kv.v):
+        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, kv_dtype or model.embed.dtype, "cpu")
+        for cache in self.kv.tensors:
             cache.fill_(50.0)
         self.tables = [pages[row * self.width : (row + 1) * self.width] for row in range(rows)]
         self.lengths = [0] * rows

@@ -4,8 +4,7 @@
     fp8_row      a program 16 rows, read twice: for their largest values, then for their codes
     fp8_block    a program a block of 128 x 128
 
-Divisions round to nearest, and codes are made by integer arithmetic, so that a weight comes out the same on a GPU, in
-Triton's interpreter and in torch.
+Divisions round to nearest and codes are made by integer arithmetic: a weight comes out the same everywhere.
 
 Legend: E experts, N outputs, K inputs.
 """
@@ -17,24 +16,11 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
+from rollout_kernels.triton_fp8 import e4m3_code
 
 _GROUPS = 128
 _ROWS = 16
 _CHUNK = 256
-
-
-@triton.jit
-def _code(value):
-    """The e4m3 code of a float32 of at most 448, rounded to nearest even."""
-    bits = value.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # From 2^-6 on: three bits of mantissa are kept, and the exponent's bias goes from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-    # Below, codes are multiples of 2^-9: adding 2^23 leaves their number in the lowest bits.
-    small = (tl.abs(value) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-    code = tl.minimum(tl.where(magnitude < 0x3C800000, small, normal), 0x7E)
-    code = tl.where(value == value, code, 0x7F)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -51,7 +37,7 @@ def _mxfp8_kernel(w_ptr, codes_ptr, scales_ptr, groups, GROUPS: tl.constexpr):
     bits = tl.max(tl.abs(w), axis=1).to(tl.int32, bitcast=True)
     power = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
     inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
-    tl.store(codes_ptr + at, _code(w * inverse[:, None]), mask=live[:, None])
+    tl.store(codes_ptr + at, e4m3_code(w * inverse[:, None]), mask=live[:, None])
     tl.store(scales_ptr + group, power.to(tl.uint8), mask=live)
 
 
@@ -70,7 +56,7 @@ def _row_kernel(w_ptr, codes_ptr, scales_ptr, rows, K, ROWS: tl.constexpr, CHUNK
         live = (row < rows)[:, None] & (start + k < K)[None, :]
         at = row[:, None] * K + start + k[None, :]
         w = tl.load(w_ptr + at, mask=live, other=0.0).to(tl.float32)
-        tl.store(codes_ptr + at, _code(tl.div_rn(w, tl.broadcast_to(scale[:, None], w.shape))), mask=live)
+        tl.store(codes_ptr + at, e4m3_code(tl.div_rn(w, tl.broadcast_to(scale[:, None], w.shape))), mask=live)
 
 
 @triton.jit(do_not_specialize=["N", "K"])
@@ -82,7 +68,7 @@ def _block_kernel(w_ptr, codes_ptr, scales_ptr, N, K):
     at = matrix * N * K + n * K + k
     w = tl.load(w_ptr + at, mask=live, other=0.0).to(tl.float32)
     scale = _scale(tl.max(tl.max(tl.abs(w), axis=1), axis=0))
-    tl.store(codes_ptr + at, _code(tl.div_rn(w, scale)), mask=live)
+    tl.store(codes_ptr + at, e4m3_code(tl.div_rn(w, scale)), mask=live)
     block = (matrix * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
     tl.store(scales_ptr + block, scale)
 
@@ -119,6 +105,15 @@ def quantize_into(w_ENK: torch.Tensor, out: ExpertWeights) -> None:
         rows = outputs // out.halves
         blocks = (triton.cdiv(inputs, 128), triton.cdiv(rows, 128), experts * out.halves)
         _block_kernel[blocks](w_ENK, out.values_ENK, out.scales, rows, inputs, num_warps=8)
+
+
+def quantize_in_pieces(w_ENK: torch.Tensor, out: ExpertWeights, at_once: int, non_blocking: bool = False) -> None:
+    """`quantize_into` for weights that lie anywhere: `at_once` experts at a time come to the device of `out`."""
+    assert out.scales is not None
+    for start in range(0, len(w_ENK), at_once):
+        some = slice(start, start + at_once)
+        piece = w_ENK[some].to(out.values_ENK.device, non_blocking=non_blocking).contiguous()
+        quantize_into(piece, ExpertWeights(out.values_ENK[some], out.scales[some], out.format, out.halves))
 
 
 def quantize_on_device(w_ENK: torch.Tensor, format: Format, halves: int = 1) -> ExpertWeights:

@@ -1,0 +1,103 @@
+"""What keeps a token's results the same bit for bit whatever runs beside it, and however its context came about.
+
+    products      one order of addition for any number of tokens: the deterministic column of `linear_table`
+    experts       one plan for any number of tokens: the deterministic plan of `moe.dispatch`; the router is such a
+                  product, too
+    attention     a row's context is cut every `CHUNK` positions, whatever the other rows are. A prompt's tokens are
+                  rows of the same kernel as those of a decode step, each with its own context: a token that is computed
+                  again after a preemption, in another chunk or beside a cached prefix, gets what it got before
+    the rest      works on one token at a time anyway
+
+The price is paid by prompts: they are multiplied 128 tokens at a time, and a chunk's tokens read its context each on
+their own.
+
+Legend: T tokens, Q query heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from rollout_kernels.linear_table import Kind, linear_config
+from rollout_kernels.triton_decode_attention import decode_attention
+from rollout_kernels.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
+
+from rollout.models.batch import AttentionBatch, LayerKV
+from rollout.models.spec import ModelSpec
+
+#: Positions of a context that are added up before their sums are.
+CHUNK = 1024
+#: Tokens of a prompt that attend at once, which bounds the memory for the parts of their contexts.
+_TOKENS = 256
+_CONFIG = DecodeConfig(block_n=32, num_warps=2, programs_per_sm=4, chunk=CHUNK)
+
+
+def products(spec: ModelSpec) -> dict[str, tuple[int, int, Kind]]:
+    """Every product of a layer, and the output layer's: (outputs, inputs, kind)."""
+    found: dict[str, tuple[int, int, Kind]] = {
+        "qkv": (spec.q_dim + 2 * spec.kv_dim, spec.hidden, "parts"),
+        "o": (spec.hidden, spec.q_dim, "parts"),
+        "head": (spec.vocab, spec.hidden, "whole"),
+    }
+    if not all(spec.is_sparse(layer) for layer in range(spec.layers)):
+        found["gate_up"] = (2 * spec.intermediate, spec.hidden, "silu")
+        found["down"] = (spec.hidden, spec.intermediate, "parts")
+    if spec.moe is not None:
+        found["router"] = (spec.moe.experts, spec.hidden, "whole")
+    return found
+
+
+def check_deterministic(spec: ModelSpec) -> None:
+    """Raise ValueError, saying what is in the way, if a model's steps can't be made so by the kernels."""
+    reason = None
+    if spec.qk_norm == "full" or spec.clip_qkv is not None:
+        reason = "its queries and keys are normalised all heads together, or clipped"
+    for name, product in products(spec).items():
+        if linear_config(*product, 1, deterministic=True) is None:
+            reason = f"the {product[1]} inputs of its product {name!r} are no multiple of 32"
+    if reason is not None:
+        raise ValueError(f"deterministic is not possible for this {spec.architecture}: {reason}")
+
+
+def attend(
+    q_TQD: torch.Tensor, batch: AttentionBatch, cache: LayerKV, scale: float, window: int | None
+) -> torch.Tensor:
+    """Attention of a step's queries, decode or prefill, over a layer's cache that holds their keys; [T, Q, D]."""
+    kv_heads = cache.k_PSGD.shape[2]
+    out = []
+    for tokens, table_TP, lens_T, most in _rows(batch):
+        work = batch.shared((window, tokens.start), partial(_plan, lens_T, kv_heads, window, most))
+        out.append(
+            decode_attention(
+                q_TQD[tokens],
+                cache.k_PSGD,
+                cache.v_PSGD,
+                table_TP,
+                lens_T,
+                scale=scale,
+                window=window,
+                scales_P2GS=cache.scales_P2GS,
+                work=work,
+            )
+        )
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _rows(batch: AttentionBatch) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, int]]:
+    """Tokens that attend at once: which, the page table and the context of each, and a bound on the contexts."""
+    if batch.chunks is None:
+        yield slice(0, len(batch.context_lens_B)), batch.page_table_BP, batch.context_lens_B, batch.max_context
+        return
+    lens_T = batch.shared("deterministic contexts", lambda: batch.positions_T + 1)
+    for index, chunk in enumerate(batch.chunks):
+        end = chunk.query_start + chunk.query_len
+        for start in range(chunk.query_start, end, _TOKENS):
+            tokens = slice(start, min(start + _TOKENS, end))
+            table_TP = batch.page_table_BP[index].expand(tokens.stop - start, -1)
+            yield tokens, table_TP, lens_T[tokens], chunk.context_len
+
+
+def _plan(lens_T: torch.Tensor, kv_heads: int, window: int | None, max_context: int) -> DecodeWork:
+    return plan_decode_work(lens_T, kv_heads, window=window, config=_CONFIG, max_context=max_context)
