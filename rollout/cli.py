@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from rollout import __version__
 from rollout.cli_commands import client, forward, keys, serve, top, trace
 from rollout.cli_commands.parser import CommandError, Parser, UsageError
+from rollout.logs import complain
 from rollout.settings_sources import SettingsError
 
 
@@ -51,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _complain(error: Exception, code: int) -> int:
-    print(f"rollout: {' '.join(str(error).split())}", file=sys.stderr)
+    complain(f"rollout: {' '.join(str(error).split())}")
     return code
 
 

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -127,6 +128,8 @@ class Supervisor:
             flags["metrics-port"] = metrics.metrics_port + worker.index
         if metrics.wandb_name is not None:
             flags["wandb-name"] = f"{metrics.wandb_name}-{worker.index}"
+        if metrics.wandb_group is None and not os.environ.get("WANDB_RUN_GROUP"):  # W&B's own; a flag would win
+            flags["wandb-group"] = f"rollout-{socket.gethostname()}-{os.getpid()}"
         return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--exit-with-parent"]
 
     def _ready_file(self, worker: _Worker) -> Path:
@@ -167,7 +170,7 @@ class Supervisor:
             if self._announced:
                 self._write_ready()
         elif not self._announced:
-            log.critical("worker %d ended with status %d before it could serve", worker.index, status)
+            log.critical("a worker ended before it could serve", extra={"index": worker.index, "status": status})
             worker.status = status
             self._status = status if status > 0 else 1
             self._signals = 2
@@ -179,13 +182,15 @@ class Supervisor:
         worker.recent = [when for when in worker.recent if when > now_s - _RECENT_S]
         fact = {"event": "worker_ended", "worker": worker.index, "status": status}
         if len(worker.recent) >= limits.max_restarts:
-            log.critical("worker %d ended with status %d, once too often: it is given up", worker.index, status)
+            facts = {"index": worker.index, "status": status, "restarts": worker.restarts}
+            log.critical("a worker ended once too often: it is given up", extra=facts)
             worker.status, self._status = status, 1
             self._write_ready()
             say(fact | {"restart_in_s": None})
             return
         pause_s = min(limits.restart_backoff_s * 2 ** len(worker.recent), _MOST_BACKOFF_S)
-        log.error("worker %d ended with status %d; it is started again in %.1f s", worker.index, status, pause_s)
+        facts = {"index": worker.index, "status": status, "restart_in_s": pause_s}
+        log.error("a worker ended; it is started again", extra=facts)
         worker.recent.append(now_s)
         worker.restarts += 1
         worker.due_s = now_s + pause_s

@@ -89,7 +89,7 @@ class Watchdog:
                 self._watching = False
                 self._on_stall(silent_s)
             if self._deadline is not None and now_s >= self._deadline[0]:
-                log.critical("this process was to have ended by now; it is ended with status %d", self._deadline[1])
+                log.critical("this process was to have ended by now; it is ended", extra={"status": self._deadline[1]})
                 os._exit(self._deadline[1])
 
     def _is_over(self, silent_s: float, now_s: float) -> bool:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from rollout.metrics.report import METRICS
+from rollout.metrics.report import HISTOGRAMS, METRICS, VERSION_METRICS
 from rollout.settings_sources import Key, setting_keys
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operating.md"
@@ -36,8 +36,9 @@ def settings_table() -> str:
 
 
 def metrics_table() -> str:
-    """A markdown table of the metrics."""
-    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
+    """A markdown table of the metrics, histograms and rows by version at the end."""
+    shown = (*METRICS, *HISTOGRAMS, *VERSION_METRICS)
+    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in shown]
     return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows])
 
 

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+import threading
+from collections.abc import Iterator
 
+import pytest
 import torch
+
+from rollout.logs import LineStream
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _logging_stays_as_it_was() -> Iterator[None]:
+    """A command that is run within a test sets up the log of its process; the next test has that of pytest."""
+    root, streams, hooks = logging.getLogger(), sys.stderr, (sys.excepthook, threading.excepthook)
+    handlers = list(root.handlers)
+    levels = {name: logging.getLogger(name).level for name in ("rollout", "trainer_bridge")}
+    yield
+    root.handlers[:] = [handler for handler in root.handlers if handler in handlers]
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    logging.captureWarnings(False)
+    if isinstance(sys.stderr, LineStream):
+        sys.stderr = streams
+    sys.excepthook, threading.excepthook = hooks

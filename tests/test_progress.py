@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -72,6 +73,38 @@ def test_on_a_terminal_a_stage_is_a_bar_on_stderr_only(slow, caplog, capsys, mon
     assert "loading weights" in terminal.getvalue() and "100%" in terminal.getvalue()
     assert capsys.readouterr().out == ""
     assert [message.split(" took")[0] for message in caplog.messages] == ["loading weights"], "the bar is the begin"
+
+
+_SCRIPT = """
+import sys, time, rollout.progress
+rollout.progress._QUICK_S, rollout.progress._EVERY_S = 0.05, 0.05
+with rollout.progress.stage("measuring", quiet=len(sys.argv) > 1) as advance:
+    advance(1, 4)
+    time.sleep(0.4)
+print("{}")
+"""
+
+
+@pytest.mark.parametrize("for_a_program", [False, True])
+def test_a_command_that_keeps_no_log_says_it_in_plain_lines_and_to_a_program_nothing(for_a_program):
+    command = [sys.executable, "-c", _SCRIPT, *(["quiet"] if for_a_program else [])]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout == "{}\n"
+    if for_a_program:
+        assert run.stderr == ""
+        return
+    first, *more, last = run.stderr.splitlines()
+    assert first == "measuring" and set(more) == {"measuring: 25 %"} and last.startswith("measuring took 0.")
+
+
+def test_lines_in_a_log_have_their_figures_as_data(slow, caplog, monkeypatch):
+    monkeypatch.setattr("rollout.progress._EVERY_S", 0.01)
+    with caplog.at_level(logging.INFO, "rollout"), stage("fetching") as advance:
+        advance(3, 12)
+        until_said(caplog, 3)
+    told = caplog.records[2]  # the second line may be older than the call
+    assert (told.message, told.stage, told.done, told.total) == ("fetching: 25 %", "fetching", 3, 12)
+    assert caplog.records[-1].stage == "fetching" and caplog.records[-1].took_s >= 0
 
 
 def test_a_stage_that_fails_is_not_said_to_have_ended(slow, caplog):

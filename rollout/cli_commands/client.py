@@ -76,7 +76,6 @@ def run_status(args: argparse.Namespace) -> int:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Print completions, as a whole or as they come."""
-    from rollout.progress import stage
     from trainer_bridge.errors import RolloutError
 
     prompt, fields = _request(args)
@@ -86,8 +85,7 @@ def run_generate(args: argparse.Namespace) -> int:
             if args.stream:
                 result = _stream(client, prompt, fields, args.json)
             else:
-                with stage("generating"):
-                    result = client.generate(prompt, **fields)
+                result = _generate(client, prompt, fields, quiet=args.json)
                 for completion in result.completions:
                     show(completion)
     except RolloutError as error:
@@ -95,6 +93,20 @@ def run_generate(args: argparse.Namespace) -> int:
     for completion in result.completions:
         _note(completion)
     return 0
+
+
+def _generate(client: RolloutClient, prompt: Any, fields: Mapping[str, Any], quiet: bool) -> GenerateResult:
+    """The result, with how many completions are there while it is waited for."""
+    from rollout.progress import stage
+
+    total = fields.get("n", 1)
+    with stage("generating", quiet=quiet) as advance:
+        if total == 1:
+            return client.generate(prompt, **fields)
+        with client.generate(prompt, stream="completions", **fields) as completions:
+            for done, _ in enumerate(completions, start=1):
+                advance(done, total)
+            return completions.wait()
 
 
 def _request(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:

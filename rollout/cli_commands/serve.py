@@ -18,6 +18,7 @@ from typing import Any
 from rollout.announce import withdraw
 from rollout.cli_commands.parser import CommandError, UsageError
 from rollout.config import Settings
+from rollout.logs import set_up, worker_name
 from rollout.settings_sources import POSITIONAL, Key, SettingsError, load_settings, setting_keys
 
 DESCRIPTION = (
@@ -114,8 +115,7 @@ def _supervise(settings: Settings, command: list[str]) -> int:
     from rollout.supervisor import Supervisor, assign_devices
     from trainer_bridge.access import Access
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("rollout").setLevel(settings.log_level.upper())
+    set_up(settings.log_level, settings.log_format, worker_name())
     try:
         Access.from_settings(settings.security).check_binds(settings)  # what no restart would change
         devices = assign_devices(settings, os.environ)
@@ -132,6 +132,7 @@ def _serve(settings: Settings, restarts: int) -> int:
 
     for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
         del os.environ[name]  # what a launcher of ranks put there: W&B would log into the trainer's run
+    set_up(settings.log_level, settings.log_format, worker_name())  # first: imports may warn
     import zmq
 
     from rollout.worker import serve

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollout.top.screen import Screen, WorkerView
 
 _REDRAW_S = 0.25
-_END_S = 1.0
+_END_S = 0.3
 
 
 def add_parser(commands: Any) -> None:
@@ -108,7 +108,7 @@ def _live(pollers: list[Poller], screen: Screen) -> int:
                     if poller.outcome is not None:
                         screen.message, poller.outcome = poller.outcome, None
                 width, height = console.size
-                views = [poller.view for poller in pollers]
+                views = [poller.shown() for poller in pollers]
                 lines = frame(views, screen, width, height, console.options.ascii_only)
                 live.update(Group(*lines), refresh=True)
                 for key in keys.wait(_REDRAW_S):
@@ -120,5 +120,6 @@ def _live(pollers: list[Poller], screen: Screen) -> int:
     finally:
         for poller in pollers:
             poller.stop()
+        until_s = time.monotonic() + _END_S  # for all of them: a silent worker keeps nobody waiting
         for poller in pollers:
-            poller.join(_END_S)
+            poller.join(max(0.0, until_s - time.monotonic()))

@@ -2,8 +2,9 @@
 
 from rollout.metrics.meter import Meter, StepRecord
 from rollout.metrics.report import METRICS, Metric
-from rollout.metrics.sinks import JsonlSink, MetricsThread, Report, Sink, WandbSink
+from rollout.metrics.sinks import JsonlSink, MetricsThread, Report, Sink
 from rollout.metrics.timeline import write_timeline
+from rollout.metrics.wandb_sink import WandbSink
 
 __all__ = [
     "METRICS",

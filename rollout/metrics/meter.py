@@ -12,7 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
+from rollout.metrics.by_version import ByVersion, Reading, VersionRow
+from rollout.metrics.histogram import Counts, Histogram
 from rollout.metrics.idle import CAUSES, IdleCauses, IdleWindow
+from rollout.metrics.mismatch import Mismatch
 from rollout.metrics.report import FINISH_REASONS, Window
 from rollout.metrics.samples import Samples
 
@@ -37,6 +40,16 @@ class StepRecord:
     committed_at_s: float | None = None
     finalized_at_s: float | None = None  # when everything that its commit brought was handed over
     idle_after: bool = False  # there was nothing to launch then
+    input_tokens: int = 0  # that went in
+    max_context: int = 0  # longest context of a row, tokens
+    held: tuple[float, float] | None = None  # the wait for masks between forward and draw
+
+    @property
+    def busy(self) -> tuple[tuple[float, float], ...]:
+        """From when to when the compute stream had its work."""
+        if self.held is None:
+            return ((self.start_s, self.end_s),)
+        return (self.start_s, self.held[0]), (self.held[1], self.end_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +78,8 @@ class Gauges:
 #: Swaps that `recent_swaps` gives back.
 KEEP_SWAPS = 64
 _GAUGE_NAMES = frozenset(field.name for field in fields(Gauges))
+#: Names of the causes of idleness in reports.
+_CAUSES_SHOWN = {"no_work": "no_work", "bubble": "host", "prefill": "prefill", "swap": "swap", "offload": "offload"}
 
 
 class Meter:
@@ -88,25 +103,36 @@ class Meter:
         self._recent: deque[StepRecord] = deque(maxlen=keep_steps)
         self._finalized: deque[tuple[StepRecord, float, bool]] = deque(maxlen=keep_steps)
         self._swap_records: deque[SwapRecord] = deque(maxlen=KEEP_SWAPS)
+        self._fresh = Samples()  # what is not counted in the two others yet
         self._interval, self._run = Samples(), Samples()
         self._finished = dict.fromkeys(FINISH_REASONS, 0)
         self._pause_s, self._swaps, self._version, self._swap_bytes = 0.0, 0, version, 0
         self._gauges = Gauges()
+        self._lengths = Counts()
+        self._by_version = ByVersion(version, Reading(self._started_s))
+        self._mismatch, self._mismatch_run = Mismatch(), Mismatch()  # of the last interval that had one, of the run
+        self._mismatch_is_new = False
 
     @property
     def steps(self) -> int:
         """Steps committed since start."""
-        return self._run.sums.steps
+        return self._run.sums.steps + self._fresh.sums.steps
 
     def step(self, record: StepRecord) -> None:
         """Count one committed step. Steps come in the order in which the compute stream ran them."""
-        span_s = record.end_s - record.start_s
+        held = record.held
+        span_s = record.end_s - record.start_s - (0.0 if held is None else held[1] - held[0])
         host_s = record.plan_s + record.launch_s + record.commit_s
-        for samples in (self._interval, self._run):
-            samples.step(record.kind, span_s, host_s, record.rows, record.zombie_rows, record.tokens)
-        self._window.add(record.start_s, record.end_s, record.tokens)
+        self._fresh.step(record.kind, span_s, host_s, record.rows, record.zombie_rows, record.tokens)
         planned_s = record.start_s if record.planned_at_s is None else record.planned_at_s
-        self._idle.step(record.kind, planned_s, record.start_s, record.end_s)
+        if held is None:
+            self._idle.step(record.kind, planned_s, record.start_s, record.end_s)
+            self._window.add(record.start_s, record.end_s, record.tokens)
+        else:
+            self._idle.step(record.kind, planned_s, record.start_s, held[0])
+            self._idle.step("decode", planned_s, held[1], record.end_s)  # the host was late
+            self._window.add(record.start_s, held[0], 0)
+            self._window.add(held[1], record.end_s, record.tokens)
         self._recent.append(record)
 
     def finalized(self, now_s: float, idle: bool) -> None:
@@ -124,16 +150,28 @@ class Meter:
         """Count one swap of the weights: from when to when it held the compute stream, what serves now, its bytes."""
         self._swap_bytes = nbytes
         self._pause_s = end_s - start_s
-        self._idle.swap(start_s, end_s)
+        self._idle.hold("swap", start_s, end_s)
+        self._by_version.swapped(version, self._reading(end_s), end_s - start_s)
         self._swaps += 1
         self._version = version
         self._swap_records.append(SwapRecord(version, start_s, end_s))
 
+    def offload(self, start_s: float, end_s: float) -> None:
+        """Count one move of weights or KV to or from host memory that held the compute stream."""
+        self._idle.hold("offload", start_s, end_s)
+
+    def mismatch(self, found: Mismatch) -> None:
+        """Count what trainers have reported; nothing of it changes nothing."""
+        if found.tokens:
+            self._mismatch = self._mismatch + found if self._mismatch_is_new else found
+            self._mismatch_run += found
+            self._mismatch_is_new = True
+
     def completion(self, length: int, reason: str = "length", version_span: int = 0) -> None:
         """Count one finished completion: its tokens, how it ended, newest less oldest version of its tokens."""
         self._finished[reason] += 1
-        for samples in (self._interval, self._run):
-            samples.completion(length, version_span)
+        self._lengths.add(length)
+        self._fresh.completion(length, version_span)
 
     def gauges(self, **values: int) -> None:
         """Set gauges by name (see `Gauges`); those not given keep their value."""
@@ -148,7 +186,7 @@ class Meter:
     def idle_shares(self, now: float | None = None) -> dict[str, float]:
         """Percent of about the last 10 s by cause of idleness; ends no interval, for status messages."""
         now = self._clock() if now is None else now
-        return self._idle_window.shares(now, self._idle_seconds(now))
+        return self._idle_window.shares(now, self.idle_seconds(now))
 
     def tokens_by_second(self, now: float | None = None) -> tuple[int, ...]:
         """Tokens kept in each of the last ten seconds, oldest first."""
@@ -156,24 +194,35 @@ class Meter:
 
     def report(self, now: float | None = None) -> dict[str, float]:
         """The metrics of the interval since the last report, which ends with this call."""
+        self._count_fresh()
         now = self._clock() if now is None else now
         wall_s = now - self._reported_s
         active_pct, _ = self._window.read(now)
-        idle_s, before_s = self._idle_seconds(now), self._idle_reported
+        idle_s, before_s = self.idle_seconds(now), self._idle_reported
         self._idle_reported = idle_s
         of_interval_s = {cause: idle_s[cause] - before_s[cause] for cause in CAUSES}
-        result = self._metrics(active_pct, of_interval_s, self._interval, wall_s)
-        self._reported_s = now
+        shares = self._idle_window.shares(now, idle_s)
+        result = self._metrics(now, active_pct, shares, of_interval_s, self._interval, wall_s, self._mismatch)
+        self._reported_s, self._mismatch_is_new = now, False
         self._interval.reset()
         return result
 
+    def histograms(self) -> dict[str, Histogram]:
+        """The histograms of the interval since they were read last, which ends with this call."""
+        return {"completion/length": self._lengths.read()}
+
+    def ended_versions(self, *, and_this: bool = False) -> tuple[VersionRow, ...]:
+        """A row for each weights version that a swap has ended since the last call; at the end for the last one too."""
+        return self._by_version.take(self._reading(self._clock()) if and_this else None)
+
     def totals(self, now: float | None = None) -> dict[str, float]:
         """The same metrics over the whole run, and counts under `total/`."""
+        self._count_fresh()
         now = self._clock() if now is None else now
         wall_s = now - self._started_s
-        active_pct = min(100.0, 100.0 * self._window.total_busy_s / wall_s) if wall_s > 0 else 0.0
-        run = self._run
-        return self._metrics(active_pct, self._idle_seconds(now), run, wall_s) | {
+        run, idle_s = self._run, self.idle_seconds(now)
+        active_pct, shares = self._run_active_pct(now), self._shares(idle_s, wall_s)
+        return self._metrics(now, active_pct, shares, idle_s, run, wall_s, self._mismatch_run) | {
             "total/wall_s": wall_s,
             "total/tokens": run.sums.tokens,
             "total/decode_steps": run.decode.count,
@@ -199,19 +248,56 @@ class Meter:
         """The last swaps of the weights, oldest first."""
         return list(self._swap_records)
 
-    def _idle_seconds(self, now: float) -> dict[str, float]:
-        self._idle.settle(now)
+    def _count_fresh(self) -> None:
+        self._interval.merge(self._fresh)
+        self._run.merge(self._fresh)
+        self._fresh.reset()
+
+    def idle_seconds(self, now: float | None = None) -> dict[str, float]:
+        """Seconds since the start in which the compute stream ran nothing, by cause."""
+        self._idle.settle(self._clock() if now is None else now)
         return {cause: getattr(self._idle.times, cause) for cause in CAUSES}
 
+    def _run_active_pct(self, now: float) -> float:
+        return min(100.0, _percent(self._window.total_busy_s, now - self._started_s))
+
+    def _shares(self, idle_s: dict[str, float], wall_s: float) -> dict[str, float]:
+        return {cause: min(100.0, max(0.0, _percent(seconds, wall_s))) for cause, seconds in idle_s.items()}
+
+    def _reading(self, now: float) -> Reading:
+        self._count_fresh()
+        run = self._run
+        return Reading(
+            at_s=now,
+            busy_s=self._window.total_busy_s,
+            tokens=run.sums.tokens,
+            decode_s=run.decode.total,
+            decode_steps=run.decode.count,
+            completions=run.length.count,
+            completion_tokens=run.length.total,
+            version_spans=run.version_span.total,
+        )
+
     def _metrics(
-        self, active_pct: float, idle_s: dict[str, float], samples: Samples, wall_s: float
+        self,
+        now: float,
+        active_pct: float,
+        shares: dict[str, float],
+        idle_s: dict[str, float],
+        samples: Samples,
+        wall_s: float,
+        mismatch: Mismatch,
     ) -> dict[str, float]:
+        """`active_pct` and `shares` are shown as they are; `idle_s`, `samples` and `wall_s` are of one stretch."""
         gauges, sums = self._gauges, samples.sums
         decode_s, length = samples.decode_quantiles, samples.length_quantiles
-        predicted, observed = samples.speedups(wall_s - idle_s["no_work"] - idle_s["swap"])
+        predicted, observed = samples.speedups(wall_s - idle_s["no_work"] - idle_s["swap"] - idle_s["offload"])
+        run_shares = self._shares(self.idle_seconds(now), now - self._started_s)
         return {
             "gpu/active_pct": active_pct,
-            **{f"gpu/idle_{cause}_pct": min(100.0, max(0.0, _percent(idle_s[cause], wall_s))) for cause in CAUSES},
+            **_by_cause("gpu/bubble_pct", shares),
+            "gpu/run/active_pct": self._run_active_pct(now),
+            **_by_cause("gpu/run/bubble_pct", run_shares),
             "rollout/tokens_per_s": sums.tokens / wall_s if wall_s > 0 else 0.0,
             "rollout/tokens_per_s_per_row": samples.tokens_per_s_per_row(wall_s),
             "rollout/rows": gauges.rows,
@@ -229,14 +315,27 @@ class Meter:
             "weights/version": self._version,
             "weights/swap_pause_ms": 1e3 * self._pause_s,
             "weights/bytes": self._swap_bytes,
-            "completion/length": samples.length.value(),
+            "completion/length_mean": samples.length.value(),
             "completion/length_p50": length.value(0.5),
             "completion/length_p99": length.value(0.99),
             **{f"completion/finish_reason/{reason}": count for reason, count in self._finished.items()},
             "off_policy/version_span": samples.version_span.value(),
             "pipeline/predicted_speedup": predicted,
             "pipeline/observed_speedup": observed,
+            **(self._mismatch_metrics(mismatch) if self._mismatch_run.tokens else {}),
         }
+
+    def _mismatch_metrics(self, mismatch: Mismatch) -> dict[str, float]:
+        return {
+            "mismatch/k3_kl": mismatch.k3_kl,
+            "mismatch/mean_abs": mismatch.mean_abs,
+            "mismatch/max_abs": mismatch.max_abs,
+            "mismatch/tokens": self._mismatch_run.tokens,
+        }
+
+
+def _by_cause(name: str, shares: dict[str, float]) -> dict[str, float]:
+    return {f"{name}/{shown}": shares[cause] for cause, shown in _CAUSES_SHOWN.items()}
 
 
 def _percent(part: float, whole: float) -> float:

@@ -111,7 +111,7 @@ def write_overlap(lanes: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], pa
         ValueError: a lane is empty, or matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    if not all(device and host for device, host in lanes.values()):
+    if not all(device or host for device, host in lanes.values()):  # of a single step the host's part is outside
         raise ValueError("no steps to draw: each lane needs at least one step")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

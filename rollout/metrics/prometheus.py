@@ -1,16 +1,18 @@
 """The last report as a page for Prometheus, over plain HTTP.
 
 Threads of its own serve the page from the report that the metrics thread handed over last: a scrape never touches the
-loop, however slow or frequent. Names are those of the report, with `_` for `/`. There is nothing but `worker_info`
-before the first report.
+loop, however slow or frequent. Names are those of the report, with `_` for `/`; histograms count since the start. There
+is nothing but `worker_info` before the first report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
-from rollout.metrics.report import METRICS
+from rollout.metrics.histogram import BOUNDS, Histogram
+from rollout.metrics.report import HISTOGRAMS, METRICS
 from rollout.metrics.sinks import Report
 
 
@@ -64,7 +66,7 @@ class PrometheusSink:
 
     def collect(self) -> Iterator[Any]:
         """What `prometheus_client` asks for at each scrape, on the scrape's own thread."""
-        from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+        from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
         yield InfoMetricFamily("worker", "what this worker serves", {"model": self._model})
         report = self._latest
@@ -75,3 +77,22 @@ class PrometheusSink:
         about = {metric.name: f"{metric.meaning}; {metric.unit}" for metric in METRICS}
         for name, value in report.metrics.items():
             yield GaugeMetricFamily(prometheus_name(name), about.get(name, name), value)
+        about = {metric.name: f"{metric.meaning}, since the start; {metric.unit}" for metric in HISTOGRAMS}
+        for name, histogram in report.histograms.items():
+            buckets = _cumulative(histogram)
+            yield HistogramMetricFamily(prometheus_name(name), about[name], buckets, sum_value=histogram.run_sum)
+
+
+def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
+    """What Prometheus has for buckets: how many are at most so large, with one for all. Every second bound, from 1."""
+    sums = list(accumulate(histogram.run_counts))
+    octaves = [
+        (str(float(bound)), float(below))
+        for bound, below in zip(BOUNDS[:-1], sums[:-1], strict=True)
+        if _is_octave(bound)
+    ]
+    return [*octaves, ("+Inf", float(sums[-1]))]
+
+
+def _is_octave(bound: int) -> bool:
+    return bound > 0 and bound & (bound - 1) == 0

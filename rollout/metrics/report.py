@@ -1,7 +1,8 @@
 """The metrics by name, and the sums that they are made of.
 
 A metric without a sample in the interval (no prefill step, no finished completion) keeps its last value, so that every
-report has every metric; before the first sample it is 0.
+report has every metric; before the first sample it is 0. Only what trainers report is left out until one has: a 0
+there would say that they agree.
 """
 
 from __future__ import annotations
@@ -20,19 +21,30 @@ class Metric:
 
 FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
+#: Why the compute stream ran nothing.
+BUBBLES = {
+    "no_work": "there was nothing to run",
+    "host": "the stream waited for the host otherwise",
+    "prefill": "the stream waited for a prefill to be launched",
+    "swap": "a swap of the weights held the compute stream",
+    "offload": "moving weights or KV to and from host memory held the compute stream",
+}
+
 METRICS = (
     Metric(
         "gpu/active_pct",
         "%",
-        "share of the last 10 s in which the compute stream ran a step, whatever the device; of the whole run in the "
-        "final report",
+        "share of the last 10 s in which the compute stream ran a step, whatever the device",
     ),
-    Metric("gpu/idle_no_work_pct", "%", "share of the interval in which there was nothing to run"),
-    Metric(
-        "gpu/idle_prefill_pct", "%", "share of the interval in which the stream waited for a prefill to be launched"
+    *(
+        Metric(f"gpu/bubble_pct/{cause}", "%", f"share of about the last 10 s in which {meaning}")
+        for cause, meaning in BUBBLES.items()
     ),
-    Metric("gpu/idle_swap_pct", "%", "share of the interval in which a swap of the weights held the compute stream"),
-    Metric("gpu/idle_bubble_pct", "%", "share of the interval in which the stream waited for the host otherwise"),
+    Metric("gpu/run/active_pct", "%", "share of the time since the start in which the compute stream ran a step"),
+    *(
+        Metric(f"gpu/run/bubble_pct/{cause}", "%", f"share of the time since the start in which {meaning}")
+        for cause, meaning in BUBBLES.items()
+    ),
     Metric("rollout/tokens_per_s", "tokens/s", "tokens that were committed and kept, all rows together"),
     Metric("rollout/tokens_per_s_per_row", "tokens/s", "the same for one row, mean"),
     Metric("rollout/rows", "rows", "sequences that hold a row, now"),
@@ -58,7 +70,7 @@ METRICS = (
     Metric("weights/version", "version", "weights version that new steps run with"),
     Metric("weights/swap_pause_ms", "ms", "time for which the last swap held the compute stream"),
     Metric("weights/bytes", "bytes", "what the last swap copied"),
-    Metric("completion/length", "tokens", "length of the completions that finished, mean"),
+    Metric("completion/length_mean", "tokens", "length of the completions that finished, mean"),
     Metric("completion/length_p50", "tokens", "the same, median"),
     Metric("completion/length_p99", "tokens", "the same, 99th percentile"),
     *(
@@ -81,6 +93,33 @@ METRICS = (
         "x",
         "what it gained: the sum of host and device times over the time that passed with work to do, swaps left out",
     ),
+    Metric(
+        "mismatch/k3_kl",
+        "nats",
+        "mean of exp(d) - 1 - d over the tokens that trainers reported on, d = trainer's log-prob - worker's: an "
+        "estimate of the KL divergence, worker to trainer, without bias; a d above 20 counts as 20 in the exponent",
+    ),
+    Metric("mismatch/mean_abs", "nats", "mean size of d"),
+    Metric("mismatch/max_abs", "nats", "largest size of d"),
+    Metric("mismatch/tokens", "count", "tokens that trainers reported on, since start"),
+)
+
+#: Those that there are from a trainer's first report on.
+REPORTED = tuple(metric.name for metric in METRICS if metric.name.startswith("mismatch/"))
+
+HISTOGRAMS = (Metric("completion/length", "tokens", "length of the completions that finished, histogram"),)
+
+#: A row for each version of the weights, over `weights/version`: to W&B and JSON lines, once it serves no more.
+VERSION_METRICS = (
+    Metric("by_version/serving_s", "s", "how long the version served"),
+    Metric("by_version/tokens", "tokens", "tokens kept meanwhile"),
+    Metric("by_version/tokens_per_s", "tokens/s", "the same a second"),
+    Metric("by_version/active_pct", "%", "share of that time in which the compute stream ran a step"),
+    Metric("by_version/decode_ms", "ms", "time of a decode step, mean"),
+    Metric("by_version/completions", "count", "completions that finished meanwhile"),
+    Metric("by_version/completion_length", "tokens", "their length, mean"),
+    Metric("by_version/version_span", "versions", "newest less oldest version in them, mean"),
+    Metric("by_version/swap_pause_ms", "ms", "time for which the swap that brought the version held the stream"),
 )
 
 
@@ -96,6 +135,11 @@ class Mean:
         """Count one sample."""
         self.total += value
         self.count += 1
+
+    def merge(self, other: Mean) -> None:
+        """Count the samples of another one, too."""
+        self.total += other.total
+        self.count += other.count
 
     def value(self) -> float:
         """The mean of the samples since the last reset; without any, the mean before."""
@@ -118,6 +162,13 @@ class Sums:
     zombie_rows: int = 0
     steps: int = 0
     zombie_pct: float = 0.0
+
+    def merge(self, other: Sums) -> None:
+        """Count what another one has counted, too."""
+        self.tokens += other.tokens
+        self.rows += other.rows
+        self.zombie_rows += other.zombie_rows
+        self.steps += other.steps
 
     def zombie_rows_pct(self) -> float:
         """Zombie rows of all launched rows, percent; without any row, the value before."""

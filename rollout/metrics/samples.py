@@ -32,6 +32,11 @@ class Quantiles:
                 break
         return self._last.get(share, 0.0)
 
+    def merge(self, other: Quantiles) -> None:
+        """Count the samples of another one, too."""
+        for place, count in other._counts.items():
+            self._counts[place] = self._counts.get(place, 0) + count
+
     def reset(self) -> None:
         """Begin anew."""
         self._counts.clear()
@@ -46,6 +51,18 @@ class Samples:
         self.length, self.version_span = Mean(), Mean()  # of a completion
         self.decode_quantiles, self.length_quantiles = Quantiles(), Quantiles()
         self._speedups = 0.0, 0.0
+
+    @property
+    def _means(self) -> tuple[Mean, ...]:
+        return self.decode, self.prefill, self.host, self.length, self.version_span
+
+    def merge(self, other: Samples) -> None:
+        """Count what another one has counted, too."""
+        self.sums.merge(other.sums)
+        for mine, its in zip(self._means, other._means, strict=True):
+            mine.merge(its)
+        self.decode_quantiles.merge(other.decode_quantiles)
+        self.length_quantiles.merge(other.length_quantiles)
 
     def step(self, kind: str, device_s: float, host_s: float, rows: int, zombie_rows: int, tokens: int) -> None:
         """Count one committed step."""
@@ -84,7 +101,7 @@ class Samples:
     def reset(self) -> None:
         """Begin anew."""
         self.sums.reset()
-        for mean in (self.decode, self.prefill, self.host, self.length, self.version_span):
+        for mean in self._means:
             mean.reset()
         self.decode_quantiles.reset()
         self.length_quantiles.reset()

@@ -1,4 +1,4 @@
-"""Where reports go: a JSON-lines file and Weights & Biases, both written by one thread.
+"""Where reports go: the thread that writes them to all sinks, and the sink that is a JSON-lines file.
 
 The loop only puts reports into a bounded queue: it never waits for a file, a network or W&B. A report that finds the
 queue full is dropped and counted. A sink that raises is logged once and left out from then on; the others go on.
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollout.config import MetricsSettings
-from rollout.metrics.wandb_mode import wandb_mode
+from rollout.metrics.by_version import VersionRow
+from rollout.metrics.histogram import Histogram
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +30,8 @@ class Report:
     step: int  # steps committed so far
     metrics: Mapping[str, float]
     final: bool = False  # over the whole run, at its end
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    versions: tuple[VersionRow, ...] = ()  # those that serve no more since the last report
 
 
 class Sink(Protocol):
@@ -47,7 +48,11 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """Appends a line a report: `time`, `step`, the metrics, and `final: true` in the last one."""
+    """Appends a line a report: `time`, `step`, the metrics, and `final: true` in the last one.
+
+    A histogram is a list of `[smallest, largest, count]` of its buckets that are not empty, left out if all are;
+    `versions` is a list of maps, one for each version that serves no more, left out if there is none.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -61,6 +66,11 @@ class JsonlSink:
     def write(self, report: Report) -> None:
         """Append one line; it is in the file when this returns."""
         line: dict[str, Any] = {"time": report.time_s, "step": report.step, **report.metrics}
+        for name, histogram in report.histograms.items():
+            if filled := [list(bucket) for bucket in histogram.filled()]:
+                line[name] = filled
+        if report.versions:
+            line["versions"] = [{"version": row.version} | row.metrics for row in report.versions]
         if report.final:
             line["final"] = True
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -69,75 +79,6 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class WandbSink:
-    """Logs to W&B: online when a key is configured, otherwise to a folder that `wandb sync` takes. Never asks.
-
-    Args:
-        settings: project, group, name and folder of the run.
-        config: settings to show with the run.
-    """
-
-    #: Seconds that W&B's server may take to answer before the run goes on offline.
-    ONLINE_TIMEOUT_S = 30.0
-
-    def __init__(self, settings: MetricsSettings, config: Mapping[str, Any]) -> None:
-        self._settings = settings
-        self._config = dict(config)
-        self._run: Any = None
-        #: The run's address when it is online, its folder when it is offline; None before `open` has returned.
-        self.run_path: str | None = None
-
-    def open(self) -> None:
-        """Start the run; one that should be online but gets no answer is started offline."""
-        import wandb
-
-        mode = wandb_mode(os.environ)
-        try:
-            self._run = self._start(mode)
-        except wandb.errors.Error as error:
-            if mode != "online":
-                raise
-            log.warning("W&B does not answer, the run is logged offline: %s", error)
-            self._run = self._start("offline")
-        # `dir` is the run's subfolder for files. A run that is disabled has neither address nor folder.
-        online = not self._run.offline and not self._run.disabled
-        self.run_path = self._run.url if online else str(Path(self._run.dir).parent)
-
-    def _start(self, mode: str) -> Any:
-        import wandb
-
-        folder = Path(self._settings.wandb_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        quiet = wandb.Settings(
-            silent=True, console="off", disable_git=True, save_code=False, init_timeout=self.ONLINE_TIMEOUT_S
-        )
-        return wandb.init(
-            project=self._settings.wandb_project,
-            group=self._settings.wandb_group,
-            name=self._settings.wandb_name,
-            dir=str(folder),
-            config=self._config,
-            mode=mode,  # type: ignore[arg-type]
-            settings=quiet,
-        )
-
-    def write(self, report: Report) -> None:
-        """Log the report as one history row; the final one as the run's summary."""
-        if report.final:
-            self._run.summary.update(dict(report.metrics))
-        else:
-            # `step` is a value like the others: as W&B's own step it would lose the reports of an idle worker, which
-            # has committed nothing since the last one.
-            self._run.log({"step": report.step, **report.metrics})
-
-    def close(self) -> None:
-        """Finish the run; its file is whole when this returns. Ends W&B in this process, which has no other run."""
-        import wandb
-
-        self._run.finish()
-        wandb.teardown()  # `finish` returns before W&B's own process has written the file
 
 
 class MetricsThread:
@@ -167,13 +108,21 @@ class MetricsThread:
         """True while the thread runs."""
         return self._thread.is_alive()
 
-    def put(self, step: int, metrics: Mapping[str, float], *, final: bool = False) -> bool:
+    def put(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        final: bool = False,
+        histograms: Mapping[str, Histogram] | None = None,
+        versions: tuple[VersionRow, ...] = (),
+    ) -> bool:
         """Hand a report over; False if it was dropped. Never blocks. To be called by one thread."""
         assert not self._closing, "a report after close()"
         if self._queue.qsize() >= self._capacity:
             self.dropped += 1
             return False
-        self._queue.put_nowait(Report(time.time(), step, metrics, final))
+        self._queue.put_nowait(Report(time.time(), step, metrics, final, histograms or {}, versions))
         return True
 
     def close(self, deadline_s: float) -> bool:

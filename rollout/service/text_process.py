@@ -33,10 +33,11 @@ from typing import Any
 import numpy as np
 
 from rollout.config import ServiceSettings
+from rollout.logs import LogFormat, set_up, worker_name
 from rollout.process import exit_with_parent
 from rollout.service.errors import ServiceError
 from rollout.service.text import PromptEncoder, TextCodec
-from trainer_bridge.wire import REPLY_LIMITS, decode, encode
+from trainer_bridge.wire import REPLY_LIMITS, decode, encode, header_id
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +51,11 @@ _COUNT = struct.Struct("<Q")
 class TextProcess:
     """The worker's side. `encode_prompt` is for one thread; `close` and the counts may be used from any."""
 
-    def __init__(self, folder: str | Path, settings: ServiceSettings) -> None:
+    def __init__(self, folder: str | Path, settings: ServiceSettings, log_format: LogFormat = "text") -> None:
         self.deaths = 0  # children that ended by themselves, or took too long
         self.problem: str | None = None  # why there is no child now, where none could be started
         self._folder = folder
+        self._log_format = log_format
         self._max_s = settings.max_prompt_s
         self._max_chars = settings.max_prompt_chars
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,6 +68,7 @@ class TextProcess:
         """Start the child, and do not wait for it: it loads beside the worker, and the first prompt waits."""
         ours, theirs = socket.socketpair()
         options = [f"--socket={theirs.fileno()}", f"--folder={self._folder}", f"--max-chars={self._max_chars}"]
+        options += [f"--log-format={self._log_format}", f"--worker={worker_name()}"]
         command = [sys.executable, "-P", "-m", "rollout.service.text_process", *options]
         path = os.pathsep.join(entry for entry in sys.path if entry)
         with theirs:
@@ -104,15 +107,20 @@ class TextProcess:
         try:
             self._socket.settimeout(self._max_s)
             _send(self._socket, frames)
-            return decode(_receive(self._socket), REPLY_LIMITS)
+            reply = _receive(self._socket)
         except TimeoutError:
-            self._drop(f"took more than {self._max_s:g} s for a prompt", grace_s=0.0)
+            self._drop(f"took more than {self._max_s:g} s for a prompt", frames, grace_s=0.0)
             raise ServiceError(
                 "bad_request", f"the prompt was not rendered and tokenized within {self._max_s:g} s; shorten it"
             ) from None
         except (EOFError, OSError):
-            self._drop("died with a prompt")
+            self._drop("died with a prompt", frames)
             raise _died("died with this prompt") from None
+        # Out of memory, for one. What is left of this reply must not be read as the next prompt's.
+        except BaseException:
+            self._drop("could not be understood", frames, grace_s=0.0)
+            raise
+        return decode(reply, REPLY_LIMITS)
 
     def _have_child(self) -> None:
         """Start a child if there is none, and wait until it can work. Raises `ServiceError`."""
@@ -123,7 +131,11 @@ class TextProcess:
         if self._process is None:
             if time.monotonic() < self._not_before_s:
                 raise _died("cannot be started")
-            self.start()
+            try:
+                self.start()
+            except OSError as error:  # no memory, descriptors or processes left
+                logger.error("the process that prepares prompts could not be started: %s", error)
+                raise self._no_child() from None
         if self._ready:
             return
         assert self._socket is not None
@@ -132,12 +144,15 @@ class TextProcess:
             _receive(self._socket)
         except (EOFError, OSError):
             self._drop("could not be started")
-            self._not_before_s = time.monotonic() + _AGAIN_S
-            self.problem = "the process that prepares prompts cannot be started"
-            raise _died("cannot be started") from None
+            raise self._no_child() from None
         self._ready, self.problem = True, None
 
-    def _drop(self, what: str, grace_s: float = _DEATH_S) -> None:
+    def _no_child(self) -> ServiceError:
+        self._not_before_s = time.monotonic() + _AGAIN_S
+        self.problem = "the process that prepares prompts cannot be started"
+        return _died("cannot be started")
+
+    def _drop(self, what: str, frames: Sequence[bytes] = (), grace_s: float = _DEATH_S) -> None:
         """The child is of no use any more: it dies, within `grace_s` by itself."""
         assert self._process is not None and self._socket is not None
         try:
@@ -149,9 +164,8 @@ class TextProcess:
         self._process = self._socket = None
         if not self._closed:
             self.deaths += 1
-            logger.error(
-                "the process that prepares prompts %s (exit status %d); the next prompt gets another one", what, status
-            )
+            facts = {"status": status} | ({"request": header_id(list(frames))} if frames else {})
+            logger.error("the process that prepares prompts %s; the next prompt gets another one", what, extra=facts)
 
 
 def _died(what: str) -> ServiceError:
@@ -169,7 +183,7 @@ def answer(prompts: PromptEncoder, frames: Sequence[bytearray]) -> dict[str, Any
         return {"code": error.code, "message": str(error), "field": error.field}
     # A fault of ours, or of the tokenizer, ends this request and nothing else.
     except Exception:
-        logger.exception("a prompt could not be prepared")
+        logger.exception("a prompt could not be prepared", extra={"request": header_id(list(frames))})
         return {"code": "internal", "message": "a fault in the worker; its log has the trace", "field": None}
 
 
@@ -179,12 +193,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--max-chars", type=int, required=True)
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    parser.add_argument("--worker", default=None, help="the worker's name in log lines")
     args = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     exit_with_parent(grace_s=0.0)
     os.nice(_NICE)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up("info", args.log_format, args.worker or worker_name())
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers does without: a second less, 180 MB less
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that torch is missing
     with socket.socket(fileno=args.socket) as connection:

@@ -5,6 +5,7 @@ a block for each worker (one line where they are many), then the rows, then what
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +24,10 @@ _CAUSES = (
     ("bubble", "bubble", "▓", "red"),
     ("prefill", "prefill", "▒", "cyan"),
     ("swap", "swap", "░", "magenta"),
+    ("offload", "offload", "o", "yellow"),
     ("no_work", "no work", "·", "bright_black"),
 )
+_SHOWN_FROM_PCT = 0.05  # offloads, which most workers never do
 _ASCII_SIGNS = {"█": "#", "▓": "!", "▒": "p", "░": "s", "·": "."}
 _STATE_STYLES = {"serving": "green", "paused": "yellow", "draining": "yellow"}
 
@@ -40,8 +43,8 @@ def frame(
         lines += [_short(view, width, ascii_only)] if compact else _block(view, width, ascii_only)
     room = None if height is None else max(0, height - len(lines) - 2)
     lines += _table(rows, screen, width, room, ascii_only)
-    lines.append(_footer(screen, width))
-    return lines if height is None else [*lines[: max(0, height - 1)], lines[-1]]
+    shown = lines if height is None else lines[: max(0, height - 1)]
+    return [*shown, _footer(screen, width)]
 
 
 def _title(views: Sequence[WorkerView], rows: Sequence[Row], screen: Screen, width: int) -> Text:
@@ -63,7 +66,8 @@ def _block(view: WorkerView, width: int, ascii_only: bool) -> list[Text]:
     status = view.status
     if status is None:
         what = view.error or "waiting for an answer"
-        return [Text(fit(f"{view.endpoint}  {what}", width), "red" if view.error else "yellow")]
+        said = textwrap.wrap(f"{view.endpoint}  {what}", width, subsequent_indent="  ")[:_BLOCK_LINES]
+        return [Text(fit(line, width), "red" if view.error else "yellow") for line in said]
     rows, queue, pages = status["rows"], status["queue"], status["pages"]
     used = pages["used"] / max(1, pages["total"])
     state = str(status["state"])
@@ -84,15 +88,18 @@ def _block(view: WorkerView, width: int, ascii_only: bool) -> list[Text]:
 
 def _gpu(status: Any, width: int, ascii_only: bool) -> Text:
     shares = _shares(status)
-    words = [f" {name} {shares[key]:.1f}" for key, name, _, _ in _CAUSES]
+    causes = [cause for cause in _CAUSES if cause[0] != "offload" or shares["offload"] >= _SHOWN_FROM_PCT]
+    digits = 1 if len(causes) < len(_CAUSES) else 0  # six with a digit more do not fit into 80 columns
+    words = [f" {name} {shares[key]:.{digits}f}" for key, name, _, _ in causes]
     cells = max(6, width - 8 - sum(map(len, words)) - 3)
     line = Text("  gpu   ")
     used = 0
-    for (_, _, sign, style), filled in zip(_CAUSES, parts([s / 100 for s in shares.values()], cells), strict=True):
-        line.append((_ASCII_SIGNS[sign] if ascii_only else sign) * filled, style)
+    filled_cells = parts([shares[key] / 100 for key, *_ in causes], cells)
+    for (_, _, sign, style), filled in zip(causes, filled_cells, strict=True):
+        line.append((_ASCII_SIGNS.get(sign, sign) if ascii_only else sign) * filled, style)
         used += filled
     line.append(" " * (cells - used + 1))
-    for (_, _, _, style), word in zip(_CAUSES, words, strict=True):
+    for (_, _, _, style), word in zip(causes, words, strict=True):
         line.append(word, style)
     line.append(" %")
     line.truncate(width, pad=True)

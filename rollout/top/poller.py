@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainer_bridge.errors import RolloutError
 #: Rows that a worker is asked for.
 MAX_ROWS = 256
 _RATES = 60
+_PATIENCE_S = 2.0  # beyond the interval, until an answer that does not come is told of
 
 
 class Poller:
@@ -31,11 +33,19 @@ class Poller:
         self._commands: SimpleQueue[CancelRequest | None] = SimpleQueue()
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._before: tuple[float, int] | None = None
+        self._answered_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
         #: What the last cancel brought, a sentence.
         self.outcome: str | None = None
         #: The last answer; replaced as a whole.
         self.view = WorkerView(client.endpoints[0])
+
+    def shown(self) -> WorkerView:
+        """The last answer; one that is older than it should be says so."""
+        view, silent_s = self.view, time.monotonic() - self._answered_s
+        if view.error is not None or silent_s < self._interval_s + _PATIENCE_S:
+            return view
+        return replace(view, error=f"no answer for {silent_s:.0f} s")
 
     def start(self) -> None:
         """Start the thread."""
@@ -63,6 +73,7 @@ class Poller:
         except RolloutError as error:
             self._before = None
             self.view = WorkerView(endpoint, None, (), str(error))
+        self._answered_s = time.monotonic()
         return self.view
 
     def close(self) -> None:

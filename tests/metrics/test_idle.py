@@ -14,7 +14,7 @@ from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device import CpuDevice
 from rollout.engine.types import SamplingParams
 from rollout.metrics import Meter, StepRecord
-from rollout.metrics.idle import CAUSES, IdleCauses
+from rollout.metrics.idle import CAUSES, IdleCauses, IdleWindow
 from rollout.models import load_model
 
 
@@ -63,17 +63,17 @@ def test_a_swap_takes_its_part_whether_told_of_before_the_next_step_or_after_it(
     for late in (False, True):
         idle = running()
         if not late:
-            idle.swap(10.1, 10.5)
+            idle.hold("swap", 10.1, 10.5)
         idle.step("decode", 9.9, 10.6, 11.0)
         if late:
-            idle.swap(10.1, 10.5)
+            idle.hold("swap", 10.1, 10.5)
         assert causes(idle) == {"swap": 0.4, "bubble": 0.2}
 
 
 def test_a_swap_while_there_is_no_work_counts_once():
     idle = running()
     idle.no_work(10.0)
-    idle.swap(11.0, 12.0)
+    idle.hold("swap", 11.0, 12.0)
     idle.step("prefill", 14.0, 14.0, 15.0)
     assert causes(idle) == {"no_work": 3.0, "swap": 1.0}
 
@@ -96,7 +96,9 @@ def test_busy_and_idle_time_add_up_to_the_wall_time():
         if gap and draw.random() < 0.3:
             idle.no_work(now + gap * draw.random() * 0.5)
         if gap and draw.random() < 0.2:
-            idle.swap(now + 0.2 * gap, now + 0.7 * gap)
+            idle.hold("swap", now + 0.2 * gap, now + 0.7 * gap)
+        if gap and draw.random() < 0.2:
+            idle.hold("offload", now + 0.8 * gap, now + 0.9 * gap)
         planned = now + gap * draw.random()
         idle.step(draw.choice(["decode", "prefill"]), planned, now + gap, now + gap + length)
         now, busy = now + gap + length, busy + length
@@ -104,27 +106,73 @@ def test_busy_and_idle_time_add_up_to_the_wall_time():
     assert all(getattr(idle.times, cause) > 0 for cause in CAUSES)
 
 
-def test_a_report_gives_the_shares_of_its_interval():
-    class Clock:
-        now = 100.0
+def test_an_offload_takes_its_part_beside_a_swap():
+    for late in (False, True):
+        idle = running()
+        idle.no_work(10.0)
+        if not late:
+            idle.hold("offload", 11.0, 11.5)
+        idle.hold("swap", 12.0, 13.0)
+        idle.step("prefill", 14.0, 14.25, 15.0)
+        assert causes(idle) == {"no_work": 3.0 if late else 2.5, "swap": 1.0, "prefill": 0.25} | (
+            {} if late else {"offload": 0.5}
+        )
+    idle = running()
+    idle.step("decode", 10.0, 10.6, 11.0)
+    idle.hold("offload", 10.1, 10.4)
+    assert causes(idle) == {"offload": 0.3, "bubble": 0.3}
 
-        def __call__(self) -> float:
-            return self.now
 
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+BASE: dict = dict(rows=1, zombie_rows=0, tokens=1, plan_s=0.0, launch_s=0.0, commit_s=0.0, version=0)
+
+
+def test_a_report_has_the_causes_of_the_last_ten_seconds_and_since_the_start():
     clock = Clock()
     meter = Meter(clock)
-    base: dict = dict(rows=1, zombie_rows=0, tokens=1, plan_s=0.0, launch_s=0.0, commit_s=0.0, version=0)
-    meter.step(StepRecord(kind="prefill", start_s=100.0, end_s=101.0, planned_at_s=100.0, **base))
-    meter.step(StepRecord(kind="decode", start_s=101.5, end_s=102.0, planned_at_s=101.0, **base))
+    meter.step(StepRecord(kind="prefill", start_s=100.0, end_s=101.0, planned_at_s=100.0, **BASE))
+    meter.step(StepRecord(kind="decode", start_s=101.5, end_s=102.0, planned_at_s=101.0, **BASE))
     clock.now = 102.0
     report = meter.report()
-    assert report["gpu/idle_bubble_pct"] == pytest.approx(25.0)
-    assert report["gpu/active_pct"] + report["gpu/idle_bubble_pct"] == pytest.approx(100.0)
+    assert report["gpu/bubble_pct/host"] == report["gpu/run/bubble_pct/host"] == pytest.approx(25.0)
+    assert report["gpu/active_pct"] == report["gpu/run/active_pct"] == pytest.approx(75.0)
     meter.no_work(102.0)
-    clock.now = 104.0
-    assert meter.report()["gpu/idle_no_work_pct"] == pytest.approx(100.0)
-    assert meter.report(105.0)["gpu/idle_bubble_pct"] == 0.0
-    assert meter.totals(105.0)["gpu/idle_bubble_pct"] == pytest.approx(10.0)
+    for now in range(103, 123):
+        clock.now = now
+        report = meter.report()
+        for prefix in ("gpu/", "gpu/run/"):
+            parts = report[f"{prefix}active_pct"] + sum(
+                value for name, value in report.items() if name.startswith(f"{prefix}bubble_pct/")
+            )
+            assert parts == pytest.approx(100.0, abs=3.0), (now, prefix)
+    assert report["gpu/bubble_pct/no_work"] == pytest.approx(100.0) and report["gpu/bubble_pct/host"] == 0.0
+    assert report["gpu/run/bubble_pct/host"] == pytest.approx(100 * 0.5 / 22)
+    assert report["gpu/run/bubble_pct/no_work"] == pytest.approx(100 * 20 / 22)
+    totals = meter.totals()
+    assert totals["gpu/bubble_pct/host"] == totals["gpu/run/bubble_pct/host"] == pytest.approx(100 * 0.5 / 22)
+
+
+def test_the_window_begins_ten_seconds_ago_also_between_two_readings():
+    window, none = IdleWindow(0.0), dict.fromkeys(CAUSES, 0.0)
+    for now in (3.0, 7.0, 11.0, 12.5):
+        shares = window.shares(now, none | {"swap": now / 2})
+        assert shares["swap"] == pytest.approx(50.0) and shares["bubble"] == 0.0
+
+
+def test_what_was_offloaded_shows_in_the_report():
+    clock = Clock()
+    meter = Meter(clock)
+    meter.step(StepRecord(kind="decode", start_s=100.0, end_s=101.0, planned_at_s=100.0, **BASE))
+    meter.offload(101.0, 101.5)
+    meter.step(StepRecord(kind="decode", start_s=101.5, end_s=102.0, planned_at_s=101.0, **BASE))
+    clock.now = 102.0
+    assert meter.report()["gpu/bubble_pct/offload"] == pytest.approx(25.0)
 
 
 # --- in a running engine ----------------------------------------------------------------------------------------------
@@ -162,16 +210,14 @@ def driver(tmp_path):
 def test_an_engine_without_requests_says_so(driver):
     driver.submit("a", [1, 2, 3], 4, SamplingParams())
     driver.finish()
-    ended_s = time.perf_counter()
-    driver.engine.meter.report()
+    ended_s, before_s = time.perf_counter(), driver.engine.meter.idle_seconds()
+    time.sleep(0.01)
     driver.submit("b", [1, 2, 3], 4, SamplingParams())
     waited_s = time.perf_counter() - ended_s
     driver.finish()
-    began_s = time.perf_counter()
-    report = driver.engine.meter.report(began_s)
-    wall_s = began_s - ended_s
-    assert waited_s <= report["gpu/idle_no_work_pct"] / 100 * wall_s + 1e-3
-    assert report["gpu/idle_no_work_pct"] > 0 and report["gpu/idle_swap_pct"] == 0
+    after_s = driver.engine.meter.idle_seconds()
+    assert waited_s <= after_s["no_work"] - before_s["no_work"] + 1e-3
+    assert after_s["swap"] == 0
 
 
 def test_an_engine_that_swaps_weights_says_so(driver):
@@ -180,5 +226,5 @@ def test_an_engine_that_swaps_weights_says_so(driver):
     driver.submit("a", [1, 2, 3], 20, SamplingParams())
     driver.finish()
     driver.engine.tick()
-    swapped_s = driver.engine.meter.totals()["gpu/idle_swap_pct"] / 100 * driver.engine.meter.totals()["total/wall_s"]
+    swapped_s = driver.engine.meter.totals()["gpu/bubble_pct/swap"] / 100 * driver.engine.meter.totals()["total/wall_s"]
     assert receiver.pause_s > 0.015 and swapped_s == pytest.approx(receiver.pause_s, rel=0.05)

@@ -9,6 +9,8 @@ import tracemalloc
 import pytest
 
 from rollout.metrics import METRICS, Meter, StepRecord
+from rollout.metrics.mismatch import Mismatch
+from rollout.metrics.report import REPORTED
 
 
 class Clock:
@@ -28,11 +30,17 @@ def test_report_has_exactly_the_documented_metrics_also_when_nothing_ran():
     clock = Clock()
     meter = Meter(clock)
     names = [metric.name for metric in METRICS]
-    assert list(meter.report()) == names
+    always = [name for name in names if name not in REPORTED]
+    assert list(meter.report()) == always
     clock.now += 5
     report = meter.report()
-    assert list(report) == names
-    assert {name for name, value in report.items() if value} == {"gpu/idle_no_work_pct"}
+    assert list(report) == always
+    no_work = {"gpu/bubble_pct/no_work", "gpu/run/bubble_pct/no_work"}
+    assert {name for name, value in report.items() if value} == no_work
+    meter.mismatch(Mismatch())
+    assert list(meter.report()) == always, "a report of a trainer that knew nothing"
+    meter.mismatch(Mismatch(1, 0.5, 1.0, 1.0))
+    assert list(meter.report()) == list(meter.totals())[: len(names)] == names
 
 
 def test_active_is_the_share_of_wall_time_that_the_stream_ran():
@@ -142,7 +150,7 @@ def test_a_metric_without_a_sample_keeps_its_last_value():
     meter.swap(100.05, 100.054, 3)
     before = meter.report()
     after = meter.report()
-    for name in ("step/decode_ms", "rollout/zombie_rows_pct", "completion/length", "weights/swap_pause_ms"):
+    for name in ("step/decode_ms", "rollout/zombie_rows_pct", "completion/length_mean", "weights/swap_pause_ms"):
         assert after[name] == before[name] != 0
     meter.step(record(100.1, 100.130))
     assert meter.report()["step/decode_ms"] == pytest.approx(30.0)
@@ -160,7 +168,7 @@ def test_swaps_completions_and_gauges_arrive_in_the_report():
     report = meter.report()
     assert report["weights/version"] == 9
     assert report["weights/swap_pause_ms"] == pytest.approx(5.0)
-    assert report["completion/length"] == 15.0
+    assert report["completion/length_mean"] == 15.0
     assert (report["rollout/rows"], report["queue/waiting"]) == (5, 2)
     assert (report["kv/used_pct"], report["kv/prefix_hit_pct"], report["kv/preemptions"]) == (25.0, 25.0, 4)
     totals = meter.totals()

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
 import threading
+import time
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
+import torch
 
-from rollout.config import MetricsSettings
-from rollout.metrics import JsonlSink, MetricsThread, Report, WandbSink
+from rollout.bench.driver import Driver
+from rollout.bench.shapes import write_checkpoint
+from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
+from rollout.engine.device import CpuDevice
+from rollout.engine.types import SamplingParams
+from rollout.metrics import METRICS, JsonlSink, Meter, MetricsThread, Report, StepRecord, WandbSink
+from rollout.metrics.mismatch import Mismatch
+from rollout.metrics.report import HISTOGRAMS, VERSION_METRICS
+from rollout.metrics.wandb_file import read_offline_run
 from rollout.metrics.wandb_mode import wandb_mode
+from rollout.models import load_model
+from tests.wandb_sync import sync
 
 
 class Recorder:
@@ -164,30 +175,6 @@ def test_unknown_wandb_mode_is_an_error_that_lists_the_modes(tmp_path):
         wandb_mode({"WANDB_MODE": "of", "HOME": str(tmp_path)})
 
 
-def wandb_records(path: Path) -> list:
-    """The records of a .wandb file: a log of 32 KiB blocks, each piece with a header of checksum, length and kind."""
-    from wandb.proto import wandb_internal_pb2
-
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    records, whole, at = [], b"", 7
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        if kind == 0:
-            break
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last piece of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            records.append(record)
-            whole = b""
-    return records
-
-
 @pytest.fixture
 def no_account(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DIR", "WANDB_SILENT", "NETRC"):
@@ -208,27 +195,114 @@ def test_offline_wandb_run_is_written_without_a_question_and_reads_back(tmp_path
     assert sink.run_path is not None
     folder = Path(sink.run_path)
     assert folder.is_dir() and folder.is_relative_to(tmp_path / "runs")
-    (path,) = folder.glob("*.wandb")
-    records = wandb_records(path)
-    run = next(record.run for record in records if record.HasField("run"))
-    assert (run.project, run.run_group, run.display_name) == ("p", "g", "n")
-    rows = []
-    for record in records:
-        if record.HasField("history"):
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            rows.append({key: value for key, value in items.items() if not key.startswith("_")})
-    assert rows == [
+    assert capfd.readouterr().out == ""  # stdout belongs to the launcher
+    rows = [
         {"step": 10, "gpu/active_pct": 91.5, "rollout/rows": 4},
         {"step": 10, "gpu/active_pct": 92.5, "rollout/rows": 3},
     ]
-    summary = {
-        item.key or "/".join(item.nested_key): json.loads(item.value_json)
-        for record in records
-        if record.HasField("summary")
-        for item in record.summary.update
-    }
-    assert summary["gpu/active_pct"] == 92.0
-    assert capfd.readouterr().out == ""  # stdout belongs to the launcher
+    run = read_offline_run(folder)
+    assert (run.project, run.group, run.name) == ("p", "g", "n")
+    assert [{key: value for key, value in row.items() if key[0] != "_"} for row in run.rows] == rows
+    uploaded = sync(folder, tmp_path)
+    assert [uploaded.run[key] for key in ("project", "groupName", "displayName")] == ["p", "g", "n"]
+    assert json.loads(uploaded.run["config"])["engine"]["value"] == {"max_rows": 8}
+    assert uploaded.rows == rows
+    assert run.summary["gpu/active_pct"] == uploaded.summary["gpu/active_pct"] == 92.0
+
+
+def busy_meter() -> Meter:
+    """A meter with something to tell of everything."""
+    meter = Meter()
+    now_s = time.perf_counter()
+    parts: dict = dict(rows=3, zombie_rows=1, tokens=2, plan_s=1e-4, launch_s=1e-4, commit_s=1e-4, version=0)
+    meter.step(StepRecord(kind="prefill", start_s=now_s, end_s=now_s + 1e-3, **parts))
+    meter.step(StepRecord(kind="decode", start_s=now_s + 2e-3, end_s=now_s + 3e-3, **parts))
+    for length in (5, 6, 900):
+        meter.completion(length, "stop", 1)
+    meter.swap(now_s + 3e-3, now_s + 4e-3, 5, 1024)
+    meter.mismatch(Mismatch(4, 1.0, 2.0, 0.75))
+    return meter
+
+
+def test_every_documented_name_is_in_the_run_that_wandb_reads_back(tmp_path, no_account):
+    """With W&B's own reader: what `wandb sync` uploads."""
+    meter = busy_meter()
+    sink = WandbSink(MetricsSettings(wandb_dir=str(tmp_path / "runs")), {})
+    thread = MetricsThread([sink])
+    thread.start()
+    thread.put(2, meter.report(), histograms=meter.histograms(), versions=meter.ended_versions())
+    meter.completion(30)
+    last = {name: histogram.whole_run() for name, histogram in meter.histograms().items()}
+    thread.put(2, meter.totals(), histograms=last, versions=meter.ended_versions(and_this=True), final=True)
+    assert thread.close(deadline_s=60)
+    assert sink.run_path is not None
+    uploaded = sync(Path(sink.run_path), tmp_path)
+
+    first, row, second = uploaded.rows
+    assert row.keys() == {"step", *(metric.name for metric in (*METRICS, *HISTOGRAMS))}
+    assert row["completion/length"] == {"_type": "histogram", "values": [2, *[0] * 14, 1], "bins": ANY}
+    edges = row["completion/length"]["bins"]
+    assert (len(edges), edges[:2], edges[-2:]) == (17, [4.5, 6.5], [768.5, 1024.5])
+    assert row["mismatch/k3_kl"] == 0.25 and row["weights/version"] == 5
+    assert first.keys() == {"weights/version", *(metric.name for metric in VERSION_METRICS)}
+    assert (first["weights/version"], second["weights/version"]) == (0, 5)
+    assert first["by_version/completions"] == 3 and second["by_version/completions"] == 1
+    assert uploaded.step_metrics == {"by_version/*": "weights/version"}
+    assert {metric.name for metric in (*METRICS, *HISTOGRAMS)} <= uploaded.summary.keys()
+    assert sum(uploaded.summary["completion/length"]["values"]) == 4
+    assert uploaded.summary["total/completions"] == 4
+
+
+def test_a_sink_that_blocks_for_longer_than_a_minute_costs_the_loop_nothing(tmp_path):
+    """Reports of 75 seconds at the usual interval while the sink is stuck, and then of ten minutes."""
+    interval_s = MetricsSettings().interval_s
+    blocker, meter = Blocker(), busy_meter()
+    thread = MetricsThread([blocker, other := Recorder()])
+    thread.start()
+    slowest_s, count = 0.0, round(75 / interval_s)
+
+    def put(reports: int) -> list[bool]:
+        nonlocal slowest_s
+        taken = []
+        for _ in range(reports):
+            reported = meter.report(), meter.histograms(), meter.ended_versions()
+            began_s = time.perf_counter()
+            taken.append(thread.put(meter.steps, reported[0], histograms=reported[1], versions=reported[2]))
+            slowest_s = max(slowest_s, time.perf_counter() - began_s)
+        return taken
+
+    put(1)
+    assert blocker.entered.wait(10)
+    assert all(put(count)) and thread.dropped == 0, "a minute fits into the queue"
+    later = put(round(600 / interval_s))
+    assert later.count(False) == thread.dropped > 0 and len(later) - later.count(False) + count == 64
+    assert not blocker.reports and not other.reports and thread.alive
+    # A put is some microseconds; the rest is for a machine on which others have the core.
+    assert slowest_s < 0.25
+    blocker.release.set()
+    assert thread.close(deadline_s=10)
+    assert len(blocker.reports) == len(other.reports) == 65 and blocker.closed
+
+
+def test_an_engine_generates_at_its_pace_while_the_sink_is_stuck(tmp_path):
+    """The loop as the worker runs it, with a report a step, so that the queue is full in no time."""
+    model = load_model(
+        ModelSettings(path=str(write_checkpoint("toy", tmp_path)), load_format="random"), torch.device("cpu")
+    ).model
+    driver = Driver(Settings(engine=EngineSettings(max_rows=2, max_context_tokens=256)), CpuDevice(), model)
+    blocker = Blocker()
+    thread = MetricsThread([blocker])
+    thread.start()
+    engine, meter = driver.engine, driver.engine.meter
+    driver.submit("a", [1, 2, 3], 200, SamplingParams())
+    while engine.busy or meter.steps == 0:
+        engine.tick()
+        thread.put(meter.steps, meter.report(), histograms=meter.histograms(), versions=meter.ended_versions())
+    assert meter.totals()["total/tokens"] == 200 and not blocker.reports
+    assert thread.dropped > 100 and thread.alive
+    assert thread.close(deadline_s=0.01) is False, "and it ends all the same"
+    blocker.release.set()
+    driver.close()
 
 
 def test_wandb_run_goes_on_offline_when_the_server_does_not_answer(tmp_path, no_account, monkeypatch, caplog):
@@ -241,5 +315,5 @@ def test_wandb_run_goes_on_offline_when_the_server_does_not_answer(tmp_path, no_
     thread.put(10, {"gpu/active_pct": 91.5})
     assert thread.close(deadline_s=60)
     assert "logged offline" in caplog.text
-    (path,) = (tmp_path / "runs").glob("wandb/offline-run-*/*.wandb")
-    assert any(record.HasField("history") for record in wandb_records(path))
+    (folder,) = (tmp_path / "runs").glob("wandb/offline-run-*")
+    assert [row["gpu/active_pct"] for row in read_offline_run(folder).rows] == [91.5]

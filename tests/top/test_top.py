@@ -92,6 +92,27 @@ def test_no_line_is_wider_than_the_terminal_and_no_frame_higher(width: int, heig
         assert not ascii_only or all(line.plain.isascii() for line in lines)
 
 
+def test_an_offload_is_shown_where_there_is_one_and_the_line_still_fits():
+    assert VIEW.status is not None
+    shares = {"no_work": 10.0, "prefill": 11.1, "swap": 12.2, "bubble": 13.3, "offload": 14.4}
+    moving = WorkerView(ENDPOINT, {**VIEW.status, "idle_pct": shares, "gpu_active_pct": 39.0})
+    for view, shown in ((VIEW, False), (moving, True)):
+        line = next(line for line in frame([view], Screen(), 80, 24) if line.plain.startswith("  gpu"))
+        assert ("offload 14" in line.plain) == shown and line.cell_len == 80 and "no work 1" in line.plain
+
+
+def test_the_keys_are_told_of_once_whether_the_frame_is_full_or_not():
+    for height in (5, 12, 24, 60, None):
+        lines = [line.plain for line in frame([VIEW], Screen(), 80, height)]
+        assert sum(line.startswith("q quit") for line in lines) == 1 and lines[-1].startswith("q quit")
+
+
+def test_why_a_worker_cannot_be_asked_is_said_in_full():
+    error = "the worker at tcp://127.0.0.1:5757 and this client do not agree on CURVE: give the client its keys"
+    lines = [line.plain for line in frame([WorkerView(ENDPOINT, error=error)], Screen(), 80, 24)]
+    assert error in " ".join(" ".join(lines[1:4]).split()) and all(len(line) == 80 for line in lines)
+
+
 def test_a_frame_says_how_a_worker_is():
     text = "\n".join(line.plain for line in frame([VIEW], Screen(), 80, 24))
     for said in (ENDPOINT, "serving", "3/8", "40.0%", "queue 2", "active 81.0", "bubble 13.0", "no work 1.0"):

@@ -1,0 +1,97 @@
+"""Reads an offline W&B run from its folder, without a server: the rows that were logged, and the summary.
+
+    file = header, then blocks of 32 KiB; a record is one or several pieces, each with checksum, length and kind
+
+The file is W&B's own (a log in the format of LevelDB, with protobuf records); W&B has no reader of it in Python.
+A record that was being written when the process was killed is where reading ends.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MAGIC, _HEADER_BYTES, _BLOCK = b":W&B", 7, 32_768
+_PIECE = struct.Struct("<IHB")  # checksum, length, kind
+_WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineRun:
+    """What a run wrote. Rows have the logged names, and `_timestamp` (Unix seconds), `_runtime`, `_step` of W&B."""
+
+    project: str
+    group: str
+    name: str
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+
+def read_offline_run(path: str | Path) -> OfflineRun:
+    """The run in a folder, or in a `.wandb` file.
+
+    Raises ValueError if there is not exactly one such file, or if it is none of W&B's; OSError if it can't be read.
+    """
+    file = Path(path)
+    if file.is_dir():
+        files = sorted(file.glob("*.wandb"))
+        if len(files) != 1:
+            raise ValueError(f"{file} has {len(files)} files *.wandb; name the folder of one run (offline-run-...)")
+        file = files[0]
+    data = file.read_bytes()
+    if data[:4] != _MAGIC:
+        raise ValueError(f"{file} is not a W&B run: it does not begin with {_MAGIC.decode()}")
+    project = group = name = ""
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+    for record in _records(data):
+        if record.HasField("run"):
+            project, group, name = record.run.project, record.run.run_group, record.run.display_name
+        elif record.HasField("history"):
+            rows.append(_items(record.history.item))
+        elif record.HasField("summary"):
+            summary |= _items(record.summary.update)
+    return OfflineRun(project, group, name, rows, summary)
+
+
+def _records(data: bytes) -> Iterator[Any]:
+    from wandb.proto import wandb_internal_pb2
+
+    new_record: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
+    for whole in _wholes(data):
+        record = new_record()
+        record.ParseFromString(whole)
+        yield record
+
+
+def _wholes(data: bytes) -> Iterator[bytes]:
+    pieces, at = b"", _HEADER_BYTES
+    while at + _PIECE.size <= len(data):
+        left = _BLOCK - at % _BLOCK
+        if left < _PIECE.size:  # too little room for another piece: padding
+            at += left
+            continue
+        _, length, kind = _PIECE.unpack_from(data, at)
+        at += _PIECE.size
+        if kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST) or at + length > len(data):
+            return
+        pieces = data[at : at + length] if kind in (_WHOLE, _FIRST) else pieces + data[at : at + length]
+        at += length
+        if kind in (_WHOLE, _LAST):
+            yield pieces
+
+
+def _items(items: Any) -> dict[str, Any]:
+    """Names and values; a value that is a map comes in parts, each under the keys that lead to it."""
+    found: dict[str, Any] = {}
+    for item in items:
+        *maps, name = item.nested_key or (item.key,)
+        place = found
+        for key in maps:
+            place = place.setdefault(key, {})
+        place[name] = json.loads(item.value_json)
+    return found

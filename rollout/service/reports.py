@@ -1,0 +1,127 @@
+"""`report`: a trainer's own log-probs of a result that the worker still keeps, held against what the worker sent.
+
+    message --check--> executor --compare--> service thread --> reply, and into the box that the loop empties
+
+The comparison runs on a thread of its own: neither the loop nor the service thread waits for it. It is all or nothing:
+a report in which one completion is wrong counts for none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from rollout.metrics.mismatch import Mismatch, MismatchBox, compare_by_version
+from rollout.service.connections import Peer
+from rollout.service.errors import ServiceError, bad_request
+from rollout.service.replies import ok_reply
+from rollout.service.requests import Report
+from rollout.service.store import Stored
+from trainer_bridge.wire import REPLY_LIMITS, decode
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_VERSION = -1  # of tokens that were continued from and came without
+
+_MAX_WAITING = 1024
+_MAX_WAITING_BYTES = 256 << 20
+_HIGHEST = 1.0  # a log-prob is at most 0; a trainer's rounding may put it a little above
+
+
+class Reports:
+    """Takes reports on the service thread and answers them there. `box` has what the loop has not seen yet."""
+
+    def __init__(self, post: Callable[[Callable[[], None]], None], answer: Callable[[Peer, dict], None]) -> None:
+        self.box = MismatchBox()
+        self._post = post
+        self._answer = answer
+        self._serial = count()
+        self._waiting: dict[int, tuple[Peer, int]] = {}  # who waits, and the bytes of the report
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-report")
+
+    def take(self, peer: Peer, message: Report, stored: Stored, refuse: Callable[[Peer, ServiceError], None]) -> None:
+        """Compare, then answer; `refuse` sends an error. Raises `ServiceError` when too many wait."""
+        size = sum(values.nbytes for values in message.logprobs.values())
+        waiting_bytes = sum(waiting for _, waiting in self._waiting.values())
+        if len(self._waiting) >= _MAX_WAITING or (self._waiting and waiting_bytes + size > _MAX_WAITING_BYTES):
+            raise ServiceError("overloaded", "too many reports wait to be compared; come back later", None, 1.0)
+        number = next(self._serial)
+        self._waiting[number] = peer, size
+        then = partial(self._finish, number, refuse)
+        compared = self._executor.submit(compare_result, stored.frames, message.logprobs)
+        compared.add_done_callback(lambda future: self._post(partial(then, future)))
+
+    def waiting(self) -> list[Peer]:
+        """Who has no answer yet."""
+        return [peer for peer, _ in self._waiting.values()]
+
+    def close(self) -> None:
+        """Give up what has not begun."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _finish(self, number: int, refuse: Callable[[Peer, ServiceError], None], future: Future) -> None:
+        peer, _ = self._waiting.pop(number)
+        try:
+            versions: dict[int, Mismatch] = future.result()
+        except ServiceError as error:
+            refuse(peer, error)
+            return
+        # A fault of ours must not end the service for others.
+        except Exception:
+            logger.exception("a report could not be compared", extra=peer.about)
+            refuse(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
+            return
+        total = sum(versions.values(), Mismatch())
+        self.box.add(total)
+        self._answer(peer, ok_reply(peer.id) | report_fields(total, versions))
+
+
+def compare_result(frames: list[bytes], logprobs: dict[str, np.ndarray]) -> dict[int, Mismatch]:
+    """The mismatch by weights version, of a `result` as it was sent; `logprobs` are by index, float32 [tokens].
+
+    Raises `ServiceError` (`bad_request`) naming the entry that does not fit the result.
+    """
+    completions = {str(fields["index"]): fields for fields in decode(frames, REPLY_LIMITS)["completions"]}
+    for index, values in logprobs.items():
+        _check(completions, index, values)
+    found: dict[int, Mismatch] = {}
+    for index, values in logprobs.items():
+        sent = completions[index]
+        for version, part in compare_by_version(sent["logprobs"], values, sent["versions"]).items():
+            found[version] = found.get(version, Mismatch()) + part
+    return found
+
+
+def _check(completions: dict[str, Any], index: str, values: np.ndarray) -> None:
+    where = f"logprobs.{index}"
+    if index not in completions:
+        raise bad_request(f"the result has {len(completions)} completions, none with index {index}", where)
+    tokens = len(completions[index]["logprobs"])
+    if len(values) != tokens:
+        raise bad_request(
+            f"completion {index} has {tokens} tokens and the report {len(values)} log-probs; send one for each of its "
+            "token_ids, NaN where it is not known",
+            where,
+        )
+    if np.isinf(values).any() or (values > _HIGHEST).any():
+        raise bad_request(
+            "log-probs are finite and at most 0, NaN where not known: send log-softmax of logits / temperature at the "
+            "sampled tokens",
+            where,
+        )
+
+
+def report_fields(total: Mismatch, versions: dict[int, Mismatch]) -> dict[str, Any]:
+    """What the answer holds beside `ok`."""
+    known = {version: part for version, part in sorted(versions.items()) if version != UNKNOWN_VERSION}
+    return _fields(total) | {"versions": [{"version": version} | _fields(part) for version, part in known.items()]}
+
+
+def _fields(part: Mismatch) -> dict[str, Any]:
+    return {"tokens": part.tokens, "k3_kl": part.k3_kl, "mean_abs": part.mean_abs, "max_abs": part.max_abs}

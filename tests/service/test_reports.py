@@ -1,0 +1,118 @@
+"""Reports of trainers at the service: compared beside its thread, bounded, and answered whatever happens."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from service_harness import serving
+
+from rollout.metrics.mismatch import Mismatch
+from rollout.service import reports
+
+ROW = {"0": np.array([-0.5, -1.5, -2.5], np.float32)}  # the engine of these tests says 0, -1, -2
+
+
+@pytest.fixture
+def bench():
+    with serving() as bench:
+        yield bench
+
+
+@pytest.fixture
+def client(bench):
+    return bench.client()
+
+
+def finish(bench, client, request_id="a") -> None:
+    client.send("generate", request_id, prompt=[1], max_tokens=3)
+    bench.finish(bench.submitted())
+    assert client.receive()["op"] == "result"
+
+
+class Gate:
+    """Holds comparisons back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+        compare = reports.compare_result
+
+        def held(*arguments):
+            self.entered.set()
+            assert self.opened.wait(10)
+            return compare(*arguments)
+
+        monkeypatch.setattr(reports, "compare_result", held)
+
+
+def test_the_answer_and_the_box_have_the_same(bench, client):
+    finish(bench, client)
+    answer = client.ask("report", "r", target="a", logprobs=ROW)
+    assert (answer["op"], answer["tokens"], answer["mean_abs"], answer["max_abs"]) == ("ok", 3, 0.5, 0.5)
+    assert answer["versions"] == [
+        {"version": 7} | {key: answer[key] for key in ("tokens", "k3_kl", "mean_abs", "max_abs")}
+    ]
+    found = bench.server.mismatch.take()
+    assert (found.tokens, found.k3_kl, found.max_abs) == (3, answer["k3_kl"], 0.5)
+    assert bench.server.mismatch.take() == Mismatch()
+
+
+def test_one_wrong_row_counts_for_none(bench, client):
+    finish(bench, client)
+    error = client.ask("report", "r", target="a", logprobs=ROW | {"1": [0.0]})
+    assert (error["code"], error["field"]) == ("bad_request", "logprobs.1")
+    assert bench.server.mismatch.take() == Mismatch()
+
+
+def test_the_service_goes_on_while_a_report_is_compared(bench, client, monkeypatch):
+    gate = Gate(monkeypatch)
+    finish(bench, client)
+    client.send("report", "r", target="a", logprobs=ROW)
+    assert gate.entered.wait(5)
+    assert client.ask("ping", "p")["op"] == "ok"
+    assert client.ask("ack", "k", targets=["a"])["op"] == "ok"
+    gate.opened.set()
+    answer = client.receive()
+    assert (answer["id"], answer["op"], answer["tokens"]) == ("r", "ok", 3), "it was there when the report came"
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_MAX_WAITING", 2), ("_MAX_WAITING_BYTES", 30)])
+def test_reports_that_wait_are_bounded(bench, client, monkeypatch, limit, value):
+    monkeypatch.setattr(reports, limit, value)
+    gate = Gate(monkeypatch)
+    finish(bench, client)
+    for i in range(3):
+        client.send("report", f"r{i}", target="a", logprobs=ROW)
+    refused = client.receive()
+    assert (refused["id"], refused["code"], refused["retry_after_s"]) == ("r2", "overloaded", 1.0)
+    gate.opened.set()
+    assert [client.receive()["op"] for _ in range(2)] == ["ok", "ok"]
+    assert client.ask("report", "r3", target="a", logprobs=ROW)["op"] == "ok", "there is room again"
+
+
+def test_a_fault_in_the_comparison_ends_nothing_else(bench, client, monkeypatch, caplog):
+    def broken(*arguments):
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr(reports, "compare_result", broken)
+    finish(bench, client)
+    error = client.ask("report", "r", target="a", logprobs=ROW)
+    assert (error["id"], error["code"]) == ("r", "internal") and "torn" in caplog.text
+    assert client.ask("ping", "p")["op"] == "ok"
+
+
+def test_who_waits_when_the_service_ends_is_told(bench, client, monkeypatch):
+    gate = Gate(monkeypatch)
+    finish(bench, client)
+    client.send("report", "r", target="a", logprobs=ROW)
+    assert gate.entered.wait(5)
+    bench.server.stop()
+    assert client.receive()["code"] == "unavailable"
+    gate.opened.set()
+
+
+def test_a_result_belongs_to_its_client(bench, client):
+    finish(bench, client)
+    error = bench.client().ask("report", "r", target="a", logprobs=ROW)
+    assert (error["code"], error["field"]) == ("not_found", "target")
