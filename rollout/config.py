@@ -38,6 +38,11 @@ class EngineSettings(_Section):
     max_rows: int = Field(32, ge=1, le=4096, description="sequences that decode at once")
     page_size: int = Field(16, ge=1, le=1024, description="tokens of KV in a page")
     kv_pages: int | None = Field(None, ge=2, description="pages in the KV pool; absent: sized from measured memory")
+    kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        "auto",
+        description="how KV is kept: auto in the model's type; fp8_e4m3 in half the bytes of 16 bits, each value with "
+        "an error of up to 1/16 of it; on a GPU from compute capability 8.9 on, where it is not proven yet",
+    )
     kv_memory_fraction: float = Field(
         0.85,
         gt=0.0,
@@ -53,6 +58,16 @@ class EngineSettings(_Section):
     fused_experts: bool = Field(
         False, description="experts by the warp-decode kernels, in bf16 or f16 on a GPU; not proven there yet"
     )
+    expert_dtype: Literal["auto", "mxfp8", "fp8_row", "fp8_block"] = Field(
+        "auto",
+        description="how weights of experts are kept: auto in the model's type; else as e4m3 codes with a scale for 32 "
+        "inputs, for each output, or for 128 x 128, quantised as they arrive; with fused_experts only",
+    )
+    deterministic: bool = Field(
+        False,
+        description="a completion is the same bit for bit whatever runs beside it and however its context came about; "
+        "prompts and steps take longer; needs a GPU and the fused kernels, not proven there yet",
+    )
     cuda_graph_rows: int = Field(
         256, ge=1, le=4096, description="rows up to which decode steps are captured; larger ones are launched singly"
     )
@@ -60,6 +75,10 @@ class EngineSettings(_Section):
     kv_on_swap: Literal["keep", "recompute"] = Field(
         "keep", description="what happens to the KV of running rows when weights change"
     )
+    mask_s: float = Field(
+        1.0, gt=0, description="seconds for the masks of a step; a completion that takes longer ends as an error"
+    )
+    mask_threads: int = Field(4, ge=1, le=64, description="threads that make the masks of constrained completions")
     stop_check_every: int = Field(4, ge=1, description="tokens between two looks for stop strings")
     max_faults: int = Field(
         3, ge=0, description="faults in an hour after which the engine is rebuilt; the next one ends the worker"
@@ -70,6 +89,17 @@ class EngineSettings(_Section):
     stall_exit_s: float | None = Field(
         600.0, gt=0, description="seconds for which the loop may hang before the worker hands back what it has and ends"
     )
+
+    @property
+    def expert_format(self) -> Literal["plain", "mxfp8", "fp8_row", "fp8_block"]:
+        """`expert_dtype` as the kernels name it."""
+        return "plain" if self.expert_dtype == "auto" else self.expert_dtype
+
+    @model_validator(mode="after")
+    def _codes_need_their_kernels(self) -> EngineSettings:
+        if self.expert_dtype != "auto" and not self.fused_experts:
+            raise ValueError(f"expert_dtype = {self.expert_dtype} needs fused_experts: set it too, or use auto")
+        return self
 
 
 class ServiceSettings(_Section):
@@ -88,6 +118,7 @@ class ServiceSettings(_Section):
     max_prompt_s: float = Field(
         60.0, gt=0, description="seconds that the chat template and the tokenizer may take for one prompt"
     )
+    max_constraint_s: float = Field(20.0, gt=0, description="seconds that a constraint may take to be compiled")
     max_pending_bytes: int = Field(
         1 << 30, ge=1024, description="bytes of all messages whose requests wait or run; beyond that they are refused"
     )
@@ -114,6 +145,13 @@ class WeightsSettings(_Section):
         60.0,
         gt=0,
         description="seconds without data after which a half-sent update is dropped; more than the publisher's begin_s",
+    )
+    apply: Literal["auto", "staged", "in_place"] = Field(
+        "auto",
+        description=(
+            "staged: updates wait whole in memory of their own and are swapped in; in_place: generation is held while "
+            "they overwrite the weights; auto: staged where memory allows"
+        ),
     )
 
 
@@ -176,3 +214,4 @@ class Settings(_Section):
     ready_file: str | None = Field(None, description="file that gets the endpoints as JSON once the worker can serve")
     exit_with_parent: bool = Field(False, description="end when the process that launched the worker ends")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line shown")
+    log_format: Literal["text", "json"] = Field("text", description="json writes each log line as a JSON object")

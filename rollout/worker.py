@@ -19,7 +19,6 @@ import importlib.util
 import json
 import logging
 import os
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -32,12 +31,16 @@ from rollout.announce import say, write_whole
 from rollout.config import Settings
 from rollout.engine.build import build_engine, longest_sequence, rebuild_engine
 from rollout.engine.device import Device, make_device
-from rollout.engine.types import Command, EngineStatus, Shutdown
+from rollout.engine.last_steps import last_steps, running_requests
+from rollout.engine.types import Command, EngineState, EngineStatus, Shutdown
 from rollout.engine.views import EngineViews
+from rollout.logs import set_up, worker_name
 from rollout.metrics import JsonlSink, MetricsThread, Sink, WandbSink, write_timeline
 from rollout.metrics.prometheus import PrometheusSink
 from rollout.models import LoadedModel, load_model
+from rollout.models.loader import fetch
 from rollout.progress import stage
+from rollout.service.constraint import constraints_for
 from rollout.service.intake import ServedModel
 from rollout.service.server import Server
 from rollout.service.text import load_text_codec
@@ -74,10 +77,10 @@ class Worker:
         self.restarts = restarts
         self.faults: list[float] = []  # when, `time.perf_counter()`
         self.status = EngineStatus(state="serving", rows_max=settings.engine.max_rows)
-        self.name = f"{socket.gethostname()}:{os.getpid()}"
+        self.name = worker_name()
         inbox: SimpleQueue[Command] = SimpleQueue()
         text = load_text_codec(loaded.folder)
-        self.prompts = None if text is None else TextProcess(loaded.folder, settings.service)
+        self.prompts = None if text is None else TextProcess(loaded.folder, settings.service, settings.log_format)
         if self.prompts is not None:
             self.prompts.start()  # loads while the engine is built; the first prompt waits for it, the worker does not
         model, version = loaded.model, settings.weights.initial_version
@@ -92,6 +95,7 @@ class Worker:
                 self.receiver,
                 advance,
             )
+        self.engine.hold = self.receiver.hold
         self.server = Server(
             settings.service,
             ServedModel(
@@ -104,6 +108,7 @@ class Worker:
             status=self.latest_status,
             text=text,
             prompts=self.prompts,
+            constraints=constraints_for(text, loaded.spec.vocab, settings.service.max_constraint_s),
             receiver=self.receiver,
             views=EngineViews(self.engine),
             worker_name=self.name,
@@ -139,7 +144,8 @@ class Worker:
         silent_s = time.perf_counter() - self.last_tick_s
         return replace(
             self.status,
-            state="stalled" if silent_s > self.settings.engine.stall_s else self.engine.state,
+            state="stalled" if silent_s > self.settings.engine.stall_s else self._state(),
+            stale=self.receiver.hold.stale,
             weights_version=self.engine.scheduler.version,
             last_tick_s=silent_s,
             faults=len(self.faults),
@@ -148,11 +154,19 @@ class Worker:
             problems=self.problems(),
         )
 
+    def _state(self) -> EngineState:
+        stale = self.engine.state == "serving" and self.receiver.hold.stale != ""
+        return "stale" if stale else self.engine.state
+
     def problems(self) -> tuple[str, ...]:
         """What has ended that generation can do without, a sentence each."""
         threads = {"the weight receiver": self.receiver.alive, "the metrics thread": self.metrics.alive}
         ended = tuple(f"{name} has ended" for name, alive in threads.items() if not alive)
-        return ended if self.prompts is None or self.prompts.problem is None else (*ended, self.prompts.problem)
+        stale = (self.receiver.hold.stale,) if self.receiver.hold.stale else ()
+        text = () if self.prompts is None or self.prompts.problem is None else (self.prompts.problem,)
+        hung = self.engine.masks.left_behind
+        masks = (f"{hung} constraints have hung a thread each",) if hung else ()
+        return (*ended, *stale, *text, *masks)
 
     def loop(self) -> int:
         """Serve until shut down; returns the exit status."""
@@ -165,7 +179,7 @@ class Worker:
                 continue
             # Whatever it was (the device, memory, our own books), nobody may be left without an answer.
             except Exception as error:
-                log.critical("the engine failed", exc_info=True)
+                log.critical("the engine failed", exc_info=True, extra=self._circumstances())
                 message = f"the engine failed: {type(error).__name__}: {error}"[:_MESSAGE_CHARS]
             if not self._recover(message):
                 return FAULT
@@ -181,8 +195,10 @@ class Worker:
         if now >= self._next_status_s or not engine.busy:  # what has just ended shows at once
             self.status, self._next_status_s = engine.status(), now + _STATUS_EVERY_S
             if (problems := self.problems()) != self._known_problems:
+                for problem in problems:
+                    if problem not in self._known_problems:
+                        log.error("%s", problem)
                 self._known_problems = problems
-                log.error("; ".join(problems))
         if now >= self._next_report_s:
             self._next_report_s = now + self.settings.metrics.interval_s
             self._report(now)
@@ -196,7 +212,10 @@ class Worker:
             if self.engine.state == "draining":
                 return False  # nothing is left to do
             if sum(when > now - _FAULTS_WITHIN_S for when in self.faults) > self.settings.engine.max_faults:
-                log.critical("that was one fault too many (max_faults is %d)", self.settings.engine.max_faults)
+                max_faults = self.settings.engine.max_faults
+                log.critical(
+                    "that was one fault too many", extra={"faults": len(self.faults), "max_faults": max_faults}
+                )
                 return False
             rebuild_engine(self.engine, self.settings)
         # What is not answered by now gets `unavailable` when the service ends.
@@ -204,7 +223,8 @@ class Worker:
             log.critical("the engine cannot be made whole", exc_info=True)
             return False
         self.status = self.engine.status()
-        log.warning("the engine is whole again, with weights version %d", self.engine.scheduler.version)
+        facts = {"version": self.engine.scheduler.version, "faults": len(self.faults)}
+        log.warning("the engine is whole again", extra=facts)
         return True
 
     def close(self, status: int) -> None:
@@ -218,7 +238,9 @@ class Worker:
             self.prompts.close()
         self._set_gauges()
         totals = self.engine.meter.totals()
-        self.metrics.put(self.engine.meter.steps, totals, final=True)
+        histograms = {name: read.whole_run() for name, read in self.engine.meter.histograms().items()}
+        versions = self.engine.meter.ended_versions(and_this=True)
+        self.metrics.put(self.engine.meter.steps, totals, final=True, histograms=histograms, versions=versions)
         self.metrics.close(_SINK_DEADLINE_S)
         try:
             self.engine.runner.close()
@@ -233,11 +255,14 @@ class Worker:
 
     def _report(self, now: float) -> None:
         self._set_gauges()
-        self.metrics.put(self.engine.meter.steps, self.engine.meter.report(now))
+        meter = self.engine.meter
+        reported, histograms, versions = meter.report(now), meter.histograms(), meter.ended_versions()
+        self.metrics.put(meter.steps, reported, histograms=histograms, versions=versions)
 
     def _set_gauges(self) -> None:
         self.engine.set_gauges()
         self.engine.meter.gauges(reclaimed=self.server.reclaimed)
+        self.engine.meter.mismatch(self.server.mismatch.take())
 
     def _on_signal(self, count: int) -> None:
         now = count > 1 or self.engine.state == "draining"
@@ -249,7 +274,8 @@ class Worker:
 
     def _on_stall(self, seconds: float) -> None:
         """The loop hangs: do what it can't, from the watchdog's thread, and end the process."""
-        log.critical("the loop has hung for %.0f s; the worker ends", seconds)
+        facts = {"silent_s": round(seconds, 1), **self._circumstances()}
+        log.critical("the loop hangs; the worker ends", extra=facts)
         try:
             self.engine.fail(f"the worker hung for {seconds:.0f} s")
         # The loop may wake up and change what is read here; who got no tokens is told so when the service ends.
@@ -259,6 +285,11 @@ class Worker:
             self.server.stop()
         finally:
             os._exit(HUNG)
+
+    def _circumstances(self) -> dict[str, object]:
+        """What was going on, for the log line that says what failed: whose requests ran, and the last steps."""
+        requests = running_requests(self.engine)
+        return {"running": len(requests), "requests": requests, "steps": last_steps(self.engine)}
 
     def _announce(self) -> None:
         ready = {
@@ -283,15 +314,15 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     Raises `SettingsError` for settings that are wrong whatever the model, ValueError or OSError when the model, the
     machine or the settings together don't allow serving; all of them say what to change.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # libraries: warnings only
-    for package in ("rollout", "trainer_bridge"):
-        logging.getLogger(package).setLevel(settings.log_level.upper())
+    set_up(settings.log_level, settings.log_format, worker_name())  # now that the libraries with loggers are there
     device = check_settings(settings)
     torch.set_num_threads(settings.model.cpu_threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     sinks = make_sinks(settings)  # before the model, which may take minutes: a port may be taken
+    with stage(f"fetching {settings.model.path}") as advance:
+        folder = fetch(settings.model, advance)
     with stage("loading weights") as advance:
-        loaded = load_model(settings.model, device.torch_device, advance)
+        loaded = load_model(settings.model, device.torch_device, advance, folder, settings.engine.expert_format)
     worker = Worker(settings, loaded, sinks, restarts)
     settle_heap()
     worker.start()

@@ -111,10 +111,11 @@ class Bench:
         self.driver.depth(depth)
         self.submit(rows, max_tokens, stops)
         gc.collect()
-        before, _ = meter.steps, meter.report()
+        before, began_s, idle_s = meter.steps, time.perf_counter(), meter.idle_seconds()
         self.driver.finish()
         ended_s = time.perf_counter()
-        idle_pct = _causes(meter.report())
+        ended_idle_s = meter.idle_seconds(ended_s)
+        idle_pct = {cause: 100 * (ended_idle_s[cause] - idle_s[cause]) / (ended_s - began_s) for cause in CAUSES}
         records = [r for r in meter.recent_steps()[-(meter.steps - before) :] if r.kind == "decode" and r.rows == rows]
         steady = records[1:]
         zombies = sum(record.zombie_rows == record.rows for record in steady)
@@ -166,10 +167,6 @@ class Bench:
             "kernel_busy_pct": 100 * seen.kernel_share,
             "kernels": seen.kernels,
         }
-
-
-def _causes(report: dict[str, float]) -> dict[str, float]:
-    return {cause: report[f"gpu/idle_{cause}_pct"] for cause in CAUSES}
 
 
 def stop_tokens(tokens: list[list[int]]) -> tuple[int, list[int]] | None:

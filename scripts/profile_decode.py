@@ -23,6 +23,7 @@ from rollout.engine.build import build_engine
 from rollout.engine.device import make_device
 from rollout.engine.engine import Engine
 from rollout.engine.types import Cancel, Request, SamplingParams, Submit
+from rollout.progress import stage
 
 _STEPS = 10
 
@@ -70,7 +71,8 @@ def main() -> None:
             max_rows=max(args.rows), max_context_tokens=args.prompt + 512, kv_memory_fraction=0.5, fused_experts=True
         )
     )
-    engine = build_engine(settings, device, model, SimpleQueue(), lambda events: None)
+    with stage("preparing decode steps") as advance:
+        engine = build_engine(settings, device, model, SimpleQueue(), lambda events: None, progress=advance)
     for rows in args.rows:
         profile_rows(engine, rows, args.prompt)
 

@@ -15,6 +15,7 @@ _HOMES = {
     "ClientCurve": "keys",
     "Completion": "results",
     "GenerateResult": "results",
+    "Mismatch": "report",
     "RolloutClient": "client",
     "RolloutError": "errors",
     "WeightPublisher": "publisher",

@@ -25,6 +25,7 @@ from trainer_bridge.generate_request import GenerateFields, Prompt, StreamKind, 
 from trainer_bridge.journal import Fsync
 from trainer_bridge.keys import ClientCurve
 from trainer_bridge.progress import Progress, report
+from trainer_bridge.report import Mismatch, TrainerLogprobs, read_mismatch, report_messages
 from trainer_bridge.results import Chunk, Completion, GenerateResult
 from trainer_bridge.resume import ResumePolicy
 from trainer_bridge.stream import StreamView
@@ -148,6 +149,21 @@ class AsyncRolloutClient:
     async def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
         """As `RolloutClient.ack`."""
         await self.control("ack", endpoint=endpoint, targets=list(targets))
+
+    async def report(
+        self,
+        target: GenerateResult | str,
+        logprobs: TrainerLogprobs,
+        *,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Mismatch:
+        """As `RolloutClient.report`."""
+        found = Mismatch()
+        for place, fields in report_messages(self._core, target, logprobs, endpoint):
+            (reply,) = await self.control("report", endpoint=place, timeout_s=timeout_s, **fields)
+            found += read_mismatch(reply)
+        return found
 
     # --- control ------------------------------------------------------------------------------------------------------
 

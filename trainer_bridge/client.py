@@ -26,6 +26,7 @@ from trainer_bridge.generate_request import GenerateFields, Prompt, StreamKind, 
 from trainer_bridge.journal import Fsync
 from trainer_bridge.keys import ClientCurve
 from trainer_bridge.progress import Progress, report
+from trainer_bridge.report import Mismatch, TrainerLogprobs, read_mismatch, report_messages
 from trainer_bridge.results import Chunk, Completion, GenerateResult
 from trainer_bridge.resume import ResumePolicy
 from trainer_bridge.stream import StreamView
@@ -180,6 +181,30 @@ class RolloutClient:
         Raises `BadRequest`, and that worker forgets none, if one of them is in flight.
         """
         self.control("ack", endpoint=endpoint, targets=list(targets))
+
+    def report(
+        self,
+        target: GenerateResult | str,
+        logprobs: TrainerLogprobs,
+        *,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Mismatch:
+        """Send a trainer's own log-probs of a result to its worker, for the `mismatch/...` metrics; returns those.
+
+        `logprobs` has one row for each completion, in their order (None where not known) or by index: log-softmax of
+        logits / temperature at each of its `token_ids`, as `Completion.logprobs`, NaN where not known. Anything that
+        numpy makes float32 of will do. `target` is the result or its id.
+
+        The worker must still keep the result: the client needs a name, or `acknowledge=False`, and `ack` comes after
+        this. Raises `NotFound` when it does not, `BadRequest` when a row does not fit, ValueError for what cannot be
+        sent.
+        """
+        found = Mismatch()
+        for place, fields in report_messages(self._core, target, logprobs, endpoint):
+            (reply,) = self.control("report", endpoint=place, timeout_s=timeout_s, **fields)
+            found += read_mismatch(reply)
+        return found
 
     # --- control ------------------------------------------------------------------------------------------------------
 

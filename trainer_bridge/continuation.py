@@ -58,7 +58,7 @@ def first_plan(plan: RequestPlan, seed: int, remaining_s: float | None) -> Reque
 
 def continued_plan(plan: RequestPlan, held: Completion, remaining_s: float | None) -> RequestPlan:
     """The request that goes on with one completion: `held` is what there is of it, its seed included."""
-    fields = {name: value for name, value in plan.fields.items() if name != "n"}
+    fields = {name: value for name, value in plan.fields.items() if name not in ("n", "min_complete")}
     if "sampling" in fields:
         fields["sampling"] = {name: value for name, value in fields["sampling"].items() if name != "seed"}
     if fields.get("return_text") and held.text is None and (plan.prior is None or plan.stream != "tokens"):

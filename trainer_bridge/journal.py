@@ -95,6 +95,7 @@ class Journal:
         self._fsync = fsync
         self._ids: dict[str, _Index] = {}
         self._end = 0
+        self._fd = -1
         try:
             self._fd = _open_locked(self.path)
         except OSError as error:
@@ -102,8 +103,11 @@ class Journal:
         try:
             self._load()
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
+
+    def __del__(self) -> None:
+        self.close()  # of a client that is dropped without `close`, the lock must not stay
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

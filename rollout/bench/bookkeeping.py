@@ -25,8 +25,9 @@ from rollout.engine.build import build_engine
 from rollout.engine.device import CpuDevice
 from rollout.engine.engine import Engine
 from rollout.engine.memory import pages_for
-from rollout.engine.runner import Runner
-from rollout.engine.slot import Upload
+from rollout.engine.runner import Forward, Runner
+from rollout.engine.sequence import Feature
+from rollout.engine.slot import Slot, Upload
 from rollout.engine.types import Request, SamplingParams, Submit
 from rollout.metrics.meter import Meter, StepRecord
 from rollout.models.decoder import Decoder
@@ -50,11 +51,8 @@ TINY_SHAPE: dict[str, Any] = {
 class FreeRunner(Runner):
     """A runner whose steps compute nothing: every sampled token is 7."""
 
-    def _decode(self, features: Any, max_context: int, upload: Upload, output: torch.Tensor) -> None:
-        output[0] = 7
-
-    def _prefill(self, features: Any, max_context: int, layout: Any, upload: Upload, output: torch.Tensor) -> None:
-        output[0] = 7
+    def _step(self, forward: Forward, features: Feature, upload: Upload, slot: Slot) -> None:
+        slot.output[0] = 7
 
 
 class StepTimes(Meter):

@@ -26,6 +26,7 @@ from rollout.engine.types import (
     Submit,
 )
 from rollout.models.decoder import Decoder
+from rollout.progress import stage
 
 _CLIENT = "bench"
 
@@ -48,7 +49,8 @@ class Driver:
     """An engine, ticked by hand."""
 
     def __init__(self, settings: Settings, device: Device, model: Decoder) -> None:
-        self.engine: Engine = build_engine(settings, device, model, SimpleQueue(), self._take)
+        with stage("preparing decode steps") as advance:
+            self.engine: Engine = build_engine(settings, device, model, SimpleQueue(), self._take, progress=advance)
         self.completions: dict[str, Completion] = defaultdict(Completion)
 
     def submit(

@@ -43,9 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     wave = args.rows * args.length
     waves = -(-args.tokens // wave)
     rows: list[dict[str, Any]] = []
-    with start_worker(
-        CHECKPOINTS / "ones", max_rows=args.rows, max_context_tokens=args.length + 64, wandb=False
-    ) as worker:
+    with stage("starting a worker"):
+        started = start_worker(
+            CHECKPOINTS / "ones", max_rows=args.rows, max_context_tokens=args.length + 64, wandb=False
+        )
+    with started as worker:
         with RolloutClient(worker.endpoint, timeout_s=600) as client, stage("generating") as advance:
             for i in range(waves):
                 requests = [

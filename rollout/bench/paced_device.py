@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from rollout.engine.device import CpuDevice
-from rollout.engine.runner import Runner
-from rollout.engine.slot import Upload
+from rollout.engine.runner import Forward, Runner
+from rollout.engine.sequence import Feature
+from rollout.engine.slot import Slot, Upload
 
 
 class PacedEvent:
@@ -79,10 +78,6 @@ class PacedRunner(Runner):
 
     step_s = 0.0
 
-    def _decode(self, features: Any, max_context: int, upload: Upload, output: torch.Tensor) -> None:
-        output[0] = 7
-        self.compute.busy(self.step_s)  # type: ignore[attr-defined]  # of a PacedDevice
-
-    def _prefill(self, features: Any, max_context: int, layout: Any, upload: Upload, output: torch.Tensor) -> None:
-        output[0] = 7
+    def _step(self, forward: Forward, features: Feature, upload: Upload, slot: Slot) -> None:
+        slot.output[0] = 7
         self.compute.busy(self.step_s)  # type: ignore[attr-defined]

@@ -46,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=2, help="turns of each depth")
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "pipeline.json")
     args = parser.parse_args(argv)
-    results = [measure(depth, args.tokens, args.n) for _ in range(args.turns) for depth in (1, 2)]
+    turns = [depth for _ in range(args.turns) for depth in (1, 2)]
+    results = []
+    for number, depth in enumerate(turns, start=1):  # no bar here: each turn has its own
+        print(f"turn {number} of {len(turns)}: depth {depth}", file=sys.stderr, flush=True)
+        results.append(measure(depth, args.tokens, args.n))
     print_table("the demo, blocking (depth 1) and pipelined (depth 2)", results)
     rate = {d: statistics.median(row["tokens_per_s"] for row in results if row["depth"] == d) for d in (1, 2)}
     print(f"pipelined over blocking: {rate[2] / rate[1]:.3f}", file=sys.stderr)

@@ -239,6 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             for turn in range(args.turns):
                 for name, measure in zip(_LOADS, (bench.quiet, bench.loaded, bench.templates), strict=True):
+                    # No bar: the thread that draws it would show in the figures.
+                    print(f"turn {turn + 1} of {args.turns}, load {name} ...", file=sys.stderr, flush=True)
                     rows.append(summary(turn, name, measure()))
                     print(json.dumps(rows[-1]), flush=True)
         finally:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.progress import Progress
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from rollout.demo.counting import CountingError, check_completion
+from rollout.progress import stage
 from trainer_bridge.async_client import AsyncRolloutClient
 from trainer_bridge.publisher import WeightPublisher
 from trainer_bridge.results import Completion
@@ -170,9 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--publish-at", type=float, default=0.4, help="share of all tokens after which weights change")
     parser.add_argument("--timeout-s", type=float, default=600.0)
     args = parser.parse_args(argv)
-    with Progress() as bar:
-        task = bar.add_task("generating", total=len(args.prompts) * args.n * args.tokens)
-        report = asyncio.run(Trainer(args, lambda seen: bar.update(task, completed=seen)).run())
+    wanted = len(args.prompts) * args.n * args.tokens
+    with stage("generating") as advance:
+        report = asyncio.run(Trainer(args, lambda seen: advance(seen, wanted)).run())
     Path(args.report).write_text(json.dumps(asdict(report), indent=1))
     return 1 if report.errors else 0
 

@@ -1,12 +1,11 @@
-"""Who may come in, and in which order: limits, the waiting queue, deadlines."""
+"""Who may come in and how long: limits, refusals, deadlines."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout.engine.sequence import Group, Sequence
+from rollout.engine.sequence import Group
 from rollout.engine.types import Rejected, Request
 
 
@@ -41,40 +40,6 @@ def refusal(request: Request, limits: SchedulerLimits, pool_tokens: int, waiting
 
 #: Entries that a heap may hold beyond twice those that it needed when it was last cleaned.
 _SLACK = 16
-
-
-class WaitingQueue:
-    """Sequences without a row, by rank. Finalized ones are skipped, and swept out when they are many."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []
-        self._sweep_at = _SLACK
-
-    def push(self, seq: Sequence) -> None:
-        """Add a sequence; its rank is unique."""
-        heapq.heappush(self._heap, (seq.rank, seq))
-        if len(self._heap) >= self._sweep_at:
-            self._keep(lambda seq: not seq.finalized)
-
-    def remove(self, seqs: list[Sequence]) -> None:
-        """Take out these sequences."""
-        ranks = {seq.rank for seq in seqs}
-        self._keep(lambda seq: seq.rank not in ranks and not seq.finalized)
-
-    def _keep(self, wanted: Callable[[Sequence], bool]) -> None:
-        self._heap = [entry for entry in self._heap if wanted(entry[1])]
-        heapq.heapify(self._heap)
-        self._sweep_at = 2 * len(self._heap) + _SLACK
-
-    def first(self) -> Sequence | None:
-        """The sequence that is next, left in the queue."""
-        while self._heap and self._heap[0][1].finalized:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
-
-    def pop(self) -> None:
-        """Take out what `first` returned."""
-        heapq.heappop(self._heap)
 
 
 class Deadlines:

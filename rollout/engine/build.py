@@ -9,9 +9,16 @@ from queue import SimpleQueue
 
 import torch
 
-from rollout.config import Settings
+from rollout.config import EngineSettings, Settings
 from rollout.engine.admission import SchedulerLimits
-from rollout.engine.capacity import DeviceMemory, check_row_state, kv_pages, no_room_for_steps, weight_bytes
+from rollout.engine.capacity import (
+    DeviceMemory,
+    check_row_state,
+    kv_dtype,
+    kv_pages,
+    no_room_for_steps,
+    weight_bytes,
+)
 from rollout.engine.device import Device
 from rollout.engine.engine import Engine, EngineParts, Receiver
 from rollout.engine.graphs import DecodeGraphs, Progress, capturable
@@ -27,6 +34,8 @@ from rollout.engine.types import Command, Event
 from rollout.metrics.meter import Meter
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
+from rollout.models.deterministic import check_deterministic
+from rollout.models.fused import supports
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +79,8 @@ def build_engine(
         receiver,
         recompute_on_swap=settings.engine.kv_on_swap == "recompute",
         drain_s=settings.service.drain_s,
+        mask_s=settings.engine.mask_s,
+        mask_threads=settings.engine.mask_threads,
     )
 
 
@@ -88,7 +99,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     if runner.device.torch_device.type == "cuda":
         torch.cuda.empty_cache()
     with torch.inference_mode():
-        for cache in (*runner.kv.k, *runner.kv.v):
+        for cache in runner.kv.tensors:
             cache.zero_()  # a page may hold NaN, which masks don't hold back
     engine.adopt(_build_parts(settings, runner.device, runner.model, engine.scheduler.version, runner.kv))
 
@@ -102,15 +113,17 @@ def _build_parts(
     progress: Progress | None = None,
 ) -> EngineParts:
     engine, vocab = settings.engine, model.spec.vocab
+    _check_experts(engine, model)
+    _check_deterministic(engine, model)
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
     rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device)
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
-    slots = [Slot(device, words, engine.max_rows) for _ in range(_SLOTS)]
+    slots = [Slot(device, words, engine.max_rows, vocab) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    kv_now = kv or _allocate_kv(model, _LEAST_PAGES, engine.page_size)
-    runner = Runner(device, model, kv_now, rows, engine.fused_experts)
+    kv_now = kv or _allocate_kv(model, _LEAST_PAGES, engine)
+    runner = Runner(device, model, kv_now, rows, engine.fused_experts, engine.deterministic)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     try:
         graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
@@ -138,6 +151,29 @@ def _build_parts(
     )
 
 
+def _check_experts(engine: EngineSettings, model: Decoder) -> None:
+    """Raise ValueError for coded experts that no kernel reads: on a GPU each step would decode all of them."""
+    assert model.experts == engine.expert_format, "the model was loaded for other settings"
+    if model.experts != "plain" and model.embed.is_cuda and not supports(model, engine.fused_experts):
+        raise ValueError(
+            f"expert_dtype = {model.experts}, and the fused kernels don't run {model.spec.architecture} in "
+            f"{model.embed.dtype} with the biases of this checkpoint: use expert_dtype = auto, or bfloat16"
+        )
+
+
+def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
+    """Raise ValueError where steps can't be made deterministic: only the fused kernels' can."""
+    if not engine.deterministic:
+        return
+    if not supports(model, engine.fused_experts):
+        experts = ", with fused_experts" if model.spec.moe is not None else ""
+        raise ValueError(
+            f"deterministic needs the fused kernels: a GPU, a model in 16 bits without biases of its output and MLP "
+            f"products{experts}; torch's own products on a {model.embed.device.type} depend on the batch"
+        )
+    check_deterministic(model.spec)
+
+
 def _planned_kv(settings: Settings, runner: Runner, slots: list[Slot], graph_rows: int | None) -> KVCache:
     """The KV pool, of what memory the largest steps leave; on a GPU these are run to find out."""
     engine, model, device = settings.engine, runner.model, runner.device
@@ -150,11 +186,11 @@ def _planned_kv(settings: Settings, runner: Runner, slots: list[Slot], graph_row
     except torch.OutOfMemoryError as error:
         raise no_room_for_steps(engine, model, free_bytes) from error
     memory = DeviceMemory(weight_bytes(model), free_bytes, needs)
-    pages = kv_pages(engine, model, model.embed.dtype, context, memory)
+    pages = kv_pages(engine, model, kv_dtype(engine, model), context, memory)
     if on_gpu:
-        log.info("%s; the KV pool has %d pages of %d tokens", memory, pages, engine.page_size)
-    return _allocate_kv(model, pages, engine.page_size)
+        log.info("%s", memory, extra={"kv_pages": pages, "page_size": engine.page_size})
+    return _allocate_kv(model, pages, engine)
 
 
-def _allocate_kv(model: Decoder, pages: int, page_size: int) -> KVCache:
-    return KVCache.allocate(model.spec, pages, page_size, model.embed.dtype, model.embed.device)
+def _allocate_kv(model: Decoder, pages: int, engine: EngineSettings) -> KVCache:
+    return KVCache.allocate(model.spec, pages, engine.page_size, kv_dtype(engine, model), model.embed.device)

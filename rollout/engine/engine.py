@@ -1,6 +1,6 @@
 """The engine: one tick of the two-slot pipeline, and what may happen between two steps.
 
-    commands -> plan -> launch -> commit the oldest -> swap weights -> events
+    commands -> plan -> launch -> commit the oldest, draw what was held -> swap weights -> events
 
 Nothing here waits, except `runner.read` for the outputs of the oldest step, while the newest one runs.
 """
@@ -14,6 +14,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal, Protocol
 
 from rollout.engine.device import Event
+from rollout.engine.hold import Hold
+from rollout.engine.masks import MaskBuilder
 from rollout.engine.pipeline import Pipeline, StepInFlight
 from rollout.engine.plan import Plan
 from rollout.engine.rescue import rescue
@@ -77,6 +79,7 @@ class _Swap:
     update: StagedUpdate
     start: Event
     end: Event
+    held_since_s: float | None  # `time.perf_counter()`; for an update in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +103,18 @@ class Engine:
         receiver: Receiver | None = None,
         recompute_on_swap: bool = False,
         drain_s: float = 30.0,
+        mask_s: float = 1.0,
+        mask_threads: int = 1,
     ) -> None:
         self.inbox = inbox
         self.scheduler, self.pipeline, self.runner = parts.scheduler, parts.pipeline, parts.runner
         self.meter = meter
+        self.masks = MaskBuilder(mask_s, mask_threads)
         self.state: Literal["serving", "paused", "draining"] = "serving"
         self.stopped = False
         self._emit = emit
         self._receiver = receiver
+        self.hold = Hold()  # the weight receiver's own takes its place
         self._recompute_on_swap = recompute_on_swap
         self._drain_s = drain_s
         self._drain_until_s = float("inf")
@@ -115,12 +122,14 @@ class Engine:
         self._end_tokens: list[int] = []  # shutdowns to confirm at the end
         self._swap: _Swap | None = None
         self._command: Command | None = None  # being obeyed
+        self.launching: Plan | None = None  # the step that is being launched, for whoever asks what failed
         self._started_s = time.perf_counter()
 
     @property
     def busy(self) -> bool:
         """True while a tick has something to do without a new command."""
-        return self.pipeline.in_flight > 0 or self._swap is not None or not (self.scheduler.idle or self._paused)
+        held = self._paused or self.hold.wanted
+        return self.pipeline.in_flight > 0 or self._swap is not None or not (self.scheduler.resting or held)
 
     @property
     def _paused(self) -> bool:
@@ -138,13 +147,17 @@ class Engine:
         self._take_commands()
         self.scheduler.end_overdue()
         planned_s = time.perf_counter()
-        plan = self.scheduler.plan()
+        held = self.hold.wanted
+        plan = None if held else self.scheduler.plan()
         if plan is not None:
             self._launch(plan, self.pipeline.acquire(), planned_s)
-        committed = (self.pipeline.full or plan is None) and self._commit_oldest()
-        idle = self.pipeline.in_flight == 0 and (self.scheduler.idle or self._paused)
+        committed = plan is not None and plan.held and self._commit_and_draw(plan)
+        committed |= (self.pipeline.full or plan is None) and self._commit_oldest()
+        idle = self.pipeline.in_flight == 0 and (self.scheduler.resting or self._paused or self.hold.stale != "")
         if idle:
             self.meter.no_work(time.perf_counter())
+        if held and self.pipeline.in_flight == 0 and self._swap is None:
+            self.hold.grant()
         self._apply_if_ready()
         self._report()
         if committed:
@@ -152,10 +165,23 @@ class Engine:
 
     def _launch(self, plan: Plan, slot: Slot, planned_s: float) -> None:
         launching_s = time.perf_counter()
+        self.launching = plan
         self.runner.launch(plan, slot)
         self.scheduler.launched(plan)
         done_s = time.perf_counter()
         self.pipeline.push(StepInFlight(plan, slot, planned_s, launching_s - planned_s, done_s - launching_s))
+        self.launching = None
+
+    def _commit_and_draw(self, plan: Plan) -> bool:
+        """Make the masks of the step that was launched last, once those before it are committed, and draw its rows."""
+        committed = self.pipeline.in_flight > 1 and self._commit_oldest()
+        step = self.pipeline.oldest()
+        assert step is not None and step.plan is plan, "a held step waits for the commits of those before it"
+        places = [i for i, seq in enumerate(plan.sampled) if seq.matcher is not None and not seq.finalized]
+        for seq, reason in self.masks.build([plan.sampled[i] for i in places], step.slot.masks):
+            self.scheduler.fail(seq, reason)
+        self.runner.draw(plan, step.slot, places)
+        return committed
 
     def _commit_oldest(self) -> bool:
         """Wait for the oldest step and account for it; False if there is none in flight."""
@@ -183,6 +209,9 @@ class Engine:
                 d2h=(slot.d2h_start.time_s, slot.d2h_done.time_s),
                 planned_at_s=step.planned_at_s,
                 committed_at_s=committing_s,
+                input_tokens=step.plan.tokens,
+                max_context=step.plan.max_context,
+                held=(slot.forward_end.time_s, slot.draw_start.time_s) if step.plan.held else None,
             )
         )
         self.pipeline.retire(step)
@@ -198,13 +227,15 @@ class Engine:
         if swap is not None and swap.end.query():
             self.runner.check()  # first: while there is a swap, nobody may count on the weights
             self._swap = None
-            start_s, end_s = swap.start.time_s, swap.end.time_s
+            start_s, end_s = swap.held_since_s or swap.start.time_s, swap.end.time_s
             self.meter.swap(start_s, end_s, swap.update.version, swap.update.nbytes)
             self._receiver.applied(swap.update, end_s - start_s)
         if self._swap is None and (update := self._receiver.take_ready()) is not None:
-            self._swap = _Swap(update, self.runner.device.event(), self.runner.device.event())
+            held_since_s = self.hold.granted_s if self.hold.granted else None
+            self._swap = _Swap(update, self.runner.device.event(), self.runner.device.event(), held_since_s)
             self.runner.enqueue(update.copy_into, self._swap.start, self._swap.end)
             self.scheduler.weights_changed(update.version, self._recompute_on_swap)
+            self.hold.clear()
 
     # --- commands and events -----------------------------------------------------------------------------------------
 
@@ -227,6 +258,9 @@ class Engine:
             case Submit(request) if self.state == "draining":
                 message = "the worker is draining: send the request to another one"
                 scheduler.events.append(Rejected(request.key, "unavailable", message))
+            case Submit(request) if request.min_version > scheduler.version and self._receiver is None:
+                message = f"this worker takes no weights: version {request.min_version} can never come"
+                scheduler.events.append(Rejected(request.key, "unavailable", message, "min_version"))
             case Submit(request):
                 scheduler.submit(request)
             case Cancel(key):
@@ -255,6 +289,7 @@ class Engine:
         self._drain_until_s = min(self._drain_until_s, time.perf_counter() + self._drain_s)
         if mode == "now":
             self.scheduler.end_all("cancelled", _ENDS)
+        self.scheduler.end_early("cancelled", _ENDS)  # no trainer waits with its weights for a worker that ends
 
     def _report(self) -> None:
         """Confirm what took effect; hand all events to the service at once."""
@@ -309,6 +344,7 @@ class Engine:
         """Go on with parts that nothing was done with yet, in the state of before."""
         parts.scheduler.counters = self.scheduler.counters
         self.scheduler, self.pipeline, self.runner = parts.scheduler, parts.pipeline, parts.runner
+        self.launching = None
         self.scheduler.paused = self.state == "paused"
 
     # --- views -------------------------------------------------------------------------------------------------------
@@ -320,7 +356,8 @@ class Engine:
         active_pct, tokens_per_s = self.meter.rates(now)
         swaps = reversed(self.meter.recent_swaps()[-_SWAPS_SHOWN:])
         return EngineStatus(
-            state=self.state,
+            state="stale" if self.state == "serving" and self.hold.stale else self.state,
+            stale=self.hold.stale,
             weights_version=scheduler.version,
             rows_running=scheduler.running,
             rows_max=scheduler.limits.max_rows,

@@ -107,8 +107,9 @@ class DecodeGraphs:
                 self._capture(slots, size)
                 if progress is not None:
                     progress(done + 1, len(jobs))
-        count, seconds = self.count - before, time.perf_counter() - began_s
-        log.info("captured %d graphs in %.1f s, of which %.1f s for first runs of kernels", count, seconds, warm_up_s)
+        took_s = round(time.perf_counter() - began_s, 1)
+        facts = {"graphs": self.count - before, "took_s": took_s, "first_runs_s": round(warm_up_s, 1)}
+        log.info("captured decode steps as graphs", extra=facts)
 
     @property
     def count(self) -> int:
@@ -120,15 +121,16 @@ class DecodeGraphs:
         sizes = self._forward_sizes if features & ~PLAIN else self.sizes
         return next((size for size in sizes if size >= rows), None)
 
-    def run(self, slot: Slot, size: int, rows: int, features: Feature, upload: Upload, output: torch.Tensor) -> None:
-        """Enqueue a decode step whose upload is padded to `size`; on the compute stream."""
-        if not features & ~PLAIN:
-            self._steps[id(slot), size].replay()
-            return
+    def run(self, slot: Slot, size: int) -> None:
+        """Enqueue a decode step, draw included, whose upload is padded to `size`; on the compute stream."""
+        self._steps[id(slot), size].replay()
+
+    def forward(self, size: int, rows: int, upload: Upload) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueue the forward alone; its logits, which the next one writes over, and rows. On the compute stream."""
         forward = self._forwards[size]
         forward.upload.device.copy_(upload.device)
         forward.graph.replay()
-        self._runner.sample(forward.logits_SV[:rows], upload["rows"][:rows], features, output)
+        return forward.logits_SV[:rows], upload["rows"][:rows]
 
     def captured(self, slot: Slot, size: int) -> CapturedStep:
         """The graphs of a slot and size, to measure them; the forward reads what the slot's input holds now.

@@ -59,6 +59,10 @@ class Pipeline:
         """The step was launched in a slot that `acquire` gave."""
         self._in_flight.append(step)
 
+    def steps(self) -> list[StepInFlight]:
+        """The steps in flight, oldest first; may be called from any thread."""
+        return list(self._in_flight)
+
     def oldest(self) -> StepInFlight | None:
         """The step to commit next."""
         return self._in_flight[0] if self._in_flight else None

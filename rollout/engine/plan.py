@@ -33,6 +33,16 @@ class Plan:
     chunks: list[PromptChunk]  # prefill
 
     @property
+    def sampled(self) -> list[Sequence]:
+        """The rows that get a token, in the order of the output."""
+        return [chunk.seq for chunk in self.chunks if chunk.final] if self.chunks else self.seqs
+
+    @property
+    def held(self) -> bool:
+        """True if the draw waits for masks."""
+        return bool(self.features & Feature.CONSTRAIN)
+
+    @property
     def tokens(self) -> int:
         """Input tokens of the step."""
         return sum(chunk.length for chunk in self.chunks) if self.chunks else len(self.seqs)

@@ -5,6 +5,8 @@
     compute                       wait h2d_done | start | forward, sample, advance rows | end
     d2h                                                                           wait end | copy | d2h_done
 
+A step with constrained rows stops after its forward, until `draw` comes with their masks.
+
 `launch` never waits. The sampled token goes from the sampler into the row state on the device (carry-over): the next
 step reads it there, whether or not the host has seen it.
 """
@@ -20,7 +22,7 @@ import torch
 from rollout_kernels.step import begin_step
 
 from rollout.engine.device import Device, Event
-from rollout.engine.graphs import DecodeGraphs
+from rollout.engine.graphs import PLAIN, DecodeGraphs
 from rollout.engine.plan import Plan, PromptChunk, StepOutput
 from rollout.engine.rows import LAST, LENGTH, RowState, most_setup_words, put_setup, setup_words
 from rollout.engine.sampler import Sampler
@@ -29,6 +31,11 @@ from rollout.engine.slot import Slot, Upload
 from rollout.models.batch import AttentionBatch, Chunk, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, supports
+
+#: A forward on the compute stream: logits and rows of those that sample, None if none do.
+Forward = Callable[[Upload], tuple[torch.Tensor, torch.Tensor] | None]
+#: What a launch enqueues on the compute stream.
+Step = Callable[[Upload, Slot], None]
 
 #: int32 words of an upload. A token: id, position, chunk. A chunk: rows, ends, lengths, samples, copy, alignment.
 _TOKEN_WORDS = 6
@@ -39,14 +46,21 @@ class Runner:
     """The model, its KV and row state, and the three streams."""
 
     def __init__(
-        self, device: Device, model: Decoder, kv: KVCache, rows: RowState, fused_experts: bool = False
+        self,
+        device: Device,
+        model: Decoder,
+        kv: KVCache,
+        rows: RowState,
+        fused_experts: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self.device = device
         self.model = model
-        self.forward = FusedDecoder(model) if supports(model, fused_experts) else model  # what steps are run by
+        fused = supports(model, fused_experts)
+        self.forward = FusedDecoder(model, deterministic) if fused else model  # what steps are run by
         self.kv = kv
         self.rows = rows
-        self.sample = Sampler(rows)
+        self.sample = Sampler(rows, deterministic)
         self.graphs: DecodeGraphs | None = None  # captured decode steps, where the device has them
         self.h2d, self.compute, self.d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
 
@@ -61,9 +75,24 @@ class Runner:
 
         self.compute.wait(slot.h2d_done)
         self.compute.record(slot.start)
-        self.compute.run(functools.partial(step, upload, slot.output))
-        self.compute.record(slot.end)
+        self.compute.run(functools.partial(step, upload, slot))
+        if plan.held:
+            self.compute.record(slot.forward_end)
+        else:
+            self._finish(slot)
 
+    def draw(self, plan: Plan, slot: Slot, at: Sequences[int]) -> None:
+        """Enqueue the draw of a launched step that is held; its first masks are those of the sampled rows `at`."""
+        slot.masks.hold(at)
+        self.h2d.run(slot.masks.copy)
+        self.h2d.record(slot.masks.arrived)
+        self.compute.wait(slot.masks.arrived)
+        self.compute.record(slot.draw_start)
+        self.compute.run(functools.partial(self._draw, plan.features, slot))
+        self._finish(slot)
+
+    def _finish(self, slot: Slot) -> None:
+        self.compute.record(slot.end)
         self.d2h.wait(slot.end)
         self.d2h.record(slot.d2h_start)
         self.d2h.run(functools.partial(slot.output_host.copy_, slot.output, non_blocking=True))
@@ -73,7 +102,7 @@ class Runner:
         """Wait for the outputs of a launched step. Raises DeviceError if anything on the device failed."""
         slot.d2h_done.synchronize()
         self.check()
-        count = len(plan.seqs) if plan.kind == "decode" else sum(chunk.final for chunk in plan.chunks)
+        count = len(plan.sampled)
         output = slot.output_host[:, :count].numpy()
         logprobs = output[1:].view(np.float32)
         return StepOutput(output[0].tolist(), logprobs[0].tolist(), logprobs[1].tolist(), logprobs[2].tolist())
@@ -96,13 +125,17 @@ class Runner:
 
     # --- packing, on the host ----------------------------------------------------------------------------------------
 
-    def _pack_decode(self, plan: Plan, slot: Slot) -> Callable[[Upload, torch.Tensor], None]:
+    def _pack_decode(self, plan: Plan, slot: Slot) -> Step:
         rows = len(plan.seqs)
         size = self.graphs.size_for(rows, plan.features) if self.graphs is not None else None
         self.stage_decode(slot, plan.seqs, size or rows, plan.new_pages)
-        if self.graphs is not None and size is not None:
-            return functools.partial(self.graphs.run, slot, size, rows, plan.features)
-        return functools.partial(self._decode, plan.features, plan.max_context)
+        if self.graphs is None or size is None:
+            forward: Forward = functools.partial(self._decode, plan.max_context)
+        elif plan.features & ~PLAIN:
+            forward = functools.partial(self.graphs.forward, size, rows)
+        else:
+            return functools.partial(self._replay, self.graphs, size)
+        return functools.partial(self._step, forward, plan.features)
 
     @staticmethod
     def stage_decode(slot: Slot, seqs: list[Sequence], size: int, new_pages: Sequences[int] = ()) -> None:
@@ -114,7 +147,7 @@ class Runner:
         slot.put("rows", rows)
         slot.put("new_pages", pages)
 
-    def _pack_prefill(self, plan: Plan, slot: Slot) -> Callable[[Upload, torch.Tensor], None]:
+    def _pack_prefill(self, plan: Plan, slot: Slot) -> Step:
         chunks = plan.chunks
         put_setup(slot, [chunk.seq for chunk in chunks if chunk.first], self.rows.vocab)
         if copies := [chunk.copy for chunk in chunks if chunk.copy is not None]:
@@ -124,7 +157,7 @@ class Runner:
             [(chunk.seq.row, chunk.start, chunk.length, chunk.final) for chunk in chunks],
             np.concatenate([_chunk_tokens(chunk) for chunk in chunks]),
         )
-        return functools.partial(self._prefill, plan.features, plan.max_context, layout)
+        return functools.partial(self._step, functools.partial(self._prefill, plan.max_context, layout), plan.features)
 
     @staticmethod
     def stage_prefill(
@@ -152,7 +185,7 @@ class Runner:
         """Run a decode step of `rows` rows, launched kernel by kernel."""
         slot.begin()
         self.stage_decode(slot, [], rows)
-        self._on_padding(slot, functools.partial(self._decode, features, max_context))
+        self._on_padding(slot, functools.partial(self._decode, max_context), features, rows)
 
     def rehearse_prefill(self, slot: Slot, lengths: Sequences[int], features: Feature, max_context: int) -> None:
         """Run a prefill step of whole prompts of `lengths` tokens, each with a page to copy."""
@@ -160,12 +193,15 @@ class Runner:
         slot.put("copies", np.zeros((len(lengths), 2), dtype=np.int32))
         tokens = np.arange(sum(lengths), dtype=np.int64) % self.rows.vocab
         layout = self.stage_prefill(slot, [(0, 0, length, True) for length in lengths], tokens)
-        self._on_padding(slot, functools.partial(self._prefill, features, max_context, layout))
+        self._on_padding(slot, functools.partial(self._prefill, max_context, layout), features, len(lengths))
 
-    def _on_padding(self, slot: Slot, step: Callable[[Upload, torch.Tensor], None]) -> None:
+    def _on_padding(self, slot: Slot, forward: Forward, features: Feature, rows: int) -> None:
         upload = slot.upload()
+        slot.masks.hold(range(rows))
         self.compute.run(upload.copy)
-        self.compute.run(functools.partial(step, upload, slot.output))
+        self.compute.run(slot.masks.copy)
+        self.compute.run(functools.partial(self._step, forward, features, upload, slot))
+        self.compute.run(functools.partial(self._draw, features, slot))  # where it was held
         self.compute.run(self.rows.clear_padding)
         done = self.device.event()
         self.compute.record(done)
@@ -174,11 +210,26 @@ class Runner:
 
     # --- steps, on the compute stream --------------------------------------------------------------------------------
 
-    def _decode(self, features: Feature, max_context: int, upload: Upload, output: torch.Tensor) -> None:
-        """One token for each row: its last token goes in at position `length`, the next one is sampled."""
+    def _step(self, forward: Forward, features: Feature, upload: Upload, slot: Slot) -> None:
+        """A forward, and the draw unless that is held."""
+        slot.forwarded = forward(upload)
+        if not features & Feature.CONSTRAIN:
+            self._draw(features, slot)
+
+    def _draw(self, features: Feature, slot: Slot) -> None:
+        forwarded, slot.forwarded = slot.forwarded, None
+        if forwarded is not None:
+            self.sample(*forwarded, features, slot.output, slot.masks)
+
+    @staticmethod
+    def _replay(graphs: DecodeGraphs, size: int, upload: Upload, slot: Slot) -> None:
+        graphs.run(slot, size)
+
+    def _decode(self, max_context: int, upload: Upload) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""
         token_ids_B, batch = self.begin_decode(upload["rows"], upload["new_pages"], max_context)
         hidden_BD = self.forward(token_ids_B, batch, self.kv)
-        self.sample(self.forward.compute_logits(hidden_BD), upload["rows"], features, output)
+        return self.forward.compute_logits(hidden_BD), upload["rows"]
 
     def begin_decode(
         self, rows_B: torch.Tensor, new_pages_B: torch.Tensor, max_context: int
@@ -206,14 +257,9 @@ class Runner:
         return begun.token_ids_B, batch
 
     def _prefill(
-        self,
-        features: Feature,
-        max_context: int,
-        layout: tuple[Chunk, ...],
-        upload: Upload,
-        output: torch.Tensor,
-    ) -> None:
-        """Chunks of prompts; the rows whose prompt is complete sample their next token."""
+        self, max_context: int, layout: tuple[Chunk, ...], upload: Upload
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Chunks of prompts; logits and rows of those whose prompt is complete, None if there are none."""
         self.rows.set_up(upload)
         if "copies" in upload:
             self._copy_pages(upload["copies"].long())
@@ -231,9 +277,9 @@ class Runner:
         )
         hidden_TD = self.forward(upload["tokens"], batch, self.kv)
         self.rows.ints[rows_C, LENGTH] = upload["lengths"]
-        if len(upload["sampled_rows"]):
-            logits_SV = self.forward.compute_logits(hidden_TD[upload["sampled_at"]])
-            self.sample(logits_SV, upload["sampled_rows"], features, output)
+        if len(upload["sampled_rows"]) == 0:
+            return None
+        return self.forward.compute_logits(hidden_TD[upload["sampled_at"]]), upload["sampled_rows"]
 
     def _page_table(self, rows_B: torch.Tensor, max_context: int) -> torch.Tensor:
         columns = -(-max_context // self.kv.page_size)
@@ -241,7 +287,7 @@ class Runner:
 
     def _copy_pages(self, copies_N2: torch.Tensor) -> None:
         source_N, target_N = copies_N2.unbind(1)
-        for cache in (*self.kv.k, *self.kv.v):
+        for cache in self.kv.tensors:
             cache.index_copy_(0, target_N, cache.index_select(0, source_N))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from rollout_kernels import Sampled, SamplingRows, change_logits, sample, truncate
 
+from rollout.engine.masks import StepMasks
 from rollout.engine.rows import (
     FREQUENCY,
     LAST,
@@ -42,25 +43,41 @@ _COLUMNS = {
 class Sampler:
     """Draws tokens for rows of one row state; everything runs on the compute stream."""
 
-    def __init__(self, rows: RowState) -> None:
+    def __init__(self, rows: RowState, deterministic: bool = False) -> None:
         self.rows = rows
+        self._exact_sums = deterministic  # a row's draw does not depend on the other rows
 
     def __call__(
-        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, features: Feature, output_4R: torch.Tensor
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: torch.Tensor,
+        features: Feature,
+        output_4R: torch.Tensor,
+        masks: StepMasks | None = None,
     ) -> None:
-        """Draw a token for each of `rows_S` (int64) from float32 logits; `output_4R` is a slot's output."""
+        """Draw a token for each of `rows_S` (int64) from float32 logits; `output_4R` is a slot's output.
+
+        `masks` goes with `Feature.CONSTRAIN`, without which it is not looked at.
+        """
         if logits_SV.is_cuda:
-            self._draw_on_gpu(logits_SV, rows_S, features, output_4R)
+            self._draw_on_gpu(logits_SV, rows_S, features, output_4R, masks)
         else:
-            self._draw(logits_SV, rows_S, features, output_4R)
+            self._draw(logits_SV, rows_S, features, output_4R, masks)
         if features & Feature.PENALIZE:
             one = torch.ones((), dtype=torch.int32, device=rows_S.device)
             tokens_S = output_4R[0, : len(rows_S)].long()
             self.rows.counts.index_put_((rows_S, tokens_S), one, accumulate=True)
 
-    def _draw(self, logits_SV: torch.Tensor, rows_S: torch.Tensor, features: Feature, output_4R: torch.Tensor) -> None:
+    def _draw(
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: torch.Tensor,
+        features: Feature,
+        output_4R: torch.Tensor,
+        masks: StepMasks | None,
+    ) -> None:
         ints_SI = self.rows.ints.index_select(0, rows_S)
-        settings = self._settings(rows_S, ints_SI, features)
+        settings = self._settings(rows_S, ints_SI, features, masks)
         sampled = sample(logits_SV, settings)
         ints_SI[:, LAST] = sampled.tokens_S
         ints_SI[:, LENGTH] += 1
@@ -68,23 +85,31 @@ class Sampler:
         _write_output(output_4R, sampled)
 
     def _draw_on_gpu(
-        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, features: Feature, output_4R: torch.Tensor
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: torch.Tensor,
+        features: Feature,
+        output_4R: torch.Tensor,
+        masks: StepMasks | None,
     ) -> None:
         from rollout_kernels.triton_sampling import draw_and_advance
 
         drawn_SV = None
         if features.reshapes:
-            settings = self._settings(rows_S, self.rows.ints.index_select(0, rows_S), features)
+            settings = self._settings(rows_S, self.rows.ints.index_select(0, rows_S), features, masks)
             drawn_SV = change_logits(logits_SV, settings) / settings.temperature_S[:, None]
             if settings.top_k_S is not None:
-                drawn_SV = truncate(drawn_SV, settings)
+                drawn_SV = truncate(drawn_SV, settings, self._exact_sums)
         draw_and_advance(logits_SV, drawn_SV, rows_S, self.rows.ints, self.rows.floats, output_4R, _COLUMNS)
 
-    def _settings(self, rows_S: torch.Tensor, ints_SI: torch.Tensor, features: Feature) -> SamplingRows:
+    def _settings(
+        self, rows_S: torch.Tensor, ints_SI: torch.Tensor, features: Feature, masks: StepMasks | None
+    ) -> SamplingRows:
         state, index_S = self.rows, ints_SI[:, LENGTH] + 1 - ints_SI[:, PROMPT]
         floats_SF = state.floats.index_select(0, rows_S)
         penalize, bias = bool(features & Feature.PENALIZE), bool(features & Feature.BIAS)
         ban, cut = bool(features & Feature.MIN_TOKENS), bool(features & Feature.TRUNCATE)
+        masks = masks if features & Feature.CONSTRAIN else None
         return SamplingRows(
             temperature_S=floats_SF[:, TEMPERATURE],
             noise_S=floats_SF[:, NOISE] if features & Feature.DRAW else None,
@@ -101,6 +126,8 @@ class Sampler:
             top_k_S=ints_SI[:, TOP_K] if cut else None,
             top_p_S=floats_SF[:, TOP_P] if cut else None,
             min_p_S=floats_SF[:, MIN_P] if cut else None,
+            masked_C=masks.at if masks is not None else None,
+            masks_CW=masks.bits if masks is not None else None,
         )
 
 

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollout.engine.admission import Deadlines, SchedulerLimits, WaitingQueue, refusal
+from rollout.engine.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.memory import SequenceMemory
 from rollout.engine.outcome import NOT_FINITE, Counters, make_delta, make_request_done
 from rollout.engine.plan import Plan, PromptChunk, StepOutput
 from rollout.engine.sequence import Group, Sequence, State, union_of
 from rollout.engine.types import Event, Finish, FinishReason, Request, RequestKey
+from rollout.engine.waiting import WaitingRoom
 
 
 class Scheduler:
@@ -49,7 +50,7 @@ class Scheduler:
         self.leaving: list[Sequence] = []
         self.waiting = 0  # sequences with no row, those that wait for their leader included
         self.paused = False
-        self._queue = WaitingQueue()
+        self._room = WaitingRoom(memory)
         self._free_rows = list(range(limits.max_rows, 0, -1))
         self._deadlines = Deadlines()
         self._arrivals = 0
@@ -74,8 +75,7 @@ class Scheduler:
             group.sequences.append(Sequence(group, index, self._arrivals))
         self.groups[request.key] = group
         self.waiting += request.n
-        group.leader, group.followers = group.sequences[0], group.sequences[1:]
-        self._queue.push(group.leader)
+        self._room.enter(group, self.version)
         if request.deadline_s is not None:
             self._deadlines.add(now + request.deadline_s, group)
 
@@ -91,11 +91,20 @@ class Scheduler:
         for key in list(self.groups):
             self.end(key, reason, error)
 
+    def end_early(self, reason: FinishReason, error: str | None = None) -> None:
+        """End the requests that wait for a newer weights version."""
+        for key in list(self._room.early):
+            self.end(key, reason, error)
+
     def stop_at(self, key: RequestKey, index: int, string: str) -> None:
         """A stop string was found in a completion's text."""
         group = self.groups.get(key)
         if group is not None and not group.sequences[index].finalized:
             self._finish(group.sequences[index], Finish("stop", string))
+
+    def fail(self, seq: Sequence, error: str) -> None:
+        """End one completion as an error, with what it has."""
+        self._finish(seq, Finish("error", error=error))
 
     def end_overdue(self) -> None:
         """End requests whose deadline has passed."""
@@ -106,9 +115,11 @@ class Scheduler:
         """Steps planned from now on run under `version`; with `recompute` running rows start again."""
         self.version = version
         self._refused = None
-        for group in list(self.memory.sharing):
-            self._lead_again(group)
+        self._room.weights_changed(version)
         self.memory.weights_changed()
+        for seq in [seq for group in self.groups.values() for seq in group.sequences if seq.too_old_for(version)]:
+            if seq.launched == len(seq.tokens) and not seq.finalized:  # tokens in flight are of the old version
+                self._finish(seq, Finish("stale"))
         for seq in self.prefilling + self.decoding:
             if recompute or not seq.row_ready:  # what was admitted but has launched nothing takes no old KV along
                 self._take_off(seq)
@@ -134,12 +145,17 @@ class Scheduler:
         return not self.groups
 
     @property
+    def resting(self) -> bool:
+        """True when there is nothing to do before the weights change or a command comes."""
+        return len(self._room.early) == len(self.groups)
+
+    @property
     def running(self) -> int:
         """Sequences that hold a row."""
         return self.limits.max_rows - len(self._free_rows)
 
     def _admit(self) -> None:
-        while self._free_rows and not self.leaving and (seq := self._queue.first()) is not None:
+        while self._free_rows and not self.leaving and (seq := self._room.queue.first()) is not None:
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
             running, available = len(self.decoding) + len(self.prefilling), self.memory.pool.available
             if self._refused is seq and running >= self._refused_at[0] and available <= self._refused_at[1]:
@@ -152,7 +168,7 @@ class Scheduler:
                 self._refused = None
                 continue
             self._refused = None
-            self._queue.pop()
+            self._room.queue.pop()
             seq.row, seq.row_ready, seq.state = self._free_rows.pop(), False, State.PREFILL
             self.prefilling.append(seq)
             self.waiting -= 1
@@ -165,7 +181,7 @@ class Scheduler:
         if group.admitted_s is None:
             group.admitted_s = self.clock()
             group.cached_tokens = min(seq.kv_len, seq.prompt_len)
-        self._no_longer_unstarted(seq)
+        self._room.started(seq)
 
     def _plan_prefill(self) -> Plan | None:
         chunks: list[PromptChunk] = []
@@ -246,7 +262,7 @@ class Scheduler:
         self.prefilling.remove(seq)
         self.decoding.append(seq)
         if seq is seq.group.leader:
-            self._leader_done(seq.group, seq)
+            self._room.leader_launched(seq, self.version)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Take a step's tokens; steps are committed in the order of their launch."""
@@ -272,17 +288,21 @@ class Scheduler:
             if output is not None and output.logprobs[i] != output.logprobs[i]:
                 self._finish(seq, Finish("error", error=NOT_FINITE))
             elif output is not None:
-                token = output.tokens[i]
+                token, versions = output.tokens[i], seq.versions
+                same_version = bool(versions) and versions[-1][0] == version
+                if not same_version and seq.too_old_for(version):
+                    self._finish(seq, Finish("stale"))
+                    continue
                 seq.tokens.append(token)
                 seq.logprobs.append(output.logprobs[i])
                 seq.raw_logprobs.append(output.raw_logprobs[i])
                 if seq.drawn_logprobs is not None:
                     seq.drawn_logprobs.append(output.drawn_logprobs[i])
-                versions = seq.versions
-                if versions and versions[-1][0] == version:
+                if same_version:  # last: `rescue` tells by them whether a token is whole
                     versions[-1][1] += 1
                 else:
                     versions.append([version, 1])
+                    seq.oldest_version = version if seq.oldest_version is None else seq.oldest_version
                 self.counters.tokens += 1
                 if token in seq.stop_ids or len(seq.tokens) >= seq.check_at:
                     self._examine(seq, token)
@@ -318,15 +338,16 @@ class Scheduler:
         seq.finalized = True  # after its last delta: `rescue` relies on it
         group = seq.group
         group.unfinished -= 1
-        if seq is group.leader:
-            self._leader_done(group, None)
-        elif seq in group.followers:
-            group.followers.remove(seq)
-        self._no_longer_unstarted(seq)
+        complete = finish.reason in ("stop", "length")
+        group.complete += complete
+        self._room.ended(seq)
         if group.unfinished == 0:
             self.events.append(make_request_done(group, self.clock()))
             del self.groups[group.key]
+            self._room.early.pop(group.key, None)
         self._settle(seq)
+        if complete and group.complete == group.request.min_complete:
+            self.end(group.key, "cancelled")
 
     def _preempt(self, seq: Sequence) -> None:
         self.counters.preemptions += 1
@@ -354,42 +375,10 @@ class Scheduler:
             seq.state = State.WAITING
             if not seq.finalized:
                 self.waiting += 1
-                self._queue.push(seq)
+                self._room.queue.push(seq)
 
     def _running_list(self, seq: Sequence) -> list[Sequence]:
         return self.decoding if seq.state is State.DECODE else self.prefilling
-
-    # --- groups ------------------------------------------------------------------------------------------------------
-
-    def _leader_done(self, group: Group, leader: Sequence | None) -> None:
-        """The leader's prefill is launched, or (None) it ended before: its followers may come."""
-        group.leader = None
-        if not group.followers:
-            return
-        if leader is not None and self.memory.open_share(leader, self.version):
-            for seq in group.followers:
-                seq.may_share = True
-                self._queue.push(seq)
-            group.unstarted, group.followers = len(group.followers), []
-        else:
-            group.leader = group.followers.pop(0)
-            self._queue.push(group.leader)
-
-    def _lead_again(self, group: Group) -> None:
-        """The share is of an old version: of those that have not started, one prefills for all."""
-        unstarted = [seq for seq in group.sequences if seq.may_share]
-        self._queue.remove(unstarted)
-        for seq in unstarted:
-            self._no_longer_unstarted(seq)
-        group.leader, group.followers = unstarted[0], unstarted[1:]
-        self._queue.push(group.leader)
-
-    def _no_longer_unstarted(self, seq: Sequence) -> None:
-        if seq.may_share:
-            seq.may_share = False
-            seq.group.unstarted -= 1
-            if seq.group.unstarted == 0:
-                self.memory.close_share(seq.group)
 
     def check_integrity(self) -> None:
         """Assert that nothing leaked. Call it when no step is in flight and no request is left."""

@@ -52,11 +52,12 @@ class Feature(IntFlag):
     PENALIZE = auto()
     BIAS = auto()
     MIN_TOKENS = auto()
+    CONSTRAIN = auto()
 
     @property
     def reshapes(self) -> bool:
         """True if the drawn distribution is not the plain one."""
-        return bool(self & (Feature.TRUNCATE | Feature.PENALIZE | Feature.BIAS | Feature.MIN_TOKENS))
+        return bool(self & ~(Feature.GREEDY | Feature.DRAW))
 
 
 def row_seed(seed: int, index: int) -> int:
@@ -77,6 +78,8 @@ def features_of(request: Request) -> Feature:
         features |= Feature.BIAS
     if request.stop.min_tokens > 0 and request.stop.token_ids:
         features |= Feature.MIN_TOKENS
+    if request.constraint is not None:
+        features |= Feature.CONSTRAIN
     return features
 
 
@@ -101,6 +104,7 @@ class Group:
     share: PromptShare | None = None
     unstarted: int = 0  # members that may still want the share
     unfinished: int = 0
+    complete: int = 0  # that came to an end of their own
     cached_tokens: int = 0
     preemptions: int = 0
     admitted_s: float | None = None
@@ -134,8 +138,11 @@ class Sequence:
         "kv_version",
         "launched",
         "logprobs",
+        "matched",
+        "matcher",
         "max_tokens",
         "may_share",
+        "oldest_version",
         "pages",
         "prefill_tokens",
         "priority",
@@ -170,7 +177,11 @@ class Sequence:
         self.raw_logprobs = array("f", bytes(4 * known))
         self.drawn_logprobs = array("f", bytes(4 * known)) if self.features.reshapes else None
         self.versions: list[list[int]] = []  # runs of [version, tokens], of the tokens generated here
+        self.oldest_version = request.prior.oldest_version if request.prior is not None else None
         self.flushed = known
+
+        self.matcher = request.constraint.start() if request.constraint is not None else None
+        self.matched = known  # tokens that the matcher has seen
 
         self.state = State.WAITING
         self.finalized = False
@@ -195,6 +206,11 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Admission order; the largest rank is preempted first."""
         return (-self.priority, self.arrival)
+
+    def too_old_for(self, version: int) -> bool:
+        """True if a token of this weights version would make its span larger than asked for."""
+        most = self.group.request.max_version_span
+        return most is not None and self.oldest_version is not None and version - self.oldest_version > most
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""

@@ -7,6 +7,8 @@
     h2d_done   the upload has arrived          start  compute begins (recorded after the wait on the upload)
     d2h_done   the outputs are on the host     end    compute is over; the D2H copy waits for it
 
+With constrained rows the step has two parts, and the second waits for their masks: start, forward_end, draw_start, end.
+
 A slot is taken from acquire until the commit that read its host outputs has returned; its buffers are written by
 nobody else in between.
 """
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 
 from rollout.engine.device import Device
+from rollout.engine.masks import StepMasks
 
 #: Sections start at a multiple of this many int32 words: at 16 bytes. Kernels are compiled anew for pointers that are
 #: not that well aligned, and nothing is to be compiled while serving.
@@ -43,7 +46,7 @@ class Section:
 class Slot:
     """Buffers and events of one step."""
 
-    def __init__(self, device: Device, upload_words: int, max_rows: int) -> None:
+    def __init__(self, device: Device, upload_words: int, max_rows: int, vocab: int) -> None:
         self.input_host = device.host_buffer((upload_words,), torch.int32)
         self.input = torch.zeros(upload_words, dtype=torch.int32, device=device.torch_device)
         self.output = torch.zeros(OUTPUT_FIELDS, max_rows, dtype=torch.int32, device=device.torch_device)
@@ -51,6 +54,9 @@ class Slot:
         self.h2d_start, self.h2d_done = device.event(), device.event()
         self.start, self.end = device.event(), device.event()
         self.d2h_start, self.d2h_done = device.event(), device.event()
+        self.masks = StepMasks(device, max_rows, vocab)
+        self.forward_end, self.draw_start = device.event(), device.event()  # of a step whose draw is held
+        self.forwarded: tuple[torch.Tensor, torch.Tensor] | None = None  # its logits and rows
         self._staging = self.input_host.numpy()
         self._used = 0
         self._sections: dict[str, Section] = {}

@@ -16,6 +16,8 @@ from typing import Literal
 
 import numpy as np
 
+from rollout.constraints.matcher import Constraint
+
 #: (client, request id): what identifies a request to cancel it, to find its result, to tell a duplicate.
 RequestKey = tuple[str, str]
 #: Runs of (weights version, number of tokens) that add up to the number of tokens.
@@ -66,6 +68,7 @@ class Prior:
     """Tokens of an earlier partial completion that generation continues after."""
 
     token_ids: np.ndarray  # int32 [k]
+    oldest_version: int | None = None  # of weights; None where it is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,10 @@ class Request:
     deadline_s: float | None = None  # seconds from submission
     stream_every: int = 0  # tokens between two deltas; 0: one delta, at the end
     prior: Prior | None = None  # only with n == 1
+    min_version: int = 0  # not started under older weights
+    constraint: Constraint | None = None  # begins after `prior`
+    min_complete: int | None = None  # once so many have come to an end of their own, the others are cancelled
+    max_version_span: int | None = None  # newest less oldest version of a completion's tokens; then it ends as stale
 
 
 # --- commands: service -> engine -------------------------------------------------------------------------------------
@@ -228,11 +235,14 @@ class SequenceStatus:
     priority: int
 
 
+EngineState = Literal["serving", "paused", "draining", "asleep", "stale", "stalled"]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot of the engine, replaced as a whole a few times a second; what `status` answers from."""
 
-    state: Literal["serving", "paused", "draining", "asleep", "stale", "stalled"] = "serving"
+    state: EngineState = "serving"
     weights_version: int = 0
     rows_running: int = 0
     rows_max: int = 0
@@ -257,3 +267,4 @@ class EngineStatus:
     idle_pct: Mapping[str, float] = field(default_factory=dict)  # by cause, of about the last 10 s
     swaps: tuple[SwapStatus, ...] = ()  # the last ones, newest first
     problems: tuple[str, ...] = ()  # what has ended that should not have, a sentence each
+    stale: str = ""  # why the weights are of no use, and what cures that

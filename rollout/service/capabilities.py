@@ -29,15 +29,18 @@ class Views(Protocol):
 
 
 def default_capabilities(
-    text: TextCodec | None, receiver: WeightControl | None, views: Views | None = None
+    text: TextCodec | None, receiver: WeightControl | None, views: Views | None = None, grammars: bool = False
 ) -> tuple[str, ...]:
     """What `status.capabilities` lists: the ops, and what of `generate` is not a matter of course."""
-    offered = ["generate", "cancel", "attach", "ack", "status", "ping", "pause", "resume", "shutdown"]
+    offered = ["generate", "cancel", "attach", "ack", "report", "status", "ping", "pause", "resume", "shutdown"]
     if receiver is not None:
-        offered.append("weights")
+        offered += ["weights", "min_version"]
     if views is not None:
         offered += ["trace", "sequences"]
-    offered += ["stream", "continue_from", "priority", "deadline_s", "detached"]
+    offered += ["stream", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
+    offered += ["min_complete", "max_version_span"]
+    if grammars:
+        offered.append("constraint")
     if text is not None:
         offered += ["text", "return_text", "stop.strings"]
         if text.has_chat_template:

@@ -13,9 +13,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 
+from rollout.logs import about
 from trainer_bridge.wire import join_envelope
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,12 @@ class Peer:
     connection: bytes
     delimiter: bool
     id: str
+    client: str = ""  # whose it is, once that is known
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What log lines say of the request."""
+        return about(self.client or f"connection:{self.connection.hex()}", self.id)
 
 
 @dataclass(slots=True)
@@ -98,7 +106,7 @@ class Connections:
     def ended(self, connection: bytes) -> None:
         """Nothing can be delivered to this connection any more."""
         self._backlogs.pop(connection, None)
-        logger.info("connection %s is gone", connection.hex())
+        logger.debug("a connection is gone", extra={"connection": connection.hex()})
         self._on_gone(connection)
 
     def _try_send(self, message: list[bytes]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from rollout.engine.types import MAX_LOGIT_BIAS
 
@@ -123,6 +123,13 @@ def _digits(key: Any, what: str) -> int:
     raise ValueError(f"the key {key!r:.40} is not {what}; use a string of digits")
 
 
+def index_digits(key: str) -> str:
+    """The index of a completion as digits, written in the one way that there is: no zeros in front."""
+    if str(_digits(key, "the index of a completion")) != key:
+        raise ValueError(f"the key {key!r:.40} has zeros in front; write the index without them")
+    return key
+
+
 def _type_name(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
@@ -135,5 +142,6 @@ VersionRunList = Annotated[Any, BeforeValidator(version_runs)]
 LogitBias = Annotated[Any, BeforeValidator(bias_map)]
 #: By index of a completion: tokens that a client holds, None for all; and characters of its text.
 Offsets = Annotated[Any, BeforeValidator(offset_map)]
+IndexDigits = Annotated[str, AfterValidator(index_digits)]
 CharCounts = Annotated[Any, BeforeValidator(char_map)]
 Seed = Annotated[int, Field(ge=0, lt=SEED_END)]

@@ -17,13 +17,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from queue import SimpleQueue
-
-import numpy as np
 
 from rollout.config import ServiceSettings
 from rollout.engine.types import (
@@ -38,13 +33,17 @@ from rollout.engine.types import (
     StopAt,
     Submit,
 )
+from rollout.logs import about
 from rollout.service import requests
 from rollout.service.completion import Completion
 from rollout.service.connections import Connections, Peer
+from rollout.service.constraint import Constraints
 from rollout.service.errors import ServiceError, bad_request
-from rollout.service.intake import Intake, prior_columns
+from rollout.service.in_flight import InFlight
+from rollout.service.intake import Intake, Prepared, prior_columns
 from rollout.service.leases import Leases, client_key, may_return
 from rollout.service.patience import Patience
+from rollout.service.preparation import Preparation
 from rollout.service.prepare import Preparer
 from rollout.service.replies import error_reply, ok_reply, result_reply
 from rollout.service.stop_strings import StopText
@@ -66,23 +65,6 @@ _MAX_WAIT_S = 60.0
 _COMPLETION_BYTES = 2048  # that a completion takes beside the message and its tokens, roughly
 
 
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """One request, from its message to its last event."""
-
-    key: RequestKey
-    name: tuple[str, str]  # (client, id)
-    message: requests.Generate
-    content: bytes
-    arrived_s: float
-    waiters: list[Waiter]
-    size: int  # bytes that it takes, roughly: the message, and something for each completion
-    request: Request | None = None  # None while its prompt is prepared
-    cancelled: bool = False
-    reclaimed: bool = False  # its client stayed away
-    completions: list[Completion] = field(default_factory=list)
-
-
 class Generation:
     """Owns the requests in flight. Everything here runs on the service thread."""
 
@@ -96,7 +78,8 @@ class Generation:
         inbox: SimpleQueue[Command],
         status: Callable[[], EngineStatus],
         connections: Connections,
-        preparer: Preparer,
+        preparer: Preparer[Prepared | None],
+        constraints: Constraints,
         worker: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,19 +89,18 @@ class Generation:
         self._settings = settings
         self._intake = intake
         self._text = text
-        self._prompts = prompts
         self._inbox = inbox
         self._status = status
         self._connections = connections
         self._delivery = Delivery(connections)
         self._leases = Leases(settings.lease_s, clock)
         self._patience = Patience(clock)
-        self._preparer = preparer
+        self._preparation = Preparation(preparer, intake, prompts, constraints, lambda key: self._by_key.get(key))
         self._worker = worker
         self._serial = count()
-        self._by_name: dict[tuple[str, str], _InFlight] = {}
-        self._by_key: dict[RequestKey, _InFlight] = {}
-        self._by_client: dict[str, dict[RequestKey, _InFlight]] = {}
+        self._by_name: dict[tuple[str, str], InFlight] = {}
+        self._by_key: dict[RequestKey, InFlight] = {}
+        self._by_client: dict[str, dict[RequestKey, InFlight]] = {}
         self._pending_bytes = 0  # of all of them
 
     # --- from clients ------------------------------------------------------------------------------------------------
@@ -140,17 +122,12 @@ class Generation:
         size = sum(len(frame) for frame in frames) + message.n * _COMPLETION_BYTES
         self._check_capacity(client, size)
         key = (client, f"{message.id}#{next(self._serial)}")
-        entry = _InFlight(key, name, message, content, time.monotonic(), [waiter], size)
+        entry = InFlight(key, name, message, content, time.monotonic(), [waiter], size, frames)
         self._pending_bytes += size
         self._by_name[name] = self._by_key[key] = entry
         self._by_client.setdefault(client, {})[key] = entry
         self._leases.hold(client, peer.connection)
-        then = partial(self._submit, entry)
-        if isinstance(message.prompt, np.ndarray):
-            self._preparer.run(client, lambda: message.prompt, then, slow=False)
-        else:
-            assert self._prompts is not None, "text without a tokenizer was refused"
-            self._preparer.run(client, partial(self._prompts.encode_prompt, frames), then, slow=True)
+        self._preparation.begin(entry, self._submit)
 
     def cancel(self, peer: Peer, client: str, message: requests.Cancel) -> None:
         """End a request with what it has. Raises `ServiceError` if there is none."""
@@ -189,6 +166,20 @@ class Generation:
         for target in message.targets:
             self.store.forget((client, target))
         self._connections.send(peer, encode(ok_reply(peer.id)))
+
+    def result_of(self, client: str, target: str) -> Stored:
+        """The result of an earlier request, which has ended. Raises `ServiceError` if it is not there."""
+        if (client, target) in self._by_name:
+            raise bad_request(f"{target!r} is in flight and has no result yet; wait for it", "target")
+        stored = self.store.get((client, target))
+        if stored is None:
+            raise ServiceError(
+                "not_found",
+                f"there is no result of {target!r}: it was acknowledged or forgotten; report before 'ack', and raise "
+                "service.max_results, max_results_bytes or max_results_age_s if the worker forgets too early",
+                "target",
+            )
+        return stored
 
     # --- clients that come and go ------------------------------------------------------------------------------------
 
@@ -235,12 +226,12 @@ class Generation:
             self._handle(entry, event)
         # Whatever is wrong with one request must not end the service.
         except Exception:
-            logger.exception("request %r failed in the service", entry.name[1])
+            logger.exception("a request failed in the service", extra=about(*entry.name))
             if entry.key in self._by_key:
                 self._inbox.put(Cancel(entry.key))
                 self._fail(entry, _internal())
 
-    def _handle(self, entry: _InFlight, event: Delta | RequestDone | Rejected) -> None:
+    def _handle(self, entry: InFlight, event: Delta | RequestDone | Rejected) -> None:
         match event:
             case Delta():
                 self._add(entry, event)
@@ -254,7 +245,7 @@ class Generation:
 
     # --- one request -------------------------------------------------------------------------------------------------
 
-    def _join(self, known: _InFlight | Stored, waiter: Waiter, content: bytes) -> None:
+    def _join(self, known: InFlight | Stored, waiter: Waiter, content: bytes) -> None:
         """Answer a request that was sent before."""
         peer = waiter.peer
         if known.content != content:
@@ -271,13 +262,13 @@ class Generation:
             waiter.stream = False  # a reader cannot tell two streams under one id
         self._add_waiter(known, waiter)
 
-    def _add_waiter(self, entry: _InFlight, waiter: Waiter) -> None:
+    def _add_waiter(self, entry: InFlight, waiter: Waiter) -> None:
         if len(entry.waiters) >= _MAX_WAITERS:
             raise self._overloaded(f"{_MAX_WAITERS} wait for this request; come back later")
         entry.waiters.append(waiter)
         self._delivery.chunks([waiter], entry.completions)
 
-    def _held(self, entry: _InFlight, message: requests.Attach) -> dict[int, Position | None]:
+    def _held(self, entry: InFlight, message: requests.Attach) -> dict[int, Position | None]:
         if entry.completions:
             return held_positions(message.offsets, message.text_chars, entry.completions)
         known = entry.message.continue_from
@@ -297,38 +288,43 @@ class Generation:
 
     def _check_capacity(self, client: str, size: int) -> None:
         self.check_alive()
-        state = "draining" if self.draining else self._status().state
+        status = self._status()
+        state = "draining" if self.draining else status.state
         if state in _UNAVAILABLE:
-            raise ServiceError("unavailable", _UNAVAILABLE[state])
+            message = _UNAVAILABLE[state]
+            raise ServiceError("unavailable", f"{message} ({status.stale})" if state == "stale" else message)
         if client not in self._by_client and len(self._by_client) >= self._settings.max_clients:
             raise self._overloaded(f"{len(self._by_client)} clients are served; come back later")
         if self._pending_bytes + size > self._settings.max_pending_bytes:
             raise self._overloaded("the requests in flight take all the room there is; come back later")
-        if self._preparer.waiting >= self._settings.max_queue:
+        if self._preparation.waiting >= self._settings.max_queue:
             raise self._overloaded("the queue is full; come back later")
 
     def _overloaded(self, message: str) -> ServiceError:
         """The error, with when to come back: every request in flight but this one waits for its end."""
         return ServiceError("overloaded", message, None, self._patience.retry_after_s(len(self._by_key)))
 
-    def _submit(self, entry: _InFlight, prepared: Future[np.ndarray]) -> None:
+    def _submit(self, entry: InFlight, outcome: Callable[[], Prepared]) -> None:
         """Hand a request whose prompt is ready to the engine. Never raises."""
-        if entry.key not in self._by_key:
-            return
         try:
-            prompt = prepared.result()
+            prepared = outcome()
             elapsed_s = time.monotonic() - entry.arrived_s
-            request = self._intake.build(entry.key, entry.message, prompt, elapsed_s)
+            request = self._intake.build(entry.key, entry.message, prepared, elapsed_s)
             entry.completions = [self._new_completion(entry.message, request, index) for index in range(request.n)]
         except ServiceError as error:
+            if error.code == "internal":
+                logger.error("a prompt could not be prepared", extra=about(*entry.name) | {"why": str(error)})
             self._fail(entry, error)
             return
         # A fault of ours, in the tokenizer for one, ends this request and nothing else.
         except Exception:
-            logger.exception("request %r could not be prepared", entry.name[1])
+            logger.exception("a request could not be prepared", extra=about(*entry.name))
             self._fail(entry, _internal())
             return
         entry.request = request
+        if logger.isEnabledFor(logging.DEBUG):
+            facts = {"prompt_tokens": len(prepared.prompt), "n": request.n, "max_tokens": request.max_tokens}
+            logger.debug("a request is taken", extra=about(*entry.name) | facts)
         self._inbox.put(Submit(request))
         if entry.cancelled:
             self._inbox.put(Cancel(entry.key))
@@ -343,14 +339,14 @@ class Generation:
             shown_from = len(text.text) if taken is None else taken
         return Completion(index, prior_columns(message.continue_from), text, shown_from)
 
-    def _add(self, entry: _InFlight, delta: Delta) -> None:
+    def _add(self, entry: InFlight, delta: Delta) -> None:
         completion = entry.completions[delta.index]
         match = completion.add(delta)
         if match is not None:
             self._inbox.put(StopAt(entry.key, delta.index, match.tokens, match.string))
         self._delivery.chunks(entry.waiters, [completion])
 
-    def _finish(self, entry: _InFlight, done: RequestDone) -> None:
+    def _finish(self, entry: InFlight, done: RequestDone) -> None:
         assert entry.request is not None, "done before it was submitted"
         with_text = entry.message.return_text
         completions = [completion.result_fields(with_text=with_text) for completion in entry.completions]
@@ -363,18 +359,22 @@ class Generation:
             metadata=entry.message.metadata,
         )
         frames = encode(result)
+        if logger.isEnabledFor(logging.DEBUG):
+            ended = {"took_s": round(time.monotonic() - entry.arrived_s, 3), "bytes": sum(map(len, frames))}
+            logger.debug("a request has ended", extra=about(*entry.name) | ended)
         self._forget(entry)
         self._patience.ended(len(self._by_key))
         if not entry.reclaimed or any(completion.end != completion.start for completion in entry.completions):
             self.store.add(entry.name, frames, entry.content, entry.completions[0].start)
         self._delivery.last(entry.waiters, frames, entry.name[1])
 
-    def _fail(self, entry: _InFlight, error: ServiceError) -> None:
+    def _fail(self, entry: InFlight, error: ServiceError) -> None:
         frames = encode(error_reply(entry.name[1], error))
+        logger.debug("a request is refused", extra=about(*entry.name) | {"code": error.code, "why": str(error)})
         self._forget(entry)
         self._delivery.last(entry.waiters, frames, entry.name[1])
 
-    def _reclaim(self, entry: _InFlight) -> None:
+    def _reclaim(self, entry: InFlight) -> None:
         """End a request whose client is gone. The tokens that it has are kept for a client that may return."""
         entry.reclaimed = True
         if not entry.cancelled:
@@ -382,10 +382,10 @@ class Generation:
             entry.cancelled = True
             if entry.request is not None:
                 self._inbox.put(Cancel(entry.key))
-        if not may_return(entry.name[0]):
+        if not may_return(entry.name[0]) or entry.request is None:  # nothing can come of a prompt in preparation
             self._forget(entry)
 
-    def _forget(self, entry: _InFlight) -> None:
+    def _forget(self, entry: InFlight) -> None:
         client = entry.name[0]
         del self._by_key[entry.key]
         self._pending_bytes -= entry.size

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollout.config import ServiceSettings
+from rollout.constraints.matcher import Constraint
 from rollout.engine.types import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
 from rollout.service.columns import TokenColumns
+from rollout.service.constraint import ConstraintFields
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests import ContinueFrom, Generate, Sampling
 from rollout.service.text import TextCodec, check_chars
@@ -31,16 +33,30 @@ class ServedModel:
     eos_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What took work before a request could be built."""
+
+    prompt: np.ndarray  # int32 [prompt tokens]
+    constraint: Constraint | None = None
+
+
 class Intake:
     """Checks `generate` messages and turns them into engine requests."""
 
     def __init__(
-        self, settings: ServiceSettings, model: ServedModel, text: TextCodec | None, stop_check_every: int
+        self,
+        settings: ServiceSettings,
+        model: ServedModel,
+        text: TextCodec | None,
+        stop_check_every: int,
+        grammars: bool = False,
     ) -> None:
         self._settings = settings
         self._model = model
         self._text = text
         self._stop_check_every = stop_check_every
+        self._grammars = grammars
 
     def check(self, message: Generate) -> None:
         """Everything that can be refused before a prompt is tokenized."""
@@ -53,6 +69,8 @@ class Intake:
         if message.needs_text:
             self._check_text(message)
         self._check_vocabulary(message)
+        if message.constraint is not None:
+            self._check_constraint(message, message.constraint)
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         if message.max_tokens is not None:
             if message.max_tokens <= known:
@@ -62,8 +80,14 @@ class Intake:
             if message.stop.min_tokens > message.max_tokens:
                 raise bad_request("'stop.min_tokens' is more than 'max_tokens'; lower it", "stop.min_tokens")
 
-    def build(self, key: RequestKey, message: Generate, prompt: np.ndarray, elapsed_s: float) -> Request:
+    def stop_ids(self, message: Generate) -> tuple[int, ...]:
+        """Tokens that end a completion, eos included unless it is ignored."""
+        eos = () if message.stop.ignore_eos else self._model.eos_ids
+        return tuple(dict.fromkeys((*eos, *message.stop.token_ids)))
+
+    def build(self, key: RequestKey, message: Generate, prepared: Prepared, elapsed_s: float) -> Request:
         """The engine's request. `elapsed_s` of the deadline have gone by since the message came."""
+        prompt = prepared.prompt
         self._check_prompt(prompt, "messages" if message.messages is not None else "prompt")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         return Request(
@@ -76,7 +100,11 @@ class Intake:
             priority=message.priority,
             deadline_s=None if message.deadline_s is None else max(message.deadline_s - elapsed_s, _MIN_DEADLINE_S),
             stream_every=self._delta_every(message),
-            prior=Prior(message.continue_from.token_ids) if message.continue_from else None,
+            prior=_prior(message.continue_from),
+            min_version=message.min_version or 0,
+            constraint=prepared.constraint,
+            min_complete=message.min_complete,
+            max_version_span=message.max_version_span,
         )
 
     def _check_prompt(self, prompt: np.ndarray, field: str) -> None:
@@ -99,6 +127,20 @@ class Intake:
             raise bad_request(
                 f"the vocabulary has {self._model.vocab_size} tokens; set 'top_k' to at most that, or 0",
                 "sampling.top_k",
+            )
+
+    def _check_constraint(self, message: Generate, constraint: ConstraintFields) -> None:
+        if constraint.token_ids is not None:
+            self._check_ids(constraint.token_ids, "constraint.token_ids")
+        elif not self._grammars:
+            raise bad_request(
+                "this worker can constrain to 'token_ids' only; other constraints need a tokenizer and its "
+                "'constraints' extra",
+                "constraint",
+            )
+        if not self.stop_ids(message):
+            raise bad_request(
+                "a constrained completion ends with a stop token; name one, or leave 'ignore_eos' out", "stop"
             )
 
     def _check_ids(self, token_ids: np.ndarray, field: str) -> None:
@@ -146,8 +188,7 @@ class Intake:
         return message.max_tokens
 
     def _stop(self, message: Generate) -> StopParams:
-        eos = () if message.stop.ignore_eos else self._model.eos_ids
-        token_ids = tuple(dict.fromkeys((*eos, *message.stop.token_ids)))
+        token_ids = self.stop_ids(message)
         if message.stop.min_tokens > 0 and len(token_ids) > MAX_STOP_IDS:
             raise bad_request(
                 f"with 'min_tokens' there can be at most {MAX_STOP_IDS} stop tokens, eos ids included; these are "
@@ -183,6 +224,13 @@ def prior_columns(prior: ContinueFrom | None) -> TokenColumns:
         if prior.drawn_logprobs is None:
             columns.mark_drawn_unknown()
     return columns
+
+
+def _prior(prior: ContinueFrom | None) -> Prior | None:
+    if prior is None:
+        return None
+    known = [version for version, _ in prior.versions or () if version >= 0]
+    return Prior(prior.token_ids, min(known, default=None))
 
 
 def _sampling(sampling: Sampling, prior: ContinueFrom | None) -> SamplingParams:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-_RECENT = 256  # requests
+_RECENT = 16_384  # requests; rollouts end in waves, and one wave says nothing about the time between two
 _RECENT_S = 60.0
 _UNKNOWN_S = 1.0  # while nothing has ended lately
 _LEAST_S, _MOST_S = 0.05, 30.0

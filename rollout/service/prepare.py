@@ -1,53 +1,122 @@
-"""Slow work on prompts (templates, tokenization) beside the service thread, in order for each client.
+"""Slow work on requests (templates, tokenization, grammars) beside the service thread, in order for each client.
 
-One thread does the work, or waits for the process that does; what it returns continues on the service thread. A
-client's requests continue in the order in which they came, also when one needs no work and the one before it does.
-Clients do not wait for each other here.
+Two threads do the work: one has the prompts, or waits for the process that works them out; the other has the
+constraints, which take longer. What they return continues on the service thread. A client's requests continue in the
+order in which they came, also when one needs no work and the one before it does. Clients take turns: of each that has
+work to be done one request is worked on, whatever another one has waiting.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 Post = Callable[[Callable[[], None]], None]
 
+_AFTER_ALL = ""  # in a client's place: behind all clients
 
-class Preparer:
-    """Runs `work` in a thread of its own and `then` on the service thread."""
+
+class _Lane:
+    """A thread that works for one client after the other. May be used from any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._lock = threading.Lock()
+        # What has not begun, of each client; the first one is next.
+        self._turns: dict[str, deque[tuple[Future, Callable[[], object]]]] = {}
+
+    def submit(self, client: str, future: Future[Result], work: Callable[[], Result]) -> None:
+        """Have the future get the outcome of `work`; never, once the lane is closed."""
+        with self._lock:
+            self._turns.setdefault(client, deque()).append((future, work))
+        try:
+            self._executor.submit(self._take_turn)
+        except RuntimeError:  # it was closed while another lane still worked
+            pass
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _take_turn(self) -> None:
+        with self._lock:
+            client = next((client for client in self._turns if client != _AFTER_ALL), _AFTER_ALL)
+            waiting = self._turns.pop(client)
+            future, work = waiting.popleft()
+            if waiting:
+                self._turns[client] = waiting
+        try:
+            outcome = work()
+        # Whoever asks for the outcome gets it; a tokenizer that panics raises no Exception.
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(outcome)
+
+
+class Preparer(Generic[Result]):
+    """Runs work in threads of its own and what follows on the service thread."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-prepare")
-        self._queues: dict[str, deque[tuple[Future, Callable[[Future], None]]]] = {}
+        self._prompts = _Lane("service-prompts")
+        self._constraints = _Lane("service-constraints")
+        self._queues: dict[str, deque[tuple[Future[Result], Callable[[Future[Result]], None]]]] = {}
 
     @property
     def waiting(self) -> int:
         """Requests that have not continued yet."""
         return sum(len(queue) for queue in self._queues.values())
 
-    def run(
-        self, client: str, work: Callable[[], Result], then: Callable[[Future[Result]], None], *, slow: bool
-    ) -> None:
-        """Call `then` with the outcome of `work`: right away if it is not `slow` and nothing of the client waits."""
-        future: Future[Result]
-        if slow:
-            future = self._executor.submit(work)
+    def now(self, client: str, result: Result, then: Callable[[Future[Result]], None]) -> None:
+        """Call `then` with what needs no work: right away, if nothing of the client waits."""
+        future: Future[Result] = Future()
+        future.set_result(result)
+        if client in self._queues:
+            self._queues[client].append((future, then))
         else:
-            future = _done(work)
-            if client not in self._queues:
-                then(future)
-                return
-        self._queues.setdefault(client, deque()).append((future, then))
-        if slow:
-            future.add_done_callback(lambda _: self._post(lambda: self._continue(client)))
+            then(future)
+
+    def prompt(self, client: str, work: Callable[[], Result], then: Callable[[Future[Result]], None]) -> None:
+        """Call `then` with the outcome of `work` on a prompt."""
+        future: Future[Result] = Future()
+        self._queue(client, future, then)
+        self._prompts.submit(client, future, work)
+
+    def constraint(
+        self,
+        client: str,
+        prompt: Callable[[], Result],
+        work: Callable[[Result], Result],
+        then: Callable[[Future[Result]], None],
+    ) -> None:
+        """Call `then` with the outcome of `work` on a constraint, which gets that of `prompt`."""
+        first: Future[Result] = Future()
+        future: Future[Result] = Future()
+        self._queue(client, future, then)
+        first.add_done_callback(lambda _: self._constraints.submit(client, future, lambda: work(first.result())))
+        self._prompts.submit(client, first, prompt)
+
+    def behind_all(self, then: Callable[[], None]) -> None:
+        """Call `then` once all work that was given before is done."""
+        first: Future[None] = Future()
+        last: Future[None] = Future()
+        last.add_done_callback(lambda _: self._post(then))
+        first.add_done_callback(lambda _: self._constraints.submit(_AFTER_ALL, last, first.result))
+        self._prompts.submit(_AFTER_ALL, first, lambda: None)
 
     def close(self) -> None:
         """Give up what has not begun. `then` is not called for it."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for lane in (self._prompts, self._constraints):
+            lane.close()
+
+    def _queue(self, client: str, future: Future[Result], then: Callable[[Future[Result]], None]) -> None:
+        self._queues.setdefault(client, deque()).append((future, then))
+        future.add_done_callback(lambda _: self._post(lambda: self._continue(client)))
 
     def _continue(self, client: str) -> None:
         queue = self._queues.get(client)
@@ -56,13 +125,3 @@ class Preparer:
             if not queue:
                 del self._queues[client]
             then(future)
-
-
-def _done(work: Callable[[], Result]) -> Future[Result]:
-    future: Future[Result] = Future()
-    try:
-        future.set_result(work())
-    # As the executor does: whoever asks for the result gets it.
-    except Exception as error:
-        future.set_exception(error)
-    return future

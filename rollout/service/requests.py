@@ -13,10 +13,14 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from rollout.service.constraint import ConstraintFields
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.fields import (
     INT32_MAX,
+    MAX_INDEX_ENTRIES,
+    SEED_END,
     CharCounts,
+    IndexDigits,
     LogitBias,
     Logprobs,
     Offsets,
@@ -37,19 +41,15 @@ MAX_TRACE_STEPS = 2000
 MIN_TEMPERATURE = 1e-3
 
 #: Ops of the protocol that this worker does not offer.
-LATER_OPS = ("sleep", "wake", "report")
+LATER_OPS = ("sleep", "wake")
 #: Fields of `generate` that this worker does not offer, with the one value that asks for nothing.
 LATER_GENERATE_FIELDS: dict[str, Any] = {
     "logprobs": 0,
     "prompt_logprobs": False,
-    "min_complete": None,
     "return_routing": False,
-    "constraint": None,
     "adapter": None,
     "session": None,
     "session_lease_s": None,
-    "min_version": None,
-    "max_version_span": None,
 }
 
 
@@ -144,8 +144,12 @@ class Generate(Header):
     stream_every: int = Field(64, ge=1, le=INT32_MAX)
     return_text: bool = False
     continue_from: ContinueFrom | None = None
+    min_complete: int | None = Field(None, ge=1)
+    constraint: ConstraintFields | None = None
+    max_version_span: int | None = Field(None, ge=0)
     priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
     deadline_s: Number | None = Field(None, gt=0)
+    min_version: int | None = Field(None, ge=0, lt=SEED_END)
     detached: bool = False
     metadata: dict[str, Any] | None = None
 
@@ -179,6 +183,14 @@ class Ack(Header):
 
     op: Literal["ack"]
     targets: list[Id] = Field(min_length=1, max_length=MAX_ACKS)
+
+
+class Report(Header):
+    """A trainer's log-probs of an earlier result, by completion; float32 [tokens] each, NaN where not known."""
+
+    op: Literal["report"]
+    target: Id
+    logprobs: dict[IndexDigits, Logprobs] = Field(min_length=1, max_length=MAX_INDEX_ENTRIES)
 
 
 class Status(Header):
@@ -228,13 +240,14 @@ class Weights(Header):
     op: Literal["weights"]
 
 
-AnyRequest = Generate | Cancel | Attach | Ack | Status | Trace | Ping | Pause | Resume | Shutdown | Weights
+AnyRequest = Generate | Cancel | Attach | Ack | Report | Status | Trace | Ping | Pause | Resume | Shutdown | Weights
 
 _OPS: dict[str, type[AnyRequest]] = {
     "generate": Generate,
     "cancel": Cancel,
     "attach": Attach,
     "ack": Ack,
+    "report": Report,
     "status": Status,
     "trace": Trace,
     "ping": Ping,
@@ -291,6 +304,10 @@ def _check_generate(request: Generate) -> None:
         _check_messages(request.messages)
     if request.detached and request.client is None:
         raise bad_request("nobody could come back for a detached request without a 'client'; name it", "client")
+    if request.min_complete is not None and request.min_complete > request.n:
+        raise bad_request(f"of {request.n} completions no more can be complete; lower 'min_complete'", "min_complete")
+    if request.constraint is not None and request.stop.min_tokens > 0:
+        raise bad_request("a constraint may allow nothing but a stop token; leave 'min_tokens' out", "stop.min_tokens")
     if request.continue_from is not None:
         if request.n != 1:
             raise bad_request("'continue_from' continues one completion; set 'n' to 1", "n")
@@ -320,7 +337,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
 
 def _first_error(error: ValidationError) -> ServiceError:
     first: ErrorDetails = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field = ".".join(f"{part!s:.80}" for part in first["loc"])
+    field = ".".join(f"{part!s:.80}" for part in first["loc"] if part != "[key]")
     match first["type"]:
         case "missing":
             text = f"the field '{field}' is missing; add it"

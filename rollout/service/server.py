@@ -25,17 +25,20 @@ import zmq
 
 from rollout.config import SecuritySettings, ServiceSettings
 from rollout.engine.types import Command, Done, EngineStatus, Pause, Resume, Shutdown
+from rollout.metrics.mismatch import MismatchBox
 from rollout.service import requests
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
 from rollout.service.connections import Connections, Peer
+from rollout.service.constraint import Constraints
 from rollout.service.departures import Departures
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.generation import Generation
-from rollout.service.intake import Intake, ServedModel
+from rollout.service.intake import Intake, Prepared, ServedModel
 from rollout.service.leases import client_key
 from rollout.service.outbox import Outbox
 from rollout.service.prepare import Preparer
 from rollout.service.replies import error_reply, ok_reply, sequence_fields, status_reply, trace_reply
+from rollout.service.reports import Reports
 from rollout.service.router import open_router, receive_parts
 from rollout.service.text import PromptEncoder, PromptSource, TextCodec
 from trainer_bridge.access import Access
@@ -55,7 +58,7 @@ class Server:
 
     The engine's loop takes commands from `inbox` and hands events to `outbox.put`. `status` returns the engine's
     latest snapshot; it is called on the service thread. `prompts` works out the prompts' token ids, on a thread of its
-    own; without it that thread does so itself, with `text`.
+    own; without it that thread does so itself, with `text`. Without `constraints` there are allow lists only.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Server:
         status: Callable[[], EngineStatus],
         text: TextCodec | None = None,
         prompts: PromptSource | None = None,
+        constraints: Constraints | None = None,
         receiver: WeightControl | None = None,
         views: Views | None = None,
         worker_name: str = "",
@@ -85,9 +89,11 @@ class Server:
         self._receiver = receiver
         self._views = views
         self._worker = worker_name
-        offered = default_capabilities(text, receiver, views) if capabilities is None else capabilities
+        self._constraints = constraints or Constraints(None, model.vocab_size)
+        grammars = self._constraints.grammars
+        offered = default_capabilities(text, receiver, views, grammars) if capabilities is None else capabilities
         self._capabilities = tuple(offered)
-        self._intake = Intake(settings, model, text, stop_check_every)
+        self._intake = Intake(settings, model, text, stop_check_every, grammars)
         self._text = text
         self._prompts = PromptEncoder(text, settings.max_prompt_chars) if text and prompts is None else prompts
         self._limits = WireLimits(
@@ -95,9 +101,10 @@ class Server:
             max_header_bytes=settings.max_header_bytes,
             max_blobs=settings.max_blobs,
         )
+        self._reports = Reports(self.outbox.post, self._reply)
         self._tokens = count(1)
         self._controls: dict[int, Peer] = {}
-        self._drains: dict[int, tuple[float, Shutdown]] = {}  # behind prompts in preparation; when that takes too long
+        self._drains: dict[int, tuple[float, Shutdown]] = {}  # when each must be over, and the end that is told then
         self._weights_controls = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -112,6 +119,11 @@ class Server:
         """Completions of vanished clients that were ended."""
         return self._generation.reclaimed
 
+    @property
+    def mismatch(self) -> MismatchBox:
+        """What trainers have reported; may be emptied by any thread."""
+        return self._reports.box
+
     def start(self) -> None:
         """Bind the socket and serve. Raises ValueError if the endpoint cannot be bound, or not without CURVE."""
         assert self._thread is None, "a server starts once"
@@ -124,7 +136,7 @@ class Server:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._connections = Connections(self._socket, self._settings.max_stream_buffer_bytes, self._connection_gone)
         self._departures = Departures(self._socket)
-        self._preparer = Preparer(self.outbox.post)
+        self._preparer: Preparer[Prepared | None] = Preparer(self.outbox.post)
         self._generation = Generation(
             self._settings,
             self._intake,
@@ -134,6 +146,7 @@ class Server:
             status=self._status,
             connections=self._connections,
             preparer=self._preparer,
+            constraints=self._constraints,
             worker=self._worker,
         )
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
@@ -172,6 +185,7 @@ class Server:
             logger.critical("the service thread failed", exc_info=True)
         finally:
             self._preparer.close()
+            self._reports.close()
             self._departures.close()
             self._socket.close(linger=int(_LINGER_S * 1000))
             self._context.term()
@@ -218,7 +232,7 @@ class Server:
     def _say_goodbye(self) -> None:
         gone = ServiceError("unavailable", "this worker has ended; send to another one")
         self._generation.fail_all(gone)
-        for peer in self._controls.values():
+        for peer in (*self._controls.values(), *self._reports.waiting()):
             self._send_error(peer, gone)
         until = time.monotonic() + _LINGER_S
         while self._connections.has_backlog and time.monotonic() < until:
@@ -244,12 +258,13 @@ class Server:
             self._send_error(peer, error)
         # A fault of ours must not end the service for others.
         except Exception:
-            logger.exception("request %r failed in the service", peer.id)
+            logger.exception("a message failed in the service", extra=peer.about)
             self._send_error(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
 
     def _dispatch(self, peer: Peer, header: dict[str, Any], frames: list[bytes]) -> None:
         message = requests.parse_request(header)
         client = client_key(message.client, peer.connection)
+        peer = replace(peer, client=client)
         self._generation.heard(client, peer.connection)
         match message:
             case requests.Generate():
@@ -260,6 +275,9 @@ class Server:
                 self._generation.attach(peer, client, message)
             case requests.Ack():
                 self._generation.ack(peer, client, message)
+            case requests.Report():
+                stored = self._generation.result_of(client, message.target)
+                self._reports.take(peer, message, stored, self._send_error)
             case requests.Status():
                 self._reply(peer, self._status_reply(peer.id) | self._sequences(message.sequences))
             case requests.Trace():
@@ -282,18 +300,19 @@ class Server:
         if mode == "drain":
             place = next(self._tokens)
             self._drains[place] = (time.monotonic() + self._settings.drain_s, Shutdown("drain", token))
-            self._preparer.run("", lambda: None, lambda _: self._begin_drain(place), slow=True)
+            self._preparer.behind_all(lambda: self._begin_drain(place))
         else:
             self._inbox.put(Shutdown("now", token))
             self._end_drains(by_s=math.inf)
 
     def _begin_drain(self, place: int) -> None:
-        _, command = self._drains.pop(place, (0.0, None))
+        limit_s, command = self._drains.pop(place, (0.0, None))
         if command is not None:
             self._inbox.put(command)
+            self._drains[place] = (limit_s, Shutdown("now", None))
 
     def _end_drains(self, by_s: float) -> None:
-        """Prompts in preparation hold a drain up for as long as rows may, and not longer."""
+        """Prompts in preparation and rows have `drain_s` together: who waits for the worker's end counts on that."""
         for place, (limit_s, command) in list(self._drains.items()):
             if by_s >= limit_s:
                 del self._drains[place]
@@ -362,10 +381,10 @@ class Server:
         try:
             frames = encode(header)
         except ValueError:
-            logger.exception("the reply to %r cannot be sent", peer.id)
+            logger.exception("a reply cannot be sent", extra=peer.about)
             frames = encode(error_reply(peer.id, ServiceError("internal", "a fault in the worker; its log has more")))
         if not self._connections.send(peer, frames):
-            logger.error("the reply to %r is lost: its client does not read", peer.id)
+            logger.error("a reply is lost: its client does not read", extra=peer.about)
 
 
 def _valid_id(header: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.config import ServiceSettings
+from rollout.logs import about
 from rollout.service.columns import runs_between
 from rollout.service.waiters import Position
 from trainer_bridge.wire import REPLY_LIMITS, decode
@@ -88,7 +89,8 @@ class ResultStore:
         assert name not in self._results, "an id is taken until its result is forgotten"
         stored = Stored(frames, content, self._clock(), start)
         if stored.size > self._max_bytes:
-            logger.warning("the result of %r is not kept: it has %d bytes", name[1], stored.size)
+            facts = about(*name) | {"bytes": stored.size, "max_results_bytes": self._max_bytes}
+            logger.warning("a result is too large to be kept", extra=facts)
             return
         self._results[name] = stored
         self._ids.setdefault(name[0], {})[name[1]] = None

@@ -56,6 +56,11 @@ class TextCodec:
         self._special = _special_tokens(tokenizer)
 
     @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer."""
+        return self._tokenizer
+
+    @property
     def has_chat_template(self) -> bool:
         """True if `render_chat` can work."""
         return bool(self._tokenizer.chat_template)

@@ -112,7 +112,7 @@ class Delivery:
                     if not self._connections.send(waiter.peer, frames, stream=waiter):
                         waiter.stream = False
                         self._connections.drop_stream(waiter.peer.connection, waiter)
-                        logger.warning("the stream of %r is dropped: its client does not read", waiter.peer.id)
+                        logger.warning("a stream is dropped: its client does not read", extra=waiter.peer.about)
 
     def last(self, waiters: Iterable[Waiter], frames: list[bytes], request_id: str | None) -> None:
         """Send the reply that ends a request, each waiter under the id that it asked with.
@@ -122,7 +122,7 @@ class Delivery:
         for waiter in waiters:
             named = frames if waiter.peer.id == request_id else with_id(frames, waiter.peer.id)
             if not self._connections.send(waiter.peer, named):
-                logger.error("the reply to %r is not delivered: its client does not read", waiter.peer.id)
+                logger.error("a reply is not delivered: its client does not read", extra=waiter.peer.about)
 
 
 def with_id(frames: list[bytes], request_id: str) -> list[bytes]:

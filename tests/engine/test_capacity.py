@@ -101,9 +101,9 @@ def test_a_rehearsal_runs_the_most_tokens_and_draws_for_every_row(model):
     runner, tokens, draws = bench.engine.runner, [], []
     forward, sample = runner.model.forward, runner.sample
     runner.model.forward = lambda ids, *rest: (tokens.append(len(ids)), forward(ids, *rest))[1]
-    runner.sample = lambda logits, rows, features, out: (
+    runner.sample = lambda logits, rows, features, *rest: (
         draws.append((len(logits), features)),
-        sample(logits, rows, features, out),
+        sample(logits, rows, features, *rest),
     )
     rehearse(runner, bench.engine.pipeline.acquire(), 6, 50, 40, graph_rows=None)
     assert max(tokens) == 50 and draws.count((6, ALL_FEATURES)) == 2 and {1, 2, 4} <= {count for count, _ in draws}

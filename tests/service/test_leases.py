@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -296,8 +297,34 @@ def test_client_that_goes_while_its_prompt_is_tokenized_leaves_nothing_running(c
         while other.ask("status", "s")["reclaimed"] != 4:
             pass
         slow.go.set()
-        if named:  # its partials may still be asked for, so it goes through
-            request = bench.submitted()
-            assert bench.command() == Cancel(request.key)
         other.send("generate", "next", prompt="text", max_tokens=9)
         assert bench.submitted().key[1].startswith("next#")
+
+
+def test_prompts_of_vanished_clients_are_not_worked_on_and_hold_no_memory(codec):
+    worked_on = []
+
+    class Slow(SlowCodec):
+        def encode(self, text):
+            worked_on.append(text[:9])
+            return super().encode(text)
+
+    slow = Slow(codec)
+    with serving(slow, lease_s=0.0) as bench:
+        gone, other = bench.client(), bench.client()
+        gone.send("generate", "first", prompt="first", max_tokens=9)
+        assert gone.ask("ping", "p")["op"] == "ok"
+        tracemalloc.start()
+        for i in range(4):
+            gone.send("generate", f"r{i}", prompt="x" * 5_000_000, max_tokens=9)
+        assert gone.ask("ping", "p")["op"] == "ok"
+        assert tracemalloc.get_traced_memory()[0] > 20_000_000
+        vanish(gone)
+        while other.ask("status", "s")["reclaimed"] != 5:
+            pass
+        assert tracemalloc.get_traced_memory()[0] < 12_000_000  # a message may still be in somebody's hand
+        tracemalloc.stop()
+        slow.go.set()
+        other.send("generate", "next", prompt="next", max_tokens=9)
+        assert bench.submitted().key[1].startswith("next#")
+        assert worked_on == ["first", "next"]

@@ -43,6 +43,16 @@ def test_a_rate_of_long_ago_counts_no_more_and_a_pause_slows_it_down():
     assert patience.retry_after_s(10) == 1.0
 
 
+def test_requests_that_end_in_waves_count_the_time_between_waves():
+    clock = Clock()
+    patience = Patience(clock)
+    for _ in range(3):
+        clock.now_s += 20.0
+        for _ in range(300):
+            patience.ended(left=3000)
+    assert patience.retry_after_s(300) == pytest.approx(150 * 40.0 / 900)
+
+
 def test_a_pause_without_anything_to_do_does_not_count():
     patience, clock = after(10, 0.1)
     patience.ended(left=0)

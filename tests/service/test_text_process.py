@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from service_harness import serving
 
 from rollout.config import ServiceSettings
 from rollout.engine.types import Cancel, Shutdown
+from rollout.service import text_process
 from rollout.service.errors import ServiceError
 from rollout.service.text import TextCodec
 from rollout.service.text_process import TextProcess
@@ -133,6 +135,34 @@ def test_one_that_cannot_start_is_an_error_for_each_prompt_and_a_problem_to_tell
     assert process.deaths == 1, "it is not tried again at once"
 
 
+def test_a_reply_that_there_is_no_memory_for_is_not_left_to_the_next_prompt(process, monkeypatch):
+    ids = process.encode_prompt(encode({"prompt": "fox"})).tolist()
+    deaths, receive = process.deaths, text_process._receive_bytes
+
+    def without_memory(connection, size):
+        if size > 1 << 16:
+            raise MemoryError
+        return receive(connection, size)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(text_process, "_receive_bytes", without_memory)
+        process.encode_prompt(encode({"prompt": "the fox " * 20_000}))
+    assert process.encode_prompt(encode({"prompt": "fox"})).tolist() == ids
+    assert process.deaths == deaths + 1
+
+
+def test_one_that_there_are_no_descriptors_for_is_a_problem_to_tell(folder):
+    process = TextProcess(folder, ServiceSettings())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        error = refusal(process, prompt="fox")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert error.code == "internal" and "cannot be started" in str(error) and process.problem is not None
+    assert refusal(process, prompt="fox").code == "internal" and process.pid is None, "it is not tried again at once"
+
+
 @contextmanager
 def worker_with_a_child(folder: Path, prompts: str) -> Iterator[subprocess.Popen[str]]:
     """A process that starts a child, runs the code `prompts`, and prints the child's process id when that says so."""
@@ -217,7 +247,8 @@ def test_a_death_costs_one_request_an_error_and_the_others_nothing(stopped, fold
         second, third = bench.submitted(), bench.submitted()
         assert [request.key[1].split("#")[0] for request in (second, third)] == ["second", "third"]
         assert second.prompt.tolist() == TextCodec(folder).encode("the fox").tolist()
-    assert "died with a prompt (exit status -9)" in caplog.text
+    (said,) = (record for record in caplog.records if "died with a prompt" in record.message)
+    assert (said.status, said.request) == (-9, "first")
 
 
 def test_a_prompt_in_preparation_can_be_sent_again_and_cancelled(stopped, folder):
@@ -245,6 +276,19 @@ def test_a_drain_begins_behind_the_prompts_that_were_taken(stopped, folder):
         assert bench.submitted().key[1].startswith("chat#")
         command = bench.command()
         assert command == Shutdown("drain", command.token)
+
+
+def test_what_prompts_took_of_a_drain_is_not_given_to_rows_again(stopped, folder):
+    with serving(TextCodec(folder), prompts=stopped, drain_s=1.0) as bench:
+        client = bench.client()
+        began_s = time.monotonic()
+        client.send("generate", "chat", messages=CHAT, max_tokens=2)
+        client.send("shutdown", "s", mode="drain")
+        assert client.ask("status")["state"] == "draining"
+        os.kill(stopped.pid, signal.SIGCONT)
+        bench.submitted()
+        assert [bench.command().mode for _ in range(2)] == ["drain", "now"]
+        assert time.monotonic() - began_s >= 1.0
 
 
 def test_an_end_at_once_does_not_wait_for_prompts_and_ends_drains_with_it(stopped, folder):

@@ -189,7 +189,7 @@ class Supervised:
 def test_a_worker_that_was_never_ready_ends_all_with_its_status(tmp_path: Path) -> None:
     environ = subprocess_environment(STATUS="7", GO="never", READY=str(tmp_path / "ready.json"))
     done = subprocess.run([sys.executable, "-c", SUPERVISE], capture_output=True, text=True, env=environ, timeout=60)
-    assert done.returncode == 7 and "worker 0 ended with status 7 before it could serve" in done.stderr
+    assert done.returncode == 7 and "a worker ended before it could serve" in done.stderr
     (ended,) = map(json.loads, done.stdout.splitlines())  # and no `ready`
     assert ended["workers"][0]["status"] == 7
 
@@ -311,6 +311,24 @@ def test_workers_do_not_share_a_file_or_a_name() -> None:
         ("--metrics-port", "9401"),
     ):
         assert pair in list(zip(flags, flags[1:], strict=False))
+    supervisor._folder.close()
+
+
+@pytest.mark.parametrize("own", [None, "theirs", "WANDB_RUN_GROUP"])
+def test_the_runs_of_all_workers_are_in_one_group(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    if own == "WANDB_RUN_GROUP":
+        monkeypatch.setenv(own, "job")
+    metrics = MetricsSettings(wandb_group=own if own == "theirs" else None)
+    supervisor = Supervisor(Settings(metrics=metrics), ["w"], [None, None])
+    groups = []
+    for worker in supervisor._workers:
+        flags = supervisor._own_flags(worker)
+        groups += [value for name, value in zip(flags, flags[1:], strict=False) if name == "--wandb-group"]
+    if own is None:
+        assert len(groups) == 2 and groups[0] == groups[1] and groups[0].endswith(f"-{os.getpid()}")
+    else:
+        assert groups == [], "the command line or the environment says it already"
     supervisor._folder.close()
 
 

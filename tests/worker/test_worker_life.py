@@ -59,7 +59,7 @@ def _check_records(ended: dict, jsonl: Path, timeline: Path, folder: Path) -> No
     assert ended["event"] == "ended"
     totals = ended["totals"]
     assert totals["total/tokens"] == 3000 and totals["total/completions"] == 2
-    assert 0 < totals["gpu/active_pct"] <= 100 and totals["completion/length"] == 1500
+    assert 0 < totals["gpu/active_pct"] <= 100 and totals["completion/length_mean"] == 1500
     lines = [json.loads(line) for line in jsonl.read_text().splitlines()]
     assert len(lines) >= 2 and [line.get("final", False) for line in lines] == [False] * (len(lines) - 1) + [True]
     assert all("gpu/active_pct" in line and "queue/waiting" in line for line in lines)

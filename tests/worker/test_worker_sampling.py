@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from raw_client import RawClient
-from worker_harness import EOS, SPACE, TEXTS, text_of, token_ids
+from worker_harness import COLON, EOS, SPACE, TEXTS, text_of, token_ids
 
 from trainer_bridge.client import RolloutClient
+from trainer_bridge.errors import BadRequest
 from trainer_bridge.results import Completion
 
 #: Goes with a bias of 100 on one token: the checkpoints' logits lie further apart than that.
@@ -108,6 +109,21 @@ def test_min_tokens_bans_stop_tokens_until_then(client: RolloutClient) -> None:
     assert SPACE not in tokens(late)[:7] and late.finish_reason == "stop" and late.stop == SPACE
     assert len(late) >= 8 and tokens(late)[-1] == SPACE
     assert late.drawn_logprobs is not None
+
+
+def test_the_rest_is_cancelled_once_enough_are_complete(client: RolloutClient) -> None:
+    """Stop tokens come at random, so completions end far apart; what is cancelled is the beginning of what it was."""
+    fields = {"n": 8, "max_tokens": 400, "temperature": HOT, "seed": 3, "stop": {"token_ids": [COLON], **ENDLESS}}
+    some, whole = (client.generate("17:", **fields, **more).completions for more in ({"min_complete": 3}, {}))
+    reasons = [completion.finish_reason for completion in some]
+    assert reasons.count("cancelled") == 5 and {completion.finish_reason for completion in whole} <= {"stop", "length"}
+    for part, complete in zip(some, whole, strict=True):
+        assert tokens(part) == tokens(complete)[: len(part)]
+    soonest = sorted(range(8), key=lambda i: len(whole[i]))[:3]
+    assert [i for i in range(8) if reasons[i] != "cancelled"] == sorted(soonest)
+    with pytest.raises(BadRequest, match="min_complete") as caught:
+        client.generate("17:", n=2, min_complete=3)
+    assert caught.value.field == "min_complete"
 
 
 def test_eos_ends_a_completion_unless_it_is_ignored(client: RolloutClient) -> None:

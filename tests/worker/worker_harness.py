@@ -33,10 +33,18 @@ def subprocess_environment(**changes: str) -> dict[str, str]:
     return {**kept, **_ALWAYS, **changes}
 
 
-def launch(model: Path = ONES, *, log: Path, wait: bool = True, **flags: Any) -> WorkerProcess:
+def launch(
+    model: Path | str = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any
+) -> WorkerProcess:
     """`start_worker` without W&B."""
-    env = {**{name: None for name in os.environ if name.startswith(_SETTINGS)}, **_ALWAYS}
-    return start_worker(model, log_file=log, wait=wait, env=env, **{"wandb": False, "drain_s": 60, **flags})
+    without = {name: None for name in os.environ if name.startswith(_SETTINGS)}
+    return start_worker(
+        model,
+        log_file=log,
+        wait=wait,
+        env={**without, **_ALWAYS, **(env or {})},
+        **{"wandb": False, "drain_s": 60, **flags},
+    )
 
 
 def rollout(*arguments: str) -> list[str]:

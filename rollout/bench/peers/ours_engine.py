@@ -21,6 +21,7 @@ from rollout.engine.device import make_device
 from rollout.engine.types import Command, Delta, Event, Rejected, Request, SamplingParams, Submit
 from rollout.metrics.meter import StepRecord
 from rollout.models import LoadedModel, load_model
+from rollout.progress import stage
 
 #: Share of the free memory for KV; what is left holds graphs, logits and the activations of a prefill.
 KV_SHARE = 0.88
@@ -48,7 +49,8 @@ class OursEngine:
         self._runs = 0
         self._steps_before = 0
         inbox: SimpleQueue[Command] = SimpleQueue()
-        self._engine = build_engine(settings, device, loaded.model, inbox, self._take)
+        with stage("preparing decode steps") as advance:
+            self._engine = build_engine(settings, device, loaded.model, inbox, self._take, progress=advance)
         ready_s = time.perf_counter()
         self.capacity_tokens = self._engine.scheduler.memory.pool.total * settings.engine.page_size
         self._facts = {
@@ -120,7 +122,8 @@ def load_random(shape: str, device: torch.device) -> LoadedModel:
     """A shape's model with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(write_checkpoint(shape, Path(folder)))
-        return load_model(ModelSettings(path=path, load_format="random"), device)
+        with stage(f"filling the shapes of {shape}") as advance:
+            return load_model(ModelSettings(path=path, load_format="random"), device, advance)
 
 
 def engine_settings(job: Job, depth: int) -> EngineSettings:

@@ -1,0 +1,101 @@
+"""`constraint` of a `generate` message, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list, available
+from rollout.constraints.matcher import Constraint
+from rollout.constraints.spec import ConstraintSpec
+from rollout.service.errors import bad_request
+from rollout.service.fields import TokenIds
+from rollout.service.text import TextCodec
+
+MAX_CHARS = 256 * 1024
+MAX_CHOICES = 4096
+
+Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARS)]
+
+
+class ConstraintFields(BaseModel):
+    """Exactly one of these."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+
+    json_schema: dict[str, Any] | Text | None = None
+    regex: Text | None = None
+    grammar: Text | None = None
+    choices: list[Text] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    token_ids: TokenIds | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> ConstraintFields:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"send exactly one of {', '.join(type(self).model_fields)}")
+        if self.token_ids is not None and len(self.token_ids) == 0:
+            raise ValueError("allow at least one token")
+        if self.choices is not None and sum(map(len, self.choices)) > MAX_CHARS:
+            raise ValueError(f"the choices have more than {MAX_CHARS} characters together")
+        return self
+
+    def to_spec(self) -> ConstraintSpec:
+        """The same as plain data. Raises `ServiceError` for a schema that is no JSON."""
+        if self.regex is not None:
+            return ConstraintSpec("regex", self.regex)
+        if self.grammar is not None:
+            return ConstraintSpec("grammar", self.grammar)
+        if self.choices is not None:
+            return ConstraintSpec("choices", tuple(self.choices))
+        if self.token_ids is not None:
+            return ConstraintSpec("token_ids", tuple(self.token_ids.tolist()))
+        assert self.json_schema is not None
+        return ConstraintSpec("json_schema", _schema_text(self.json_schema))
+
+
+class Constraints:
+    """Makes constraints ready, and says no as the service does. Without a compiler there are allow lists only."""
+
+    def __init__(self, compiler: ConstraintCompiler | None, vocab: int) -> None:
+        self._compiler = compiler
+        self._vocab = vocab
+
+    @property
+    def grammars(self) -> bool:
+        """True if more than allow lists can be had."""
+        return self._compiler is not None
+
+    def prepare(self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]) -> Constraint:
+        """A constraint for the engine. Raises `ServiceError`. It may take long, and is called by one thread."""
+        try:
+            return self._prepare(spec, stop_ids, prior)
+        except ConstraintError as error:
+            raise bad_request(f"this constraint cannot be used: {error}", f"constraint.{spec.kind}") from error
+
+    def _prepare(self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]) -> Constraint:
+        if spec.kind == "token_ids":
+            return allow_list(spec, stop_ids, prior, self._vocab)
+        assert self._compiler is not None, "without a compiler it was refused"
+        return self._compiler.compile(spec, stop_ids, prior)
+
+
+def constraints_for(text: TextCodec | None, vocab: int, compile_s: float) -> Constraints:
+    """What a model of `vocab` output tokens can be constrained to, here and with this tokenizer."""
+    if text is None or not available():
+        return Constraints(None, vocab)
+    return Constraints(ConstraintCompiler(text.tokenizer, vocab, compile_s), vocab)
+
+
+def _schema_text(schema: dict[str, Any] | str) -> str:
+    if isinstance(schema, str):
+        return schema
+    try:
+        text = json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise bad_request(f"the schema is no JSON: {error}", "constraint.json_schema") from error
+    if len(text) > MAX_CHARS:
+        raise bad_request(f"the schema has more than {MAX_CHARS} characters", "constraint.json_schema")
+    return text

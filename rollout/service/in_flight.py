@@ -1,0 +1,28 @@
+"""One request in flight, as the service keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollout.engine.types import Request, RequestKey
+from rollout.service.completion import Completion
+from rollout.service.requests import Generate
+from rollout.service.waiters import Waiter
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """One request, from its message to its last event."""
+
+    key: RequestKey
+    name: tuple[str, str]  # (client, id)
+    message: Generate
+    content: bytes
+    arrived_s: float
+    waiters: list[Waiter]
+    size: int  # bytes that it takes, roughly: the message, and something for each completion
+    frames: list[bytes]  # of its message, for who works out the prompt; empty once that is done
+    request: Request | None = None  # None while its prompt is prepared
+    cancelled: bool = False
+    reclaimed: bool = False  # its client stayed away
+    completions: list[Completion] = field(default_factory=list)

@@ -1,0 +1,166 @@
+"""Constraints made ready for a tokenizer: what they allow, and what is said of those that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list
+from rollout.constraints.matcher import Constraint, mask_words
+from rollout.constraints.spec import ConstraintSpec
+from rollout.deadline_thread import DeadlineThread
+from rollout.service.text import TextCodec
+from tests.tokenizer_folder import make_tokenizer_folder
+
+pytest.importorskip("xgrammar")
+OBJECT = '{"type": "object", "properties": {"k": {"const": 7}}, "required": ["k"]}'
+EXTRA = 11  # tokens that the model has and the tokenizer has not
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return TextCodec(make_tokenizer_folder(tmp_path_factory.mktemp("text"))).tokenizer
+
+
+@pytest.fixture(scope="module")
+def vocab(tokenizer) -> int:
+    return len(tokenizer) + EXTRA
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer, vocab) -> ConstraintCompiler:
+    return ConstraintCompiler(tokenizer, vocab, 20.0)
+
+
+def write(constraint: Constraint, tokenizer, vocab: int, text: str) -> list[str]:
+    """Walk along `text`; the texts of the tokens that may come after it, in order."""
+    matcher = constraint.start()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        assert matcher.accept(token), f"{tokenizer.decode([token])!r} of {text!r} is not allowed"
+    masks = torch.zeros(1, mask_words(vocab), dtype=torch.int32)
+    matcher.fill(masks, 0)
+    allowed = [token for token in range(vocab) if masks[0, token // 32] >> (token % 32) & 1]
+    return sorted(tokenizer.decode([token]) for token in allowed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "text", "after"),
+    [
+        ("regex", "[ab]{2}c?", "", ["a", "b"]),
+        ("regex", "[ab]{2}c?", "ab", ["<|im_end|>", "c"]),
+        ("regex", "[ab]{2}c?", "abc", ["<|im_end|>"]),
+        ("choices", ("yes", "no", 'a "quote"\n\\ é👍'), "y", ["e"]),
+        ("choices", ("yes", "no", 'a "quote"\n\\ é👍'), 'a "quote"\n\\ é👍', ["<|im_end|>"]),
+        ("grammar", 'root ::= "(" root ")" | "x"', "((x", [")"]),
+        ("grammar", 'root ::= "(" root ")" | "x"', "((x))", ["<|im_end|>"]),
+        ("json_schema", '{"type": "boolean"}', "tru", ["e"]),
+        ("json_schema", OBJECT, '{"k": 7', [" ", "\n", "\r", "}"]),
+    ],
+)
+def test_the_tokens_that_may_come_are_those_of_the_constraint(compiler, tokenizer, vocab, kind, source, text, after):
+    constraint = compiler.compile(ConstraintSpec(kind, source), (tokenizer.eos_token_id,), [])
+    assert write(constraint, tokenizer, vocab, text) == sorted(after)
+
+
+def test_each_completion_has_a_place_of_its_own(compiler, tokenizer, vocab):
+    constraint = compiler.compile(ConstraintSpec("regex", "abc"), (tokenizer.eos_token_id,), [])
+    assert write(constraint, tokenizer, vocab, "ab") == ["c"]
+    assert "a" in write(constraint, tokenizer, vocab, "")
+
+
+def test_it_begins_behind_the_tokens_of_a_continued_completion(compiler, tokenizer, vocab):
+    spec, eos = ConstraintSpec("regex", "abc"), (tokenizer.eos_token_id,)
+    prior = tokenizer.encode("ab", add_special_tokens=False)
+    assert write(compiler.compile(spec, eos, prior), tokenizer, vocab, "") == ["c"]
+    with pytest.raises(ConstraintError, match="token 0"):
+        compiler.compile(spec, eos, tokenizer.encode("b", add_special_tokens=False))
+    with pytest.raises(ConstraintError, match="token 1"):
+        allow_list(ConstraintSpec("token_ids", (5, 6)), eos, [5, 7], vocab)
+
+
+def test_stop_tokens_are_those_of_the_request(compiler, tokenizer, vocab):
+    z = tokenizer.encode("z", add_special_tokens=False)[0]
+    constraint = compiler.compile(ConstraintSpec("regex", "a*"), (z,), [])
+    assert {"a", "z"} <= set(write(constraint, tokenizer, vocab, "aa"))
+    assert "<|im_end|>" not in write(constraint, tokenizer, vocab, "aa")
+    with pytest.raises(ConstraintError, match="stop token"):
+        compiler.compile(ConstraintSpec("regex", "a*"), (), [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "reason"),
+    [
+        ("regex", "([a-z", "Unclosed"),
+        ("grammar", "root ::= other", '"other" is not defined'),
+        ("grammar", 'start ::= "x"', '"root" is not found'),
+        ("grammar", "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000, "Nest layer"),
+        ("json_schema", '{"type": "strin"}', 'Unsupported type "strin"'),
+        ("json_schema", "{nope", "syntax error"),
+        ("json_schema", '{"type":"array","items":' * 20_000 + "true" + "}" * 20_000, "parse JSON"),
+    ],
+)
+def test_what_cannot_be_compiled_says_why(compiler, kind, source, reason):
+    with pytest.raises(ConstraintError, match=reason) as caught:
+        compiler.compile(ConstraintSpec(kind, source), (1,), [])
+    assert "cpp" not in str(caught.value) and len(str(caught.value)) <= 500
+
+
+#: Nested repetitions: compiled at once, and then every token takes longer than the one before.
+SLOW = """
+import os, sys
+from rollout.constraints.compiler import ConstraintCompiler, ConstraintError
+from rollout.constraints.spec import ConstraintSpec
+from rollout.service.text import TextCodec
+tokenizer = TextCodec(sys.argv[1]).tokenizer
+compiler = ConstraintCompiler(tokenizer, len(tokenizer), 0.5)
+slow = ConstraintSpec("regex", "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}")
+try:
+    compiler.compile(slow, (tokenizer.eos_token_id,), tokenizer.encode("a", add_special_tokens=False) * 300)
+except ConstraintError as error:
+    print(error, flush=True)
+compiler.compile(ConstraintSpec("regex", "a"), (tokenizer.eos_token_id,), [])
+print("goes on", flush=True)
+os._exit(0)  # a thread that comes back while the interpreter ends would have the process aborted
+"""
+
+
+def test_one_that_takes_too_long_is_given_up_and_the_next_one_works(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, "-c", SLOW, str(make_tokenizer_folder(tmp_path))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["it was not compiled within 0.5 s; make it simpler", "goes on"], done.stderr
+
+
+def test_what_was_compiled_is_kept_and_the_oldest_goes_first(tokenizer, vocab, monkeypatch):
+    compiler = ConstraintCompiler(tokenizer, vocab, 20.0)
+    compiled: list[str] = []
+    compile_it = compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda spec: (compiled.append(spec.source), compile_it(spec))[1])
+    specs = [ConstraintSpec("regex", f"{letter}[a-z]{{1,200}}") for letter in "abc"]
+    for spec in (specs[0], specs[1], specs[0]):
+        compiler.compile(spec, (1,), [])
+    assert compiled == [specs[0].source, specs[1].source]
+    monkeypatch.setattr("rollout.constraints.compiler._CACHE_BYTES", int(compiler._bytes * 1.1))
+    for spec in (specs[2], specs[0], specs[1]):  # the third pushes out the second, and is pushed out by it
+        compiler.compile(spec, (1,), [])
+    assert compiled[2:] == [specs[2].source, specs[1].source]
+
+
+def test_a_call_that_fails_or_hangs_leaves_the_thread_of_use():
+    thread = DeadlineThread("test")
+    hang = DeadlineThread("never")  # a call without an end, that can be ended
+    assert thread.call(lambda: 5, 1.0) == 5
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda: 1 // 0, 1.0)
+    gate = threading.Event()
+    with pytest.raises(TimeoutError):
+        hang.call(gate.wait, 0.05)
+    assert (hang.left_behind, hang.call(lambda: 6, 1.0), thread.left_behind) == (1, 6, 0)
+    gate.set()
+    thread.close()
+    hang.close()
