@@ -89,6 +89,29 @@ raise KeyError("at the end")
 """
 
 
+_NOWHERE = """
+import logging, sys
+from rollout.logs import set_up
+set_up("info", "json", "box:7")
+sys.stderr.behind.close()
+print("printed", file=sys.stderr)
+logging.getLogger("rollout.x").warning("said")
+print("alive")
+"""
+
+
+def test_a_stderr_that_is_gone_ends_nothing():
+    """What logging has to say about that would come back as a line to be logged, without an end."""
+    run = subprocess.run(
+        [sys.executable, "-c", _NOWHERE],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        check=False,
+    )
+    assert run.stdout == "alive\n"
+
+
 @pytest.fixture(scope="module", params=["json", "text"])
 def chatter(request: pytest.FixtureRequest) -> tuple[str, list[str]]:
     """The form, and what a process prints in which everybody has something to say."""

@@ -43,7 +43,7 @@ class ApplyMode:
         fits = self.shadow is not None or nbytes <= HOST_SHARE * _free_host_bytes()
         self.in_place = asked == "in_place" or (asked == "auto" and not fits)
         self.name = "in_place" if self.in_place else "staged"
-        level = logging.INFO if self.in_place and asked == "auto" else logging.DEBUG  # what costs generation time is told
+        level = logging.INFO if self.in_place and asked == "auto" else logging.DEBUG  # it costs generation time
         _log.log(level, "updates of the weights apply %s%s", self.name, ", on the device" if self.shadow else "")
         self._staging = HostStaging(pinned=self._cuda is not None)
         self._copies: tuple[tuple[str, int], list[Copy]] | None = None

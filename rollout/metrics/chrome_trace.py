@@ -68,7 +68,8 @@ def _step(number: int, step: StepRecord) -> Iterator[dict[str, Any]]:
     for track, span in (("h2d", step.h2d), ("d2h", step.d2h)):
         if span is not None:
             yield _slice(track, track, *span, facts)
-    yield _slice("compute", step.kind, step.start_s, step.end_s, facts)
+    for begin_s, end_s in step.busy:  # two of a step that waited for masks: forward, and draw
+        yield _slice("compute", step.kind, begin_s, end_s, facts)
     for name, value in (("rows", step.rows), ("zombie rows", step.zombie_rows)):
         yield {"ph": "C", "name": name, "pid": _PID, "tid": 0, "ts": _us(step.start_s), "args": {name: value}}
 

@@ -70,33 +70,38 @@ class IdleCauses:
         idle = (self._told_until_s, start_s)
         self._last_rest = None
         if start_s > self._told_until_s:
-            self._split(kind, planned_s, idle)
+            self._split("prefill" if kind == "prefill" else "bubble", planned_s, idle)
         self._told_until_s = max(self._told_until_s, end_s)
         if self._no_work_since_s is not None and planned_s >= self._no_work_since_s:
             self._no_work_since_s = None
 
     def settle(self, now_s: float) -> None:
         """Account for a stretch without work that is still going on, up to `now_s`."""
-        if self._no_work_since_s is not None and now_s > self._told_until_s:
-            self.times.no_work += _overlap((self._told_until_s, now_s), (self._no_work_since_s, now_s))
-            self._told_until_s = now_s
+        if self._no_work_since_s is None or now_s <= self._told_until_s:
+            return
+        idle = (self._told_until_s, now_s)
+        before, self._last_rest = self._last_rest, None
+        self._split("bubble", now_s, idle)
+        self._told_until_s = now_s
+        if before is not None and before[0] == "no_work":  # one stretch, however often it is looked at
+            idle = (before[1][0], now_s)
+        self._last_rest = ("no_work", (max(idle[0], self._no_work_since_s), now_s))
 
-    def _split(self, kind: str, planned_s: float, idle: Span) -> None:
+    def _split(self, cause: str, planned_s: float, idle: Span) -> None:
         rest_s = idle[1] - idle[0]
         waiting: Span | None = None
         if self._no_work_since_s is not None:
             waiting = max(idle[0], self._no_work_since_s), min(idle[1], max(self._no_work_since_s, planned_s))
         waited_s = 0.0 if waiting is None else max(0.0, waiting[1] - waiting[0])
         held_s = 0.0
-        for cause, span in self._holds.items():
+        for holder, span in self._holds.items():
             taken_s = _overlap(idle, span)
-            self._add(cause, taken_s)
+            self._add(holder, taken_s)
             held_s += taken_s
             if waiting is not None:  # what holds the stream comes first
                 waited_s -= _overlap(waiting, span)
         self.times.no_work += waited_s
         rest_s -= held_s + waited_s
-        cause = "prefill" if kind == "prefill" else "bubble"
         self._add(cause, rest_s)
         if not held_s and not waited_s:
             self._last_rest = (cause, idle)

@@ -26,18 +26,20 @@ _LABELS = {"both": "host and device", "device": "device alone", "host": "host al
 
 def device_spans(records: Sequence[StepRecord]) -> list[Span]:
     """When the compute stream ran a step, merged, in order."""
-    return merged([(record.start_s, record.end_s) for record in records])
+    return merged([span for record in records for span in record.busy])
 
 
 def host_spans(records: Sequence[StepRecord]) -> list[Span]:
     """When the host did not wait, merged, in order. Records need their moments `planned_at_s` and `committed_at_s`."""
-    launches, commits, idle_from = [], [], set()
+    launches, commits, masks, idle_from = [], [], [], set()
     for record in records:
         assert record.planned_at_s is not None and record.committed_at_s is not None, "a record without moments"
         launches.append((record.planned_at_s, record.planned_at_s + record.plan_s + record.launch_s))
         done_s = record.committed_at_s + record.commit_s
         handed_over_s = done_s if record.finalized_at_s is None else max(done_s, record.finalized_at_s)
         commits.append((record.committed_at_s, handed_over_s))
+        if record.held is not None:  # the device waits for what the host makes
+            masks.append(record.held)
         if record.idle_after:
             idle_from.add(record.committed_at_s)
     spans = sorted(launches + commits)
@@ -45,7 +47,7 @@ def host_spans(records: Sequence[StepRecord]) -> list[Span]:
     # Nothing waits between a commit and the launch that follows it, unless there was nothing to launch.
     waiting = began | idle_from
     turns = [(a[0], b[1]) for a, b in zip(spans, spans[1:], strict=False) if b[0] in began and a[0] not in waiting]
-    return merged(spans + turns)
+    return merged(spans + turns + masks)
 
 
 def active_share(records: Sequence[StepRecord]) -> float:

@@ -1,8 +1,8 @@
 """The last report as a page for Prometheus, over plain HTTP.
 
-Threads of its own serve the page from the report that the metrics thread handed over last: a scrape never touches the
-loop, however slow or frequent. Names are those of the report, with `_` for `/`; histograms count since the start. There
-is nothing but `worker_info` before the first report.
+Threads of its own serve the page from the last report: a scrape never touches the loop, however slow or frequent, and a
+sink that is stuck (W&B, a file) does not keep the page back. Names are those of the report, with `_` for `/`;
+histograms count since the start. There is nothing but `worker_info` before the first report.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class PrometheusSink:
     Raises:
         ValueError: the address cannot be bound.
     """
+
+    #: `write` is an assignment: the loop does it.
+    at_once = True
 
     def __init__(self, host: str, port: int, model: str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server

@@ -21,7 +21,8 @@ _KINDS = ("decode", "prefill")
 _COUNTS = ("rows", "zombie_rows", "tokens", "version", "idle_after")
 _DURATIONS = ("plan_s", "launch_s", "commit_s")
 _MOMENTS = ("start_s", "end_s", "planned_at_s", "committed_at_s")
-_OPTIONAL = ("h2d_start_s", "h2d_end_s", "d2h_start_s", "d2h_end_s", "finalized_at_s")
+_SPANS = ("h2d", "d2h", "held")
+_OPTIONAL = (*(f"{span}_{end}_s" for span in _SPANS for end in ("start", "end")), "finalized_at_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Recording:
             steps[name] = np.array([getattr(step, name) for step in self.steps], dtype)
         for name in (*_DURATIONS, *_MOMENTS, "finalized_at_s"):
             steps[name] = _seconds([getattr(step, name) for step in self.steps])
-        for name in ("h2d", "d2h"):
+        for name in _SPANS:
             spans = [getattr(step, name) or (None, None) for step in self.steps]
             steps[f"{name}_start_s"] = _seconds([begin for begin, _ in spans])
             steps[f"{name}_end_s"] = _seconds([end for _, end in spans])
@@ -96,6 +97,7 @@ def _shifted(step: StepRecord, by_s: float) -> StepRecord:
         end_s=step.end_s - by_s,
         h2d=span(step.h2d),
         d2h=span(step.d2h),
+        held=span(step.held),
         planned_at_s=moved(step.planned_at_s),
         committed_at_s=moved(step.committed_at_s),
         finalized_at_s=moved(step.finalized_at_s),
@@ -134,6 +136,7 @@ def _step(row: Mapping[str, Any]) -> StepRecord:
         kind=_KINDS[row["kind"]],
         h2d=span("h2d"),
         d2h=span("d2h"),
+        held=span("held"),
         finalized_at_s=None if math.isnan(finalized) else finalized,
         **kept,
     )

@@ -2,6 +2,7 @@
 
 The loop only puts reports into a bounded queue: it never waits for a file, a network or W&B. A report that finds the
 queue full is dropped and counted. A sink that raises is logged once and left out from then on; the others go on.
+A sink whose `write` is an assignment (`at_once`) has each report when it is put, whatever the others wait for.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class MetricsThread:
 
     def __init__(self, sinks: Sequence[Sink], capacity: int = 64) -> None:
         self._sinks: list[Sink] = list(sinks)
+        self._at_once = [sink for sink in sinks if getattr(sink, "at_once", False)]
         # One place more than `put` fills, so that `close` finds room for its end mark while a sink blocks.
         self._queue: queue.Queue[Report | None] = queue.Queue(capacity + 1)
         self._capacity = capacity
@@ -119,10 +121,13 @@ class MetricsThread:
     ) -> bool:
         """Hand a report over; False if it was dropped. Never blocks. To be called by one thread."""
         assert not self._closing, "a report after close()"
+        report = Report(time.time(), step, metrics, final, histograms or {}, versions)
+        for sink in self._at_once:
+            sink.write(report)
         if self._queue.qsize() >= self._capacity:
             self.dropped += 1
             return False
-        self._queue.put_nowait(Report(time.time(), step, metrics, final, histograms or {}, versions))
+        self._queue.put_nowait(report)
         return True
 
     def close(self, deadline_s: float) -> bool:
@@ -147,6 +152,9 @@ class MetricsThread:
     def _each(self, method: str, *arguments: Report) -> None:
         working = []
         for sink in self._sinks:
+            if method == "write" and sink in self._at_once:
+                working.append(sink)
+                continue
             try:
                 getattr(sink, method)(*arguments)
             except Exception:

@@ -60,12 +60,11 @@ def bars(records: Sequence[StepRecord]) -> dict[str, list[Bar]]:
         for name, span in (("h2d", record.h2d), ("d2h", record.d2h)):
             if span is not None:
                 result[name].append((span[0], span[1] - span[0]))
-        result["decode" if record.kind == "decode" else "prefill"].append(
-            (record.start_s, record.end_s - record.start_s)
-        )
-        if busy_until is not None and record.start_s > busy_until:
-            result["bubble"].append((busy_until, record.start_s - busy_until))
-        busy_until = record.end_s if busy_until is None else max(busy_until, record.end_s)
+        for begin, end in record.busy:
+            result["decode" if record.kind == "decode" else "prefill"].append((begin, end - begin))
+            if busy_until is not None and begin > busy_until:
+                result["bubble"].append((busy_until, begin - busy_until))
+            busy_until = end if busy_until is None else max(busy_until, end)
     return result
 
 

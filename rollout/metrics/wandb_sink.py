@@ -42,7 +42,8 @@ class WandbSink:
         self._settings = settings
         self._config = dict(config)
         self._run: Any = None
-        #: The run's address when it is online, its folder when it is offline; None before `open` has returned.
+        #: The run's address when it is online, its folder when it is offline; None before `open` has returned,
+        #: and for a run that is disabled.
         self.run_path: str | None = None
 
     def open(self) -> None:
@@ -60,8 +61,8 @@ class WandbSink:
         self._run.define_metric(VERSION)
         self._run.define_metric("by_version/*", step_metric=VERSION)
         # `dir` is the run's subfolder for files. A run that is disabled has neither address nor folder.
-        online = not self._run.offline and not self._run.disabled
-        self.run_path = self._run.url if online else str(Path(self._run.dir).parent)
+        if not self._run.disabled:
+            self.run_path = str(Path(self._run.dir).parent) if self._run.offline else self._run.url
 
     def _start(self, mode: str) -> Any:
         import wandb

@@ -88,6 +88,27 @@ def test_a_stretch_without_work_is_told_while_it_lasts():
     assert causes(idle) == {"no_work": 4.0, "bubble": 0.5}
 
 
+@pytest.mark.parametrize("told_at", [12.0, 12.5])
+def test_a_swap_of_an_idle_worker_counts_however_often_somebody_looks(told_at):
+    idle = running()
+    idle.no_work(10.0)
+    for moment in (10.5, 11.5, 12.0, 12.5, 13.0):
+        if moment == told_at:
+            idle.hold("swap", 11.0, 12.0)
+        idle.settle(moment)
+    assert causes(idle) == {"no_work": 2.0, "swap": 1.0}
+    idle.step("decode", 14.0, 14.0, 15.0)
+    assert causes(idle) == {"no_work": 3.0, "swap": 1.0}
+
+
+def test_the_time_until_it_was_clear_that_there_is_no_work_is_the_hosts():
+    """What the host did with the last step, or a fault that was recovered from."""
+    idle = running()
+    idle.no_work(10.75)
+    idle.settle(13.0)
+    assert causes(idle) == {"no_work": 2.25, "bubble": 0.75}
+
+
 def test_busy_and_idle_time_add_up_to_the_wall_time():
     draw = random.Random(3)
     idle, now, busy = IdleCauses(0.0), 0.0, 0.0

@@ -53,6 +53,17 @@ def test_active_is_the_share_of_wall_time_that_the_stream_ran():
     assert meter.totals()["gpu/active_pct"] == pytest.approx(60.0)
 
 
+def test_the_wait_for_masks_amid_a_step_is_no_work_of_the_device():
+    clock = Clock()
+    meter = Meter(clock)
+    began = clock.now
+    meter.step(record(began, began + 0.4, held=(began + 0.1, began + 0.3)))
+    clock.now = began + 0.4
+    report = meter.report()
+    assert report["gpu/active_pct"] == pytest.approx(50.0) == report["gpu/bubble_pct/host"]
+    assert report["step/decode_ms"] == pytest.approx(200.0)
+
+
 def test_overlapping_spans_count_once():
     clock = Clock()
     meter = Meter(clock)

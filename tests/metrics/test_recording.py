@@ -10,7 +10,7 @@ import pytest
 
 from rollout.metrics.chrome_trace import TRACKS, chrome_trace
 from rollout.metrics.meter import Meter, StepRecord, SwapRecord
-from rollout.metrics.overlap import clipped, host_spans, overlap, shares
+from rollout.metrics.overlap import clipped, device_spans, host_spans, overlap, shares
 from rollout.metrics.recording import Recording
 from tests.chrome_format import check_chrome_trace
 from trainer_bridge.wire import REPLY_LIMITS, decode, encode
@@ -34,6 +34,17 @@ def test_a_recording_survives_the_wire():
     received = Recording.from_fields(decode(encode({"v": 1} | sent.to_fields()), REPLY_LIMITS))
     assert received == sent
     assert received.steps[2].h2d is None and received.steps[2].finalized_at_s is None
+
+
+def test_the_wait_for_masks_is_the_hosts_in_the_trace():
+    steps = [step(100.0, held=(100.002, 100.0035)), step(100.01)]
+    received = Recording.from_fields(Recording.of(steps, []).to_fields())
+    assert received.steps[0].held == pytest.approx((0.002, 0.0035)) and received.steps[1].held is None
+    compute = [e for e in chrome_trace(received, "w")["traceEvents"] if e.get("cat") == "compute"]
+    assert [event["dur"] for event in compute] == pytest.approx([1000, 500, 3000])
+    host = [(begin, end) for begin, end in host_spans(received.steps) if begin < 0.003 < end]
+    assert host == [pytest.approx((0.002, 0.0035))]
+    assert [span for span in device_spans(received.steps) if span[0] < 0.003 < span[1]] == []
 
 
 def sent_times(swap: SwapRecord) -> tuple[float, float]:

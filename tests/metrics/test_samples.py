@@ -63,6 +63,17 @@ def test_the_blocking_loop_is_observed_at_1_and_the_pipeline_at_what_it_gains():
         assert meter.report()["pipeline/observed_speedup"] == pytest.approx(observed, abs=0.01)  # no step, no news
 
 
+def test_swaps_and_offloads_do_not_count_as_time_lost_by_the_loop():
+    clock = Clock()
+    meter = Meter(clock)
+    meter.step(step(100.0, 0.04, host_s=0.01))
+    meter.swap(100.04, 100.54, 1)
+    meter.offload(100.54, 101.04)
+    meter.step(step(101.04, 0.04, host_s=0.01))
+    clock.now = 101.08
+    assert meter.report()["pipeline/observed_speedup"] == pytest.approx(0.1 / 0.08)
+
+
 def test_zombies_are_taken_off_the_prediction():
     clock = Clock()
     meter = Meter(clock)

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -224,6 +225,14 @@ def busy_meter() -> Meter:
     return meter
 
 
+def test_a_disabled_run_lies_nowhere(tmp_path, no_account, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    sink = WandbSink(MetricsSettings(wandb_dir=str(tmp_path)), {})
+    sink.open()
+    assert sink.run_path is None
+    sink.close()
+
+
 def test_every_documented_name_is_in_the_run_that_wandb_reads_back(tmp_path, no_account):
     """With W&B's own reader: what `wandb sync` uploads."""
     meter = busy_meter()
@@ -282,6 +291,21 @@ def test_a_sink_that_blocks_for_longer_than_a_minute_costs_the_loop_nothing(tmp_
     blocker.release.set()
     assert thread.close(deadline_s=10)
     assert len(blocker.reports) == len(other.reports) == 65 and blocker.closed
+
+
+def test_the_page_for_prometheus_goes_on_while_another_sink_is_stuck():
+    prometheus = pytest.importorskip("rollout.metrics.prometheus")
+    blocker, page = Blocker(), prometheus.PrometheusSink("127.0.0.1", 0, "m")
+    thread = MetricsThread([blocker, page], capacity=2)
+    thread.start()
+    for step in range(6):
+        thread.put(step, {"gpu/active_pct": float(step)})
+        assert blocker.entered.wait(10)
+    assert thread.dropped > 0
+    with urllib.request.urlopen(page.url, timeout=10) as reply:
+        assert "gpu_active_pct 5.0" in reply.read().decode()
+    blocker.release.set()
+    assert thread.close(deadline_s=10)
 
 
 def test_an_engine_generates_at_its_pace_while_the_sink_is_stuck(tmp_path):

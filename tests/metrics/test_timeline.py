@@ -28,6 +28,12 @@ def test_bubbles_are_the_gaps_between_steps():
     assert idle_pct(drawn) == pytest.approx(20.0)
 
 
+def test_a_wait_for_masks_is_a_bubble_amid_a_step():
+    drawn = bars([step("decode", 10.0, 10.1, held=(10.02, 10.08))])
+    assert drawn["decode"] == [(10.0, pytest.approx(0.02)), (10.08, pytest.approx(0.02))]
+    assert drawn["bubble"] == [(10.02, pytest.approx(0.06))]
+
+
 def test_each_kind_of_work_has_its_bars():
     drawn = bars(STEPS)
     assert drawn["prefill"] == [(10.0, pytest.approx(0.05))]

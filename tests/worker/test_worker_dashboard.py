@@ -19,7 +19,9 @@ from trainer_bridge.publisher import WeightPublisher
 
 
 def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Those that are whole: a line may be seen while it is being written."""
+    written = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line) for line in written.splitlines()]
 
 
 @pytest.fixture(scope="module")

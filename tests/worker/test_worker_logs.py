@@ -60,7 +60,7 @@ def fail(worker: WorkerProcess, folder: Path, kind: str, name: str) -> None:
     """Have a fault happen amid a named client's request that has run for a while."""
     with RolloutClient(worker.endpoint, timeout_s=60.0, client=name) as client:
         stream = client.generate(
-            "17:", request_id=f"of-{name}", n=3, max_tokens=8000, stream="tokens", stream_every=STEPS
+            "17:", request_id=f"of#{name}", n=3, max_tokens=8000, stream="tokens", stream_every=STEPS
         )
         next(stream)
         (folder / kind).touch()
@@ -70,7 +70,7 @@ def fail(worker: WorkerProcess, folder: Path, kind: str, name: str) -> None:
 def check_block(line: dict[str, Any], name: str, last_states: set[str]) -> None:
     """The line says whose requests ran and what the last steps were, those that nobody read yet at the end."""
     assert line["level"] == "critical" and line["worker"].endswith(f":{line['worker'].rpartition(':')[2]}")
-    assert line["requests"] == [{"client": f"client:{name}", "request": f"of-{name}"}] and line["running"] == 1
+    assert line["requests"] == [{"client": f"client:{name}", "request": f"of#{name}"}] and line["running"] == 1
     steps = line["steps"]
     assert len(steps) == SHOWN and all(set(step) == COLUMNS for step in steps)
     assert [step["step"] for step in steps] == list(range(steps[0]["step"], steps[0]["step"] + SHOWN))
@@ -131,7 +131,7 @@ def test_some_hundred_steps_leave_no_line_and_a_lost_prompt_says_whose_it_was(al
     begin = next(i for i, line in enumerate(lines()) if "the engine failed" in line)
     block = lines()[begin + 1 : begin + 1 + 2 + 1 + SHOWN + 2]
     assert all(line.startswith("  ") for line in block)
-    assert block[0] == "  requests:" and block[2].split() == ["client:text", "of-text"] and block[3] == "  steps:"
+    assert block[0] == "  requests:" and block[2].split() == ["client:text", "of#text"] and block[3] == "  steps:"
     assert block[4].split()[:4] == ["step", "state", "kind", "rows"]
 
 
