@@ -18,6 +18,7 @@ class Call(Generic[Result]):
     """Work that was given to a thread."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
+        self.ended = False
         self._work = work
         self._answers: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
 
@@ -27,6 +28,8 @@ class Call(Generic[Result]):
             self._answers.put((self._work(), None))
         except BaseException as error:
             self._answers.put((None, error))
+        finally:
+            self.ended = True
 
     def result(self, timeout_s: float) -> Result:
         """What came of it, or the error that it raised. Raises `Empty` after `timeout_s` seconds."""
@@ -40,9 +43,14 @@ class DeadlineThread:
     """Does one thing after the other; for one caller at a time."""
 
     def __init__(self, name: str) -> None:
-        self.left_behind = 0  # calls that did not end in time
         self._name = name
+        self._late: tuple[Call, ...] = ()  # calls that did not end in time
         self._calls: SimpleQueue[Call | None] | None = None  # of the thread of now
+
+    @property
+    def left_behind(self) -> int:
+        """Calls that did not end in time and go on still, each on a thread of its own. From any thread."""
+        return sum(not call.ended for call in self._late)
 
     def start(self, work: Callable[[], Result]) -> Call[Result]:
         """Have `work` done; `wait` for it before anything else is started."""
@@ -58,7 +66,7 @@ class DeadlineThread:
         try:
             return call.result(max(timeout_s, 0.0))
         except Empty:
-            self.left_behind += 1
+            self._late = (*(late for late in self._late if not late.ended), call)
             self.close()
             raise TimeoutError(f"not done within {timeout_s:g} s") from None
 

@@ -215,6 +215,9 @@ class Resumer:
         avoid = frozenset(part.avoid for part in parts if part.avoid is not None)
         plan = plan if plan.request_id is not None else replace(plan, request_id=self._leg_id(call))
         leg = self._core.launch(plan, math.inf, avoid)
+        if call.done or any(part.done for part in parts):  # by what came meanwhile
+            self._core.abandon(leg)
+            return
         leg.assembler = Leg(plan.n, plan.prior)
         leg.on_update = partial(self._take_in, call, leg)
         call.resumes += call.begun or any(part.error is not None for part in parts)
@@ -342,7 +345,17 @@ class Resumer:
         except JournalFailed as error:
             self._fail(call, error)
 
+    def _end_if_enough(self, call: ResumedCall) -> None:
+        """See to `min_complete` where no single worker can: each of the completions may have another one."""
+        least = call.plan.fields.get("min_complete")
+        if least is None or call.cancelled or call.done or not (call.resumes or call.waiting):
+            return
+        reasons = [call.held(part).finish_reason for part in call.parts if part.done]
+        if len(reasons) < len(call.parts) and sum(reason in ("stop", "length") for reason in reasons) >= least:
+            self.cancel(call)
+
     def _conclude(self, call: ResumedCall) -> None:
+        self._end_if_enough(call)
         if call.done or call.legs or not all(part.done for part in call.parts):
             return
         result = call.conclude()

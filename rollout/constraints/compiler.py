@@ -12,6 +12,7 @@ from collections import OrderedDict
 from typing import Any
 
 from rollout.constraints.matcher import AllowList, Constraint, GrammarConstraint, mask_of
+from rollout.constraints.schema_check import refused
 from rollout.constraints.spec import ConstraintSpec, choices_grammar
 from rollout.deadline_thread import DeadlineThread
 
@@ -54,7 +55,9 @@ class ConstraintCompiler:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._new_matcher = xgrammar.GrammarMatcher
-        self._json_W = ~mask_of(_never_in_json(info.decoded_vocab), vocab)
+        self._vocab = vocab
+        self._text_W = ~mask_of(_not_text(tokenizer, vocab), vocab)
+        self._json_W = self._text_W & ~mask_of(_never_in_json(info.decoded_vocab), vocab)
         self._thread = DeadlineThread("grammar-compiler")
         self._compiled: OrderedDict[ConstraintSpec, Any] = OrderedDict()
         self._bytes = 0
@@ -74,7 +77,8 @@ class ConstraintCompiler:
         except TimeoutError:
             raise ConstraintError(f"it was not compiled within {self._compile_s:g} s; make it simpler") from None
         self._keep(spec, grammar)
-        return GrammarConstraint(matcher, self._json_W if spec.kind == "json_schema" else None)
+        text_W = self._json_W if spec.kind == "json_schema" else self._text_W
+        return GrammarConstraint(matcher, text_W | mask_of(stop_ids, self._vocab))
 
     def _start(self, spec: ConstraintSpec, grammar: Any, stop_ids: tuple[int, ...], prior: list[int]) -> Any:
         """The grammar and a matcher after `prior`. It may be left behind, so it changes nothing here."""
@@ -86,6 +90,8 @@ class ConstraintCompiler:
         for place, token in enumerate(prior):
             if not matcher.accept_token(token):
                 raise ConstraintError(f"the constraint does not allow token {place} of those to continue from")
+        if matcher.is_terminated():
+            raise ConstraintError("the tokens to continue from end with a stop token: there is nothing to add")
         return grammar, matcher
 
     def _keep(self, spec: ConstraintSpec, grammar: Any) -> None:
@@ -101,6 +107,8 @@ class ConstraintCompiler:
         source: Any = spec.source
         match spec.kind:
             case "json_schema":
+                if (problem := refused(source)) is not None:
+                    raise ConstraintError(problem)
                 return self._compiler.compile_json_schema(source, max_whitespace_cnt=_WHITESPACE)
             case "regex":
                 return self._compiler.compile_regex(source)
@@ -108,6 +116,12 @@ class ConstraintCompiler:
                 return self._compiler.compile_grammar(source)
             case _:
                 return self._compiler.compile_grammar(choices_grammar(source))
+
+
+def _not_text(tokenizer: Any, vocab: int) -> list[int]:
+    """Special tokens: the text of a completion leaves them out, so their names must not pass for it."""
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return [token for token in special | set(tokenizer.all_special_ids) if token < vocab]
 
 
 def _never_in_json(texts: list[bytes]) -> list[int]:

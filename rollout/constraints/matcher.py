@@ -68,7 +68,7 @@ class AllowList:
 class GrammarConstraint:
     """A compiled grammar, from which matchers are forked. `allowed_W` is a mask that holds at every step besides."""
 
-    def __init__(self, matcher: Any, allowed_W: torch.Tensor | None) -> None:
+    def __init__(self, matcher: Any, allowed_W: torch.Tensor) -> None:
         self._matcher = matcher  # xgrammar.GrammarMatcher, which nobody moves on
         self._allowed_W = allowed_W
 
@@ -80,7 +80,7 @@ class GrammarConstraint:
 class GrammarPlace:
     """A place in a grammar."""
 
-    def __init__(self, matcher: Any, allowed_W: torch.Tensor | None) -> None:
+    def __init__(self, matcher: Any, allowed_W: torch.Tensor) -> None:
         self._matcher = matcher
         self._allowed_W = allowed_W
 
@@ -91,5 +91,4 @@ class GrammarPlace:
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         """Write which tokens may come next."""
         self._matcher.fill_next_token_bitmask(masks_RW, row)
-        if self._allowed_W is not None:
-            masks_RW[row] &= self._allowed_W
+        masks_RW[row] &= self._allowed_W

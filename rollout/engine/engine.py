@@ -21,6 +21,7 @@ from rollout.engine.plan import Plan
 from rollout.engine.rescue import rescue
 from rollout.engine.runner import Runner
 from rollout.engine.scheduler import Scheduler
+from rollout.engine.sequence import Feature
 from rollout.engine.slot import Slot
 from rollout.engine.types import (
     Cancel,
@@ -177,7 +178,7 @@ class Engine:
         committed = self.pipeline.in_flight > 1 and self._commit_oldest()
         step = self.pipeline.oldest()
         assert step is not None and step.plan is plan, "a held step waits for the commits of those before it"
-        places = [i for i, seq in enumerate(plan.sampled) if seq.matcher is not None and not seq.finalized]
+        places = [i for i, seq in enumerate(plan.sampled) if seq.features & Feature.CONSTRAIN and not seq.finalized]
         for seq, reason in self.masks.build([plan.sampled[i] for i in places], step.slot.masks):
             self.scheduler.fail(seq, reason)
         self.runner.draw(plan, step.slot, places)

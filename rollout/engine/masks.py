@@ -19,20 +19,23 @@ import threading
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from queue import Empty
 
 import torch
 
 from rollout.constraints.matcher import mask_words
-from rollout.deadline_thread import DeadlineThread
+from rollout.deadline_thread import Call, DeadlineThread
 from rollout.engine.device import Device
 from rollout.engine.sequence import Sequence
 
 #: Matchers that hang, each with a thread and a core; after that no constrained completion goes on.
 MOST_LEFT_BEHIND = 4
 
+_FAIR_PARTS = 8  # of the time for a step: a completion that had less of it is not blamed when it runs out
 _SLOW = "the constraint takes too long to follow from here; make it simpler"
 _GIVEN_UP = "too many constraints have hung this worker; send it to another one"
 _BROKEN = "a token was drawn that the constraint does not allow"
+_DEAD_END = "the constraint allows no token of this model from here"
 
 
 class StepMasks:
@@ -86,20 +89,54 @@ class _Share:
 
     places: list[int]  # rows of the masks
     seqs: list[Sequence]
-    done: int = 0
-    left_behind: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of the two above
+    took_s: list[float] = field(default_factory=list)  # of those that are done
+    began_s: float = 0.0  # the one that is being done
+    reason: str = ""  # why that one failed
+    stopped: bool = False  # begins no other one
+    left_behind: bool = False  # nobody waits for it any more: it counts nothing
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of all of these
+
+    @property
+    def done(self) -> int:
+        """How many are done, the first ones."""
+        return len(self.took_s)
+
+    def begin(self) -> bool:
+        """Begin the next one, unless it is over."""
+        with self.lock:
+            self.began_s = time.perf_counter()
+            return not self.stopped
+
+    def end(self) -> None:
+        """One more is done, if somebody still waits for it."""
+        with self.lock:
+            if not self.left_behind:
+                self.took_s.append(time.perf_counter() - self.began_s)
+
+    def stop(self) -> float:
+        """Have it begin no other one; when the one that is being done began."""
+        with self.lock:
+            self.stopped = True
+            return self.began_s
 
     def leave_behind(self) -> None:
-        """Nobody waits for it any more: it counts nothing and touches no other completion from now on."""
+        """Wait for it no more."""
         with self.lock:
             self.left_behind = True
 
-    def one_done(self) -> bool:
-        """One more is done; False if nobody waits for the rest."""
-        with self.lock:
-            self.done += not self.left_behind
-            return not self.left_behind
+    def outcome(self, fair_s: float) -> tuple[list[int], dict[int, str]]:
+        """What is left to do, and what failed, once it is over.
+
+        Where time ran out among several, the slowest of those that were done fails, if it had more than its part of it.
+        """
+        if self.done == len(self.places):
+            return [], {}
+        if self.left_behind or self.reason:
+            return self.places[self.done + 1 :], {self.places[self.done]: self.reason or _SLOW}
+        slowest = max(range(self.done), key=self.took_s.__getitem__, default=None)
+        if slowest is None or self.took_s[slowest] < fair_s:
+            return self.places[self.done :], {}
+        return self.places[self.done :], {self.places[slowest]: _SLOW}
 
 
 class MaskBuilder:
@@ -146,26 +183,50 @@ class MaskBuilder:
         left: list[int] = []
         reasons: dict[int, str] = {}
         for thread, share, call in running:
-            try:
-                thread.wait(call, until_s - time.perf_counter())
-            except TimeoutError:
-                share.leave_behind()
+            self._wait(thread, share, call, until_s)
             for seq in share.seqs[: share.done]:
                 seq.matched = len(seq.tokens)
-            if share.done < len(share.places):
-                reasons[share.places[share.done]] = _SLOW if share.left_behind else _BROKEN
-                left += share.places[share.done + 1 :]
+            places, failed = share.outcome(self._timeout_s / _FAIR_PARTS)
+            left += places
+            reasons |= failed
         if any(share.left_behind for _, share, _ in running):
             masks.renew_host()
         return left, reasons
 
+    def _wait(self, thread: DeadlineThread, share: _Share, call: Call[None], until_s: float) -> None:
+        """Until `until_s`, and then for the one that is being done, which may take as long by itself."""
+        try:
+            call.result(max(0.0, until_s - time.perf_counter()))
+        except Empty:
+            began_s = share.stop()
+            try:
+                thread.wait(call, began_s + self._timeout_s - time.perf_counter())
+            except TimeoutError:
+                share.leave_behind()
+
 
 def _fill(share: _Share, new_tokens: list[list[int]], host_RW: torch.Tensor) -> None:
-    """All masks of a share, or those up to a completion whose tokens do not fit its constraint."""
+    """All masks of a share, or those up to a completion that cannot go on."""
     for place, seq, tokens in zip(share.places, share.seqs, new_tokens, strict=True):
-        assert seq.matcher is not None
+        if not share.begin():
+            return
+        share.reason = _follow(seq, tokens, host_RW, place)
+        if share.reason:
+            return
+        share.end()
+
+
+def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int) -> str:
+    """Write one mask; why there is none, or nothing. Nobody else touches this matcher."""
+    constraint = seq.group.request.constraint
+    assert constraint is not None
+    try:
+        if seq.matcher is None:
+            seq.matcher = constraint.start()  # here: a copy of a large grammar's place may take seconds
         if not all(map(seq.matcher.accept, tokens)):
-            return
+            return _BROKEN
         seq.matcher.fill(host_RW, place)
-        if not share.one_done():
-            return
+    # What a client sent must not end the engine, whatever the matcher makes of it.
+    except Exception as error:
+        return f"the constraint cannot be followed from here: {error}"[:500]
+    return "" if host_RW[place].any() else _DEAD_END

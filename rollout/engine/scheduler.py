@@ -117,8 +117,9 @@ class Scheduler:
         self._refused = None
         self._room.weights_changed(version)
         self.memory.weights_changed()
-        for seq in [seq for group in self.groups.values() for seq in group.sequences if seq.too_old_for(version)]:
-            if seq.launched == len(seq.tokens) and not seq.finalized:  # tokens in flight are of the old version
+        for seq in [seq for group in self.groups.values() for seq in group.sequences if not seq.finalized]:
+            first = max(version, seq.group.request.min_version)  # that it can have a token of
+            if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight are of the old version
                 self._finish(seq, Finish("stale"))
         for seq in self.prefilling + self.decoding:
             if recompute or not seq.row_ready:  # what was admitted but has launched nothing takes no old KV along
@@ -202,7 +203,8 @@ class Scheduler:
             return None
         seqs = [chunk.seq for chunk in chunks]
         longest = max(chunk.start + chunk.length for chunk in chunks)
-        return Plan("prefill", seqs, union_of(seqs), self.version, longest, [], chunks)
+        features = union_of(chunk.seq for chunk in chunks if chunk.final)
+        return Plan("prefill", seqs, features, self.version, longest, [], chunks)
 
     def _plan_decode(self) -> Plan | None:
         seqs = [seq for seq in self.decoding if seq.launched < seq.max_tokens]
@@ -302,7 +304,7 @@ class Scheduler:
                     versions[-1][1] += 1
                 else:
                     versions.append([version, 1])
-                    seq.oldest_version = version if seq.oldest_version is None else seq.oldest_version
+                    seq.note_version(version)
                 self.counters.tokens += 1
                 if token in seq.stop_ids or len(seq.tokens) >= seq.check_at:
                     self._examine(seq, token)

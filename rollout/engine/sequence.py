@@ -27,6 +27,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from rollout.constraints.matcher import Matcher
 from rollout.engine.pages import PrefixKeys
 from rollout.engine.types import Finish, Request, RequestKey
 
@@ -142,6 +143,7 @@ class Sequence:
         "matcher",
         "max_tokens",
         "may_share",
+        "newest_version",
         "oldest_version",
         "pages",
         "prefill_tokens",
@@ -178,9 +180,10 @@ class Sequence:
         self.drawn_logprobs = array("f", bytes(4 * known)) if self.features.reshapes else None
         self.versions: list[list[int]] = []  # runs of [version, tokens], of the tokens generated here
         self.oldest_version = request.prior.oldest_version if request.prior is not None else None
+        self.newest_version = request.prior.newest_version if request.prior is not None else None
         self.flushed = known
 
-        self.matcher = request.constraint.start() if request.constraint is not None else None
+        self.matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
         self.matched = known  # tokens that the matcher has seen
 
         self.state = State.WAITING
@@ -208,9 +211,20 @@ class Sequence:
         return (-self.priority, self.arrival)
 
     def too_old_for(self, version: int) -> bool:
-        """True if a token of this weights version would make its span larger than asked for."""
+        """True if a token of this weights version would make its span larger than asked for.
+
+        The version may also be older than those of a completion that another worker began.
+        """
         most = self.group.request.max_version_span
-        return most is not None and self.oldest_version is not None and version - self.oldest_version > most
+        if most is None or self.oldest_version is None:
+            return False
+        newest = self.oldest_version if self.newest_version is None else self.newest_version
+        return max(newest, version) - min(self.oldest_version, version) > most
+
+    def note_version(self, version: int) -> None:
+        """A token of this weights version was added."""
+        self.oldest_version = version if self.oldest_version is None else min(self.oldest_version, version)
+        self.newest_version = version if self.newest_version is None else max(self.newest_version, version)
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""

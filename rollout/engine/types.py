@@ -69,6 +69,7 @@ class Prior:
 
     token_ids: np.ndarray  # int32 [k]
     oldest_version: int | None = None  # of weights; None where it is not known
+    newest_version: int | None = None  # the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,7 +15,10 @@ from rollout.service.errors import bad_request
 from rollout.service.fields import TokenIds
 from rollout.service.text import TextCodec
 
-MAX_CHARS = 256 * 1024
+logger = logging.getLogger(__name__)
+
+MAX_CHARS = 64 * 1024
+MAX_REGEX_CHARS = 4096  # what compiling takes may grow with the square of it
 MAX_CHOICES = 4096
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARS)]
@@ -26,7 +30,7 @@ class ConstraintFields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
     json_schema: dict[str, Any] | Text | None = None
-    regex: Text | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
     grammar: Text | None = None
     choices: list[Text] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     token_ids: TokenIds | None = None
@@ -86,7 +90,12 @@ def constraints_for(text: TextCodec | None, vocab: int, compile_s: float) -> Con
     """What a model of `vocab` output tokens can be constrained to, here and with this tokenizer."""
     if text is None or not available():
         return Constraints(None, vocab)
-    return Constraints(ConstraintCompiler(text.tokenizer, vocab, compile_s), vocab)
+    try:
+        return Constraints(ConstraintCompiler(text.tokenizer, vocab, compile_s), vocab)
+    # It knows some kinds of tokenizers; a worker serves the others too, and `capabilities` says what it offers.
+    except (ImportError, ValueError, RuntimeError) as error:
+        logger.warning("no constraints but 'token_ids' with this tokenizer", extra={"why": str(error)})
+        return Constraints(None, vocab)
 
 
 def _schema_text(schema: dict[str, Any] | str) -> str:

@@ -230,7 +230,7 @@ def _prior(prior: ContinueFrom | None) -> Prior | None:
     if prior is None:
         return None
     known = [version for version, _ in prior.versions or () if version >= 0]
-    return Prior(prior.token_ids, min(known, default=None))
+    return Prior(prior.token_ids, min(known, default=None), max(known, default=None))
 
 
 def _sampling(sampling: Sampling, prior: ContinueFrom | None) -> SamplingParams:

@@ -63,6 +63,25 @@ def test_members_of_a_group_go_on_by_themselves_each_from_its_own_seed(connect: 
     assert asked == [(SEEDS[1], 0), (SEEDS[2], 3)] and result.resumes == 2
 
 
+def test_once_enough_of_a_scattered_group_are_complete_the_others_are_cancelled(connect: Connect, serve: Serve) -> None:
+    waiting: dict[str, tuple[bytes, dict[str, Any]]] = {}
+    whole = Model(4)
+
+    def one_only(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        if header["op"] == "generate" and header["continue_from"]["seed"] != SEEDS[1]:
+            waiting[header["id"]] = peer, header
+            return
+        whole(worker, peer, header)
+        if header["op"] == "cancel" and header["target"] in waiting:
+            refuse("unavailable")(worker, *waiting.pop(header["target"]))
+
+    first, second = serve(Model(3, reach=(6, 0, 3, 1), fail=vanish)), serve(one_only)
+    client = connect(first.endpoint, second.endpoint, resume=True)
+    result = client.generate([1], n=4, max_tokens=6, seed=SEED, min_complete=2, timeout_s=20)
+    assert [part.finish_reason for part in result.completions] == ["length", "length", "cancelled", "cancelled"]
+    assert [len(part) for part in result.completions] == [6, 6, 3, 1]
+
+
 def test_a_group_that_had_not_begun_is_sent_whole_with_the_same_seed(connect: Connect, serve: Serve) -> None:
     first, second = serve(Model(reach=(0, 0), fail=vanish)), serve(Model())
     result = connect(first.endpoint, second.endpoint, resume=True).generate([1], n=2, max_tokens=4)

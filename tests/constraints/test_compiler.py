@@ -14,11 +14,13 @@ from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, al
 from rollout.constraints.matcher import Constraint, mask_words
 from rollout.constraints.spec import ConstraintSpec
 from rollout.deadline_thread import DeadlineThread
-from rollout.service.text import TextCodec
+from rollout.service.constraint import constraints_for
+from rollout.service.text import TextCodec, load_text_codec
 from tests.tokenizer_folder import make_tokenizer_folder
 
 pytest.importorskip("xgrammar")
 OBJECT = '{"type": "object", "properties": {"k": {"const": 7}}, "required": ["k"]}'
+STRING = '{"type": "string"}'
 EXTRA = 11  # tokens that the model has and the tokenizer has not
 
 
@@ -92,6 +94,26 @@ def test_stop_tokens_are_those_of_the_request(compiler, tokenizer, vocab):
         compiler.compile(ConstraintSpec("regex", "a*"), (), [])
 
 
+def test_one_that_has_ended_cannot_go_on(compiler, tokenizer):
+    whole = [*tokenizer.encode("abc", add_special_tokens=False), tokenizer.eos_token_id]
+    with pytest.raises(ConstraintError, match="nothing to add"):
+        compiler.compile(ConstraintSpec("regex", "abc"), (tokenizer.eos_token_id,), whole)
+
+
+@pytest.mark.parametrize(("kind", "source", "text"), [("regex", "[^y]{1,99}", ""), ("json_schema", STRING, '"')])
+def test_the_name_of_a_special_token_is_no_text(compiler, tokenizer, vocab, kind, source, text):
+    """The text of a completion leaves special tokens out."""
+    constraint = compiler.compile(ConstraintSpec(kind, source), (tokenizer.eos_token_id,), [])
+    allowed = write(constraint, tokenizer, vocab, text)
+    assert "<" in allowed and "<|im_start|>" not in allowed
+
+
+def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tokenizer, vocab):
+    (tab,) = tokenizer.encode("\t", add_special_tokens=False)
+    constraint = compiler.compile(ConstraintSpec("json_schema", '{"type": "boolean"}'), (tab,), [])
+    assert write(constraint, tokenizer, vocab, "true") == ["\t"]
+
+
 @pytest.mark.parametrize(
     ("kind", "source", "reason"),
     [
@@ -101,6 +123,13 @@ def test_stop_tokens_are_those_of_the_request(compiler, tokenizer, vocab):
         ("grammar", "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000, "Nest layer"),
         ("json_schema", '{"type": "strin"}', 'Unsupported type "strin"'),
         ("json_schema", "{nope", "syntax error"),
+        ("json_schema", '{"type": "array", "items": {"type": "integer"}, "uniqueItems": true}', "'uniqueItems' at #"),
+        ("json_schema", '{"type": "object", "properties": {"a": {"not": {}}}}', "'not' at #/properties/a"),
+        ("json_schema", '{"minLength": 3}', "'minLength' at # .* without a 'type'"),
+        ("json_schema", '{"anyOf": [{"type": "integer"}], "minimum": 5}', "'minimum' beside 'anyOf'"),
+        ("json_schema", '{"type": "number", "multipleOf": 0.5}', "integers only"),
+        ("json_schema", '{"allOf": [{"type": "integer"}, {"maximum": 5}]}', "'allOf' of several"),
+        ("json_schema", '{"type": "string", "pattern": "a", "minLength": 3}', "'pattern' with a length"),
         ("json_schema", '{"type":"array","items":' * 20_000 + "true" + "}" * 20_000, "parse JSON"),
     ],
 )
@@ -136,6 +165,13 @@ def test_one_that_takes_too_long_is_given_up_and_the_next_one_works(tmp_path):
     assert done.stdout.splitlines() == ["it was not compiled within 0.5 s; make it simpler", "goes on"], done.stderr
 
 
+def test_a_tokenizer_of_a_kind_that_cannot_be_compiled_for_is_served_without(tmp_path):
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    assert not constraints_for(load_text_codec(tmp_path), 400, 5.0).grammars
+
+
 def test_what_was_compiled_is_kept_and_the_oldest_goes_first(tokenizer, vocab, monkeypatch):
     compiler = ConstraintCompiler(tokenizer, vocab, 20.0)
     compiled: list[str] = []
@@ -162,5 +198,7 @@ def test_a_call_that_fails_or_hangs_leaves_the_thread_of_use():
         hang.call(gate.wait, 0.05)
     assert (hang.left_behind, hang.call(lambda: 6, 1.0), thread.left_behind) == (1, 6, 0)
     gate.set()
+    while hang.left_behind:  # it has come back, and is no longer counted
+        pass
     thread.close()
     hang.close()

@@ -144,6 +144,46 @@ def test_a_token_that_is_not_allowed_ends_the_completion_as_an_error(model, prom
     bench.close()
 
 
+class Broken(Cycle):
+    """A matcher that raises after some tokens, as compiled code does where it was not meant to be."""
+
+    def start(self):
+        place = super().start()
+        fill = place.fill
+
+        def raising(*args):
+            if place.at == 3:
+                raise RuntimeError("not made for this")
+            fill(*args)
+
+        place.fill = raising
+        return place
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [(Broken([X]), "not made for this"), (Cycle([X, X, X, []]), "allows no token")],
+    ids=["raises", "dead end"],
+)
+def test_a_constraint_that_leads_nowhere_ends_its_own_completion_before_a_token_is_drawn(
+    model, prompt_of, constraint, reason
+):
+    bench = Bench(model)
+    stop = {"token_ids": (0,)}  # what a row without an allowed token would draw
+    bench.submit("bad", prompt_of(9), 20, sampling=SAMPLED, stop=stop, constraint=constraint)
+    bench.submit("last", prompt_of(9), 4, sampling=SAMPLED, stop=stop, constraint=constraint)
+    bench.submit("good", prompt_of(9, 1), 20, sampling=SAMPLED, constraint=Cycle([X, Y]))
+    bench.submit("free", prompt_of(9, 2), 20, sampling=SAMPLED)
+    bench.run()
+    for name in ("bad", "last"):
+        completion = bench.completions[name, 0]
+        assert completion.finish.reason == "error" and reason in completion.finish.error
+        assert letters(completion.token_ids) == "xxx"
+    assert letters(bench.completions["good", 0].token_ids) == "xy" * 10
+    assert bench.completions["free", 0].finish.reason == "length"
+    bench.close()
+
+
 @pytest.mark.parametrize("good", [0, 7])
 def test_a_constraint_that_hangs_ends_its_own_completion_and_no_other(model, prompt_of, good):
     bench = Bench(model)
@@ -166,6 +206,43 @@ def test_a_constraint_that_hangs_ends_its_own_completion_and_no_other(model, pro
     assert letters(bench.completions["after", 0].token_ids) == "xs" * 10
     assert bench.completions["free", 0].finish.reason == "length"
     bench.engine.check_integrity()
+    bench.close()
+
+
+class Slow(Cycle):
+    """Each mask takes a while."""
+
+    def __init__(self, lists: list[list[int]], seconds: float) -> None:
+        super().__init__(lists)
+        self.seconds = seconds
+
+    def start(self) -> CyclePlace:
+        place = super().start()
+        fill = place.fill
+        place.fill = lambda *args: (threading.Event().wait(self.seconds), fill(*args))[1]
+        return place
+
+
+def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt_of):
+    bench = Bench(model, mask_threads=1)
+    bench.engine.masks._timeout_s = 0.2
+    bench.submit("slow", prompt_of(9), 6, sampling=SAMPLED, constraint=Slow([X], 0.19))
+    for i in range(5):
+        bench.submit(f"r{i}", prompt_of(9, i), 6, sampling=SAMPLED, constraint=Slow([Y], 0.005))
+    bench.run()
+    assert bench.completions["slow", 0].finish.reason == "error" and bench.engine.masks.left_behind == 0
+    assert {bench.completions[f"r{i}", 0].finish.reason for i in range(5)} == {"length"}
+    bench.close()
+
+
+def test_many_that_take_a_little_each_all_go_on(model, prompt_of, monkeypatch):
+    monkeypatch.setattr(masks_module, "_FAIR_PARTS", 2)  # so that a busy machine does not matter
+    bench = Bench(model, mask_threads=1)
+    bench.engine.masks._timeout_s = 0.1
+    for i in range(8):
+        bench.submit(f"r{i}", prompt_of(9, i), 3, sampling=SAMPLED, constraint=Slow([[X, Y][i % 2]], 0.02))
+    bench.run()
+    assert {bench.completions[f"r{i}", 0].finish.reason for i in range(8)} == {"length"}
     bench.close()
 
 

@@ -85,3 +85,28 @@ def test_one_that_waits_when_it_becomes_too_old_takes_no_row_again(folders, mode
     assert bench.completions["unknown", 0].finish.reason == "length", "what is not known does not count"
     assert bench.engine.scheduler.counters.prompt_tokens == 18, "nothing was prefilled for it"
     bench.close()
+
+
+@pytest.mark.parametrize(("span", "reason"), [(1, "stale"), (5, "length")])
+def test_a_completion_that_goes_on_with_older_weights_counts_them_too(model, prompt_of, span, reason):
+    """As after a restart of the worker, which begins with the weights of its folder."""
+    bench = Bench(model)
+    bench.submit("r", prompt_of(9), 20, prior=Prior(np.array([3, 4], np.int32), 5, 5), max_version_span=span)
+    bench.run()
+    assert bench.completions["r", 0].finish.reason == reason
+    assert bool(bench.tokens("r")) == (reason == "length")
+    bench.close()
+
+
+def test_one_that_waits_for_a_newer_version_is_not_too_old_for_those_before(folders, model, prompt_of):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox)
+    prior = Prior(np.array([3, 4], np.int32), 2, 2)
+    bench.submit("r", prompt_of(9), 20, prior=prior, max_version_span=0, min_version=2)
+    for version in (1, 2):
+        mailbox.ready = Update(version, load(folders[1]), model)
+        for _ in range(4):
+            bench.engine.tick()
+    bench.run()
+    assert bench.completions["r", 0].finish.reason == "length"
+    bench.close()
