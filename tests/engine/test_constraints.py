@@ -13,6 +13,7 @@ from harness import Bench
 from rollout.constraints.matcher import AllowList, mask_words
 from rollout.engine import masks as masks_module
 from rollout.engine.masks import MOST_LEFT_BEHIND
+from rollout.engine.types import Prior
 
 VOCAB = 97
 STOP = 5
@@ -243,6 +244,36 @@ def test_many_that_take_a_little_each_all_go_on(model, prompt_of, monkeypatch):
         bench.submit(f"r{i}", prompt_of(9, i), 3, sampling=SAMPLED, constraint=Slow([[X, Y][i % 2]], 0.02))
     bench.run()
     assert {bench.completions[f"r{i}", 0].finish.reason for i in range(8)} == {"length"}
+    bench.close()
+
+
+def test_who_was_left_behind_writes_to_memory_that_nobody_reads(model, prompt_of):
+    bench = Bench(model)
+    bench.engine.masks._timeout_s = 0.05
+    slots = [bench.engine.pipeline.acquire() for _ in range(2)]
+    before = {slot.masks.host.data_ptr() for slot in slots}
+    bench.engine.pipeline._free.extend(slots)
+    hanging = Endless(0)
+    bench.submit("hangs", prompt_of(9), 20, sampling=SAMPLED, constraint=hanging)
+    bench.run()
+    assert len({slot.masks.host.data_ptr() for slot in slots} - before) == 1
+    hanging.let_go.set()
+    bench.close()
+
+
+def test_a_continued_completion_is_followed_from_its_new_tokens(model, prompt_of):
+    class Later(Cycle):
+        def start(self) -> CyclePlace:
+            place = super().start()
+            place.at = 2  # behind the tokens that there are
+            return place
+
+    bench = Bench(model)
+    prior = Prior(np.array([X[0], Y[0]], dtype=np.int32))
+    bench.submit("r", prompt_of(9), 20, sampling=SAMPLED, prior=prior, constraint=Later([X, Y, SIZE]))
+    bench.run()
+    assert bench.completions["r", 0].finish.reason == "length"
+    assert letters(bench.tokens("r")) == "sxysxysxysxysxysxy"
     bench.close()
 
 
