@@ -1,0 +1,58 @@
+"""A client whose requests run in a thread while their caller does something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+from integration_worker import start
+from trl_parts import CHECKPOINT
+
+from trainer_bridge.client import RolloutClient
+from trainer_bridge.errors import BadRequest
+from trainer_bridge.integrations.background import BackgroundClient
+from trainer_bridge.launch import WorkerProcess
+
+COUNT = {"max_tokens": 12, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    with start(CHECKPOINT, tmp_path_factory.mktemp("background") / "worker.log", max_context_tokens=4096) as worker:
+        yield worker
+
+
+def test_requests_run_while_nobody_waits(worker: WorkerProcess) -> None:
+    with BackgroundClient(worker.endpoint) as client, RolloutClient(worker.endpoint) as other:
+        other.pause()
+        many = client.generate_many(["17:", "9:"], n=2, **COUNT)
+        one = client.generate("5:", return_text=True, **COUNT)
+        assert not many.done() and not one.done()
+        other.resume()
+        assert one.result(30).completions[0].text == " 6 7 8 9 10 "
+        assert [len(result.completions) for result in many.result(30)] == [2, 2]
+
+
+def test_future_raises_what_the_client_does(worker: WorkerProcess) -> None:
+    with BackgroundClient(worker.endpoint) as client, pytest.raises(BadRequest):
+        client.generate("5:", temperature=-1.0).result(30)
+
+
+def test_closing_cancels_what_is_unfinished_at_the_worker(worker: WorkerProcess) -> None:
+    with RolloutClient(worker.endpoint) as other:
+        other.pause()
+        client = BackgroundClient(worker.endpoint)
+        future = client.generate("17:", n=4, max_tokens=4000)
+        while other.status()["rows"]["running"] + other.status()["queue"]["waiting"] == 0:
+            assert not future.done()
+        client.close()
+        client.close()
+        with pytest.raises(CancelledError):
+            future.result(0)
+        other.resume()
+        while other.status()["rows"]["running"] + other.status()["queue"]["waiting"]:
+            pass
+        assert other.status()["tokens"] < 4 * 4000
+    with pytest.raises(ValueError, match="closed"):
+        client.generate("17:")

@@ -1,0 +1,92 @@
+"""The GRPO example learns from rewards alone, by completions of a worker that runs on while it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration_worker import ROOT, worker_environment
+
+SHORT = {"--numbers": 6, "--groups": 8, "--group-size": 16, "--lr": 2e-3}
+
+
+def train(out: Path, *flags: str, **settings: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run the script; its steps and its summary."""
+    words = [str(word) for pair in {**SHORT, **settings}.items() for word in pair]
+    command = [sys.executable, str(ROOT / "scripts" / "train_grpo.py"), "--out", str(out), *words, *flags]
+    changes = worker_environment()
+    environment = {name: value for name, value in os.environ.items() if name not in changes}
+    environment |= {name: value for name, value in changes.items() if value is not None}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    return steps, json.loads((out / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
+    out = tmp_path_factory.mktemp("grpo")
+    flags = {"--steps": 80, "--staleness": 2, "--seed": 0, "--check-every": 2, "--plot": out / "curve.png"}
+    return out, *train(out, **flags)
+
+
+def mean(steps: list[dict[str, Any]], name: str = "reward") -> float:
+    return sum(step[name] for step in steps) / len(steps)
+
+
+def test_reward_rises_from_next_to_nothing(run: tuple[Path, list[dict[str, Any]], dict[str, Any]]) -> None:
+    _, steps, _ = run
+    assert mean(steps[:5]) < 0.2
+    assert mean(steps[-10:]) > 0.7
+
+
+def test_every_completion_and_token_that_the_worker_made_was_trained_on(
+    run: tuple[Path, list[dict[str, Any]], dict[str, Any]],
+) -> None:
+    out, steps, summary = run
+    assert [step["step"] for step in steps] == list(range(1, 81))
+    assert summary["completions"] == 80 * 8 * 16
+    ended = [line for line in (out / "worker.log").read_text().splitlines() if line.startswith('{"event": "ended"')]
+    totals = json.loads(ended[0])["totals"]
+    assert totals["total/completions"] == summary["completions"]
+    assert totals["total/tokens"] == summary["tokens"] == sum(step["tokens"] for step in steps)
+    assert summary["workers"] == [{"version": 81, "state": "idle"}]  # one before the first step, one after each
+
+
+def test_staleness_is_bounded_and_used(run: tuple[Path, list[dict[str, Any]], dict[str, Any]]) -> None:
+    _, steps, _ = run
+    assert max(step["staleness/max"] for step in steps) <= 2
+    assert mean(steps, "staleness/mean") > 0.2  # generation runs while the trainer steps
+
+
+def test_worker_and_trainer_agree_on_log_probs_of_one_version(
+    run: tuple[Path, list[dict[str, Any]], dict[str, Any]],
+) -> None:
+    _, steps, _ = run
+    checked = [step for step in steps if step.get("mismatch/tokens")]
+    assert sum(step["mismatch/tokens"] for step in checked) > 1000
+    assert max(step["mismatch/max_abs"] for step in checked) < 1e-3
+    assert max(step["mismatch/k3_kl"] for step in checked) < 1e-7
+    assert max(step["policy/k3_kl"] for step in steps) > 1e-5  # by the weights of now they would not agree
+
+
+def test_run_is_logged_and_drawn(run: tuple[Path, list[dict[str, Any]], dict[str, Any]]) -> None:
+    out, _, _ = run
+    assert list(out.glob("wandb/offline-run-*/run-*.wandb"))
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_staleness_a_run_repeats_itself(tmp_path: Path) -> None:
+    flags = {"--steps": 6, "--staleness": 0, "--seed": 3, "--groups": 4}
+    first, second = (train(tmp_path / name, "--no-wandb", **flags) for name in ("first", "second"))
+    told = [
+        [{k: v for k, v in step.items() if not k.startswith("time/")} for step in steps] for steps, _ in (first, second)
+    ]
+    assert told[0] == told[1]
+    assert {step["staleness/max"] for step in told[0]} == {0}
+    assert max(step["policy/k3_kl"] for step in told[0]) < 1e-7  # on policy: the ratio is 1

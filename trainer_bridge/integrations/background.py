@@ -1,0 +1,87 @@
+"""A client for a training loop that must not wait: requests run in a thread, the loop holds futures.
+
+with BackgroundClient(worker.endpoints, resume=True) as client:
+ahead = client.generate_many(prompts, n=8, max_tokens=4096)      returns at once
+...                                                              train on what came before
+results = ahead.result()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar, Unpack
+
+from trainer_bridge.async_client import AsyncRolloutClient
+from trainer_bridge.batch import MAX_IN_FLIGHT, BatchItem
+from trainer_bridge.generate_request import GenerateFields, Prompt
+from trainer_bridge.results import GenerateResult
+
+_Value = TypeVar("_Value")
+
+
+class BackgroundClient:
+    """An `AsyncRolloutClient` (with its arguments) and an event loop in a thread of its own. May be used by any thread.
+
+    Cancelling a future cancels its requests at the worker, and so does `close`. A future raises what the client does.
+    """
+
+    def __init__(self, endpoints: str | Sequence[str], **options: Any) -> None:
+        self._client = AsyncRolloutClient(endpoints, **options)
+        self._loop = asyncio.new_event_loop()
+        self._under_way: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="background-client", daemon=True)
+        self._thread.start()
+
+    def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> Future[GenerateResult]:
+        """As `RolloutClient.generate`, but a future of its result."""
+        return self._run(self._client.generate(prompt, **fields))
+
+    def generate_many(
+        self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
+    ) -> Future[list[GenerateResult]]:
+        """As `RolloutClient.generate_many`, but a future of its results."""
+        return self._run(self._client.generate_many(requests, max_in_flight=max_in_flight, **common))
+
+    def close(self) -> None:
+        """Cancel what is unfinished and end the connections and the thread. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            unfinished = list(self._under_way)
+        for future in unfinished:
+            future.cancel()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*tasks, return_exceptions=True)  # they were cancelled
+        await self._client.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, _Value]) -> Future[_Value]:
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise ValueError("this client is closed; make a new one")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._under_way.add(future)
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._under_way.discard(future)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
