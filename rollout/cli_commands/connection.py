@@ -27,7 +27,8 @@ def connect(endpoint: str, args: argparse.Namespace) -> RolloutClient:
 
     if args.timeout_s is not None and not args.timeout_s > 0:
         raise UsageError("--timeout-s must be more than 0 seconds")
-    limits = {} if args.timeout_s is None else {"connect_timeout_s": args.timeout_s}
+    # The connection's limit comes first: its error says more than that of a call without an answer.
+    limits = {} if args.timeout_s is None else {"connect_timeout_s": 0.8 * args.timeout_s}
     try:
         return RolloutClient(endpoint, timeout_s=args.timeout_s, curve=_curve(args), **limits)
     except ValueError as error:  # not an endpoint

@@ -114,9 +114,9 @@ def test_kv_in_fp8_is_what_the_generic_path_keeps(name: str, dtype: str, tmp_pat
     assert error(plain, exact) < error(logits, exact), "it is another, coarser cache"
 
 
-def coarse(*asked: Any) -> Plan:
+def coarse(*asked: Any, **options: Any) -> Plan:
     """The plan that is asked for, by output with tall tiles: the interpreter's time is the number of programs."""
-    plan = moe_plan(*asked)
+    plan = moe_plan(*asked, **options)
     return WarpPlan(WarpConfig(rows=32), WarpConfig(rows=32)) if plan.path == "warp" else plan
 
 

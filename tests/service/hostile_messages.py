@@ -54,11 +54,23 @@ PLAIN: list[Any] = [
     *("", "x", "generate", "\0", "é\U0001f600", "x" * 300, b"", b"\xff\xfe", b"x" * 300, [], {}, [[]], [0] * 50),
     *({"blob": 0}, {"blob": 0, "dtype": "<i4", "shape": [1], "x": 1}, [2**40], ["1"], {"1": 1}, {"-1": 1}),
 ]
+#: Without `min_version`: a version that never comes is waited for.
 NAMES = [
     *("v", "op", "id", "client", "prompt", "messages", "tools", "chat_template_kwargs", "n", "max_tokens", "sampling"),
     *("stop", "stream", "stream_every", "return_text", "continue_from", "priority", "deadline_s", "metadata", "target"),
     *("targets", "offsets", "text_chars", "detached", "mode", "action", "token", "manifest", "transport", "options"),
-    *("logprobs", "constraint", "adapter", "session", "min_version", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *(
+        "logprobs",
+        "constraint",
+        "adapter",
+        "session",
+        "max_version_span",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+    ),
     *(
         "logit_bias",
         "token_ids",
