@@ -79,7 +79,7 @@ class PublishHandle:
                 seconds=time.monotonic() - self._published_s,
                 phases={str(name): float(seconds) for name, seconds in reply["phases"].items()},
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self.errors[endpoint] = ProtocolError(f"commit: {endpoint} sent a report that cannot be read: {error!r}")
 
     def learn(self, reports: list[WorkerReport], error: RolloutError | None) -> None:

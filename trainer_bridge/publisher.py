@@ -134,6 +134,9 @@ class WeightPublisher:
         with self._jobs_lock:
             self._closing.set()
             self._jobs.put(None)
+        if self._ranks is not None:
+            self._thread.join(self._ranks.timeout_s)  # what is under way ends when rank 0 says so, or closes
+            self._ranks.stop()
         self._thread.join()
 
     def __enter__(self) -> WeightPublisher:
@@ -189,7 +192,10 @@ class WeightPublisher:
                 return self._jobs.get(timeout=_WATCH_S)
             except queue.Empty:
                 if (version := self._kept.version) is not None:
-                    self._bring_up_to_date(version)
+                    try:
+                        self._bring_up_to_date(version)
+                    except Exception:  # whatever it was, the thread lives on for the trainer's next update
+                        _log.exception("workers cannot be brought to version %d", version)
         return self._jobs.get()
 
     def _bring_up_to_date(self, version: int) -> None:
@@ -209,7 +215,8 @@ class WeightPublisher:
             self._publish(payload, handle, behind)
         except RolloutError as error:
             _log.warning("version %d cannot be brought to %s: %s", version, ", ".join(behind), error)
-        handle.end(None)
+        finally:
+            handle.end(None)
         for endpoint in handle.reports:
             _log.info("%s had older weights and was brought to version %d", endpoint, version)
         for endpoint, problem in handle.errors.items():
@@ -245,7 +252,9 @@ class WeightPublisher:
             again = self._still_there(again) if another_way or len(again) > 1 else []
             if again:
                 _log.warning("a group broke; %d of its workers are tried again", len(again))
-                finished |= self._deliver(payload, handle, again)
+                second = self._deliver(payload, handle, again)
+                # All failed: whom the first round brought the bytes this way still commits with its options.
+                finished |= {name: options for name, options in second.items() if options}
             self._check_open(handle)
             handle.phase = "commit"
             asked = self._ask(

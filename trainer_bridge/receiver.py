@@ -355,9 +355,13 @@ class WeightReceiver:
         if incoming is None or landing is None:
             return
         _log.warning("weights version %d rejected: %s", incoming.manifest.version, error)
-        self._failure = (incoming.token, error)
-        self._receivers[incoming.transport].drop(incoming, error)
-        landing.abandon()
+        # Without its frames, which hold buckets and where they were to land.
+        self._failure = (incoming.token, error.with_traceback(None))
+        try:
+            self._receivers[incoming.transport].drop(incoming, error)
+            landing.abandon()
+        except Exception:  # of a device or a publisher that is gone; whoever waits must be told all the same
+            _log.exception("letting go of weights version %d failed", incoming.manifest.version)
         if landing.dirty:
             self.hold.fail(
                 f"version {incoming.manifest.version} of the weights was written in place, in part: {error}. "

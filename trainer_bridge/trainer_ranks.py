@@ -57,7 +57,7 @@ class TrainerRanks:
         self._group = Group(
             store, f"{_KEY}/group-{turn}", self.rank, self.size, _address(), cpu, timeout_s, op_timeout_s=_COMMAND_S
         )
-        self._timeout_s = timeout_s
+        self.timeout_s = self._timeout_s = timeout_s
 
     def tell(self, *command: int) -> None:
         """Rank 0: give all others a command of up to four numbers. Raises `RolloutError` when one is gone."""
@@ -140,12 +140,16 @@ class TrainerRanks:
                     raise RolloutError("rank 0 closed its publisher", code="closed")
 
     def close(self) -> None:
-        """Leave the group; on rank 0 the others hear of it."""
+        """Leave the group; on rank 0 the others hear of it. Belongs to the publisher's thread."""
         if self.rank == 0 and self._broken is None:
             with contextlib.suppress(RolloutError):  # they are gone
                 self.tell(CLOSE)
         self._stop.set()
         self._group.close(broken=self._broken is not None)
+
+    def stop(self) -> None:
+        """Any thread: end what is waited for."""
+        self._stop.set()
 
     def _ending(self, length: int) -> tuple[list[WorkerReport], RolloutError | None]:
         data = torch.empty(length, dtype=torch.uint8)
@@ -165,7 +169,9 @@ class TrainerRanks:
         self._broadcast(data.view(torch.uint8))
 
     def _broadcast(self, data: torch.Tensor) -> None:
-        self._do(lambda: self._group.broadcast(data).wait(self._stop), "rank 0" if self.rank else "another rank")
+        timeout_s = None if self.rank else self._timeout_s  # the others are in `serve`, or about to publish
+        whom = "rank 0" if self.rank else "another rank"
+        self._do(lambda: self._group.broadcast(data).wait(self._stop, timeout_s), whom)
 
     def _send(self, data: torch.Tensor) -> None:
         self._do(lambda: self._group.send(data, 0), "rank 0")

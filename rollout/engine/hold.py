@@ -23,7 +23,7 @@ class Hold:
         self.granted = False
         self.granted_s = 0.0  # `time.perf_counter()`
         self.stale = ""
-        self._on_grant: Callable[[], object] = lambda: None
+        self._on_grant: Callable[[], object] = _nothing
         self._lock = threading.Lock()
 
     def request(self, on_grant: Callable[[], object]) -> None:
@@ -47,10 +47,15 @@ class Hold:
 
     def fail(self, why: str) -> None:
         """The parameters are a mixture; the hold stays."""
-        self.stale = why
+        with self._lock:
+            self.stale, self._on_grant = why, _nothing
 
     def clear(self) -> None:
         """The parameters are whole: generation goes on."""
         with self._lock:
             self.granted = self.wanted = False
-            self.stale = ""
+            self.stale, self._on_grant = "", _nothing  # it holds the update that asked, and that its memory
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""

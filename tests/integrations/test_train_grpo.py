@@ -87,6 +87,7 @@ def test_without_staleness_a_run_repeats_itself(tmp_path: Path) -> None:
     told = [
         [{k: v for k, v in step.items() if not k.startswith("time/")} for step in steps] for steps, _ in (first, second)
     ]
-    assert told[0] == told[1]
+    # Which completions share a batch is a matter of time, and a sum's last bit is one of the batch.
+    assert told[0] == [pytest.approx(step, rel=1e-3, abs=1e-6) for step in told[1]]
     assert {step["staleness/max"] for step in told[0]} == {0}
     assert max(step["policy/k3_kl"] for step in told[0]) < 1e-7  # on policy: the ratio is 1

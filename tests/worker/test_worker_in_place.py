@@ -74,7 +74,8 @@ def test_a_stale_worker_says_why_keeps_its_rows_and_is_cured_by_a_whole_update(i
                 waiting = pool.submit(client.generate, "17:", max_tokens=20, min_version=6)
                 while next(stream).part.versions[-1][0] != 5:
                     pass
-                assert client.status()["queue"]["waiting"] == 1 and not waiting.done()
+                until(lambda: client.status()["queue"]["waiting"] == 1, "the request that waits for version 6")
+                assert not waiting.done()
                 publisher.publish(tensors(2), 6).applied(60)
             (completion,) = waiting.result(60).completions
             assert [version for version, _ in completion.versions] == [6]

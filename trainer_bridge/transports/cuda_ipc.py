@@ -13,7 +13,8 @@ Invariants:
 
 - Slots are allocated from CUDA itself, not from torch's pool: a handle stands for a whole allocation.
 - A slot is acknowledged when the worker's copies out of it have run, not when they are enqueued.
-- A worker closes what it opened before it forgets the update; the memory lives until both sides have let go.
+- A worker closes what it opened before it forgets the update. CUDA leaves open what happens to memory that is freed
+  while another process has it open: slots that a worker which was given up may have open are freed once it was told.
 """
 
 from __future__ import annotations
@@ -90,7 +91,11 @@ class CudaIpcMemory:
         pointer = ctypes.c_void_p()
         given = _Handle.from_buffer_copy(handle)
         self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
-        return self._tensor(pointer, nbytes)
+        memory = self._tensor(pointer, nbytes)
+        if memory.data_ptr() != pointer.value:  # of another GPU: torch made a copy, which would never change
+            self._call("cudaIpcCloseMemHandle", pointer)
+            raise OSError(0, "it is another GPU's")
+        return memory
 
     def close(self, memory: torch.Tensor) -> None:
         """Let go of it."""
@@ -230,6 +235,7 @@ class CudaIpcSender(TransportSender):
         self._curve = curve
         self._memory = memory
         self._slots: list[torch.Tensor] = []
+        self._left: list[torch.Tensor] = []  # slots that somebody may still read
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         """Tell the handles of the slots. Raises `RolloutError` where there can be none."""
@@ -264,12 +270,20 @@ class CudaIpcSender(TransportSender):
             )
         finally:
             if left:
-                self.close()  # a worker that was given up may still read them: it has them open
+                self._left, self._slots = self._left + self._slots, []  # a worker that was given up has them open
         return options
+
+    def release(self, payload: Payload, applied: bool) -> None:
+        """Free what was left: workers that were given up have been told."""
+        self._free(self._left)
+        self._left = []
 
     def close(self) -> None:
         """Give the slots back."""
-        slots, self._slots = self._slots, []
+        self._free(self._left + self._slots)
+        self._left, self._slots = [], []
+
+    def _free(self, slots: Sequence[torch.Tensor]) -> None:
         for slot in slots:
             assert self._memory is not None
             self._memory.free(slot)

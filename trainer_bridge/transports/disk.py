@@ -275,8 +275,10 @@ class DiskSender(TransportSender):
             draft.mkdir(parents=True)
             files = self._write_files(payload, draft)
             draft.rename(final)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(draft, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             raise RolloutError(f"prepare: cannot write to {self._root}: {error}; free or choose a folder") from error
         self._written.append(final)
         payload.read()

@@ -157,7 +157,9 @@ class Group:
                 self._backend.abort()  # ends what is under way: without it gloo's threads wait for their deadline
             elif self._stream is not None:
                 self._backend.shutdown()
-        self._backend = None
+        last, self._backend = [self._backend], None
+        if broken:  # what is under way may keep its end waiting for the deadline
+            threading.Thread(target=last.clear, name="weights-group-end", daemon=True).start()
 
     def _gloo(self, store: dist.Store, rank: int, size: int, address: str) -> Any:
         from torch.distributed import ProcessGroupGloo
@@ -173,9 +175,13 @@ class Group:
 
         options = ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        with _environment_lock, _environment(_NCCL_ENVIRONMENT), torch.cuda.device(self.device):
-            backend = ProcessGroupNCCL(store, rank, size, options)
-            backend.eager_connect_single_device(self.device)
+        # Joining has no deadline inside of NCCL: begin it once everybody is there to join.
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{other}" for other in range(size)], self._join_timeout)
+        with torch.cuda.device(self.device):
+            with _environment_lock, _environment(_NCCL_ENVIRONMENT):
+                backend = ProcessGroupNCCL(store, rank, size, options)
+            backend.eager_connect_single_device(self.device)  # not under the lock: it may hang
         return backend
 
 
@@ -190,14 +196,15 @@ class Pending:
             self._event = torch.cuda.Event()
             self._event.record(stream)
 
-    def wait(self, stop: threading.Event) -> None:
-        """Return when the data is there, or away. Raises `GroupError`."""
-        deadline_s = time.monotonic() + self._timeout.total_seconds()
+    def wait(self, stop: threading.Event, timeout_s: float | None = None) -> None:
+        """Return when the data is there, or away; `timeout_s` is the group's if absent. Raises `GroupError`."""
+        timeout_s = self._timeout.total_seconds() if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + timeout_s
         while not self._done():
             if stop.is_set():
                 raise GroupError("it was told to stop")
             if time.monotonic() > deadline_s:
-                raise GroupError(f"nothing moved for {self._timeout.total_seconds():g} s")
+                raise GroupError(f"nothing moved for {timeout_s:g} s")
             time.sleep(POLL_S / 4)
 
     def _done(self) -> bool:

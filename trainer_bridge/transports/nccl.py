@@ -48,7 +48,9 @@ from trainer_bridge.transports.group import (
 
 _BUFFERS = 2
 _GONE = "gone"
+_GRACE_S = 5.0  # beyond `stall_s`: a group that still can gives the better reason itself
 _REACH_S = 2.0
+_END_S = 2.0  # for threads at the end: one that is inside of torch while Python ends may abort the process
 _MAX_HOSTS = 16
 _MAX_MEMBERS = 4096
 _OPTIONS = {"hosts": list, "port": int, "backend": str, "group": str, "device": str}
@@ -68,11 +70,13 @@ class NcclReceiver(TransportReceiver):
     """Joins the publisher's group, in a thread for each update. `device` is where the model is."""
 
     name = "nccl"
+    carries = ("nccl",)
 
     def __init__(self, device: torch.device, timeout_s: float, wake: Callable[[], object]) -> None:
         self.on_device = device.type == "cuda"
         self._device, self._timeout_s, self._wake = device, timeout_s, wake
         self._member: _Member | None = None
+        self._members: list[_Member] = []  # whose threads have not ended
 
     def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
         """Look whether the group can be reached, and start to join it. Raises `BadRequest`."""
@@ -91,6 +95,7 @@ class NcclReceiver(TransportReceiver):
             raise BadRequest(f"this worker does not reach the publisher: {error}", field="options.hosts") from error
         self._member = _Member(incoming, (host, port, options["group"]), self._device, self._timeout_s, self._wake)
         self._member.start()
+        self._members = [*(member for member in self._members if member.alive), self._member]
         return {}
 
     def advance(self, incoming: Incoming | None) -> bool:
@@ -111,13 +116,18 @@ class NcclReceiver(TransportReceiver):
 
     def drop(self, incoming: Incoming, error: RolloutError | None) -> None:
         """Have the thread end, and write nothing more."""
-        self.close()
-
-    def close(self) -> None:
-        """Have the thread end."""
         if self._member is not None:
             self._member.cancel()
             self._member = None
+
+    def close(self) -> None:
+        """Have the threads end, and wait a moment for them."""
+        if self._member is not None:
+            self._member.cancel()
+        until_s = time.monotonic() + _END_S
+        for member in self._members:
+            member.join(max(0.0, until_s - time.monotonic()))
+        self._member, self._members = None, []
 
 
 class _Member:
@@ -143,6 +153,15 @@ class _Member:
     def start(self) -> None:
         """Begin to join."""
         self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its thread."""
+        self._thread.join(timeout_s)
 
     def cancel(self) -> None:
         """After this nothing is written any more; the thread ends by its deadline."""
@@ -262,16 +281,17 @@ class NcclSender(TransportSender):
         self._name = ""
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
-        """Open the store of this update."""
+        """Open the store of this update; the same one for workers that come to it in a later round of `begin`."""
         device = payload.device
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if self._server is not None:
+            return self._options(self._server, backend, device)
         try:
             self._server = StoreServer(self._hosts, timeout_s=30.0)
         except (OSError, RuntimeError) as error:
             raise RolloutError(f"prepare: no store can be opened: {error!s:.200}; use the transport zmq") from error
         self._name = secrets.token_hex(8)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        where = {"hosts": self._server.hosts, "port": self._server.port, "group": self._name}
-        return {**where, "backend": backend, "device": device_name(device)}
+        return self._options(self._server, backend, device)
 
     def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
         """Make the group and broadcast every bucket. A group breaks for all: each peer then gets `GroupBroken`."""
@@ -286,6 +306,7 @@ class NcclSender(TransportSender):
         if job.error is None:
             payload.read()
             return {"fingerprints": job.digest}
+        self._server = None  # those that are tried again meet at a new one; `store` lives until this returns
         slowest = _progress(watch, peers)
         for peer in peers:
             at = f"{peer.endpoint} had {slowest.get(peer.endpoint, 0)} of {payload.manifest.bucket_count} buckets"
@@ -293,6 +314,10 @@ class NcclSender(TransportSender):
             error.met = job.sent > 0
             peer.fail(error)
         return {}
+
+    def _options(self, server: StoreServer, backend: str, device: torch.device) -> dict[str, Any]:
+        where = {"hosts": server.hosts, "port": server.port, "group": self._name}
+        return {**where, "backend": backend, "device": device_name(device)}
 
     def release(self, payload: Payload, applied: bool) -> None:
         """Close the store."""
@@ -316,6 +341,7 @@ class _Broadcasts:
         self._address, self._size, self._rules = address, size, rules
         self._over = threading.Event()
         self._stop = threading.Event()
+        self._moved_s = time.monotonic()
 
     def run(self, watch: dist.Store) -> None:
         """Return when all is sent, or `error` says why not; `watch` is a client of the store."""
@@ -330,12 +356,17 @@ class _Broadcasts:
                 self._stop.set()
                 self.error = watch.get(_GONE).decode(errors="replace")[:300]
                 return
+            still_s = time.monotonic() - self._moved_s
+            if still_s > self._rules.stall_s + _GRACE_S:  # inside of NCCL: what joins or leaves there knows no deadline
+                self._stop.set()
+                self.error = f"nothing moved in the group for {still_s:.0f} s"
+                return
 
     def _main(self) -> None:
         try:
             self._send()
         except GroupError as error:
-            self.error = f"the group with the workers broke: {error}"
+            self.error = self.error or f"the group with the workers broke: {error}"
         # Workers are told, and keep what they serve.
         except Exception as error:
             _log.exception("sending weights failed")
@@ -355,7 +386,9 @@ class _Broadcasts:
                 if pending[slot] is not None:
                     pending[slot].wait(stop)
                     self.sent += 1
+                self._moved_s = time.monotonic()
                 data = buffers[slot][: payload.pack_bucket(index, buffers[slot])]
+                self._moved_s = time.monotonic()
                 with group.on_stream():
                     seen.append(fingerprint(data))
                 pending[slot] = group.broadcast(data)
@@ -363,6 +396,7 @@ class _Broadcasts:
                 if pending[slot % _BUFFERS] is not None:
                     pending[slot % _BUFFERS].wait(stop)
                     self.sent += 1
+                    self._moved_s = time.monotonic()
             with group.on_stream():
                 self.digest = fingerprints_digest(seen)
             broken = False

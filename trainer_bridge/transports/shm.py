@@ -209,7 +209,11 @@ class ShmSender(TransportSender):
             except (OSError, AttributeError) as error:
                 raise RolloutError(f"prepare: no memory can be shared here: {error}; use the transport zmq") from error
         if payload.on_gpu:
-            self._segment.pin()
+            try:
+                self._segment.pin()
+            except RuntimeError as error:
+                self.close()
+                raise RolloutError(f"prepare: memory cannot be pinned: {error!s:.200}; use zmq") from error
         return self._segment.options()
 
     def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
