@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels import gluon_linear
 from rollout_kernels.triton_math import dot, follow, follow_options, narrow
 
 #: Shared memory of a Hopper multiprocessor that programs may take, bytes, and the multiprocessors of an H200.
@@ -45,6 +46,7 @@ class LinearConfig:
     num_warps: int
     num_stages: int
     programs: int
+    streamed: bool = False  # by `gluon_linear`, where it runs
 
 
 @triton.jit
@@ -160,6 +162,10 @@ def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig, silu: bool) -> 
     assert inputs % (config.block_k * config.split) == 0, f"K = {inputs} is no multiple of {config}"
     block_m = _block_m(rows)
     outputs_a_tile = config.block_n // 2 if silu else config.block_n
+    if config.streamed and gluon_linear.takes(x_MK, w_NK):
+        shape = (config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
+        gluon_linear.stream(x_MK, w_NK, out, outputs, outputs_a_tile, *shape, silu)
+        return
     tiles = triton.cdiv(outputs, outputs_a_tile)
     items = tiles * config.split
     _linear_kernel[(min(items, config.programs), triton.cdiv(rows, block_m))](
