@@ -52,7 +52,12 @@ _CACHE_BYTES = 400e6  # weights in rotation, several times the L2
 
 
 def candidates(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearConfig]:
-    """Configurations worth a try: enough items for the chip, tiles that fit in shared memory."""
+    """Configurations worth a try, pipelined and streamed."""
+    return _pipelined(outputs, inputs, rows, kind) + _streamed(outputs, inputs, rows, kind)
+
+
+def _pipelined(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearConfig]:
+    """Enough items for the chip, tiles that fit in shared memory."""
     found = []
     for block_n, block_k, split, stages, programs in itertools.product(
         (64, 128), (64, 128), (1, 2, 4, 8), (4, 6, 8), (132, 192)
@@ -65,10 +70,11 @@ def candidates(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearC
         if items < 64 or items < programs - 60 or tile_bytes * stages * (1 if programs == 132 else 2) > 220_000:
             continue
         found.append(LinearConfig(block_n, block_k, split, 4, stages, programs))
-    return found + _streamed(outputs, inputs, rows, kind)
+    return found
 
 
 def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearConfig]:
+    """One or two rings of tiles a multiprocessor, as large as leaves room for other kernels or not."""
     found = []
     halves = 2 if kind == "silu" else 1
     for (block_n, warps), block_k, split, programs, ring in itertools.product(
@@ -85,7 +91,9 @@ def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearCo
     return found
 
 
-def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwidth: float) -> dict:
+def measure(
+    name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwidth: float, streamed: bool = False
+) -> dict:
     """Time cuBLAS, the table's configuration and the best one for each split, for one shape and number of rows."""
     copies = max(2, int(_CACHE_BYTES // (outputs * inputs * 2)) + 1)
     weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
@@ -93,8 +101,8 @@ def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwid
     run = gate_up_silu if kind == "silu" else linear_parts
     exact = _exact(x, weights[0], kind)
     table = linear_config(outputs, inputs, kind, rows)
-    assert table is not None
-    configs = list(dict.fromkeys([table, *candidates(outputs, inputs, rows, kind)]))
+    tried = (_streamed if streamed else candidates)(outputs, inputs, rows, kind)
+    configs = list(dict.fromkeys([*([] if table is None else [table]), *tried]))
     with ThreadPoolExecutor(14) as pool:  # compile side by side
         usable = list(pool.map(lambda config: _compiles(run, x, weights[0], config), configs))
     timed: dict[LinearConfig, float] = {}
@@ -112,7 +120,7 @@ def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwid
         "rows": rows,
         "floor_us": outputs * inputs * 2 / bandwidth * 1e6,
         "cublas_us": graph_us(lambda: [x @ w.t() for w in weights]) / copies,
-        "table_us": timed[table],
+        "table_us": None if table is None else timed[table],  # none: it leaves the product to cuBLAS
         "best_us": min(timed.values()),
     }
     print(json.dumps({**row, "splits": {split: round(entry["us"], 2) for split, entry in splits.items()}}), flush=True)
@@ -148,6 +156,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["8b"], choices=list(SHAPES))
     parser.add_argument("--names", nargs="+", help="only these products")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--streamed", action="store_true", help="only the table's and streamed ones")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     bandwidth = read_bandwidth()
@@ -158,7 +167,7 @@ def main() -> None:
             if args.names and name not in args.names:
                 continue
             for rows in args.rows:
-                results.append(measure(f"{family}/{name}", outputs, inputs, kind, rows, bandwidth))
+                results.append(measure(f"{family}/{name}", outputs, inputs, kind, rows, bandwidth, args.streamed))
                 args.out.write_text(json.dumps({"read_tbps": bandwidth / 1e12, "rows": results}, indent=1))
 
 
