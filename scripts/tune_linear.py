@@ -78,14 +78,21 @@ def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearCo
     found = []
     halves = 2 if kind == "silu" else 1
     for (block_n, warps), block_k, split, programs, ring in itertools.product(
-        ((64, 4), (128, 4), (128, 8)), (64, 128), (1, 2, 4), (96, 128, 132, 264), (100_000, 160_000, 210_000)
+        ((64, 4), (128, 4), (128, 8), (256, 8)),
+        (64, 128),
+        (1, 2, 4, 8),
+        (96, 128, 132, 264),
+        (100_000, 160_000, 210_000),
     ):
         items = -(-outputs // halves // block_n) * split
         tile_bytes = 2 * block_k * (block_n * halves + max(8, rows))
         ring_bytes = ring // (2 if programs > 132 else 1)
         if inputs % (block_k * split) or (kind != "parts" and split > 1) or items < 64 or ring_bytes < 3 * tile_bytes:
             continue
-        if items < programs and programs != 132 or (warps == 8 and rows < 64):
+        if items < programs and programs != 132:
+            continue
+        # Many rows are read anew by every tile, so that tall ones pay; few rows leave wide sums without use.
+        if rows < 64 and (warps == 8 or split == 8):
             continue
         found.append(LinearConfig(halves * block_n, block_k, split, warps, ring_bytes // tile_bytes, programs, True))
     return found

@@ -15,7 +15,12 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -62,55 +67,55 @@ def _stream_kernel(
         mbarrier.init(full.index(stage), count=1)
     gdc_launch_dependents()
     steps = (items - program + programs - 1) // programs * STEPS
-    for stage in gl.static_range(STAGES - 1):
+    for stage in gl.static_range(STAGES - 2):
         tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K)
         mbarrier.expect(full.index(stage), LOADED, stage < steps)
         for half in gl.static_range(HALVES):
             w_tile = w_smem.index(stage * HALVES + half)
             _copy(w_desc, [tile * BLOCK_N + half * N, k], full.index(stage), w_tile, stage < steps)
     gdc_wait()
-    for stage in gl.static_range(STAGES - 1):
+    for stage in gl.static_range(STAGES - 2):
         tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K)
         _copy(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))[:, None]
     m = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))[None, :]
-    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
-    up = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
-    for step in range(steps):
-        place = step % STAGES
-        mbarrier.wait(full.index(place), step // STAGES & 1)
-        x_tile = x_smem.index(place).permute((1, 0))
-        acc = warpgroup_mma(w_smem.index(place * HALVES), x_tile, acc, is_async=True)
-        if SILU:
-            up = warpgroup_mma(w_smem.index(place * HALVES + 1), x_tile, up, is_async=True)
-        # All warps are past the step before, so its place in the ring is free.
-        ahead = step + STAGES - 1
-        free = ahead % STAGES
-        next_tile, next_k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K)
-        mbarrier.expect(full.index(free), LOADED, ahead < steps)
-        for half in gl.static_range(HALVES):
-            next_w = w_smem.index(free * HALVES + half)
-            _copy(w_desc, [next_tile * BLOCK_N + half * N, next_k], full.index(free), next_w, ahead < steps)
-        _copy(x_desc, [first_row, next_k], full.index(free), x_smem.index(free), ahead < steps)
+    for turn in range(steps // STEPS):
+        acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+        up = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+        for step in range(turn * STEPS, turn * STEPS + STEPS):
+            place = step % STAGES
+            mbarrier.wait(full.index(place), step // STAGES & 1)
+            x_tile = x_smem.index(place).permute((1, 0))
+            acc = warpgroup_mma(w_smem.index(place * HALVES), x_tile, acc, is_async=True)
+            if SILU:
+                up = warpgroup_mma(w_smem.index(place * HALVES + 1), x_tile, up, is_async=True)
+            # The product of the step before may still run, but that of the one before it is over in all warps.
+            ahead = step + STAGES - 2
+            free = ahead % STAGES
+            next_tile, next_k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K)
+            mbarrier.expect(full.index(free), LOADED, ahead < steps)
+            for half in gl.static_range(HALVES):
+                next_w = w_smem.index(free * HALVES + half)
+                _copy(w_desc, [next_tile * BLOCK_N + half * N, next_k], full.index(free), next_w, ahead < steps)
+            _copy(x_desc, [first_row, next_k], full.index(free), x_smem.index(free), ahead < steps)
+            if SILU:
+                acc, up = warpgroup_mma_wait(2, deps=(acc, up))
+            else:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
         if SILU:
             acc, up = warpgroup_mma_wait(0, deps=(acc, up))
+            acc = acc / (1.0 + gl.exp(-acc)) * up
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-        if step % STEPS == STEPS - 1:
-            item = program + step // STEPS * programs
-            out = acc
-            if SILU:
-                out = acc / (1.0 + gl.exp(-acc)) * up
-            output = item % tiles * BLOCK_N + n
-            at = ((item // tiles).to(gl.int64) * rows + m) * N + output
-            gl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(m < rows) & (output < N))
-            acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
-            up = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+        item = program + turn * programs
+        output = item % tiles * BLOCK_N + n
+        at = ((item // tiles).to(gl.int64) * rows + m) * N + output
+        gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m < rows) & (output < N))
 
 
 def stages(block_n: int, block_m: int, block_k: int, silu: bool, most: int, element_bytes: int = 2) -> int:
     """Places of the ring: up to `most`, and what shared memory holds beside the kernel before."""
-    return max(2, min(most, 220_000 // ((block_n * (2 if silu else 1) + block_m) * block_k * element_bytes)))
+    return max(3, min(most, 220_000 // ((block_n * (2 if silu else 1) + block_m) * block_k * element_bytes)))
 
 
 def takes(x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
