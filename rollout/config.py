@@ -68,10 +68,21 @@ class EngineSettings(_Section):
         description="a completion is the same bit for bit whatever runs beside it and however its context came about; "
         "prompts and steps take longer; needs a GPU and the fused kernels, not proven there yet",
     )
+    routing: bool = Field(
+        False,
+        description="keep which experts each token takes, for return_routing; MoE models only. Takes host memory: for "
+        "each token of the KV pool a byte for each of its experts in each layer (two from 257 experts on)",
+    )
     cuda_graph_rows: int = Field(
         256, ge=1, le=4096, description="rows up to which decode steps are captured; larger ones are launched singly"
     )
     prefix_cache: bool = Field(True, description="keep pages of finished prompts for reuse")
+    session_share: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="share of the KV pages that sessions may hold between their turns, which rows can have at any time",
+    )
     kv_on_swap: Literal["keep", "recompute"] = Field(
         "keep", description="what happens to the KV of running rows when weights change"
     )
@@ -126,6 +137,12 @@ class ServiceSettings(_Section):
     lease_s: float = Field(
         60.0, ge=0, description="seconds that a named client may stay away before its requests are ended"
     )
+    session_lease_s: float = Field(
+        300.0, gt=0, description="seconds for which a session's KV waits for the next turn, unless the request says it"
+    )
+    max_session_lease_s: float = Field(
+        3600.0, gt=0, description="seconds, the longest session_lease_s that a request may ask for"
+    )
     max_results: int = Field(4096, ge=0, description="results kept for clients that come back for them")
     max_results_bytes: int = Field(512 << 20, ge=0, description="bytes of all results that are kept")
     max_results_age_s: float = Field(3600.0, ge=0, description="seconds after which a result is forgotten")
@@ -134,6 +151,15 @@ class ServiceSettings(_Section):
     drain_s: float = Field(
         30.0, ge=0, description="seconds that a drain may take before rows are handed back as they are"
     )
+
+    @model_validator(mode="after")
+    def _lease_within_its_limit(self) -> ServiceSettings:
+        if self.session_lease_s > self.max_session_lease_s:
+            raise ValueError(
+                f"session_lease_s is {self.session_lease_s:g}, more than max_session_lease_s = "
+                f"{self.max_session_lease_s:g}: lower it, or raise that"
+            )
+        return self
 
 
 class WeightsSettings(_Section):

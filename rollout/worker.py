@@ -29,7 +29,7 @@ import torch
 
 from rollout.announce import say, write_whole
 from rollout.config import Settings
-from rollout.engine.build import build_engine, longest_sequence, rebuild_engine
+from rollout.engine.build import build_engine, kept_routing, longest_sequence, rebuild_engine
 from rollout.engine.device import Device, make_device
 from rollout.engine.last_steps import last_steps, running_requests
 from rollout.engine.types import Command, EngineState, EngineStatus, Shutdown
@@ -103,6 +103,8 @@ class Worker:
                 loaded.spec.vocab,
                 longest_sequence(settings, model, self.engine),
                 loaded.generation_config.eos_token_ids,
+                sparse=loaded.spec.moe is not None,
+                routing=kept_routing(settings.engine, model),
             ),
             inbox=inbox,
             status=self.latest_status,

@@ -5,11 +5,15 @@
 Random weights of the real shapes; prompts of 128 tokens, --new tokens each, temperature 1, log-probs returned. A step's
 time is wall time between commits over the second half of the steps; the floor is (weights + KV read once) over the
 bandwidth of a kernel that only reads, in the same run. `bench_peers.py` measures the same from the outside, with peers.
+
+With --routing each step is measured twice, by an engine without and then by one that keeps the experts of all tokens
+and tells each completion its own (`engine.routing`); `overhead_pct` is what the second takes longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 
@@ -41,6 +45,26 @@ def measure(engine: OursEngine, job: Job, rows: int, bandwidth: float | None) ->
     return row
 
 
+def measure_all(job: Job, depth: int, bandwidth: float | None, routing: bool = False) -> tuple[list[Row], Row]:
+    """A row of results for each number of rows, by an engine of its own, and what is to be said of that."""
+    engine = OursEngine(job, depth, routing)
+    facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None}
+    print(json.dumps(facts), flush=True)
+    results = []
+    for rows in job.rows:
+        results.append(measure(engine, job, rows, bandwidth) | ({"routing": True} if routing else {}))
+        print(json.dumps(results[-1]), flush=True)
+    engine.close()
+    return results, facts
+
+
+def free_memory() -> None:
+    """Give what an engine had back, so that the next one finds as much."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -50,19 +74,20 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--depth", type=int, choices=(1, 2), default=2)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--routing", action="store_true", help="without and with the experts of all tokens kept")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     job = Job(shape=args.shape, rows=tuple(args.rows), prompt=args.prompt, new=args.new, device=args.device)
     on_gpu = torch.cuda.is_available() and args.device != "cpu"
     bandwidth = read_bandwidth() if on_gpu else None
-    engine = OursEngine(job, args.depth)
-    facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None}
-    print(json.dumps(facts), flush=True)
-    results = []
-    for rows in args.rows:
-        results.append(measure(engine, job, rows, bandwidth))
-        print(json.dumps(results[-1]), flush=True)
-    engine.close()
+    results, facts = measure_all(job, args.depth, bandwidth)
+    if args.routing:
+        free_memory()
+        routed, _ = measure_all(job, args.depth, bandwidth, routing=True)
+        for plain, row in zip(list(results), routed, strict=True):
+            row["overhead_pct"] = {name: (row[name] / plain[name] - 1) * 100 for name in ("steady_ms", "device_ms")}
+            print(json.dumps({"rows": row["rows"], "overhead_pct": row["overhead_pct"]}), flush=True)
+        results += routed
     write_results(args.out, results, **facts)
 
 

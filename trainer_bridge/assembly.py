@@ -27,6 +27,7 @@ class Assembler:
         self._prior = prior
         self._ends = [0 if prior is None else len(prior)] * n
         self._whole = whole
+        self.prompt_logprobs: np.ndarray | None = None  # once a chunk has brought them
 
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk. Raises `ProtocolError` when it does not fit."""
@@ -45,6 +46,8 @@ class Assembler:
             )
         if self._whole and chunk.finish_reason is None:
             raise ProtocolError(f"a chunk of completion {chunk.index} is not a whole completion")
+        if chunk.prompt_logprobs is not None:
+            self.prompt_logprobs = chunk.prompt_logprobs
         parts.append(chunk.part)
         self._ends[chunk.index] += len(chunk.token_ids)
 
@@ -81,7 +84,9 @@ class Assembler:
 
         Raises `ProtocolError` unless the chunks are the beginning of the result.
         """
-        return [self._rest(whole) for whole in result.completions if not self._check_ended(whole)]
+        rest = [self._rest(whole) for whole in result.completions if not self._check_ended(whole)]
+        scores = result.prompt_logprobs if self.prompt_logprobs is None else None
+        return [replace(chunk, prompt_logprobs=scores) if chunk.index == 0 else chunk for chunk in rest]
 
     def _check_ended(self, whole: Completion) -> bool:
         if not 0 <= whole.index < len(self._ends):
@@ -118,7 +123,11 @@ def tail(completion: Completion, start: int) -> Completion:
         logprobs=completion.logprobs[start:],
         raw_logprobs=completion.raw_logprobs[start:],
         drawn_logprobs=None if drawn is None else drawn[start:],
+        top_ids=None if completion.top_ids is None else completion.top_ids[start:],
+        top_logprobs=None if completion.top_logprobs is None else completion.top_logprobs[start:],
+        routing=_last_entries(completion, start),
         versions=runs,
+        recomputed=[mark for mark in completion.recomputed if mark[0] >= start],
         text=None,
     )
 
@@ -138,12 +147,46 @@ def _join(parts: list[Completion], index: int, prior: Completion | None) -> Comp
         logprobs=_concat([part.logprobs for part in parts]),
         raw_logprobs=_concat([part.raw_logprobs for part in parts]),
         drawn_logprobs=_drawn(parts, prior),
+        top_ids=_tops([part.top_ids for part in parts], parts, -1),
+        top_logprobs=_tops([part.top_logprobs for part in parts], parts, np.nan),
         versions=runs,
+        recomputed=[mark for part in parts for mark in part.recomputed],
         finish_reason=last.finish_reason,
         stop=last.stop,
         text="".join(texts) if texts else None,
+        routing=_routing(parts),
         seed=next((part.seed for part in parts if part.seed is not None), None),
         error=last.error,
+    )
+
+
+def _last_entries(completion: Completion, start: int) -> np.ndarray | None:
+    """The entries of routing that came with the tokens from `start` on; those of a prompt came with the first."""
+    routing = completion.routing
+    if routing is None or start == 0:
+        return routing
+    return routing[len(routing) - (len(completion) - start) :]
+
+
+def _routing(parts: list[Completion]) -> np.ndarray | None:
+    """The entries of all parts; None if one came without (a `continue_from`): its place would be another one's."""
+    entries = [part.routing for part in parts if part.routing is not None]
+    if not entries or any(part.routing is None and len(part) for part in parts):
+        return None
+    return _concat(entries)
+
+
+def _tops(rows: list[np.ndarray | None], parts: list[Completion], unknown: float) -> np.ndarray | None:
+    """The rows of all parts, `unknown` for one that came without; None if all did."""
+    known = next((each for each in rows if each is not None), None)
+    if known is None:
+        return None
+    shape = known.shape[1]
+    return _concat(
+        [
+            np.full((len(part), shape), unknown, known.dtype) if each is None else each
+            for each, part in zip(rows, parts, strict=True)
+        ]
     )
 
 

@@ -28,6 +28,7 @@ from trainer_bridge.progress import Progress, report
 from trainer_bridge.report import Mismatch, TrainerLogprobs, read_mismatch, report_messages
 from trainer_bridge.results import Chunk, Completion, GenerateResult
 from trainer_bridge.resume import ResumePolicy
+from trainer_bridge.session import AsyncSession, end_session
 from trainer_bridge.stream import StreamView
 from trainer_bridge.waits import next_chunk, until_cancelled, until_done
 
@@ -116,6 +117,10 @@ class AsyncRolloutClient:
     ) -> AsyncGenerator[Settled, None]:
         """As `RolloutClient.generate_as_completed`. Closing it (`contextlib.aclosing`) cancels the rest."""
         return self._settle(plan_batch(requests, common), max_in_flight)
+
+    def session(self, name: str | None = None, *, lease_s: float | None = None) -> AsyncSession:
+        """As `RolloutClient.session`; use it with `async with`."""
+        return AsyncSession(self, self._core.next_id() if name is None else name, lease_s)
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
@@ -212,9 +217,12 @@ class AsyncRolloutClient:
         """All endpoints."""
         return tuple(self._core.endpoints)
 
-    def forget_session(self, session: str) -> None:
-        """The session is over; were it to come back, its endpoint would be chosen anew."""
-        self._core.sessions.pop(session, None)
+    def end_session(self, session: str) -> None:
+        """Have the worker of a session give back what it holds, without waiting for it.
+
+        Were the session to come back, its endpoint would be chosen anew.
+        """
+        end_session(self._core, session)
 
     def forget(self, ids: Iterable[str]) -> None:
         """As `RolloutClient.forget`."""

@@ -29,6 +29,7 @@ from trainer_bridge.progress import Progress, report
 from trainer_bridge.report import Mismatch, TrainerLogprobs, read_mismatch, report_messages
 from trainer_bridge.results import Chunk, Completion, GenerateResult
 from trainer_bridge.resume import ResumePolicy
+from trainer_bridge.session import Session, end_session
 from trainer_bridge.stream import StreamView
 from trainer_bridge.waits import next_chunk, until_cancelled, until_done
 
@@ -144,6 +145,13 @@ class RolloutClient:
         """Like `generate_many`, but yields each outcome, result or error, as it comes. Closing it cancels the rest."""
         return self._settle(plan_batch(requests, common), max_in_flight)
 
+    def session(self, name: str | None = None, *, lease_s: float | None = None) -> Session:
+        """A conversation whose KV its worker keeps between turns: `with client.session() as chat: chat.generate(...)`.
+
+        `lease_s` is how long it waits for the next turn, absent: as the worker is set.
+        """
+        return Session(self, self._core.next_id() if name is None else name, lease_s)
+
     # --- coming back --------------------------------------------------------------------------------------------------
 
     @overload
@@ -254,9 +262,12 @@ class RolloutClient:
         """All endpoints."""
         return tuple(self._core.endpoints)
 
-    def forget_session(self, session: str) -> None:
-        """The session is over; were it to come back, its endpoint would be chosen anew."""
-        self._core.sessions.pop(session, None)
+    def end_session(self, session: str) -> None:
+        """Have the worker of a session give back what it holds, without waiting for it.
+
+        Were the session to come back, its endpoint would be chosen anew.
+        """
+        end_session(self._core, session)
 
     def forget(self, ids: Iterable[str]) -> None:
         """Drop requests from the journal: their results are kept elsewhere now. ValueError for one in flight."""

@@ -56,14 +56,19 @@ def first_plan(plan: RequestPlan, seed: int, remaining_s: float | None) -> Reque
     return replace(plan, fields=fields, stream="tokens")
 
 
-def continued_plan(plan: RequestPlan, held: Completion, remaining_s: float | None) -> RequestPlan:
-    """The request that goes on with one completion: `held` is what there is of it, its seed included."""
-    fields = {name: value for name, value in plan.fields.items() if name not in ("n", "min_complete")}
+def continued_plan(plan: RequestPlan, held: Completion, remaining_s: float | None, scored: bool = True) -> RequestPlan:
+    """The request that goes on with one completion: `held` is what there is of it, its seed included.
+
+    With `scored` the log-probs of the prompt are known, or another request brings them: they are not asked for. Routing
+    stays here, since it may be large: chunks bring what is added to it.
+    """
+    left_out = ("n", "min_complete", "prompt_logprobs") if scored else ("n", "min_complete")
+    fields = {name: value for name, value in plan.fields.items() if name not in left_out}
     if "sampling" in fields:
         fields["sampling"] = {name: value for name, value in fields["sampling"].items() if name != "seed"}
     if fields.get("return_text") and held.text is None and (plan.prior is None or plan.stream != "tokens"):
         held = replace(held, text="")
-    fields |= {"stream": "tokens", "continue_from": prior_fields(held)}
+    fields |= {"stream": "tokens", "continue_from": prior_fields(replace(held, routing=None))}
     if remaining_s is not None:
         fields["deadline_s"] = remaining_s
     prior = replace(held, index=0)

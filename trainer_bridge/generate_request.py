@@ -50,17 +50,18 @@ class GenerateFields(TypedDict, total=False):
     continue_from: Completion | Mapping[str, Any] | None  # an earlier partial completion; needs n = 1
     priority: int  # higher is admitted first and preempted last
     # for workers whose `status.capabilities` list them
-    logprobs: int
-    prompt_logprobs: bool
+    logprobs: int  # also the k likeliest tokens at each position: `top_ids`, `top_logprobs`
+    prompt_logprobs: bool  # those of the prompt's tokens, in the result
     min_complete: int | None
-    return_routing: bool
+    return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
     constraint: Mapping[str, Any] | None
     adapter: str | None
     min_version: int | None
     max_version_span: int | None
     detached: bool
+    session: str | None  # the conversation whose next turn this is; all go to one endpoint. Needs n = 1
+    session_lease_s: float | None  # how long its KV waits for the next turn; absent: as the worker is set
     # for this client alone, not sent
-    session: str | None  # all requests of a session go to one endpoint
     endpoint: str | None  # the endpoint to use; absent: the least loaded one
     request_id: str | None  # 1 to 128 characters; absent: made up
     timeout_s: float | None  # seconds until `RolloutTimeout`; absent: the client's
@@ -77,7 +78,7 @@ _SAMPLING = (
     "frequency_penalty",
     "logit_bias",
 )
-_LOCAL = ("session", "endpoint", "request_id", "timeout_s")
+_LOCAL = ("endpoint", "request_id", "timeout_s")
 _FIELDS = frozenset(GenerateFields.__annotations__)
 
 
@@ -120,6 +121,10 @@ def plan_request(
     prior = None
     if "continue_from" in sent:
         prior = _prior(sent["continue_from"])
+        if isinstance(sent["continue_from"], Completion) and not sent.get("return_routing"):
+            prior = replace(prior, routing=None)  # it is not wanted back
+        if isinstance(sent["continue_from"], Completion) and not sent.get("logprobs"):
+            prior = replace(prior, top_ids=None, top_logprobs=None)
         sent["continue_from"] = _given_prior(sent["continue_from"], prior)
     if stream:
         sent["stream"] = stream
@@ -127,7 +132,7 @@ def plan_request(
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"n is {n!r}; use an integer of at least 1")
     local = {name: fields[name] for name in _LOCAL if name in fields}
-    return RequestPlan(fields=sent, n=n, prior=prior, stream=stream or None, **local)
+    return RequestPlan(fields=sent, n=n, prior=prior, session=fields.get("session"), stream=stream or None, **local)
 
 
 def token_array(values: Any, name: str) -> np.ndarray:
@@ -176,9 +181,19 @@ def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
         logprobs=np.asarray(partial.get("logprobs", unknown), np.float32),
         raw_logprobs=np.asarray(partial.get("raw_logprobs", unknown), np.float32),
         versions=[(version, count) for version, count in runs],
+        recomputed=[(position, version) for position, version in partial.get("recomputed", ())],
         drawn_logprobs=None if drawn is None else np.asarray(drawn, np.float32),
+        routing=None if partial.get("routing") is None else np.asarray(partial["routing"]),
+        top_ids=_given_rows(partial, "top_ids", np.int32),
+        top_logprobs=_given_rows(partial, "top_logprobs", np.float32),
         seed=partial.get("seed"),
     )
+
+
+def _given_rows(partial: Mapping[str, Any], name: str, dtype: type) -> np.ndarray | None:
+    given = partial.get(name)
+    rows: np.ndarray = np.asarray(() if given is None else given, dtype)
+    return rows if rows.size else None
 
 
 def _given_prior(partial: Completion | Mapping[str, Any], prior: Completion) -> dict[str, Any]:
@@ -198,8 +213,14 @@ def prior_fields(prior: Completion) -> dict[str, Any]:
         "raw_logprobs": prior.raw_logprobs,
         "versions": [list(run) for run in prior.versions],
     }
+    if prior.recomputed:
+        fields["recomputed"] = [list(mark) for mark in prior.recomputed]
     if prior.drawn_logprobs is not None:
         fields["drawn_logprobs"] = prior.drawn_logprobs
+    if prior.routing is not None:
+        fields["routing"] = prior.routing
+    if prior.top_ids is not None:
+        fields |= {"top_ids": prior.top_ids, "top_logprobs": prior.top_logprobs}
     if prior.text is not None:
         fields["text_chars"] = len(prior.text)
     return fields

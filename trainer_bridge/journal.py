@@ -43,7 +43,7 @@ _CHECK = struct.Struct("<I")
 _HEAD_BYTES = _HEAD.size + _CHECK.size
 _COMPACT_BYTES = 1 << 20  # fewer dropped bytes than this are not worth a new file
 #: What may differ when a request is asked for again: it has no part in which tokens are drawn.
-_NOT_MARKED = ("stream", "stream_every", "priority", "deadline_s")
+_NOT_MARKED = ("stream", "stream_every", "priority", "deadline_s", "session", "session_lease_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ class Journal:
     def add(self, request_id: str, chunk: Chunk) -> None:
         """New tokens came."""
         header = {name: getattr(chunk.part, name) for name in chunk.part.__dataclass_fields__}
-        span = self._append("chunk", request_id, {**header, "offset": chunk.offset}, sync=self._fsync == "always")
+        header |= {"offset": chunk.offset, "prompt_logprobs": chunk.prompt_logprobs}
+        span = self._append("chunk", request_id, header, sync=self._fsync == "always")
         self._ids[request_id].spans.append(span)
 
     def finish(self, request_id: str, result: GenerateResult) -> None:

@@ -23,8 +23,13 @@ class Completion:
     """One completion, or the part of one that a stream has brought so far (`finish_reason` is None then).
 
     `logprobs` are under the policy at the request's temperature, `raw_logprobs` at temperature 1; `drawn_logprobs`
-    are under the distribution really drawn from, where truncation or penalties made it another one. `versions` are
-    runs of (weights version, tokens). `stop` is the token id or the string that ended it.
+    are under the distribution really drawn from, where truncation or penalties made it another one. `top_ids` and
+    `top_logprobs` are the likeliest tokens at each position, likeliest first, and their log-probs at temperature 1,
+    where `logprobs=k` asked for them; -1 and NaN where nobody knows (tokens that `continue_from` brought without).
+    `routing`, where `return_routing` asked for it, has the experts of each forward, likeliest first: entry i is of the
+    forward that consumed token i, of the completion (True) or of prompt and completion ("all"); the newest token was
+    consumed by none. In a chunk these are the entries that its tokens added. `versions` are runs of
+    (weights version, tokens). `stop` is the token id or the string that ended it.
     """
 
     index: int
@@ -37,8 +42,12 @@ class Completion:
     stop: int | str | None = None
     text: str | None = None
     seed: int | None = None
-    routing: np.ndarray | None = None  # uint8 or uint16 [tokens, moe layers, top k]
+    routing: np.ndarray | None = None  # uint8 or uint16 [entries, MoE layers, experts a token]
     error: str | None = None  # with finish_reason "error"
+    top_ids: np.ndarray | None = None  # int32 [tokens, k]
+    top_logprobs: np.ndarray | None = None  # float32 [tokens, k]
+    #: (position, weights version): before token `position` the KV of all before it was computed again by these weights.
+    recomputed: list[tuple[int, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -49,11 +58,12 @@ class Chunk:
     """New tokens of one completion. `offset` is the position of the first one in the completion.
 
     The last chunk of a completion has `finish_reason`. `part` has the fields of `Completion` for the new tokens only,
-    `text` included.
+    `text` included. The first chunk of completion 0 has the `prompt_logprobs` that were asked for.
     """
 
     offset: int
     part: Completion
+    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens]
 
     @property
     def index(self) -> int:
@@ -96,6 +106,8 @@ class GenerateResult:
     endpoint: str | None = None
     resumes: int = 0  # how often a completion went on after the loss of its worker (`RolloutClient(resume=True)`)
     extra: dict[str, Any] = field(default_factory=dict)  # fields of the reply that this client does not know
+    #: float32 [prompt tokens]: of each token of the prompt after those before it, at temperature 1; NaN for the first.
+    prompt_logprobs: np.ndarray | None = None
 
 
 _RESULT_FIELDS = {
@@ -109,6 +121,7 @@ _RESULT_FIELDS = {
     "preemptions",
     "worker",
     "metadata",
+    "prompt_logprobs",
 }
 
 
@@ -127,6 +140,7 @@ def read_result(header: Mapping[str, Any], endpoint: str | None = None) -> Gener
         preemptions=_required(header, "preemptions", int),
         worker=header.get("worker"),
         metadata=header.get("metadata"),
+        prompt_logprobs=_prompt_logprobs(header),
         endpoint=endpoint,
         extra={name: value for name, value in header.items() if name not in _RESULT_FIELDS},
     )
@@ -141,7 +155,12 @@ def _seconds(timing: Mapping[str, Any], name: str) -> float:
 
 def read_chunk(header: Mapping[str, Any]) -> Chunk:
     """The new tokens in a `chunk` reply. Raises `ProtocolError`."""
-    return Chunk(offset=_required(header, "offset", int), part=read_completion(header))
+    offset = _required(header, "offset", int)
+    return Chunk(offset, read_completion(header), _prompt_logprobs(header))
+
+
+def _prompt_logprobs(header: Mapping[str, Any]) -> np.ndarray | None:
+    return None if header.get("prompt_logprobs") is None else _array(header, "prompt_logprobs", np.float32)
 
 
 def read_completion(fields: Any) -> Completion:
@@ -153,21 +172,25 @@ def read_completion(fields: Any) -> Completion:
     if reason is not None and reason not in _FINISH_REASONS:
         raise ProtocolError(f"a reply has the unknown finish_reason {reason!r:.40}")
     drawn = None if fields.get("drawn_logprobs") is None else _array(fields, "drawn_logprobs", np.float32)
+    top_ids, top_logprobs = _tops(fields)
     completion = Completion(
         index=_required(fields, "index", int),
         token_ids=token_ids,
         logprobs=_array(fields, "logprobs", np.float32),
         raw_logprobs=_array(fields, "raw_logprobs", np.float32),
         drawn_logprobs=drawn,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
         versions=_versions(fields, len(token_ids)),
         finish_reason=reason,
         stop=fields.get("stop"),
         text=fields.get("text"),
         seed=fields.get("seed"),
-        routing=fields.get("routing"),
+        routing=_routing(fields, len(token_ids)),
         error=fields.get("error"),
+        recomputed=_recomputed(fields),
     )
-    for name in ("logprobs", "raw_logprobs", "drawn_logprobs"):
+    for name in ("logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs"):
         values = getattr(completion, name)
         if values is not None and len(values) != len(token_ids):
             raise ProtocolError(f"a reply has {len(token_ids)} token_ids but {len(values)} {name}")
@@ -181,7 +204,27 @@ def _required(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def _array(fields: Mapping[str, Any], name: str, dtype: type) -> np.ndarray:
+def _tops(fields: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    if fields.get("top_ids") is None and fields.get("top_logprobs") is None:
+        return None, None
+    ids, logprobs = _array(fields, "top_ids", np.int32, 2), _array(fields, "top_logprobs", np.float32, 2)
+    if ids.shape != logprobs.shape:
+        raise ProtocolError(f"a reply has top_ids of shape {ids.shape} but top_logprobs of shape {logprobs.shape}")
+    return ids, logprobs
+
+
+def _routing(fields: Mapping[str, Any], tokens: int) -> np.ndarray | None:
+    routing = fields.get("routing")
+    if routing is None:
+        return None
+    if not isinstance(routing, np.ndarray) or routing.ndim != 3 or routing.dtype not in (np.uint8, np.uint16):
+        raise ProtocolError("the field 'routing' of a reply is not a three-dimensional array of |u1 or <u2")
+    if len(routing) < tokens - 1:
+        raise ProtocolError(f"a reply has {tokens} token_ids but {len(routing)} entries of routing")
+    return routing
+
+
+def _array(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> np.ndarray:
     value = fields.get(name)
     if not isinstance(value, (np.ndarray, list)):
         raise ProtocolError(f"the field {name!r} of a reply is not an array")
@@ -190,11 +233,19 @@ def _array(fields: Mapping[str, Any], name: str, dtype: type) -> np.ndarray:
     except ValueError as error:
         raise ProtocolError(f"the field {name!r} of a reply is not an array of numbers") from error
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
-    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+    if array.ndim != dims or (array.size and array.dtype.kind not in kinds):
         raise ProtocolError(f"the field {name!r} of a reply is {array.dtype} of shape {array.shape}")
     array = array.astype(dtype, copy=False)
     array.flags.writeable = False
     return array
+
+
+def _recomputed(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
+    marks = fields.get("recomputed") or []
+    for mark in marks if isinstance(marks, list) else [marks]:
+        if not isinstance(mark, list) or [type(number) for number in mark] != [int, int]:
+            raise ProtocolError(f"the entry {mark!r:.40} of 'recomputed' in a reply is not [position, version]")
+    return [(position, version) for position, version in marks]
 
 
 def _versions(fields: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:

@@ -209,7 +209,7 @@ class Resumer:
             return
         for part in due:
             if part.leg is None and not part.done:  # sending takes in what has come, which may change anything
-                self._send(call, [part], continued_plan(call.plan, call.held(part), remaining_s))
+                self._send(call, [part], continued_plan(call.plan, call.held(part), remaining_s, call.scored))
 
     def _send(self, call: ResumedCall, parts: list[Part], plan: RequestPlan) -> None:
         avoid = frozenset(part.avoid for part in parts if part.avoid is not None)
@@ -221,7 +221,7 @@ class Resumer:
         leg.assembler = Leg(plan.n, plan.prior)
         leg.on_update = partial(self._take_in, call, leg)
         call.resumes += call.begun or any(part.error is not None for part in parts)
-        call.add_leg(leg, parts, time.monotonic())
+        call.add_leg(leg, parts, time.monotonic(), bool(plan.fields.get("prompt_logprobs")))
         if self.journal is not None:
             self.journal.sent(call.id, self._core.endpoints[leg.place], leg.id)
 
@@ -269,7 +269,7 @@ class Resumer:
         """Take new tokens, write them down, and see whether the worker has given the completion back."""
         handed_back = None if call.cancelled else _handed_back(chunk.part)
         if handed_back is not None:
-            chunk = Chunk(chunk.offset, replace(chunk.part, finish_reason=None, stop=None, error=None))
+            chunk = replace(chunk, part=replace(chunk.part, finish_reason=None, stop=None, error=None))
         place = None if part.leg is None else part.leg.place
         chunk = call.take(part, chunk)
         if self.journal is not None:
@@ -282,10 +282,11 @@ class Resumer:
             part = call.part_of(leg, completion.index)
             if part is None:
                 continue  # it was handed back: another leg has it, or will
-            missing = call.missing(part, completion)
+            missing = call.missing(part, completion, result)
             part.text = completion.text
             if missing is not None:
                 self._add(call, part, missing)
+        call.learn_prompt(result)
         del call.legs[leg]
         call.results.append(result)
         if self._core.acknowledges or leg.id != call.id:  # ids of our own are known to nobody else

@@ -68,6 +68,7 @@ class ResumedCall(Call):
         self.waiting: list[Part] = list(self.parts)
         self.legs: dict[Call, list[int]] = {}  # which completions each one has, by its own index
         self.results: list[GenerateResult] = []  # of legs
+        self.scoring: Call | None = None  # the leg that was asked last for the prompt's log-probs
         self.resumes = 0
         self.cancelled = False
         limit_s = plan.fields.get("deadline_s")
@@ -84,6 +85,12 @@ class ResumedCall(Call):
         """Tokens of a completion beyond those that the request brought."""
         prior = 0 if self.plan.prior is None else len(self.plan.prior)
         return self.assembler.length(part.index) - prior
+
+    @property
+    def scored(self) -> bool:
+        """True if nobody is to be asked for the log-probs of the prompt: they are here, on their way, or not wanted."""
+        here = _all_known(self.assembler.prompt_logprobs)
+        return here or self.scoring in self.legs or not self.plan.fields.get("prompt_logprobs")
 
     def held(self, part: Part) -> Completion:
         """What there is of a completion, its seed included."""
@@ -103,9 +110,10 @@ class ResumedCall(Call):
                 part.text = text
             self.result = replace(saved.result, completions=self.completions())
 
-    def add_leg(self, leg: Call, parts: list[Part], now: float) -> None:
-        """A worker has these completions now."""
+    def add_leg(self, leg: Call, parts: list[Part], now: float, scores: bool = False) -> None:
+        """A worker has these completions now, and the log-probs of the prompt to tell with `scores`."""
         self.legs[leg] = [part.index for part in parts]
+        self.scoring = leg if scores else self.scoring
         self.place = leg.place
         for part in parts:
             assert part.down_since is not None, "it has a worker"
@@ -128,7 +136,7 @@ class ResumedCall(Call):
                 f"the worker draws completion {part.index} from seed {chunk.part.seed}, not from {part.seed}, the one "
                 "that the protocol derives; it could not be continued"
             )
-        chunk = Chunk(chunk.offset, replace(chunk.part, index=part.index, seed=part.seed))
+        chunk = replace(chunk, part=replace(chunk.part, index=part.index, seed=part.seed))
         self.assembler.add(chunk)
         if len(chunk.token_ids):
             part.progress()
@@ -140,12 +148,18 @@ class ResumedCall(Call):
             self.chunks.append(chunk)
         return chunk
 
-    def missing(self, part: Part, whole: Completion) -> Chunk | None:
-        """What a result holds of a completion beyond its chunks. Raises `ProtocolError` if it holds less."""
+    def missing(self, part: Part, whole: Completion, result: GenerateResult) -> Chunk | None:
+        """What a result has of a completion beyond its chunks. Raises `ProtocolError` if it has less."""
         have = self.assembler.length(part.index)
         if len(whole) < have or not np.array_equal(whole.token_ids[:have], self.assembler.tokens(part.index)):
             raise ProtocolError(f"the result of completion {part.index} is not what its stream was")
-        return None if part.done else Chunk(have, tail(whole, have))
+        scores = result.prompt_logprobs if self.assembler.prompt_logprobs is None else None
+        return None if part.done else Chunk(have, tail(whole, have), scores)
+
+    def learn_prompt(self, result: GenerateResult) -> None:
+        """Take the log-probs of the prompt from a leg's result: its first chunk may have come too early for them."""
+        if _all_known(result.prompt_logprobs) and not _all_known(self.assembler.prompt_logprobs):
+            self.assembler.prompt_logprobs = result.prompt_logprobs
 
     def ending(self, part: Part, reason: FinishReason) -> Chunk:
         """The chunk that ends a completion here, without a worker."""
@@ -167,6 +181,7 @@ class ResumedCall(Call):
             preemptions=sum(result.preemptions for result in self.results),
             worker=None if last is None else last.worker,
             metadata=self.plan.fields.get("metadata"),
+            prompt_logprobs=self.assembler.prompt_logprobs,
             endpoint=None if last is None else last.endpoint,
             resumes=self.resumes,
             extra={**({} if last is None else last.extra), "seed": self.seed},
@@ -186,3 +201,8 @@ class ResumedCall(Call):
             for name in ("queued_s", "prefill_s", "decode_s")
         }
         return Timing(**longest, total_s=time.time() - self.started_unix_s)
+
+
+def _all_known(prompt_logprobs: np.ndarray | None) -> bool:
+    """True if they are here, all but the first, which nobody knows."""
+    return prompt_logprobs is not None and not np.isnan(prompt_logprobs[1:]).any()

@@ -20,7 +20,9 @@ class SchedulerLimits:
     upload_words: int  # int32 words that fit in a slot's staging buffer
 
 
-def refusal(request: Request, limits: SchedulerLimits, pool_tokens: int, waiting: int) -> Rejected | None:
+def refusal(
+    request: Request, limits: SchedulerLimits, pool_tokens: int, waiting: int, session_busy: bool = False
+) -> Rejected | None:
     """Why a request can't be taken, or None if it can."""
     total, most = len(request.prompt) + request.max_tokens, min(limits.max_context, pool_tokens)
     if total > most:
@@ -35,6 +37,9 @@ def refusal(request: Request, limits: SchedulerLimits, pool_tokens: int, waiting
     if request.prior is not None and len(request.prior.token_ids) >= request.max_tokens:
         message = "continue_from has max_tokens tokens already: raise max_tokens, which counts them"
         return Rejected(request.key, "bad_request", message, "continue_from.token_ids")
+    if session_busy:
+        message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"
+        return Rejected(request.key, "bad_request", message, "session")
     return None
 
 

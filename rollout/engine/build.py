@@ -26,11 +26,13 @@ from rollout.engine.memory import SequenceMemory, pages_for
 from rollout.engine.pages import PagePool
 from rollout.engine.pipeline import Pipeline
 from rollout.engine.rehearsal import StepNeeds, measure_steps
+from rollout.engine.routing import ExpertPages
 from rollout.engine.rows import RowState
-from rollout.engine.runner import Runner, slot_words, upload_words
+from rollout.engine.runner import PADDING_WORDS, Runner, slot_words, upload_words
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.slot import ALIGNMENT_WORDS, Slot
-from rollout.engine.types import Command, Event
+from rollout.engine.step_record import routing_shape
+from rollout.engine.types import Command, Event, RoutingShape
 from rollout.metrics.meter import Meter
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
@@ -115,12 +117,13 @@ def _build_parts(
     engine, vocab = settings.engine, model.spec.vocab
     _check_experts(engine, model)
     _check_deterministic(engine, model)
+    routing = kept_routing(engine, model)
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
     rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device)
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
-    slots = [Slot(device, words, engine.max_rows, vocab) for _ in range(_SLOTS)]
+    slots = [Slot(device, words, engine.max_rows, vocab, engine.prefill_chunk_tokens, routing) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
     kv_now = kv or _allocate_kv(model, _LEAST_PAGES, engine)
     runner = Runner(device, model, kv_now, rows, engine.fused_experts, engine.deterministic)
@@ -141,9 +144,14 @@ def _build_parts(
         max_queue=settings.service.max_queue,
         max_context=context,
         chunk_tokens=engine.prefill_chunk_tokens,
-        upload_words=words - ALIGNMENT_WORDS,
+        upload_words=words - ALIGNMENT_WORDS - PADDING_WORDS,
     )
-    memory = SequenceMemory(PagePool(len(runner.kv.k[0])), engine.page_size, engine.prefix_cache)
+    pool = PagePool(len(runner.kv.k[0]))
+    session_pages = int(engine.session_share * pool.total)
+    experts = None if routing is None else ExpertPages(routing, len(runner.kv.k[0]), engine.page_size)
+    if experts is not None:
+        log.info("experts of tokens are kept", extra={"host_bytes": experts.nbytes})
+    memory = SequenceMemory(pool, engine.page_size, engine.prefix_cache, experts, session_pages=session_pages)
     return EngineParts(
         Scheduler(limits, memory, version, time.perf_counter, upload_words),
         Pipeline(slots, engine.pipeline_depth),
@@ -159,6 +167,18 @@ def _check_experts(engine: EngineSettings, model: Decoder) -> None:
             f"expert_dtype = {model.experts}, and the fused kernels don't run {model.spec.architecture} in "
             f"{model.embed.dtype} with the biases of this checkpoint: use expert_dtype = auto, or bfloat16"
         )
+
+
+def kept_routing(engine: EngineSettings, model: Decoder) -> RoutingShape | None:
+    """What is kept of the experts that tokens take. Raises ValueError where that is asked of a model without any."""
+    if not engine.routing:
+        return None
+    shape = routing_shape(model.spec)
+    if shape is None:
+        raise ValueError(
+            f"routing is set, but {model.spec.architecture} of this checkpoint has no experts: leave it out"
+        )
+    return shape
 
 
 def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:

@@ -28,6 +28,7 @@ from rollout.engine.types import (
     Command,
     Delta,
     Done,
+    EndSession,
     EngineStatus,
     Pause,
     Rejected,
@@ -281,6 +282,9 @@ class Engine:
                 self._quiet_tokens = []
             case Shutdown(mode, token):
                 self._begin_end(mode, token)
+            case EndSession(client, name, token):
+                scheduler.memory.sessions.end(client, name)
+                scheduler.events += [Done(token)] if token is not None else []
 
     def _begin_end(self, mode: str, token: int | None) -> None:
         self.state = "draining"
@@ -344,6 +348,7 @@ class Engine:
     def adopt(self, parts: EngineParts) -> None:
         """Go on with parts that nothing was done with yet, in the state of before."""
         parts.scheduler.counters = self.scheduler.counters
+        parts.scheduler.memory.sessions.counts = self.scheduler.memory.sessions.counts
         self.scheduler, self.pipeline, self.runner = parts.scheduler, parts.pipeline, parts.runner
         self.launching = None
         self.scheduler.paused = self.state == "paused"
@@ -368,6 +373,7 @@ class Engine:
             pages_cached=pool.cached,
             pages_used=pool.used,
             pages_total=pool.total,
+            sessions=scheduler.memory.sessions.status(),
             slots_in_flight=self.pipeline.in_flight,
             tokens_per_s=tokens_per_s,
             gpu_active_pct=active_pct,
@@ -387,6 +393,7 @@ class Engine:
             waiting=scheduler.waiting,
             pages_used=pool.used,
             pages_total=pool.total,
+            session_pages=scheduler.memory.sessions.pages,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             preemptions=counters.preemptions,

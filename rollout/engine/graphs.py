@@ -24,6 +24,7 @@ import torch
 
 from rollout.engine.sequence import Feature
 from rollout.engine.slot import Slot, Upload
+from rollout.engine.step_record import StepRecord
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, supports
 
@@ -74,6 +75,7 @@ class _Forward:
     graph: torch.cuda.CUDAGraph
     upload: Upload
     logits_SV: torch.Tensor
+    record: StepRecord | None  # of its own, too
 
 
 class DecodeGraphs:
@@ -125,11 +127,15 @@ class DecodeGraphs:
         """Enqueue a decode step, draw included, whose upload is padded to `size`; on the compute stream."""
         self._steps[id(slot), size].replay()
 
-    def forward(self, size: int, rows: int, upload: Upload) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, size: int, rows: int, upload: Upload, record: StepRecord | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the forward alone; its logits, which the next one writes over, and rows. On the compute stream."""
         forward = self._forwards[size]
-        forward.upload.device.copy_(upload.device)
+        forward.upload.device.copy_(upload.device[: len(forward.upload.device)])  # what else there is is not its own
         forward.graph.replay()
+        if record is not None and forward.record is not None:
+            record.copy_from(forward.record, rows)
         return forward.logits_SV[:rows], upload["rows"][:rows]
 
     def captured(self, slot: Slot, size: int) -> CapturedStep:
@@ -178,26 +184,31 @@ class DecodeGraphs:
     def _capture_forward(self, slot: Slot, size: int) -> None:
         staged, graph = self._stage(slot, size), torch.cuda.CUDAGraph()
         upload = Upload(staged.host, torch.zeros_like(staged.device), staged.sections)
+        record = None if slot.record is None else slot.record.another(size)
         with _capturing(graph, self._pool):
-            logits_SV = self._forward(upload)
-        self._forwards[size] = _Forward(graph, upload, logits_SV)
+            logits_SV = self._forward(upload, record)
+        self._forwards[size] = _Forward(graph, upload, logits_SV, record)
 
     def _step(self, upload: Upload, slot: Slot) -> None:
-        self._runner.sample(self._forward(upload), upload["rows"], PLAIN, slot.output)
+        self._runner.sample(self._forward(upload, slot.record), upload["rows"], PLAIN, slot.output)
 
-    def _forward(self, upload: Upload) -> torch.Tensor:
+    def _forward(self, upload: Upload, record: StepRecord | None) -> torch.Tensor:
         runner = self._runner
-        token_ids_B, batch = runner.begin_decode(upload["rows"], upload["new_pages"], self._max_context)
-        return runner.forward.compute_logits(runner.forward(token_ids_B, batch, runner.kv))
+        token_ids_B, batch = runner.begin_decode(upload["rows"], upload["new_pages"], self._max_context, record)
+        hidden_BD = runner.forward(token_ids_B, batch, runner.kv)
+        if record is not None:
+            record.end(batch)
+        return runner.forward.compute_logits(hidden_BD)
 
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture what is enqueued on the current stream.
 
-    `torch.cuda.graph` does the same and each time also gives all cached memory back to the driver.
+    `torch.cuda.graph` does the same and each time also gives all cached memory back to the driver. What other threads
+    do meanwhile (weights may arrive while an engine is built anew) does not void the capture.
     """
-    graph.capture_begin(pool=pool)
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
     except BaseException:

@@ -1,6 +1,8 @@
 """Pages of sequences: admission, growth, sharing, release. The scheduler decides who; this decides which pages.
 
 cached prefix      full pages found by key, shared
+session            what the turn before has left, as far as its tokens are the same: full pages are shared, and the page
+                   in which they begin to differ is copied
 group share        a prefilled prompt: its full pages are shared, the page of its last token is copied (the copy is
                    the sequence's own, so that what it writes there is seen by nobody else), and only that last
                    token is computed again
@@ -9,10 +11,15 @@ own pages          the rest of the prompt and one page more; after that a page a
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from rollout.engine.pages import PagePool, PrefixKeys
+from rollout.engine.plan import Plan
+from rollout.engine.routing import ExpertPages
 from rollout.engine.sequence import Group, PromptShare, Sequence
+from rollout.engine.sessions import Held, Sessions
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -20,11 +27,31 @@ def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
-class SequenceMemory:
-    """Hands pages of one pool to sequences."""
+@dataclass(slots=True)
+class Found:
+    """KV that is there already."""
 
-    def __init__(self, pool: PagePool, page_size: int, prefix_cache: bool) -> None:
+    pages: list[int] = field(default_factory=list)  # to be shared
+    keys: PrefixKeys | None = None
+    source: int | None = None  # page to copy behind them
+    tokens: int = 0  # whose KV all this is
+    in_session: int = 0  # tokens that the session has the KV of
+
+
+class SequenceMemory:
+    """Hands pages of one pool to sequences; at most `session_pages` of them stay with sessions between their turns."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        prefix_cache: bool,
+        experts: ExpertPages | None = None,
+        session_pages: int = 0,
+    ) -> None:
         self.pool = pool
+        self.sessions = Sessions(pool, page_size, session_pages)
+        self.experts = experts  # that tokens took, where they are kept
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
@@ -35,52 +62,100 @@ class SequenceMemory:
         On success pages, `kv_len` (tokens whose KV is there already), keys and copy source are set.
         """
         tokens = seq.history()
-        shared, keys, source = self._shareable(seq, tokens, version)
-        start = len(tokens) - 1 if source is not None else len(shared) * self.page_size
+        found = self._find(seq, tokens, version)
         most = pages_for(seq.prompt_len + seq.max_tokens - 1, self.page_size)
-        wanted = min(pages_for(len(tokens), self.page_size) + 1, most) - len(shared)
-        held = [*shared, source] if source is not None else shared
+        wanted = min(pages_for(len(tokens), self.page_size) + 1, most) - len(found.pages)
+        held = [*found.pages, *([] if found.source is None else [found.source])]
         for page in held:
             self.pool.retain(page)
-        if self.pool.available < wanted + spare:
+        room = self._make_room(wanted + spare, held)
+        if not room and found.in_session and found.source is not None:  # the page to be copied may be the missing one
+            self.pool.release(held.pop())
+            found.source, found.tokens = None, len(found.pages) * self.page_size
+            found.in_session = found.tokens
+            room = self._make_room(wanted + spare, held)
+        if not room:
             for page in held:
                 self.pool.release(page)
             return False
         own = [page for page in (self.pool.allocate() for _ in range(wanted)) if page is not None]
         assert len(own) == wanted, "availability was checked"
-        seq.add_pages([*shared, *own], self.page_size)
+        seq.add_pages([*found.pages, *own], self.page_size)
         seq.prefill_tokens = tokens
-        seq.copy_source = source
-        seq.keys = keys
-        seq.kv_len = seq.kv_uniform = start
+        seq.copy_source = found.source
+        seq.keys = found.keys
+        seq.kv_len = seq.kv_uniform = found.tokens
         seq.kv_version = version
+        if seq.group.session is not None:
+            self.sessions.hand_over(seq.group.session, found.in_session)
         return True
 
-    def _shareable(
-        self, seq: Sequence, tokens: np.ndarray, version: int
-    ) -> tuple[list[int], PrefixKeys | None, int | None]:
-        """Pages that `seq` can share, their keys, and the page to copy when a group's prompt is shared."""
+    @property
+    def available(self) -> int:
+        """Pages that can be had at most: those that nobody uses, and those of idle sessions."""
+        return self.pool.available + self.sessions.pages
+
+    def _make_room(self, pages: int, held: list[int]) -> bool:
+        """Have so many pages available, at the cost of idle sessions if need be; False if that is not enough.
+
+        Those that are `held` for the newcomer are not to be had.
+        """
+        if self.pool.available < pages and self.available - self.sessions.count(held) < pages:
+            return False  # it would cost sessions their pages for nothing
+        while self.pool.available < pages:
+            if not self.sessions.evict_one():
+                return False
+        return True
+
+    def _find(self, seq: Sequence, tokens: np.ndarray, version: int) -> Found:
+        """What `seq` need not compute: its group's prompt; or what its session holds, or the cache, if that is more."""
         share = seq.group.share
         full = (len(tokens) - 1) // self.page_size  # the page of the last token is never shared: it is written again
         if share is not None and share.version == version and not seq.tokens:
-            return share.pages[:full], share.keys.fork(full) if share.keys else None, share.pages[full]
+            keys = share.keys.fork(full) if share.keys else None
+            return Found(share.pages[:full], keys, share.pages[full], len(tokens) - 1)
+        if seq.scores_prompt:  # KV that is there already says nothing of log-probs
+            return Found(keys=PrefixKeys(version, self.page_size) if self.prefix_cache else None)
+        found = self._find_in_session(seq, tokens, version)
         if not self.prefix_cache:
-            return [], None, None
-        keys, pages = PrefixKeys(version, self.page_size), []
-        for index in range(full):
+            return found
+        found.keys = keys = found.keys or PrefixKeys(version, self.page_size)
+        for index in range(len(found.pages), full):
             key = keys.next_key(tokens[index * self.page_size : (index + 1) * self.page_size])
             page = self.pool.find(key)
             if page is None:
                 break
-            pages.append(page)
+            found.pages.append(page)
             keys.append(key)
-        return pages, keys, None
+            found.source, found.tokens = None, len(found.pages) * self.page_size
+        return found
+
+    def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Found:
+        if seq.group.session is None:
+            return Found()
+        held, same = self.sessions.match(seq.group.session, tokens, version)
+        if held is None:
+            return Found()
+        full = same // self.page_size
+        source = held.pages[full] if same % self.page_size else None
+        keys = held.keys.fork(full) if held.keys is not None else None
+        return Found(held.pages[:full], keys, source, same, same)
+
+    def keep_turn(self, seq: Sequence, version: int, now_s: float) -> None:
+        """No step names this finalized turn: leave its KV to its session, as far as all of it is of `version`."""
+        assert seq.group.session is not None and seq.finish is not None
+        known = min(seq.kv_uniform, seq.prompt_len + len(seq.tokens))
+        if seq.kv_version != version or seq.finish.reason == "error":
+            known = 0
+        self.remember(seq, known, version)
+        left = Held(seq.history()[:known], seq.pages, version, seq.keys)
+        self.sessions.keep(seq.group.session, left, now_s)
 
     def try_grow(self, seq: Sequence) -> bool:
-        """One page more for `seq`, if there is one."""
-        page = self.pool.allocate()
-        if page is None:
-            return False
+        """One page more for `seq`, if there is one or a session has one."""
+        while (page := self.pool.allocate()) is None:
+            if not self.sessions.evict_one():
+                return False
         seq.add_pages([page], self.page_size)
         return True
 
@@ -93,6 +168,8 @@ class SequenceMemory:
     def release(self, seq: Sequence) -> None:
         """Take all pages back."""
         self.drop_copy_source(seq)
+        if self.experts is not None and seq.routing is not None and not seq.finalized:
+            seq.routing.keep(self.experts, seq.pages, seq.consumed)
         for page in seq.pages:
             self.pool.release(page)
         seq.pages = []
@@ -108,6 +185,14 @@ class SequenceMemory:
             key = seq.keys.next_key(seq.tokens_between(start, start + self.page_size))
             seq.keys.append(key)
             self.pool.remember(key, seq.pages[index])
+
+    def note_experts(self, plan: Plan, record: np.ndarray) -> None:
+        """A step is committed: its tokens took these experts."""
+        assert self.experts is not None, "slots have a record where there is a place for it"
+        for chunk in plan.chunks:
+            if chunk.copy is not None:
+                self.experts.copy(*chunk.copy)
+        self.experts.take(record)
 
     # --- group shares ---
 
@@ -131,7 +216,15 @@ class SequenceMemory:
             self.sharing.remove(group)
 
     def weights_changed(self) -> None:
-        """Nothing that is cached or held for sharing is of the new version."""
+        """Nothing that is cached or held for sharing or by sessions is of the new version."""
         for group in list(self.sharing):
             self.close_share(group)
+        self.sessions.drop_all()
         self.pool.forget_all()
+
+    def check(self) -> None:
+        """Assert that the books agree, and that no page is in use but by sessions."""
+        self.pool.check()
+        self.sessions.check()
+        used, held = self.pool.used, self.sessions.pages
+        assert used == held, f"{used} pages are in use, {held} of them by sessions"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollout.engine.routing import ExpertPages
 from rollout.engine.sequence import Group, Sequence
 from rollout.engine.types import Delta, RequestDone, VersionRuns
 
@@ -26,9 +27,10 @@ class Counters:
     cached_tokens: int = 0
 
 
-def make_delta(seq: Sequence) -> Delta:
-    """The tokens of `seq` that no delta has carried yet; moves the mark."""
+def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
+    """The tokens of `seq` that no delta has carried yet; moves the mark. `experts` is where their experts are."""
     start, end = seq.flushed, len(seq.tokens)
+    top_ids, top_logprobs = (None, None) if seq.tops is None else seq.tops.between(start, end)
     delta = Delta(
         key=seq.group.key,
         index=seq.index,
@@ -40,7 +42,12 @@ def make_delta(seq: Sequence) -> Delta:
         versions=last_runs(seq.versions, end - start),
         seed=seq.seed,
         finish=seq.finish,
+        recomputed=tuple(seq.recomputed),
         version_span=seq.versions[-1][0] - seq.versions[0][0] if seq.finish and seq.versions else 0,
+        routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, seq.pages, seq.consumed),
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == _known(seq) else None,
     )
     seq.flushed = end  # last: a fault before this loses no token
     return delta
@@ -72,7 +79,18 @@ def make_request_done(group: Group, now_s: float) -> RequestDone:
         prefill_s=first_token - admitted,
         decode_s=now_s - first_token,
         total_s=now_s - group.arrived_s,
+        prompt_logprobs=_prompt_logprobs(group),
     )
+
+
+def _known(seq: Sequence) -> int:
+    prior = seq.group.request.prior
+    return 0 if prior is None else len(prior.token_ids)
+
+
+def _prompt_logprobs(group: Group) -> np.ndarray | None:
+    """Those of now: what is still being computed is written to the group's own array."""
+    return None if group.prompt_logprobs is None else group.prompt_logprobs.copy()
 
 
 def _slice(values: array, start: int, end: int) -> np.ndarray:

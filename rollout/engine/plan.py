@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from rollout.engine.sequence import Feature, Sequence
+from rollout.engine.tops import Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,16 @@ class PromptChunk:
     first: bool  # the row's state is set up by this step
     final: bool  # the prompt is complete after this chunk: a token is sampled
     copy: tuple[int, int] | None  # (source page, target page) to copy before anything is written
+    scored: int = 0  # its first positions whose next token is scored: it is the prompt's, and its log-prob is wanted
+
+
+def next_chunk(seq: Sequence, length: int, page_size: int) -> PromptChunk:
+    """The next `length` tokens of a sequence that is being prefilled."""
+    assert seq.prefill_tokens is not None
+    copy = None if seq.copy_source is None else (seq.copy_source, seq.pages[seq.kv_len // page_size])
+    final = seq.kv_len + length == len(seq.prefill_tokens)
+    scored = max(0, min(length, seq.prompt_len - 1 - seq.kv_len)) if seq.scores_prompt else 0
+    return PromptChunk(seq, seq.kv_len, length, not seq.row_ready, final, copy, scored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +69,5 @@ class StepOutput:
     logprobs: list[float]
     raw_logprobs: list[float]
     drawn_logprobs: list[float]
+    scores: Scores | None = None  # where the step has any
+    record: np.ndarray | None = None  # int32 [tokens, words]: experts, see `routing`; of every token of the step

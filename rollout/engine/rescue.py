@@ -1,9 +1,9 @@
 """What is left of the requests after a fault: every one ends as `error`, with the tokens that it has.
 
-A fault may come anywhere, so the scheduler's books may be half-way: this reads the sequences' tokens and nothing else,
-and gives no row or page back. The scheduler is thrown away afterwards. Two things make the tokens trustworthy: a
-token's version run is written last, so tokens beyond the runs are no whole tokens; and `finalized` is set after the
-last delta was made, so whoever is not finalized has not been told an end.
+A fault may come anywhere, so the scheduler's books may be half-way: this reads the sequences' tokens, and the experts
+that these took where they are asked for, and gives no row or page back. The scheduler is thrown away afterwards. Two
+things make the tokens trustworthy: a token's version run is written last, so tokens beyond the runs are no whole
+tokens; and `finalized` is set after the last delta was made, so whoever is not finalized has not been told an end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rescue(scheduler: Scheduler, message: str) -> list[Event]:
             if not seq.finalized:
                 _drop_torn_token(group, seq)
                 seq.finish = Finish("error", error=message)
-                events.append(make_delta(seq))
+                events.append(make_delta(seq, scheduler.memory.experts))
                 seq.finalized = True
         events.append(make_request_done(group, now_s))
     return events

@@ -5,7 +5,8 @@
     compute                       wait h2d_done | start | forward, sample, advance rows | end
     d2h                                                                           wait end | copy | d2h_done
 
-A step with constrained rows stops after its forward, until `draw` comes with their masks.
+A step with constrained rows stops after its forward, until `draw` comes with their masks. What rows ask for beside
+their tokens (`scores.py`) is taken from the forward's results before the draw, and has a copy to the host of its own.
 
 `launch` never waits. The sampled token goes from the sampler into the row state on the device (carry-over): the next
 step reads it there, whether or not the host has seen it.
@@ -26,20 +27,27 @@ from rollout.engine.graphs import PLAIN, DecodeGraphs
 from rollout.engine.plan import Plan, PromptChunk, StepOutput
 from rollout.engine.rows import LAST, LENGTH, RowState, most_setup_words, put_setup, setup_words
 from rollout.engine.sampler import Sampler
+from rollout.engine.scores import SCORED_AT_ONCE, StepScores
 from rollout.engine.sequence import Feature, Sequence
 from rollout.engine.slot import Slot, Upload
+from rollout.engine.step_record import StepRecord
 from rollout.models.batch import AttentionBatch, Chunk, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, supports
 
 #: A forward on the compute stream: logits and rows of those that sample, None if none do.
-Forward = Callable[[Upload], tuple[torch.Tensor, torch.Tensor] | None]
+#: The record, if there is one, gets the experts of the step's tokens.
+Forward = Callable[[Upload, StepRecord | None], tuple[torch.Tensor, torch.Tensor] | None]
 #: What a launch enqueues on the compute stream.
 Step = Callable[[Upload, Slot], None]
 
-#: int32 words of an upload. A token: id, position, chunk. A chunk: rows, ends, lengths, samples, copy, alignment.
+#: int32 words of an upload. A token: id, position, chunk. A chunk: rows, ends, lengths, samples, tops, copy, alignment.
 _TOKEN_WORDS = 6
-_CHUNK_WORDS = 20
+_SCORED_WORDS = 4  # of a token that is scored, more: its place and the next token's id
+_CHUNK_WORDS = 22
+_TOP = Feature.TOP.value  # flags of an enum are slow to test
+#: What padding of the scored tokens adds to an upload at the most.
+PADDING_WORDS = _SCORED_WORDS * SCORED_AT_ONCE
 
 
 class Runner:
@@ -79,7 +87,7 @@ class Runner:
         if plan.held:
             self.compute.record(slot.forward_end)
         else:
-            self._finish(slot)
+            self._finish(plan, slot)
 
     def draw(self, plan: Plan, slot: Slot, at: Sequences[int]) -> None:
         """Enqueue the draw of a launched step that is held; its first masks are those of the sampled rows `at`."""
@@ -89,13 +97,15 @@ class Runner:
         self.compute.wait(slot.masks.arrived)
         self.compute.record(slot.draw_start)
         self.compute.run(functools.partial(self._draw, plan.features, slot))
-        self._finish(slot)
+        self._finish(plan, slot)
 
-    def _finish(self, slot: Slot) -> None:
+    def _finish(self, plan: Plan, slot: Slot) -> None:
         self.compute.record(slot.end)
         self.d2h.wait(slot.end)
         self.d2h.record(slot.d2h_start)
-        self.d2h.run(functools.partial(slot.output_host.copy_, slot.output, non_blocking=True))
+        self.d2h.run(functools.partial(slot.download, 0 if slot.record is None else plan.tokens))
+        if slot.scores.wanted:
+            self.d2h.run(slot.scores.copy)
         self.d2h.record(slot.d2h_done)
 
     def read(self, plan: Plan, slot: Slot) -> StepOutput:
@@ -105,7 +115,11 @@ class Runner:
         count = len(plan.sampled)
         output = slot.output_host[:, :count].numpy()
         logprobs = output[1:].view(np.float32)
-        return StepOutput(output[0].tolist(), logprobs[0].tolist(), logprobs[1].tolist(), logprobs[2].tolist())
+        scores = slot.scores.read() if slot.scores.wanted else None
+        record = None if slot.record is None else slot.record_host(plan.tokens)
+        return StepOutput(
+            output[0].tolist(), logprobs[0].tolist(), logprobs[1].tolist(), logprobs[2].tolist(), scores, record
+        )
 
     def enqueue(self, work: Callable[[], object], start: Event, end: Event) -> None:
         """Run `work` on the compute stream between the last launched step and the next."""
@@ -129,6 +143,7 @@ class Runner:
         rows = len(plan.seqs)
         size = self.graphs.size_for(rows, plan.features) if self.graphs is not None else None
         self.stage_decode(slot, plan.seqs, size or rows, plan.new_pages)
+        _put_tops(slot, plan)
         if self.graphs is None or size is None:
             forward: Forward = functools.partial(self._decode, plan.max_context)
         elif plan.features & ~PLAIN:
@@ -157,7 +172,10 @@ class Runner:
             [(chunk.seq.row, chunk.start, chunk.length, chunk.final) for chunk in chunks],
             np.concatenate([_chunk_tokens(chunk) for chunk in chunks]),
         )
-        return functools.partial(self._step, functools.partial(self._prefill, plan.max_context, layout), plan.features)
+        _put_tops(slot, plan)
+        _put_scored(slot, chunks)
+        forward = functools.partial(self._prefill, plan.max_context, layout, slot.scores)
+        return functools.partial(self._step, forward, plan.features)
 
     @staticmethod
     def stage_prefill(
@@ -185,6 +203,8 @@ class Runner:
         """Run a decode step of `rows` rows, launched kernel by kernel."""
         slot.begin()
         self.stage_decode(slot, [], rows)
+        if features & Feature.TOP:
+            slot.put("top_at", slot.scores.want_tops(range(rows)))
         self._on_padding(slot, functools.partial(self._decode, max_context), features, rows)
 
     def rehearse_prefill(self, slot: Slot, lengths: Sequences[int], features: Feature, max_context: int) -> None:
@@ -193,7 +213,11 @@ class Runner:
         slot.put("copies", np.zeros((len(lengths), 2), dtype=np.int32))
         tokens = np.arange(sum(lengths), dtype=np.int64) % self.rows.vocab
         layout = self.stage_prefill(slot, [(0, 0, length, True) for length in lengths], tokens)
-        self._on_padding(slot, functools.partial(self._prefill, max_context, layout), features, len(lengths))
+        if features & Feature.TOP:
+            slot.put("top_at", slot.scores.want_tops(range(len(lengths))))
+            _put_scored_at(slot, np.arange(len(tokens)), tokens)
+        forward = functools.partial(self._prefill, max_context, layout, slot.scores)
+        self._on_padding(slot, forward, features, len(lengths))
 
     def _on_padding(self, slot: Slot, forward: Forward, features: Feature, rows: int) -> None:
         upload = slot.upload()
@@ -212,7 +236,9 @@ class Runner:
 
     def _step(self, forward: Forward, features: Feature, upload: Upload, slot: Slot) -> None:
         """A forward, and the draw unless that is held."""
-        slot.forwarded = forward(upload)
+        slot.forwarded = forward(upload, slot.record)
+        if slot.forwarded is not None and "top_at" in upload:
+            slot.scores.take_tops(slot.forwarded[0], upload["top_at"])
         if not features & Feature.CONSTRAIN:
             self._draw(features, slot)
 
@@ -225,14 +251,16 @@ class Runner:
     def _replay(graphs: DecodeGraphs, size: int, upload: Upload, slot: Slot) -> None:
         graphs.run(slot, size)
 
-    def _decode(self, max_context: int, upload: Upload) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, max_context: int, upload: Upload, record: StepRecord | None) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""
-        token_ids_B, batch = self.begin_decode(upload["rows"], upload["new_pages"], max_context)
+        token_ids_B, batch = self.begin_decode(upload["rows"], upload["new_pages"], max_context, record)
         hidden_BD = self.forward(token_ids_B, batch, self.kv)
+        if record is not None:
+            record.end(batch)
         return self.forward.compute_logits(hidden_BD), upload["rows"]
 
     def begin_decode(
-        self, rows_B: torch.Tensor, new_pages_B: torch.Tensor, max_context: int
+        self, rows_B: torch.Tensor, new_pages_B: torch.Tensor, max_context: int, record: StepRecord | None = None
     ) -> tuple[torch.Tensor, AttentionBatch]:
         """The input of a decode step from the row state: token ids, and where they sit; opens new pages."""
         page_size, columns = self.kv.page_size, -(-max_context // self.kv.page_size)
@@ -253,11 +281,17 @@ class Runner:
             page_table_BP=begun.page_table_BC,
             context_lens_B=begun.context_lens_B,
             max_context=max_context,
+            experts=None if record is None else record.experts,
         )
         return begun.token_ids_B, batch
 
     def _prefill(
-        self, max_context: int, layout: tuple[Chunk, ...], upload: Upload
+        self,
+        max_context: int,
+        layout: tuple[Chunk, ...],
+        scores: StepScores,
+        upload: Upload,
+        record: StepRecord | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Chunks of prompts; logits and rows of those whose prompt is complete, None if there are none."""
         self.rows.set_up(upload)
@@ -274,9 +308,14 @@ class Runner:
             max_context=max_context,
             chunks=layout,
             query_starts_C1=upload["query_starts"],
+            experts=None if record is None else record.experts,
         )
         hidden_TD = self.forward(upload["tokens"], batch, self.kv)
+        if record is not None:
+            record.end(batch)
         self.rows.ints[rows_C, LENGTH] = upload["lengths"]
+        if "scored_at" in upload:
+            scores.score_prompt(hidden_TD, upload["scored_at"], upload["scored_targets"], self.forward.compute_logits)
         if len(upload["sampled_rows"]) == 0:
             return None
         return self.forward.compute_logits(hidden_TD[upload["sampled_at"]]), upload["sampled_rows"]
@@ -293,7 +332,7 @@ class Runner:
 
 def upload_words(seq: Sequence, length: int) -> int:
     """Upper bound on the int32 words that a prefill chunk of `length` tokens adds to an upload."""
-    words = _TOKEN_WORDS * length + _CHUNK_WORDS
+    words = (_TOKEN_WORDS + _SCORED_WORDS * seq.scores_prompt) * length + _CHUNK_WORDS
     if not seq.row_ready:
         assert seq.prefill_tokens is not None
         words += setup_words(seq, len(seq.prefill_tokens)) + 2
@@ -302,8 +341,31 @@ def upload_words(seq: Sequence, length: int) -> int:
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int) -> int:
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
-    largest = _TOKEN_WORDS * chunk_tokens + _CHUNK_WORDS + most_setup_words(max_pages, max_context)
-    return max(4 * max_rows, largest) + 64 * max_rows + 1024
+    largest = (_TOKEN_WORDS + _SCORED_WORDS) * chunk_tokens + _CHUNK_WORDS + most_setup_words(max_pages, max_context)
+    return max(6 * max_rows, largest) + 64 * max_rows + PADDING_WORDS + 1024
+
+
+def _put_tops(slot: Slot, plan: Plan) -> None:
+    if plan.features.value & _TOP:
+        places = [i for i, seq in enumerate(plan.sampled) if seq.tops is not None]
+        slot.put("top_at", slot.scores.want_tops(places))
+
+
+def _put_scored(slot: Slot, chunks: Sequences[PromptChunk]) -> None:
+    at, targets, begin = [], [], 0
+    for chunk in chunks:
+        if chunk.scored:
+            at.append(np.arange(begin, begin + chunk.scored))
+            targets.append(chunk.seq.group.request.prompt[chunk.start + 1 : chunk.start + 1 + chunk.scored])
+        begin += chunk.length
+    if at:
+        _put_scored_at(slot, np.concatenate(at), np.concatenate(targets))
+
+
+def _put_scored_at(slot: Slot, at: np.ndarray, targets: np.ndarray) -> None:
+    padded_at, padded_targets = slot.scores.want_prompt(at, targets)
+    slot.put("scored_at", padded_at)
+    slot.put("scored_targets", padded_targets)
 
 
 def _chunk_tokens(chunk: PromptChunk) -> np.ndarray:

@@ -21,8 +21,9 @@ from collections.abc import Callable
 from rollout.engine.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.memory import SequenceMemory
 from rollout.engine.outcome import NOT_FINITE, Counters, make_delta, make_request_done
-from rollout.engine.plan import Plan, PromptChunk, StepOutput
+from rollout.engine.plan import Plan, PromptChunk, StepOutput, next_chunk
 from rollout.engine.sequence import Group, Sequence, State, union_of
+from rollout.engine.tops import note_scores
 from rollout.engine.types import Event, Finish, FinishReason, Request, RequestKey
 from rollout.engine.waiting import WaitingRoom
 
@@ -65,11 +66,13 @@ class Scheduler:
         """Queue a request, or emit `Rejected`."""
         assert request.key not in self.groups, "the service keeps keys unique"
         pool_tokens = self.memory.pool.total * self.memory.page_size
-        if (rejected := refusal(request, self.limits, pool_tokens, self.waiting)) is not None:
+        busy = self.memory.sessions.turn_of(request) in self.groups
+        if (rejected := refusal(request, self.limits, pool_tokens, self.waiting, busy)) is not None:
             self.events.append(rejected)
             return
         now = self.clock()
-        group = Group(request, arrived_s=now, unfinished=request.n)
+        group = Group(request, arrived_s=now, unfinished=request.n, session=self.memory.sessions.begin(request))
+        group.expect_prompt_logprobs()
         for index in range(request.n):
             self._arrivals += 1
             group.sequences.append(Sequence(group, index, self._arrivals))
@@ -107,9 +110,11 @@ class Scheduler:
         self._finish(seq, Finish("error", error=error))
 
     def end_overdue(self) -> None:
-        """End requests whose deadline has passed."""
-        for group in self._deadlines.take_overdue(self.clock()):
+        """End requests whose deadline has passed, and sessions whose lease is over."""
+        now = self.clock()
+        for group in self._deadlines.take_overdue(now):
             self.end(group.key, "deadline")
+        self.memory.sessions.expire(now)
 
     def weights_changed(self, version: int, recompute: bool) -> None:
         """Steps planned from now on run under `version`; with `recompute` running rows start again."""
@@ -122,7 +127,8 @@ class Scheduler:
             if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight are of the old version
                 self._finish(seq, Finish("stale"))
         for seq in self.prefilling + self.decoding:
-            if recompute or not seq.row_ready:  # what was admitted but has launched nothing takes no old KV along
+            # What has launched nothing takes no old KV along, and log-probs of a prompt are of one version.
+            if recompute or not seq.row_ready or seq.scores_prompt:
                 self._take_off(seq)
 
     # --- plan --------------------------------------------------------------------------------------------------------
@@ -157,8 +163,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._free_rows and not self.leaving and (seq := self._room.queue.first()) is not None:
+            if seq.group.session is not None and seq.group.session.turns > 1:
+                return  # the turn before is in flight as a zombie
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
-            running, available = len(self.decoding) + len(self.prefilling), self.memory.pool.available
+            running, available = len(self.decoding) + len(self.prefilling), self.memory.available
             if self._refused is seq and running >= self._refused_at[0] and available <= self._refused_at[1]:
                 return  # nothing came free since it did not fit
             if not self.memory.try_admit(seq, self.version, spare=running):
@@ -180,8 +188,7 @@ class Scheduler:
         self.counters.prompt_tokens += seq.prompt_len
         self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
         if group.admitted_s is None:
-            group.admitted_s = self.clock()
-            group.cached_tokens = min(seq.kv_len, seq.prompt_len)
+            group.admitted_s, group.cached_tokens = self.clock(), min(seq.kv_len, seq.prompt_len)
         self._room.started(seq)
 
     def _plan_prefill(self) -> Plan | None:
@@ -189,16 +196,12 @@ class Scheduler:
         tokens, words = self.limits.chunk_tokens, self.limits.upload_words
         for seq in self.prefilling:
             assert seq.prefill_tokens is not None
-            total = len(seq.prefill_tokens)
-            length = min(total - seq.kv_len, tokens)
+            length = min(len(seq.prefill_tokens) - seq.kv_len, tokens)
             needed = self._upload_words(seq, length)
             if length == 0 or (chunks and needed > words):
                 break
             tokens, words = tokens - length, words - needed
-            copy = None
-            if seq.copy_source is not None:
-                copy = (seq.copy_source, seq.pages[seq.kv_len // self.memory.page_size])
-            chunks.append(PromptChunk(seq, seq.kv_len, length, not seq.row_ready, seq.kv_len + length == total, copy))
+            chunks.append(next_chunk(seq, length, self.memory.page_size))
         if not chunks:
             return None
         seqs = [chunk.seq for chunk in chunks]
@@ -264,10 +267,15 @@ class Scheduler:
         self.prefilling.remove(seq)
         self.decoding.append(seq)
         if seq is seq.group.leader:
+            seq.group.prompt_due = False
             self._room.leader_launched(seq, self.version)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Take a step's tokens; steps are committed in the order of their launch."""
+        if output.scores is not None:
+            note_scores(plan, output.scores)
+        if output.record is not None:
+            self.memory.note_experts(plan, output.record)
         if plan.kind == "decode":
             self._landed(plan.seqs, output, plan.version)
             self.counters.decode_rows += len(plan.seqs)
@@ -320,7 +328,7 @@ class Scheduler:
             self._finish(seq, Finish("length"))
         else:
             if request.stream_every and count - seq.flushed >= request.stream_every:
-                self.events.append(make_delta(seq))
+                self.events.append(make_delta(seq, self.memory.experts))
             known = seq.prompt_len + count - 1  # the KV of the newest token is not written yet
             self.memory.remember(seq, known, self.version)
             next_page = count + self.memory.page_size - known % self.memory.page_size
@@ -336,7 +344,7 @@ class Scheduler:
         elif seq.state is not State.LEAVING:
             self._running_list(seq).remove(seq)
         seq.finish = finish
-        self.events.append(make_delta(seq))
+        self.events.append(make_delta(seq, self.memory.experts))
         seq.finalized = True  # after its last delta: `rescue` relies on it
         group = seq.group
         group.unfinished -= 1
@@ -371,6 +379,8 @@ class Scheduler:
         if seq.row:
             self._free_rows.append(seq.row)
             seq.row = 0
+        if seq.finalized and seq.group.session is not None:
+            self.memory.keep_turn(seq, self.version, self.clock())
         self.memory.release(seq)
         if seq.state is State.LEAVING:
             self.leaving.remove(seq)
@@ -384,9 +394,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that nothing leaked. Call it when no step is in flight and no request is left."""
-        self.memory.pool.check()
+        self.memory.check()
         assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
         assert sorted(self._free_rows) == list(range(1, self.limits.max_rows + 1)), "a row is in use"
         assert self.waiting == 0 and not self.memory.sharing, "a queue or a share is left"
-        pool = self.memory.pool
-        assert pool.free + pool.cached == pool.total, f"{pool.used} pages are in use"

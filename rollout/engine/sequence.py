@@ -29,6 +29,9 @@ import numpy as np
 
 from rollout.constraints.matcher import Matcher
 from rollout.engine.pages import PrefixKeys
+from rollout.engine.routing import Routing
+from rollout.engine.sessions import Session
+from rollout.engine.tops import TopTokens
 from rollout.engine.types import Finish, Request, RequestKey
 
 SEED_MASK = (1 << 63) - 1
@@ -54,11 +57,12 @@ class Feature(IntFlag):
     BIAS = auto()
     MIN_TOKENS = auto()
     CONSTRAIN = auto()
+    TOP = auto()
 
     @property
     def reshapes(self) -> bool:
         """True if the drawn distribution is not the plain one."""
-        return bool(self & ~(Feature.GREEDY | Feature.DRAW))
+        return bool(self & ~(Feature.GREEDY | Feature.DRAW | Feature.TOP))
 
 
 def row_seed(seed: int, index: int) -> int:
@@ -81,6 +85,8 @@ def features_of(request: Request) -> Feature:
         features |= Feature.MIN_TOKENS
     if request.constraint is not None:
         features |= Feature.CONSTRAIN
+    if request.top_logprobs:
+        features |= Feature.TOP
     return features
 
 
@@ -103,6 +109,7 @@ class Group:
     leader: Sequence | None = None  # prefills the prompt for all, until its last chunk is launched
     followers: list[Sequence] = field(default_factory=list)  # not in the queue yet: they wait for the leader's prefill
     share: PromptShare | None = None
+    session: Session | None = None  # whose next turn this is
     unstarted: int = 0  # members that may still want the share
     unfinished: int = 0
     complete: int = 0  # that came to an end of their own
@@ -110,11 +117,19 @@ class Group:
     preemptions: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
+    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN where not known yet; None: nobody asks
+    prompt_due: bool = False  # the leader has to compute them
 
     @property
     def key(self) -> RequestKey:
         """The request's key."""
         return self.request.key
+
+    def expect_prompt_logprobs(self) -> None:
+        """Make room for the log-probs of the prompt, if they are asked for."""
+        if self.request.prompt_logprobs:
+            self.prompt_due = True
+            self.prompt_logprobs = np.full(len(self.request.prompt), np.nan, np.float32)
 
 
 class Sequence:
@@ -150,12 +165,15 @@ class Sequence:
         "priority",
         "prompt_len",
         "raw_logprobs",
+        "recomputed",
+        "routing",
         "row",
         "row_ready",
         "seed",
         "state",
         "stop_ids",
         "tokens",
+        "tops",
         "versions",
     )
 
@@ -178,6 +196,8 @@ class Sequence:
         self.logprobs = array("f", bytes(4 * known))
         self.raw_logprobs = array("f", bytes(4 * known))
         self.drawn_logprobs = array("f", bytes(4 * known)) if self.features.reshapes else None
+        self.tops = TopTokens(request.top_logprobs, known) if request.top_logprobs else None
+        self.routing = Routing(request.routing_from) if request.routing_from is not None else None
         self.versions: list[list[int]] = []  # runs of [version, tokens], of the tokens generated here
         self.oldest_version = request.prior.oldest_version if request.prior is not None else None
         self.newest_version = request.prior.newest_version if request.prior is not None else None
@@ -204,11 +224,17 @@ class Sequence:
         self.keys: PrefixKeys | None = None
         self.kv_version = -1
         self.kv_uniform = 0  # leading positions whose KV is all of kv_version
+        self.recomputed: list[tuple[int, int]] = []  # (tokens, version): KV up to these was computed again
 
     @property
     def rank(self) -> tuple[int, int]:
         """Admission order; the largest rank is preempted first."""
         return (-self.priority, self.arrival)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while its prefill is to compute the log-probs of its group's prompt."""
+        return self.group.prompt_due and self.group.leader is self
 
     def too_old_for(self, version: int) -> bool:
         """True if a token of this weights version would make its span larger than asked for.
@@ -226,6 +252,11 @@ class Sequence:
         self.oldest_version = version if self.oldest_version is None else min(self.oldest_version, version)
         self.newest_version = version if self.newest_version is None else max(self.newest_version, version)
 
+    @property
+    def consumed(self) -> int:
+        """Positions that forwards had to consume for the tokens generated here; 0 while there is none."""
+        return self.prompt_len + len(self.tokens) - 1 if self.versions else 0
+
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""
         prompt = self.group.request.prompt
@@ -242,7 +273,10 @@ class Sequence:
         return np.concatenate([prompt[start:], tail]) if start < self.prompt_len else tail
 
     def note_kv(self, start: int, end: int, version: int) -> None:
-        """KV of positions start..end-1 is being written under `version`."""
+        """KV of positions start..end-1 is being written by a prefill under `version`."""
+        mark = (len(self.tokens), version)
+        if self.tokens and mark not in self.recomputed[-1:]:
+            self.recomputed.append(mark)
         if start == 0:
             self.kv_version, self.kv_uniform = version, end
         elif version == self.kv_version and start == self.kv_uniform:

@@ -20,11 +20,30 @@ from rollout.constraints.matcher import Constraint
 
 #: (client, request id): what identifies a request to cancel it, to find its result, to tell a duplicate.
 RequestKey = tuple[str, str]
+#: (client, name of the session).
+SessionKey = tuple[str, str]
 #: Runs of (weights version, number of tokens) that add up to the number of tokens.
 VersionRuns = list[tuple[int, int]]
 #: Entries of a request's logit bias, and stop token ids (eos ids included), at the most: rows hold them on the device.
 MAX_LOGIT_BIAS = 512
 MAX_STOP_IDS = 64
+#: Likeliest tokens that a request can ask for at each position: the slots' buffers are of this size.
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """What is told of the experts that a token took: their numbers in each sparse layer, likeliest first."""
+
+    layers: int  # sparse ones
+    top_k: int  # experts of a token
+    experts: int  # of a layer
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the numbers."""
+        return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
+
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
 
@@ -90,6 +109,12 @@ class Request:
     constraint: Constraint | None = None  # begins after `prior`
     min_complete: int | None = None  # once so many have come to an end of their own, the others are cancelled
     max_version_span: int | None = None  # newest less oldest version of a completion's tokens; then it ends as stale
+    session: SessionKey | None = None  # only with n == 1: this is its next turn
+    session_lease_s: float = 0.0  # how long what the turn leaves is kept
+    top_logprobs: int = 0  # likeliest tokens to tell at each position, up to MAX_TOP_LOGPROBS
+    prompt_logprobs: bool = False  # the prompt is computed as a whole, and its log-probs are told
+
+    routing_from: int | None = None  # position in prompt and completion from which experts are told; None: of none
 
 
 # --- commands: service -> engine -------------------------------------------------------------------------------------
@@ -145,7 +170,19 @@ class Shutdown:
     token: int | None = None
 
 
-Command = Submit | Cancel | StopAt | Pause | Resume | Shutdown
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """Give back what a session holds, without a `name` all of a client's. Answered by `Done(token)`, if there is one.
+
+    Of what is unknown by now nothing is held. A turn that runs goes on, and leaves nothing.
+    """
+
+    client: str
+    name: str | None = None
+    token: int | None = None
+
+
+Command = Submit | Cancel | StopAt | Pause | Resume | Shutdown | EndSession
 
 
 # --- events: engine -> service ---------------------------------------------------------------------------------------
@@ -174,7 +211,15 @@ class Delta:
     versions: VersionRuns
     seed: int  # of this completion's row
     finish: Finish | None = None
+    #: All so far: (tokens, version) where KV of the prompt and so many tokens was computed again, under that version.
+    recomputed: tuple[tuple[int, int], ...] = ()
     version_span: int = 0  # with `finish`: newest less oldest version of the tokens generated here
+    #: Experts of the forwards by which the tokens came, uint8 or uint16 [entries, sparse layers, experts a token]: of
+    #: the positions since the last delta, or since `routing_from`, up to that before the newest token.
+    routing: np.ndarray | None = None
+    top_ids: np.ndarray | None = None  # int32 [k, tops], likeliest first, where they were asked for
+    top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's own distribution
+    prompt_logprobs: np.ndarray | None = None  # as in `RequestDone`; with the first delta of completion 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +234,7 @@ class RequestDone:
     prefill_s: float
     decode_s: float
     total_s: float
+    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN for the first, and where never computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +282,18 @@ class SequenceStatus:
     priority: int
 
 
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    """Sessions between their turns: now, and since start."""
+
+    holding: int = 0  # sessions that hold pages
+    pages: int = 0  # that they hold
+    turns: int = 0  # since start
+    hits: int = 0  # turns that found KV in their session
+    reused_tokens: int = 0  # tokens whose KV they found there
+    evicted: int = 0  # sessions that lost their pages to rows or to other sessions
+
+
 EngineState = Literal["serving", "paused", "draining", "asleep", "stale", "stalled"]
 
 
@@ -253,6 +311,7 @@ class EngineStatus:
     pages_cached: int = 0
     pages_used: int = 0
     pages_total: int = 0
+    sessions: SessionStatus = SessionStatus()
     slots_in_flight: int = 0
     tokens_per_s: float = 0.0
     gpu_active_pct: float = 0.0

@@ -63,7 +63,7 @@ LAYOUT = (
             Panel("Decode step", ("step/decode_ms", "step/decode_ms_p50", "step/decode_ms_p99"), "ms"),
             Panel("Prefill step", ("step/prefill_ms",), "ms"),
             Panel("Host time of a step", ("step/bookkeeping_ms",), "ms"),
-            Panel("KV", ("kv/used_pct", "kv/prefix_hit_pct"), "%"),
+            Panel("KV", ("kv/used_pct", "kv/session_pct", "kv/prefix_hit_pct"), "%"),
         ),
     ),
     Section(

@@ -69,6 +69,7 @@ class Gauges:
     waiting: int = 0
     pages_used: int = 0
     pages_total: int = 0
+    session_pages: int = 0
     prompt_tokens: int = 0  # since start
     cached_tokens: int = 0  # since start, those of prompt_tokens that the prefix cache had
     preemptions: int = 0  # since start
@@ -305,6 +306,7 @@ class Meter:
             "rollout/reclaimed_rows": gauges.reclaimed,
             "queue/waiting": gauges.waiting,
             "kv/used_pct": _percent(gauges.pages_used, gauges.pages_total),
+            "kv/session_pct": _percent(gauges.session_pages, gauges.pages_total),
             "kv/prefix_hit_pct": _percent(gauges.cached_tokens, gauges.prompt_tokens),
             "kv/preemptions": gauges.preemptions,
             "step/decode_ms": 1e3 * samples.decode.value(),

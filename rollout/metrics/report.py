@@ -55,7 +55,8 @@ METRICS = (
     ),
     Metric("rollout/reclaimed_rows", "count", "completions of vanished clients that were ended, since start"),
     Metric("queue/waiting", "requests", "requests that wait for a row, now"),
-    Metric("kv/used_pct", "%", "share of the KV pages that sequences hold, now; cached pages are not counted"),
+    Metric("kv/used_pct", "%", "share of the KV pages that rows and sessions hold, now; cached pages are not counted"),
+    Metric("kv/session_pct", "%", "share of the KV pages that sessions hold between their turns, now"),
     Metric(
         "kv/prefix_hit_pct",
         "%",

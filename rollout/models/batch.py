@@ -30,6 +30,18 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRecord:
+    """Where a step keeps which experts its tokens take: token t's in row t."""
+
+    experts_TLK: torch.Tensor  # uint8 or uint16; L sparse layers, K experts; rows may be apart, and more than tokens
+    rows_T: torch.Tensor  # int64: 0, 1, 2, ...; the same as a tensor, which kernels take
+
+    def layer(self, index: int, tokens: int) -> torch.Tensor:
+        """What the sparse layer `index` (counted among those) writes for a step of so many tokens, [T, K]."""
+        return self.experts_TLK[:tokens, index]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Positions and cache places of one step's tokens.
 
@@ -44,6 +56,7 @@ class AttentionBatch:
     max_context: int  # host-side bound on context_lens_B
     chunks: tuple[Chunk, ...] | None = None
     query_starts_C1: torch.Tensor | None = None  # int32: where each chunk's tokens begin, and their total; for GPUs
+    experts: ExpertRecord | None = None  # written by sparse layers
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -28,6 +28,7 @@ class DecoderLayer(Block):
         self.attention = Attention(spec, layer, dtype, device)
         self.post_attention_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
         sparse = spec.is_sparse(layer)
+        self.sparse_place = sum(map(spec.is_sparse, range(layer)))  # among the sparse layers, if it is one
         self.mlp = SparseMLP(spec, dtype, device, experts) if sparse else DenseMLP(spec, dtype, device)
 
     def forward(
@@ -40,7 +41,10 @@ class DecoderLayer(Block):
     ) -> torch.Tensor:
         """The residual stream after this layer."""
         x_TH = self.attention(self.input_norm(x_TH), x_TH, cos_sin, slots_T, batch, kv)
-        return self.mlp(self.post_attention_norm(x_TH), x_TH)
+        if batch.experts is None or isinstance(self.mlp, DenseMLP):
+            return self.mlp(self.post_attention_norm(x_TH), x_TH)
+        kept_TK = batch.experts.layer(self.sparse_place, len(x_TH))
+        return self.mlp(self.post_attention_norm(x_TH), x_TH, kept_TK)
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under `prefix`."""

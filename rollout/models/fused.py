@@ -122,7 +122,7 @@ class FusedDecoder:
         parts = self._attention(layer.attention, x_TH, cos_sin, batch, kv)
         if not isinstance(layer.mlp, DenseMLP):
             assert self._experts is not None
-            return self._experts.run(layer, residual_TH, parts)
+            return self._experts.run(layer, residual_TH, parts, batch.experts)
         x_TH = add_rms_norm(residual_TH, parts, layer.post_attention_norm.weight, eps)
         gated_TI = self._gated(x_TH, layer.mlp.gate_up_proj.weight)
         return residual_TH, self._product("down", gated_TI, layer.mlp.down_proj.weight)

@@ -23,10 +23,11 @@ from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, run_experts, 
 from rollout_kernels.moe.formats import ExpertWeights
 from rollout_kernels.moe.triton_grouping import last_pairs
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route
-from rollout_kernels.moe.triton_router import Routing, moe_choose, moe_route, router_scratch
+from rollout_kernels.moe.triton_router import Record, Routing, moe_choose, moe_route, router_scratch
 from rollout_kernels.triton_fused import add_rms_norm
 from rollout_kernels.triton_linear import linear
 
+from rollout.models.batch import ExpertRecord
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.layers import SparseMLP
 from rollout.models.spec import ModelSpec
@@ -89,32 +90,40 @@ class FusedExperts:
         return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROUTED} - {0})
 
     def run(
-        self, layer: DecoderLayer, residual_TH: torch.Tensor, parts_STH: torch.Tensor
+        self,
+        layer: DecoderLayer,
+        residual_TH: torch.Tensor,
+        parts_STH: torch.Tensor,
+        kept: ExpertRecord | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block. `parts_STH` is the attention's output, not yet added.
+        """One block. `parts_STH` is the attention's output, not yet added; the router writes to `kept`, if there.
 
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
+        tokens = len(residual_TH)
+        record = None if kept is None else Record(kept.layer(layer.sparse_place, tokens), kept.rows_T[:tokens])
         norm_H, router_EH = layer.post_attention_norm.weight, cast(SparseMLP, layer.mlp).router
         how = (self._moe.top_k, self._moe.renormalize)
-        if len(residual_TH) <= MOST_TOKENS and not self._deterministic:
-            found = norm_route(residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch)
+        if tokens <= MOST_TOKENS and not self._deterministic:
+            found = norm_route(residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record)
             residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
         else:
             x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps)
-            routing = self._route(x_TH, router_EH, *how)
+            routing = self._route(x_TH, router_EH, *how, record)
         if self._chosen is not None:
             self._chosen.append(routing.experts_TK)
         assert self._plan is not None
         weights = self._experts[cast(SparseMLP, layer.mlp)]
         return residual_TH, run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True)
 
-    def _route(self, x_TH: torch.Tensor, router_EH: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
+    def _route(
+        self, x_TH: torch.Tensor, router_EH: torch.Tensor, top_k: int, renormalize: bool, record: Record | None
+    ) -> Routing:
         if self._deterministic:
             experts, hidden = router_EH.shape
             config = linear_config(experts, hidden, "whole", len(x_TH), deterministic=True)
             assert config is not None, "such a model is refused"
-            return moe_choose(linear(x_TH, router_EH, config), top_k, renormalize)
+            return moe_choose(linear(x_TH, router_EH, config), top_k, renormalize, record)
         if len(x_TH) <= MOST_ROUTED:
-            return moe_route(x_TH, router_EH, top_k, renormalize, self._scratch)
-        return moe_choose(F.linear(x_TH, router_EH), top_k, renormalize)
+            return moe_route(x_TH, router_EH, top_k, renormalize, self._scratch, record)
+        return moe_choose(F.linear(x_TH, router_EH), top_k, renormalize, record)

@@ -242,9 +242,13 @@ class SparseMLP(Block):
         values, scales = (self.gate_up, self.gate_up_scales) if wide else (self.down, self.down_scales)
         return ExpertWeights(values.data, None if scales is None else scales.data, self.format, 2 if wide else 1)
 
-    def forward(self, x_TH: torch.Tensor, residual_TH: torch.Tensor) -> torch.Tensor:
-        """`residual_TH` plus the weighted outputs of each token's experts."""
+    def forward(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, kept_TK: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`residual_TH` plus the weighted outputs of each token's experts, which are written to `kept_TK`, if there."""
         weights_TK, experts_TK = route(F.linear(x_TH, self.router), self.moe.top_k, self.moe.renormalize)
+        if kept_TK is not None:
+            kept_TK.copy_(experts_TK)
         gate_up: torch.Tensor = self.gate_up
         down: torch.Tensor = self.down
         if self.format != "plain":  # all experts in each step: for comparison on a CPU

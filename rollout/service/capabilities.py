@@ -17,6 +17,9 @@ class WeightControl(Protocol):
     def control(self, header: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -> None:
         """Take a `weights` message. `reply` may be called later, from any thread."""
 
+    def summary(self) -> dict[str, Any]:
+        """How updates apply, and the last one: `weights` of a status, but for the version."""
+
 
 class Views(Protocol):
     """What the service thread may see of the engine at work. Never waits for the loop."""
@@ -29,7 +32,11 @@ class Views(Protocol):
 
 
 def default_capabilities(
-    text: TextCodec | None, receiver: WeightControl | None, views: Views | None = None, grammars: bool = False
+    text: TextCodec | None,
+    receiver: WeightControl | None,
+    views: Views | None = None,
+    grammars: bool = False,
+    routing: bool = False,
 ) -> tuple[str, ...]:
     """What `status.capabilities` lists: the ops, and what of `generate` is not a matter of course."""
     offered = ["generate", "cancel", "attach", "ack", "report", "status", "ping", "pause", "resume", "shutdown"]
@@ -38,9 +45,11 @@ def default_capabilities(
     if views is not None:
         offered += ["trace", "sequences"]
     offered += ["stream", "continue_from", "priority", "deadline_s", "detached", "constraint.token_ids"]
-    offered += ["min_complete", "max_version_span"]
+    offered += ["min_complete", "max_version_span", "session", "end_session", "logprobs", "prompt_logprobs"]
     if grammars:
         offered.append("constraint")
+    if routing:
+        offered.append("return_routing")
     if text is not None:
         offered += ["text", "return_text", "stop.strings"]
         if text.has_chat_template:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,25 @@ import numpy as np
 from rollout.engine.types import VersionRuns
 
 _FIRST_CAPACITY = 64
+#: In `top_ids`, where nobody knows the likeliest tokens.
+UNKNOWN_ID = -1
 
 
 class TokenColumns:
-    """One entry a token: id, log-probs, weights version. Memory follows the number of tokens, not of additions."""
+    """One entry a token: id, log-probs, weights version, and the `tops` likeliest tokens.
 
-    def __init__(self) -> None:
+    Memory follows the number of tokens, not of additions.
+    """
+
+    def __init__(self, tops: int = 0) -> None:
         self.count = 0
         self.versions: VersionRuns = []
         self._token_ids = np.empty(_FIRST_CAPACITY, np.int32)
         self._logprobs = np.empty(_FIRST_CAPACITY, np.float32)
         self._raw_logprobs = np.empty(_FIRST_CAPACITY, np.float32)
         self._drawn_logprobs: np.ndarray | None = None
+        self._top_ids = np.empty((_FIRST_CAPACITY, tops), np.int32) if tops else None
+        self._top_logprobs = np.empty((_FIRST_CAPACITY, tops), np.float32) if tops else None
         self._drawn_unknown = 0  # leading tokens whose drawn log-probs nobody knows
 
     def extend(
@@ -30,10 +38,13 @@ class TokenColumns:
         raw_logprobs: np.ndarray,
         drawn_logprobs: np.ndarray | None,
         versions: VersionRuns,
+        top_ids: np.ndarray | None = None,
+        top_logprobs: np.ndarray | None = None,
     ) -> None:
         """Add tokens: arrays of one length, and runs that add up to it.
 
-        `drawn_logprobs` None says that these tokens were drawn from the plain distribution.
+        `drawn_logprobs` None says that these tokens were drawn from the plain distribution, and `top_ids` and
+        `top_logprobs` None, where there are tops, that nobody knows these.
         """
         assert len(token_ids) == len(logprobs) == len(raw_logprobs) == sum(count for _, count in versions)
         start, end = self.count, self.count + len(token_ids)
@@ -46,6 +57,9 @@ class TokenColumns:
             self._drawn_logprobs[: self._drawn_unknown] = np.nan
         if self._drawn_logprobs is not None:
             self._drawn_logprobs[start:end] = logprobs if drawn_logprobs is None else drawn_logprobs
+        if self._top_ids is not None and self._top_logprobs is not None:
+            self._top_ids[start:end] = UNKNOWN_ID if top_ids is None else top_ids
+            self._top_logprobs[start:end] = np.nan if top_logprobs is None else top_logprobs
         self.count = end
         for version, count in versions:
             if self.versions and self.versions[-1][0] == version:
@@ -68,6 +82,8 @@ class TokenColumns:
         }
         if self._drawn_logprobs is not None:
             fields["drawn_logprobs"] = self._drawn_logprobs[part]
+        if self._top_ids is not None and self._top_logprobs is not None:
+            fields |= {"top_ids": self._top_ids[part], "top_logprobs": self._top_logprobs[part]}
         return fields
 
     def _reserve(self, count: int) -> None:
@@ -75,12 +91,17 @@ class TokenColumns:
         if count <= capacity:
             return
         capacity = max(count, capacity * 2)
-        for name in ("_token_ids", "_logprobs", "_raw_logprobs", "_drawn_logprobs"):
+        for name in ("_token_ids", "_logprobs", "_raw_logprobs", "_drawn_logprobs", "_top_ids", "_top_logprobs"):
             old = getattr(self, name)
             if old is not None:
-                grown = np.empty(capacity, old.dtype)
+                grown = np.empty((capacity, *old.shape[1:]), old.dtype)
                 grown[: self.count] = old[: self.count]
                 setattr(self, name, grown)
+
+
+def marks_between(marks: Iterable[Sequence[int]], start: int, end: int) -> list[list[int]]:
+    """Those of `marks` ((position, ...)) that lie before one of the tokens `start` to `end` (exclusive)."""
+    return [list(mark) for mark in marks if start <= mark[0] < end]
 
 
 def runs_between(runs: VersionRuns, start: int, end: int) -> VersionRuns:

@@ -7,10 +7,14 @@ here, before anything can be sent.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from rollout.engine.types import Delta, Finish
-from rollout.service.columns import TokenColumns, runs_between
+from rollout.service.columns import TokenColumns, marks_between, runs_between
+from rollout.service.routing import RoutingColumn
 from rollout.service.stop_strings import StopMatch, StopText
 from rollout.service.waiters import Position
 
@@ -18,15 +22,27 @@ from rollout.service.waiters import Position
 class Completion:
     """Collects the deltas of one completion. `text` is there when text is wanted or stop strings are looked for.
 
-    Chunks bring text from character `shown_from` on, if it is not None.
+    Chunks bring text from character `shown_from` on, if it is not None. `routing` is there when that is wanted.
     """
 
-    def __init__(self, index: int, columns: TokenColumns, text: StopText | None, shown_from: int | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        columns: TokenColumns,
+        text: StopText | None,
+        shown_from: int | None = None,
+        routing: RoutingColumn | None = None,
+        recomputed: Iterable[tuple[int, int]] = (),
+    ) -> None:
         self.index = index
         self.finish: Finish | None = None
         self.closed = False  # the engine has ended it, too
+        self.prompt_logprobs: np.ndarray | None = None  # for the first chunk
         self.start = Position(columns.count, shown_from or 0)
         self._columns = columns
+        self._routing = routing
+        self._old_marks = tuple(recomputed)  # of tokens that came with the request
+        self._recomputed = self._old_marks
         self._text = text
         self._seed = 0
         self._shown = io.StringIO(newline="") if shown_from is not None else None  # text that no match can take back
@@ -48,7 +64,9 @@ class Completion:
         if self.finish is not None:
             return None
         assert delta.offset == self._columns.count, f"a delta at {delta.offset} follows {self._columns.count} tokens"
-        self._seed = delta.seed
+        self._seed, self._recomputed = delta.seed, self._old_marks + delta.recomputed
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         match = self._text.feed(delta.token_ids.tolist()) if self._text is not None else None
         self._extend(delta, match.tokens - delta.offset if match else len(delta.token_ids))
         if match is not None:
@@ -66,14 +84,22 @@ class Completion:
         if self._shown is not None:
             self._shown.seek(held.chars - self.start.chars)
             fields["text"] = self._shown.read()
+        if self._routing is not None:
+            fields |= self._routing.fields(held.tokens, self._columns.count)
+        if self.prompt_logprobs is not None and held.tokens == self.start.tokens:
+            fields["prompt_logprobs"] = self.prompt_logprobs
+        fields |= self._recomputed_fields(held.tokens)
         return fields | self._finish_fields()
 
     def result_fields(self, *, with_text: bool) -> dict[str, Any]:
         """The completion's map in a result."""
         assert self.finish is not None, "a result needs finished completions"
         fields = {"index": self.index, **self._columns.fields(), "seed": self._seed}
+        if self._routing is not None:
+            fields |= self._routing.fields(0, self._columns.count)
         if with_text and self._text is not None:
             fields["text"] = self._text.text
+        fields |= self._recomputed_fields(0)
         return fields | self._finish_fields()
 
     def _show(self) -> None:
@@ -87,7 +113,15 @@ class Completion:
             delta.raw_logprobs[:keep],
             delta.drawn_logprobs[:keep] if delta.drawn_logprobs is not None else None,
             runs_between(delta.versions, 0, keep),
+            delta.top_ids[:keep] if delta.top_ids is not None else None,
+            delta.top_logprobs[:keep] if delta.top_logprobs is not None else None,
         )
+        if self._routing is not None and delta.routing is not None and keep:
+            self._routing.extend(delta.routing[: len(delta.routing) - (len(delta.token_ids) - keep)])
+
+    def _recomputed_fields(self, start: int) -> dict[str, Any]:
+        marks = marks_between(self._recomputed, start, self._columns.count)
+        return {"recomputed": marks} if marks else {}
 
     def _finish_fields(self) -> dict[str, Any]:
         if self.finish is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -55,6 +56,44 @@ def logprob_array(value: Any) -> np.ndarray:
     return np.array(value, dtype=np.float32)
 
 
+def top_id_rows(value: Any) -> np.ndarray:
+    """A list of rows of integers, or a two-dimensional integer array, as int32 [n, k]. -1 stands for not known."""
+    array = _rows(value, "iu", "token ids, with as many in each")
+    if array.size and (int(array.min()) < -1 or int(array.max()) > INT32_MAX):
+        raise ValueError("an id is less than -1 or does not fit in 32 bits; send ids of the model's vocabulary")
+    return array.astype(np.int32)
+
+
+def top_logprob_rows(value: Any) -> np.ndarray:
+    """A list of rows of numbers, or a two-dimensional float array, as float32 [n, k]. NaN stands for not known."""
+    array = _rows(value, "iuf" if isinstance(value, list) else "f", "numbers, with as many in each")
+    with np.errstate(over="ignore"):  # what does not fit is infinite
+        return array.astype(np.float32)
+
+
+def _rows(value: Any, kinds: str, what: str) -> np.ndarray:
+    problem = f"send rows of {what}, as a list of lists or as a blob of two dimensions"
+    if isinstance(value, list):
+        if not all(isinstance(row, list) and all(type(item) in (int, float) for item in row) for row in value):
+            raise ValueError(problem)
+        if len({len(row) for row in value}) > 1:
+            raise ValueError(problem)
+        try:
+            value = np.array(value) if value else np.zeros((0, 0), np.int32)
+        except OverflowError:
+            raise ValueError(problem) from None
+    if not isinstance(value, np.ndarray) or value.ndim != 2 or (value.size and value.dtype.kind not in kinds):
+        raise ValueError(problem)
+    return value
+
+
+def routing_array(value: Any) -> np.ndarray:
+    """Experts of tokens, uint8 or uint16 [entries, layers, experts], as a completion has them."""
+    if not isinstance(value, np.ndarray) or value.ndim != 3 or value.dtype not in (np.uint8, np.uint16):
+        raise ValueError("send the routing of a completion as it came: a blob of |u1 or <u2 with three dimensions")
+    return value
+
+
 def version_runs(value: Any) -> list[tuple[int, int]]:
     """A list of `[version, count]`, version at least -1 (not known), count at least 1."""
     problem = "versions must be a list of [version, count] with a version of at least -1 and a count of at least 1"
@@ -66,6 +105,21 @@ def version_runs(value: Any) -> list[tuple[int, int]]:
         if run[0] < -1 or run[1] < 1:
             raise ValueError(problem)
     return [(version, count) for version, count in value]
+
+
+def mark_list(value: Any) -> list[tuple[int, int]]:
+    """A list of `[tokens, version]`, where KV was computed again; tokens grow, version at least -1 (not known)."""
+    problem = "recomputed must be a list of [tokens, version], in order, as a completion has it"
+    if not isinstance(value, list):
+        raise ValueError(problem)
+    for mark in value:
+        if not (isinstance(mark, list) and len(mark) == 2 and all(type(part) is int for part in mark)):
+            raise ValueError(problem)
+        if mark[0] < 0 or mark[1] < -1:
+            raise ValueError(problem)
+    if any(after[0] < before[0] for before, after in pairwise(value)):
+        raise ValueError(problem)
+    return [(tokens, version) for tokens, version in value]
 
 
 def bias_map(value: Any) -> dict[int, float]:
@@ -138,7 +192,12 @@ def _type_name(value: Any) -> str:
 TokenIds = Annotated[Any, BeforeValidator(token_id_array)]
 #: float32 [n], from a list or a blob.
 Logprobs = Annotated[Any, BeforeValidator(logprob_array)]
+#: int32 and float32 [n, k], from lists of lists or blobs.
+TopIds = Annotated[Any, BeforeValidator(top_id_rows)]
+TopLogprobs = Annotated[Any, BeforeValidator(top_logprob_rows)]
+Routing = Annotated[Any, BeforeValidator(routing_array)]
 VersionRunList = Annotated[Any, BeforeValidator(version_runs)]
+MarkList = Annotated[Any, BeforeValidator(mark_list)]
 LogitBias = Annotated[Any, BeforeValidator(bias_map)]
 #: By index of a completion: tokens that a client holds, None for all; and characters of its text.
 Offsets = Annotated[Any, BeforeValidator(offset_map)]

@@ -25,6 +25,7 @@ from rollout.engine.types import (
     Cancel,
     Command,
     Delta,
+    EndSession,
     EngineStatus,
     Rejected,
     Request,
@@ -102,6 +103,7 @@ class Generation:
         self._by_key: dict[RequestKey, InFlight] = {}
         self._by_client: dict[str, dict[RequestKey, InFlight]] = {}
         self._pending_bytes = 0  # of all of them
+        self._with_sessions: set[str] = set()  # clients whose sessions end with their connection
 
     # --- from clients ------------------------------------------------------------------------------------------------
 
@@ -196,6 +198,9 @@ class Generation:
         if not may_return(client):
             self.store.forget_client(client)
         self.tick()
+        if client in self._with_sessions:
+            self._with_sessions.remove(client)
+            self._inbox.put(EndSession(client))
 
     def tick(self) -> None:
         """Do what is due by time: end the requests of clients that stayed away, forget old results."""
@@ -322,6 +327,8 @@ class Generation:
             self._fail(entry, _internal())
             return
         entry.request = request
+        if request.session is not None and not may_return(request.session[0]):
+            self._with_sessions.add(request.session[0])
         if logger.isEnabledFor(logging.DEBUG):
             facts = {"prompt_tokens": len(prepared.prompt), "n": request.n, "max_tokens": request.max_tokens}
             logger.debug("a request is taken", extra=about(*entry.name) | facts)
@@ -337,7 +344,9 @@ class Generation:
         shown_from = None
         if text is not None and message.return_text:
             shown_from = len(text.text) if taken is None else taken
-        return Completion(index, prior_columns(message.continue_from), text, shown_from)
+        columns, routing = prior_columns(message.continue_from, message.logprobs), self._intake.routing_column(message)
+        recomputed = (known.recomputed if known else None) or ()
+        return Completion(index, columns, text, shown_from, routing, recomputed)
 
     def _add(self, entry: InFlight, delta: Delta) -> None:
         completion = entry.completions[delta.index]

@@ -13,14 +13,17 @@ import numpy as np
 
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import Constraint
-from rollout.engine.types import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
+from rollout.engine.types import MAX_STOP_IDS, Prior, Request, RequestKey, RoutingShape, SamplingParams, StopParams
 from rollout.service.columns import TokenColumns
 from rollout.service.constraint import ConstraintFields
+from rollout.service.continue_from import ContinueFrom
 from rollout.service.errors import ServiceError, bad_request
-from rollout.service.requests import ContinueFrom, Generate, Sampling
+from rollout.service.requests import Generate, Sampling
+from rollout.service.routing import RoutingColumn, check_wanted, first_position
 from rollout.service.text import TextCodec, check_chars
 
 _MIN_DEADLINE_S = 1e-3
+_ROUTING_EVERY = 256  # tokens: their experts are many bytes, and the loop should not have to copy all of them at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class ServedModel:
     vocab_size: int
     max_context_tokens: int
     eos_ids: tuple[int, ...] = ()
+    sparse: bool = False  # it has experts
+    routing: RoutingShape | None = None  # what is kept of those that tokens take
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,11 @@ class Intake:
         if message.needs_text:
             self._check_text(message)
         self._check_vocabulary(message)
+        check_wanted(message, self._model.routing, self._model.sparse)
         if message.constraint is not None:
             self._check_constraint(message, message.constraint)
+        if (message.session_lease_s or 0) > self._settings.max_session_lease_s:
+            raise bad_request(f"ask for at most {self._settings.max_session_lease_s:g} seconds", "session_lease_s")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         if message.max_tokens is not None:
             if message.max_tokens <= known:
@@ -105,7 +113,19 @@ class Intake:
             constraint=prepared.constraint,
             min_complete=message.min_complete,
             max_version_span=message.max_version_span,
+            session=None if message.session is None else (key[0], message.session),
+            session_lease_s=message.session_lease_s or self._settings.session_lease_s,
+            top_logprobs=message.logprobs,
+            prompt_logprobs=message.prompt_logprobs,
+            routing_from=first_position(message.return_routing, message.continue_from, len(prompt)),
         )
+
+    def routing_column(self, message: Generate) -> RoutingColumn | None:
+        """Where a completion's experts go, if they are asked for."""
+        if not message.return_routing or self._model.routing is None:
+            return None
+        prior = message.continue_from
+        return RoutingColumn(self._model.routing, None if prior is None else prior.routing)
 
     def _check_prompt(self, prompt: np.ndarray, field: str) -> None:
         if len(prompt) == 0:
@@ -121,8 +141,12 @@ class Intake:
     def _check_vocabulary(self, message: Generate) -> None:
         if message.continue_from is not None:
             self._check_ids(message.continue_from.token_ids, "continue_from.token_ids")
+            if message.continue_from.top_ids is not None and message.continue_from.tops:
+                self._check_ids(message.continue_from.top_ids, "continue_from.top_ids")
         self._check_ids(np.array(message.stop.token_ids, np.int64), "stop.token_ids")
         self._check_ids(np.array(list(message.sampling.logit_bias), np.int64), "sampling.logit_bias")
+        if message.logprobs > self._model.vocab_size:
+            raise bad_request(f"the vocabulary has {self._model.vocab_size} tokens; ask for no more", "logprobs")
         if message.sampling.top_k > self._model.vocab_size:
             raise bad_request(
                 f"the vocabulary has {self._model.vocab_size} tokens; set 'top_k' to at most that, or 0",
@@ -206,12 +230,14 @@ class Intake:
         wanted = [message.stream_every] if message.stream == "tokens" else []
         if message.stop.strings:
             wanted.append(self._stop_check_every)
+        if message.return_routing:
+            wanted.append(_ROUTING_EVERY)
         return min(wanted, default=0)
 
 
-def prior_columns(prior: ContinueFrom | None) -> TokenColumns:
-    """Columns that begin with the tokens of `continue_from`: NaN and version -1 where it does not say."""
-    columns = TokenColumns()
+def prior_columns(prior: ContinueFrom | None, tops: int = 0) -> TokenColumns:
+    """Columns that begin with the tokens of `continue_from`: NaN, id -1 and version -1 where it does not say."""
+    columns = TokenColumns(tops)
     if prior is not None and len(prior.token_ids):
         unknown = np.full(len(prior.token_ids), np.nan, np.float32)
         columns.extend(
@@ -220,6 +246,8 @@ def prior_columns(prior: ContinueFrom | None) -> TokenColumns:
             unknown if prior.raw_logprobs is None else prior.raw_logprobs,
             prior.drawn_logprobs,
             [(-1, len(prior.token_ids))] if prior.versions is None else prior.versions,
+            prior.top_ids if prior.tops else None,
+            prior.top_logprobs if prior.tops else None,
         )
         if prior.drawn_logprobs is None:
             columns.mark_drawn_unknown()

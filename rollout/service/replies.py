@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rollout.engine.types import EngineStatus, RequestDone, SequenceStatus
@@ -55,6 +56,8 @@ def result_reply(
         "seed": seed,
         "worker": worker,
     }
+    if done.prompt_logprobs is not None:
+        reply["prompt_logprobs"] = done.prompt_logprobs
     if metadata is not None:
         reply["metadata"] = metadata
     return reply
@@ -72,14 +75,19 @@ def status_reply(
     worker: str,
     capabilities: Sequence[str],
     weights_endpoint: str | None,
+    weights: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """How the worker is. `preparing` requests are with the tokenizer and count as waiting."""
+    """How the worker is. `preparing` requests are with the tokenizer and count as waiting.
+
+    `weights` says how updates apply; it is None for a worker that takes none.
+    """
     return _header("status", request_id) | {
         "model": model.name,
         "worker": worker,
         "state": "draining" if draining and status.state != "stalled" else status.state,
         "weights_version": status.weights_version,
         "weights_endpoint": weights_endpoint,
+        "weights": None if weights is None else {"version": status.weights_version, **weights},
         "rows": {"running": status.rows_running, "max": status.rows_max},
         "queue": {"waiting": status.queue_waiting + preparing, "max": status.queue_max or max_queue},
         "pages": {
@@ -88,6 +96,7 @@ def status_reply(
             "used": status.pages_used,
             "total": status.pages_total,
         },
+        "sessions": asdict(status.sessions),
         "slots": {"in_flight": status.slots_in_flight},
         "tokens_per_s": status.tokens_per_s,
         "gpu_active_pct": status.gpu_active_pct,

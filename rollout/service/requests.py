@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from rollout.engine.types import MAX_TOP_LOGPROBS
 from rollout.service.constraint import ConstraintFields
+from rollout.service.continue_from import ContinueFrom
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.fields import (
     INT32_MAX,
@@ -25,8 +27,6 @@ from rollout.service.fields import (
     Logprobs,
     Offsets,
     Seed,
-    TokenIds,
-    VersionRunList,
     token_id_array,
 )
 from trainer_bridge.wire import MAX_ID_CHARS, PROTOCOL_VERSION
@@ -44,12 +44,7 @@ MIN_TEMPERATURE = 1e-3
 LATER_OPS = ("sleep", "wake")
 #: Fields of `generate` that this worker does not offer, with the one value that asks for nothing.
 LATER_GENERATE_FIELDS: dict[str, Any] = {
-    "logprobs": 0,
-    "prompt_logprobs": False,
-    "return_routing": False,
     "adapter": None,
-    "session": None,
-    "session_lease_s": None,
 }
 
 
@@ -60,6 +55,12 @@ def _prompt(value: Any) -> str | np.ndarray:
 def _temperature(value: Any) -> Any:
     if type(value) in (int, float) and 0 < value < MIN_TEMPERATURE:
         raise ValueError(f"use 0 for greedy, or at least {MIN_TEMPERATURE}")
+    return value
+
+
+def _routing_wanted(value: Any) -> Any:
+    if type(value) is not bool and value != "all":
+        raise ValueError("use true for the completion's tokens, 'all' for the prompt's too, or false")
     return value
 
 
@@ -105,29 +106,6 @@ class Stop(_Strict):
     min_tokens: int = Field(0, ge=0, le=INT32_MAX)
 
 
-class ContinueFrom(_Strict):
-    """An earlier partial completion. `logprobs` and the others are as long as `token_ids`, where given."""
-
-    token_ids: TokenIds
-    seed: Seed
-    logprobs: Logprobs | None = None
-    raw_logprobs: Logprobs | None = None
-    drawn_logprobs: Logprobs | None = None
-    versions: VersionRunList | None = None
-    text_chars: int | None = Field(None, ge=0)
-
-    @model_validator(mode="after")
-    def _lengths_agree(self) -> ContinueFrom:
-        tokens = len(self.token_ids)
-        for name in ("logprobs", "raw_logprobs", "drawn_logprobs"):
-            values = getattr(self, name)
-            if values is not None and len(values) != tokens:
-                raise ValueError(f"'{name}' has {len(values)} entries and 'token_ids' {tokens}; send as many of both")
-        if self.versions is not None and sum(count for _, count in self.versions) != tokens:
-            raise ValueError(f"the counts in 'versions' must add up to the {tokens} of 'token_ids'")
-        return self
-
-
 class Generate(Header):
     """One prompt, `n` completions."""
 
@@ -143,13 +121,18 @@ class Generate(Header):
     stream: Literal[False, "tokens", "completions"] = False
     stream_every: int = Field(64, ge=1, le=INT32_MAX)
     return_text: bool = False
+    return_routing: Annotated[Literal[False, True, "all"], BeforeValidator(_routing_wanted)] = False
     continue_from: ContinueFrom | None = None
+    logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    prompt_logprobs: bool = False
     min_complete: int | None = Field(None, ge=1)
     constraint: ConstraintFields | None = None
     max_version_span: int | None = Field(None, ge=0)
     priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
     deadline_s: Number | None = Field(None, gt=0)
     min_version: int | None = Field(None, ge=0, lt=SEED_END)
+    session: Id | None = None
+    session_lease_s: Number | None = Field(None, gt=0)
     detached: bool = False
     metadata: dict[str, Any] | None = None
 
@@ -157,6 +140,13 @@ class Generate(Header):
     def needs_text(self) -> bool:
         """True if the request cannot be served without a tokenizer."""
         return bool(isinstance(self.prompt, str) or self.messages is not None or self.return_text or self.stop.strings)
+
+
+class EndSession(Header):
+    """Give back what a session holds."""
+
+    op: Literal["end_session"]
+    session: Id
 
 
 class Cancel(Header):
@@ -240,10 +230,13 @@ class Weights(Header):
     op: Literal["weights"]
 
 
-AnyRequest = Generate | Cancel | Attach | Ack | Report | Status | Trace | Ping | Pause | Resume | Shutdown | Weights
+AnyRequest = (
+    Generate | EndSession | Cancel | Attach | Ack | Report | Status | Trace | Ping | Pause | Resume | Shutdown | Weights
+)
 
 _OPS: dict[str, type[AnyRequest]] = {
     "generate": Generate,
+    "end_session": EndSession,
     "cancel": Cancel,
     "attach": Attach,
     "ack": Ack,
@@ -306,6 +299,10 @@ def _check_generate(request: Generate) -> None:
         raise bad_request("nobody could come back for a detached request without a 'client'; name it", "client")
     if request.min_complete is not None and request.min_complete > request.n:
         raise bad_request(f"of {request.n} completions no more can be complete; lower 'min_complete'", "min_complete")
+    if request.session is not None and request.n != 1:
+        raise bad_request("a session is one conversation; set 'n' to 1, or use a session for each completion", "n")
+    if request.session is None and request.session_lease_s is not None:
+        raise bad_request("'session_lease_s' goes with 'session'; leave it out or name one", "session_lease_s")
     if request.constraint is not None and request.stop.min_tokens > 0:
         raise bad_request("a constraint may allow nothing but a stop token; leave 'min_tokens' out", "stop.min_tokens")
     if request.continue_from is not None:
@@ -314,6 +311,12 @@ def _check_generate(request: Generate) -> None:
         if request.sampling.seed not in (None, request.continue_from.seed):
             raise bad_request(
                 "'continue_from.seed' decides the random numbers; leave 'sampling.seed' out", "sampling.seed"
+            )
+        if request.continue_from.tops not in (0, request.logprobs):
+            raise bad_request(
+                f"'continue_from' has the {request.continue_from.tops} likeliest tokens of each position; this asks "
+                f"for {request.logprobs}; set 'logprobs' to as many, or leave 'top_ids' and 'top_logprobs' out",
+                "logprobs",
             )
 
 

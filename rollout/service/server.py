@@ -24,7 +24,7 @@ from typing import Any, Literal
 import zmq
 
 from rollout.config import SecuritySettings, ServiceSettings
-from rollout.engine.types import Command, Done, EngineStatus, Pause, Resume, Shutdown
+from rollout.engine.types import Command, Done, EndSession, EngineStatus, Pause, Resume, Shutdown
 from rollout.metrics.mismatch import MismatchBox
 from rollout.service import requests
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
@@ -91,8 +91,9 @@ class Server:
         self._worker = worker_name
         self._constraints = constraints or Constraints(None, model.vocab_size)
         grammars = self._constraints.grammars
-        offered = default_capabilities(text, receiver, views, grammars) if capabilities is None else capabilities
-        self._capabilities = tuple(offered)
+        if capabilities is None:
+            capabilities = default_capabilities(text, receiver, views, grammars, model.routing is not None)
+        self._capabilities = tuple(capabilities)
         self._intake = Intake(settings, model, text, stop_check_every, grammars)
         self._text = text
         self._prompts = PromptEncoder(text, settings.max_prompt_chars) if text and prompts is None else prompts
@@ -269,6 +270,8 @@ class Server:
         match message:
             case requests.Generate():
                 self._generation.generate(peer, client, message, frames, _fingerprint(frames))
+            case requests.EndSession():
+                self._inbox.put(EndSession(client, message.session, self._control(peer)))
             case requests.Cancel():
                 self._generation.cancel(peer, client, message)
             case requests.Attach():
@@ -361,6 +364,7 @@ class Server:
             worker=self._worker,
             capabilities=self._capabilities,
             weights_endpoint=self._receiver.endpoint if self._receiver is not None else None,
+            weights=self._receiver.summary() if self._receiver is not None else None,
         )
 
     def _sequences(self, limit: int) -> dict[str, Any]:

@@ -12,16 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rollout.config import ServiceSettings
 from rollout.logs import about
-from rollout.service.columns import runs_between
+from rollout.service.columns import marks_between, runs_between
+from rollout.service.routing import last_entries
 from rollout.service.waiters import Position
 from trainer_bridge.wire import REPLY_LIMITS, decode
 
 logger = logging.getLogger(__name__)
 
 Name = tuple[str, str]  # (client, id)
-_ARRAYS = ("token_ids", "logprobs", "raw_logprobs", "drawn_logprobs")
+_ARRAYS = ("token_ids", "logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs")
 _OVERHEAD_BYTES = 1024  # of an entry, beside its frames: a generous guess
 
 
@@ -42,7 +45,9 @@ class Stored:
     def completions(self) -> list[StoredCompletion]:
         """Its completions, for a stream."""
         result = decode(self.frames, REPLY_LIMITS)
-        return [StoredCompletion(fields, self.start) for fields in result["completions"]]
+        completions = [StoredCompletion(fields, self.start) for fields in result["completions"]]
+        completions[0].prompt_logprobs = result.get("prompt_logprobs")
+        return completions
 
 
 class StoredCompletion:
@@ -54,6 +59,7 @@ class StoredCompletion:
         self.index: int = fields["index"]
         self.start = start
         self.end = Position(len(fields["token_ids"]), len(fields.get("text", "")))
+        self.prompt_logprobs: np.ndarray | None = None  # for the first chunk
         self._fields = fields
 
     def part(self, held: Position) -> dict[str, Any]:
@@ -62,9 +68,15 @@ class StoredCompletion:
         for name in _ARRAYS:
             if name in part:
                 part[name] = part[name][held.tokens :]
+        if "routing" in part:
+            part["routing"] = last_entries(part["routing"], held.tokens, self.end.tokens)
         part["versions"] = [list(run) for run in runs_between(part["versions"], held.tokens, self.end.tokens)]
+        if marks := marks_between(part.pop("recomputed", ()), held.tokens, self.end.tokens):
+            part["recomputed"] = marks
         if "text" in part:
             part["text"] = part["text"][held.chars :]
+        if self.prompt_logprobs is not None and held.tokens == self.start.tokens:
+            part["prompt_logprobs"] = self.prompt_logprobs
         return part
 
 

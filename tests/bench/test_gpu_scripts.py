@@ -56,6 +56,22 @@ def test_the_pipeline_benchmark_runs_and_draws(pipeline, monkeypatch, tmp_path):
     assert picture.stat().st_size > 1000
 
 
+def test_the_decode_benchmark_measures_a_step_with_routing_beside_one_without(monkeypatch, tmp_path):
+    sizes = ("--shape", "toy-moe", "--rows", "2", "--prompt", "8", "--new", "40")
+    _, (plain, routed) = run(load_script("bench_decode"), monkeypatch, tmp_path / "d.json", *sizes, "--routing")
+    assert "routing" not in plain and routed["routing"] and plain["rows"] == routed["rows"] == 2
+    overhead = (routed["steady_ms"] / plain["steady_ms"] - 1) * 100
+    assert routed["overhead_pct"]["steady_ms"] == pytest.approx(overhead)
+
+
+def test_the_benchmark_of_scores_measures_steps_and_a_prompt(monkeypatch, tmp_path):
+    sizes = ("--shape", "toy", "--rows", "2", "--prompt", "8", "--new", "20", "--tops", "3", "--long", "200")
+    _, rows = run(load_script("bench_scores"), monkeypatch, tmp_path / "s.json", *sizes)
+    assert [row.get("asking") for row in rows] == [0, 1, 2, None, None]
+    assert [row["scored"] for row in rows[3:]] == [False, True]
+    assert all(row.get("steady_ms", row.get("prefill_ms")) > 0 for row in rows)
+
+
 def test_the_stop_token_is_new_to_every_row(pipeline):
     rows = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9, 9, 9, 8, 8, 9]]
     assert pipeline.stop_tokens(rows) == (5, [6, 8])

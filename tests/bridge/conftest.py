@@ -1,4 +1,4 @@
-"""Fixtures: either client (`connect`), and servers that follow a script (`serve`)."""
+"""Fixtures: either client (`connect`), servers that follow a script (`serve`), children that fail (`faults`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from client_script import TIMEOUT_S
+from fault_client import FaultServer
 from scripted_worker import ScriptedWorker, counting
 
 from trainer_bridge.async_client import AsyncRolloutClient
@@ -70,3 +71,10 @@ def serve() -> Iterator[Callable[..., ScriptedWorker]]:
     yield make
     for worker in workers:
         worker.stop()
+
+
+@pytest.fixture(scope="session")
+def faults() -> Iterator[FaultServer]:
+    server = FaultServer()
+    yield server
+    server.close()

@@ -20,7 +20,7 @@ def letters(seed: int, start: int, end: int) -> str:
     return "".join(chr(97 + token(seed, position) % 26) for position in range(start, end))
 
 
-def columns(seed: int, start: int, end: int, version: int, drawn: bool = False) -> dict[str, Any]:
+def columns(seed: int, start: int, end: int, version: int, drawn: bool = False, tops: int = 0) -> dict[str, Any]:
     """The fields of a completion for tokens start..end-1."""
     positions = np.arange(start, end)
     fields = {
@@ -30,7 +30,14 @@ def columns(seed: int, start: int, end: int, version: int, drawn: bool = False) 
         "versions": [[version, end - start]] if end > start else [],
         "seed": seed,
     }
+    if tops:
+        ids = fields["token_ids"][:, None] + np.arange(tops, dtype=np.int32)
+        fields |= {"top_ids": ids, "top_logprobs": (-ids / 8).astype(np.float32)}
     return {**fields, "drawn_logprobs": (-positions / 2).astype(np.float32)} if drawn else fields
+
+
+#: Of the prompt of two tokens that every scripted model has been asked to go on from.
+PROMPT_LOGPROBS = np.array([np.nan, -0.5], np.float32)
 
 
 @dataclass
@@ -54,34 +61,45 @@ class Model:
         assert header["stream"] == "tokens"
         if known is not None:
             assert n == 1 and "seed" not in header.get("sampling", {})
-            self._check_known(known)
-        done = []
+            self._check_known(known, header.get("logprobs", 0))
+        done, tops = [], header.get("logprobs", 0)
+        once = {"prompt_logprobs": PROMPT_LOGPROBS} if header.get("prompt_logprobs") else {}
         for index in range(n):
             seed = completion_seed(header["sampling"]["seed"], index) if known is None else known["seed"]
             start = 0 if known is None else len(known["token_ids"])
             reach = end if self.reach is None else self.reach[index]
             for offset in range(start, reach, self.every):
                 upto = min(offset + self.every, reach)
-                part = columns(seed, offset, upto, self.version, self.drawn)
+                part = columns(seed, offset, upto, self.version, self.drawn, tops)
+                part |= once if (index, offset) == (0, start) else {}
                 if header.get("return_text"):  # lags a character behind, as one that may begin a stop string does
                     behind = upto - (upto < end)
                     first = max(offset - 1, 0) if offset > start else known["text_chars"] if known else 0
                     part["text"] = letters(seed, first, behind)
                 more = {"finish_reason": "length"} if upto == end else {}
                 worker.reply(peer, header, {"op": "chunk", "index": index, "offset": offset, **part, **more})
-            whole = {**columns(seed, 0, end, self.version, self.drawn), "index": index, "finish_reason": "length"}
+            whole = {**columns(seed, 0, end, self.version, self.drawn, tops), "index": index, "finish_reason": "length"}
             done.append({**whole, "text": letters(seed, 0, end)} if header.get("return_text") else whole)
         if self.fail is not None:
             self.fail(worker, peer, header)
             return
         timing = {"queued_s": 0.0, "prefill_s": 0.25, "decode_s": 1.0, "total_s": 1.25}
         counts = {"prompt_tokens": 2, "cached_tokens": 1, "preemptions": 1, "worker": f"w{self.version}"}
-        reply = {"op": "result", "completions": done, "timing": timing, **counts, "metadata": header.get("metadata")}
+        reply = {
+            "op": "result",
+            "completions": done,
+            "timing": timing,
+            **counts,
+            "metadata": header.get("metadata"),
+            **once,
+        }
         worker.reply(peer, header, reply)
 
-    def _check_known(self, known: dict[str, Any]) -> None:
+    def _check_known(self, known: dict[str, Any], tops: int) -> None:
         count = len(known["token_ids"])
-        expected = columns(known["seed"], 0, count, 0, self.drawn)
+        expected = columns(known["seed"], 0, count, 0, self.drawn, tops)
+        for name in ("top_ids", "top_logprobs") if tops and count else ():
+            np.testing.assert_array_equal(known[name], expected[name])
         for name in ("token_ids", "logprobs", "raw_logprobs", *(["drawn_logprobs"] if self.drawn and count else [])):
             np.testing.assert_array_equal(known[name], expected[name])
         assert sum(run for _, run in known["versions"]) == count

@@ -70,7 +70,8 @@ def test_with_a_journal_it_is_acknowledged_once_it_is_written(connect: Connect, 
     worker = Watched(Model(3))
     client = connect(worker.endpoint, client="job", journal=path)
     client.generate([1], max_tokens=4, request_id="a")
-    (leg,) = acknowledged(worker, 1)
+    worker.next("ack")  # it has been answered
+    (leg,) = worker.acknowledged
     assert leg == worker.requests[0]["id"] and at_ack and at_ack[0] > 0
     client.close()
     worker.stop()

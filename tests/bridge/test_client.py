@@ -63,6 +63,7 @@ def test_fields_are_sent_under_the_protocols_names(connect: Connect, serve: Serv
             "sampling": {"top_k": 5, "temperature": 0.5, "logit_bias": {"17": 1.5}},
             "stop": {"token_ids": [2], "strings": ["x"]},
             "max_tokens": 9,
+            "session": "s",
         }
     ]
 

@@ -28,9 +28,14 @@ class Completion:
         self.raw_logprobs: list[float] = []
         self.drawn_logprobs: list[float] = []
         self.versions: list[int] = []  # one a token
+        self.routing: list[np.ndarray] = []  # one a delta
         self.finish = None
         self.seed = 0
         self.deltas = 0
+        self.recomputed: tuple[tuple[int, int], ...] = ()
+        self.top_ids: list[list[int]] = []
+        self.top_logprobs: list[list[float]] = []
+        self.prompt_logprobs: np.ndarray | None = None
 
     def add(self, delta: Delta) -> None:
         assert self.finish is None, "nothing comes after the end"
@@ -40,10 +45,21 @@ class Completion:
         self.raw_logprobs += delta.raw_logprobs.tolist()
         if delta.drawn_logprobs is not None:
             self.drawn_logprobs += delta.drawn_logprobs.tolist()
+        if delta.top_ids is not None:
+            assert delta.top_ids.shape == delta.top_logprobs.shape and len(delta.top_ids) == len(delta.token_ids)
+            self.top_ids += delta.top_ids.tolist()
+            self.top_logprobs += delta.top_logprobs.tolist()
+        if delta.prompt_logprobs is not None:
+            assert self.deltas == 0, "with the first delta"
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.routing is not None:
+            self.routing.append(delta.routing)
         for version, count in delta.versions:
             self.versions += [version] * count
         assert len(self.versions) == len(self.token_ids)
         self.finish, self.seed = delta.finish, delta.seed
+        assert delta.recomputed[: len(self.recomputed)] == self.recomputed
+        self.recomputed = delta.recomputed
         self.deltas += 1
 
 

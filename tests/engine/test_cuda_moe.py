@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from cuda_harness import assert_steady, load_bf16, watch_compilation
@@ -202,4 +203,71 @@ def test_float32_takes_the_generic_path(checkpoint):
     bench.submit("a", prompt(20, 1), 30)
     bench.run()
     assert logprob_errors(bench, reference, {"a": prompt(20, 1)}).max() < 1e-3
+    bench.close()
+
+
+def told(bench: Bench, name: str) -> np.ndarray:
+    return np.concatenate(bench.completions[name, 0].routing)
+
+
+def test_captured_steps_record_the_experts_that_they_ran(checkpoint):
+    """The last step's record is what its kernels were given; what is told is close to transformers in float32."""
+    folder, reference = checkpoint
+    bench = bench_of(load_bf16(folder), max_rows=4, routing=True)
+    prompts = {f"r{i}": prompt(9, i) for i in range(4)}  # all begin and end in the same steps
+    for i, (name, ids) in enumerate(prompts.items()):
+        bench.submit(name, ids, 80, routing_from=0, sampling={"temperature": 1.0, "seed": i})
+    bench.run()
+    runner = bench.engine.runner
+    torch.cuda.synchronize()
+    ran = torch.stack(runner.graphs.experts[4], dim=1)  # of the slot that was captured first
+    records = [slot.record.experts.experts_TLK[:4].int() for slot in bench.engine.pipeline._free]
+    assert any(torch.equal(record, ran) for record in records), "nothing ran in that slot afterwards"
+    for name, ids in prompts.items():
+        tokens, routing = bench.tokens(name), told(bench, name)
+        with torch.inference_mode():
+            out = reference(torch.tensor([(ids + tokens)[:-1]], device="cuda"), output_router_logits=True)
+        logits = torch.stack([layer.view(-1, layer.shape[-1]) for layer in out.router_logits], dim=1)
+        top = logits.topk(TOP_K, dim=-1).indices.cpu()
+        assert routing.shape == tuple(top.shape) and routing.dtype == np.uint8
+        same = (top[..., :, None] == torch.from_numpy(routing.astype(np.int64))[..., None, :]).any(-1)
+        assert same.float().mean() > 0.85, "near ties turn by rounding, nothing else does"
+    bench.close()
+
+
+def test_forwards_that_slots_share_hand_their_record_on(mixtrals):
+    """Rows whose sampling is outside of the graph are told as those of a step that is launched singly."""
+    runs = []
+    for graphs in (True, False):
+        bench = bench_of(load_bf16(mixtrals[0]), max_rows=4, routing=True, cuda_graphs=graphs)
+        for i in range(4):
+            bench.submit(
+                f"r{i}", prompt(9 + i, i), 12, routing_from=0, sampling={"temperature": 1.0, "top_k": 9, "seed": i}
+            )
+        bench.run()
+        runs.append({f"r{i}": (bench.tokens(f"r{i}"), told(bench, f"r{i}")) for i in range(4)})
+        bench.close()
+    for name, (tokens, routing) in runs[0].items():
+        other_tokens, other = runs[1][name]
+        alike = next((i for i, pair in enumerate(zip(tokens, other_tokens, strict=True)) if pair[0] != pair[1]), 12)
+        entries = len(routing) - 12 + alike
+        assert alike > 3 and (routing[:entries] == other[:entries]).mean() > 0.97
+
+
+def test_a_steady_step_with_routing_neither_allocates_nor_synchronises(checkpoint):
+    bench = bench_of(load_bf16(checkpoint[0]), max_rows=8, prefill_chunk_tokens=512, routing=True)
+    for i in range(8):
+        sampling = {"temperature": 1.0, "seed": i}
+        bench.submit(f"r{i}", prompt(9, i), 200, routing_from=0, stream_every=16, sampling=sampling)
+    assert_steady(bench)
+    bench.close()
+
+
+def test_nothing_is_compiled_while_serving_with_routing(mixtrals, monkeypatch):
+    bench = bench_of(load_bf16(mixtrals[0]), max_rows=24, cuda_graph_rows=6, prefill_chunk_tokens=700, routing=True)
+    compiled = watch_compilation(monkeypatch)
+    for i, length in enumerate((1, 3, 7, 9, 30, 65, 129, 200, 300, 690)):
+        bench.submit(f"r{i}", prompt(length, i), 12, routing_from=0)
+        bench.run()
+    assert compiled == []
     bench.close()

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from harness import Bench
+from families import make_checkpoint
+from harness import Bench, load
 
 from rollout.engine import build, graphs
 from rollout.engine.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
@@ -27,8 +29,8 @@ class Recording:
     def __init__(self) -> None:
         self.replay: Callable[[], object] | None = None
 
-    def capture_begin(self, pool: object) -> None:
-        assert Recording.under_way is None
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert Recording.under_way is None and capture_error_mode == "thread_local"  # weights may arrive meanwhile
         Recording.under_way = self
 
     def capture_end(self) -> None:
@@ -52,12 +54,12 @@ def replays(monkeypatch) -> list[tuple[str, int]]:
             return step(self, upload, slot)
         recording.replay = lambda: (ran.append(("whole", len(upload["rows"]))), step(self, upload, slot))
 
-    def record_forward(self, upload):
+    def record_forward(self, upload, record):
         recording = Recording.under_way
         if recording is None:
-            return forward(self, upload)
+            return forward(self, upload, record)
         logits = torch.zeros(len(upload["rows"]), self._runner.model.spec.vocab)
-        recording.replay = lambda: (ran.append(("forward", len(logits))), logits.copy_(forward(self, upload)))
+        recording.replay = lambda: (ran.append(("forward", len(logits))), logits.copy_(forward(self, upload, record)))
         return logits
 
     monkeypatch.setattr(DecodeGraphs, "_step", record_step)
@@ -89,6 +91,38 @@ def test_captured_steps_give_the_tokens_of_launched_ones(model, prompt_of, repla
     kinds = set(replays)
     assert {size for kind, size in kinds if kind == "forward"} <= set(forward_sizes(graph_sizes(11)))
     assert ("forward", 11) in kinds and ("whole", 4) in kinds, "a row whose logits change takes all rows along"
+
+
+def test_captured_steps_tell_the_experts_of_launched_ones(tmp_path, prompt_of, replays):
+    """Whole steps write to the slot, forwards that the slots share to a record of their own."""
+    make_checkpoint("mixtral", tmp_path)
+    model, told = load(tmp_path), []
+    for captured in (False, True):
+        bench = Bench(model, max_rows=6, cuda_graphs=captured, routing=True)
+        for i in range(6):
+            prompt = [token % 71 for token in prompt_of(5 + 3 * i, i)]
+            shaped = SHAPED if i == 4 else {}
+            bench.submit(f"r{i}", prompt, 12 + i, routing_from=0, sampling={"temperature": 1.0, "seed": i, **shaped})
+        bench.run()
+        told.append([np.concatenate(bench.completions[f"r{i}", 0].routing).tolist() for i in range(6)])
+        bench.close()
+    assert told[0] == told[1]
+    assert {kind for kind, _ in replays} == {"whole", "forward"}
+
+
+def test_rows_that_ask_for_the_likeliest_tokens_take_the_graph_that_ends_at_the_logits(model, prompt_of, replays):
+    told = []
+    for captured in (False, True):
+        bench = Bench(model, max_rows=6, cuda_graphs=captured)
+        for i in range(6):
+            sampling = {"temperature": 1.0, "seed": i, **(SHAPED if i == 2 else {})}
+            bench.submit(f"r{i}", prompt_of(9 + i, i), 8 + 4 * i, sampling=sampling, top_logprobs=(0, 2, 3, 0, 1, 0)[i])
+        bench.run()
+        told.append([(bench.tokens(f"r{i}"), bench.completions[f"r{i}", 0].top_ids) for i in range(6)])
+        bench.close()
+    assert told[0] == told[1] and len(told[0][4][1]) == 24
+    kinds = [kind for kind, _ in replays]
+    assert "forward" in kinds and kinds[-2:] == ["whole", "whole"], "whole again once nobody asks any more"
 
 
 def test_larger_steps_than_captured_are_launched_singly(model, prompt_of, replays):

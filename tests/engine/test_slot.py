@@ -10,7 +10,7 @@ from rollout.engine.slot import ALIGNMENT_WORDS, Slot
 
 
 def test_every_section_comes_back_and_starts_at_sixteen_bytes():
-    slot = Slot(CpuDevice(), 256, 4, 40)
+    slot = Slot(CpuDevice(), 256, 4, 40, 16)
     slot.begin()
     arrays = {
         "a": np.arange(3, dtype=np.int32),

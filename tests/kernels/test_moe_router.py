@@ -142,3 +142,24 @@ def test_the_bound_on_tiles_is_reached():
     chosen = torch.tensor([[0, 1]] + [[0, 2]] * 4, dtype=torch.int32, device=DEVICE)  # 5, 1 and 4 pairs
     assert (group_pairs(chosen, 3, 4).tiles_L3[:, 2] > 0).sum() == 4
     assert most_tiles(10, 3, 4) == 5 and most_tiles(3, 8, 4) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
+def test_every_router_keeps_the_experts_of_its_twin_in_rows_that_are_apart(dtype):
+    """As a step keeps them: behind other words, layer by layer, for more rows than there are tokens."""
+    tokens, experts, top_k = 5, 40, 3
+    residual, norm, router = normal(tokens, 64), normal(64).abs(), normal(experts, 64)
+    parts, slots = normal(1, tokens, 64, dtype=torch.float32), torch.arange(tokens, device=DEVICE)
+    words = torch.zeros(8, 11, dtype=torch.int32, device=DEVICE)
+    packed = words[:, 1:].view(dtype)
+    layers = [packed[:tokens, layer * top_k : (layer + 1) * top_k] for layer in range(3)]
+    scratch = scratch_for(tokens, experts)
+    found = norm_route(residual, parts, norm, 1e-6, router, top_k, True, scratch, Record(layers[0], slots))
+    twins = [route(scratch.logits_TE.to(residual.dtype), top_k, True)[1]]
+    moe_route(found.x_TH, router, top_k, True, scratch, Record(layers[1], slots))
+    twins.append(route(scratch.logits_TE.to(residual.dtype), top_k, True)[1])
+    logits = normal(tokens, experts)
+    moe_choose(logits, top_k, False, Record(layers[2], slots))
+    twins.append(route(logits, top_k, False)[1])
+    assert [kept.tolist() for kept in layers] == [twin.tolist() for twin in twins]
+    assert not words[:, 0].any() and not words[tokens:].any() and not packed[:, 9:].any()

@@ -175,12 +175,14 @@ def test_swaps_completions_and_gauges_arrive_in_the_report():
     meter.completion(10)
     meter.completion(20)
     meter.gauges(rows=3, waiting=2, pages_used=25, pages_total=100, prompt_tokens=200, cached_tokens=50, preemptions=4)
+    meter.gauges(session_pages=5)
     meter.gauges(rows=5)
     report = meter.report()
     assert report["weights/version"] == 9
     assert report["weights/swap_pause_ms"] == pytest.approx(5.0)
     assert report["completion/length_mean"] == 15.0
     assert (report["rollout/rows"], report["queue/waiting"]) == (5, 2)
+    assert report["kv/session_pct"] == 5.0
     assert (report["kv/used_pct"], report["kv/prefix_hit_pct"], report["kv/preemptions"]) == (25.0, 25.0, 4)
     totals = meter.totals()
     assert (totals["total/swaps"], totals["total/completions"]) == (2, 2)

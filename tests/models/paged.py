@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rollout.models import AttentionBatch, Chunk, Decoder, KVCache
+from rollout.models.batch import ExpertRecord
 
 
 class PagedRunner:
@@ -34,6 +35,7 @@ class PagedRunner:
         self.tables = [pages[row * self.width : (row + 1) * self.width] for row in range(rows)]
         self.lengths = [0] * rows
         self.decode_position_shift = 0
+        self.experts: ExpertRecord | None = None  # where steps keep those of their tokens
 
     def prefill(self, pieces: dict[int, list[int]]) -> dict[int, torch.Tensor]:
         """Append tokens to rows in one step; returns the logits of each token."""
@@ -87,5 +89,6 @@ class PagedRunner:
             context_lens_B=ints([self.lengths[row] for row in rows] + [0] * padding),
             max_context=max(self.lengths[row] for row in rows),
             chunks=chunks,
+            experts=self.experts,
         )
         return self.forward.compute_logits(self.forward(ints(tokens), batch, self.kv))

@@ -64,6 +64,7 @@ NAMES = [
         "constraint",
         "adapter",
         "session",
+        "session_lease_s",
         "max_version_span",
         "temperature",
         "top_p",
@@ -86,6 +87,7 @@ NAMES = [
 ]
 OPS = [
     "generate",
+    "end_session",
     "cancel",
     "attach",
     "ack",

@@ -98,6 +98,9 @@ class Receiver:
         answer = {"code": "weights_rejected", "message": "no"} if header["action"] == "bad" else {"seen": header["x"]}
         threading.Thread(target=reply, args=(answer,)).start()
 
+    def summary(self):
+        return {"apply": "staged", "staging": "host", "last": None}
+
 
 def test_weight_messages_reach_the_receiver_and_its_answer_the_client(codec):
     with serving(codec, Receiver()) as bench:

@@ -10,7 +10,7 @@ import msgpack
 import zmq
 
 TIMEOUT_S = 60.0
-_FORMATS = {"<i4": "i", "<f4": "f", "<i8": "q"}
+_FORMATS = {"<i4": "i", "<f4": "f", "<i8": "q", "|u1": "B", "<u2": "H"}
 
 
 def pack_blob(values: list, dtype: str, index: int = 0) -> tuple[dict[str, Any], bytes]:
@@ -22,15 +22,23 @@ def pack_blob(values: list, dtype: str, index: int = 0) -> tuple[dict[str, Any],
 def unpack_blobs(value: Any, blobs: list[bytes], types: dict[str, str], name: str = "") -> Any:
     """`value` with lists in place of references; notes in `types` which field had which dtype."""
     if isinstance(value, dict) and value.keys() == {"blob", "dtype", "shape"}:
-        (count,), dtype, data = value["shape"], value["dtype"], blobs[value["blob"]]
-        types[name] = dtype
-        assert len(data) == count * struct.calcsize(_FORMATS[dtype])
-        return list(struct.unpack(f"<{count}{_FORMATS[dtype]}", data))
+        shape, dtype, data = value["shape"], value["dtype"], blobs[value["blob"]]
+        types[name], count = dtype, math.prod(shape)
+        assert len(data) == count * struct.calcsize(f"<{_FORMATS[dtype]}")
+        return nested(list(struct.unpack(f"<{count}{_FORMATS[dtype]}", data)), shape)
     if isinstance(value, dict):
         return {key: unpack_blobs(item, blobs, types, key) for key, item in value.items()}
     if isinstance(value, list):
         return [unpack_blobs(item, blobs, types, name) for item in value]
     return value
+
+
+def nested(values: list, shape: list[int]) -> list:
+    """Row-major values as lists of lists."""
+    if len(shape) == 1:
+        return values
+    size = math.prod(shape[1:])
+    return [nested(values[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
 
 
 class RawClient:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_harness import ONES, check, is_gone, launch, subprocess_environment, until
+from safetensors.torch import load_file
+from worker_harness import ONES, TWOS, check, is_gone, launch, subprocess_environment, until
 
 from rollout.cli import build_parser
 from rollout.cli_commands.serve import command_line
@@ -22,6 +23,7 @@ from rollout.supervisor import Supervisor, assign_devices, nth_endpoint
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.errors import ConnectionLost
 from trainer_bridge.launch import WorkerProcess
+from trainer_bridge.publisher import WeightPublisher
 
 LONG: dict[str, Any] = {"max_tokens": 30_000, "stream": "tokens", "stream_every": 8}
 
@@ -68,6 +70,23 @@ def test_a_worker_that_is_killed_comes_back_and_the_other_goes_on(pair: WorkerPr
         check("17:", completion, {0: 1})
     events = [(fact["event"], fact.get("worker"), fact.get("status")) for fact in says(pair)]
     assert events == [("ready", None, None), ("worker_ended", 0, -signal.SIGKILL), ("worker_ready", 0, None)]
+
+
+def test_a_worker_that_was_started_again_gets_the_newest_weights_and_serves_no_older_ones(pair: WorkerProcess) -> None:
+    _, second = pair.endpoints
+    with (
+        RolloutClient(pair.endpoints, timeout_s=60.0) as client,
+        WeightPublisher(pair.endpoints, keep=True) as publisher,
+    ):
+        publisher.publish(load_file(TWOS / "model.safetensors"), 1).applied(60)
+        before = pair.pids[1]
+        os.kill(before, signal.SIGKILL)
+        until(lambda: pair.pids[1] != before, "the restart")  # with the checkpoint that it was launched with
+        (completion,) = client.generate("17:", endpoint=second, max_tokens=60, min_version=1).completions
+        assert completion.versions == [(1, 60)]
+        check("17:", completion, {1: 2})
+        status = client.status(second)
+        assert (status["weights_version"], status["restarts"]) == (1, 1)
 
 
 def test_sigterm_drains_all_workers(pair: WorkerProcess) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +111,12 @@ def test_completions_change_step_where_their_versions_say(served: Served, transp
     assert 0 < report.pause_s < report.seconds and report.phases.keys() == {"receive", "verify", "wait", "apply"}
     (status,) = served.publisher.status()
     assert (status["state"], status["version"], status["last"]["version"]) == ("idle", report.version, report.version)
+    told = served.client.status()["weights"]
+    assert (told["version"], told["apply"], told["staging"]) == (report.version, "staged", "host")
+    assert told["last"]["version"] == report.version
+    assert (told["last"]["transport"], told["last"]["bytes"]) == (transport, report.nbytes)
+    assert told["last"]["phases_ms"] == pytest.approx({name: 1e3 * s for name, s in report.phases.items()})
+    assert 0 <= told["last"]["age_s"] < 60 and told["last"]["at_s"] == pytest.approx(time.time(), abs=60)
 
 
 def test_ten_swaps_in_one_completion(served: Served) -> None:
@@ -274,7 +281,8 @@ def test_recomputed_kv_and_preempted_rows_count_right_across_a_swap(tight: Serve
     assert result.preemptions > 0
     for completion in result.completions:
         assert len(completion) == 600 and completion.finish_reason == "length"
-    assert any(len(completion.versions) == 2 for completion in result.completions)
+    both = [completion for completion in result.completions if len(completion.versions) == 2]
+    assert both and all((c.versions[0][1], report.version) in c.recomputed for c in both)
     assert tight.version == report.version and tight.counts_in() == 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -28,23 +29,29 @@ KV_SHARE = 0.88
 _KEPT_STEPS = 2000
 #: Tokens of a prefill step: near what vLLM takes for itself (16,384).
 _CHUNK_TOKENS = 8192
+_TOLD_EVERY = 256  # tokens between two deltas with experts, as the service has it
 
 
 class OursEngine:
-    """`rollout.engine` with random weights of the job's shape, at a pipeline depth."""
+    """`rollout.engine` with random weights of the job's shape, at a pipeline depth.
+
+    With `routing` the experts of all tokens are kept, and every completion is told its own.
+    """
 
     keeps_prefixes = True
 
-    def __init__(self, job: Job, depth: int) -> None:
+    def __init__(self, job: Job, depth: int, routing: bool = False) -> None:
         device = make_device(job.device)
         began_s = time.perf_counter()
         loaded = load_random(job.shape, device.torch_device)
         loaded_s = time.perf_counter()
         settings = Settings(
-            engine=engine_settings(job, depth), metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS)
+            engine=engine_settings(job, depth, routing),
+            metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
         )
         self.vocab = loaded.spec.vocab
         self._depth = depth
+        self._routing = routing
         self._ends: list[float] = []
         self._runs = 0
         self._steps_before = 0
@@ -70,7 +77,10 @@ class OursEngine:
         began_s = time.perf_counter()
         for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
             key = (f"run{self._runs}", str(i))
-            self._engine.inbox.put(Submit(Request(key, prompt, length, sampling=SamplingParams(seed=i))))
+            request = Request(key, prompt, length, sampling=SamplingParams(seed=i))
+            if self._routing:
+                request = replace(request, routing_from=0, stream_every=_TOLD_EVERY)
+            self._engine.inbox.put(Submit(request))
         self._engine.tick()
         while self._engine.busy:
             self._engine.tick()
@@ -126,7 +136,7 @@ def load_random(shape: str, device: torch.device) -> LoadedModel:
             return load_model(ModelSettings(path=path, load_format="random"), device, advance)
 
 
-def engine_settings(job: Job, depth: int) -> EngineSettings:
+def engine_settings(job: Job, depth: int, routing: bool = False) -> EngineSettings:
     """The settings of ours for a job: rows and context as asked, prefill in large steps, all else as it comes."""
     assert depth in (1, 2)
     return EngineSettings(
@@ -137,6 +147,7 @@ def engine_settings(job: Job, depth: int) -> EngineSettings:
         kv_memory_max_gib=None if torch.cuda.is_available() else 0.25,
         pipeline_depth=depth,  # type: ignore[arg-type]
         fused_experts=True,
+        routing=routing,
     )
 
 

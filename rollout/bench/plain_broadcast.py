@@ -1,0 +1,73 @@
+"""Seconds that a plain broadcast of so many bytes takes between two devices: what `nccl` updates are compared with.
+
+    python -m rollout.bench.plain_broadcast RANK STORE_FILE DEVICE BYTES BUCKET_BYTES
+
+Two processes, torch.distributed's default group (NCCL between two GPUs, else gloo), one bucket after the other, nothing
+packed and nothing checked. Rank 0 prints the seconds of the best of a few runs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+_RUNS = 4  # the first one connects
+_TIMEOUT_S = 120.0
+
+
+def plain_seconds(devices: tuple[str, str], nbytes: int, bucket_bytes: int) -> float:
+    """Run both ranks. Raises RuntimeError with their words when they fail, ValueError for one GPU twice."""
+    if devices[0] == devices[1] and devices[0] != "cpu":
+        raise ValueError(f"a broadcast needs two GPUs, both are {devices[0]}: NCCL does not connect one with itself")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, str(rank), f"{folder}/store", device, str(nbytes), str(bucket_bytes)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, device in enumerate(devices)
+        ]
+        try:
+            said = [rank.communicate(timeout=_TIMEOUT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("the plain broadcast failed: " + " | ".join(error[-500:] for _, error in said))
+    return float(said[0][0].split()[-1])
+
+
+def main(rank: int, store: Path, device_name: str, nbytes: int, bucket_bytes: int) -> None:
+    """One rank."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    data = torch.zeros(min(bucket_bytes, nbytes), dtype=torch.uint8, device=device)
+    best_s = float("inf")
+    for _ in range(_RUNS):
+        dist.barrier()
+        began_s = time.perf_counter()
+        for start in range(0, nbytes, bucket_bytes):
+            dist.broadcast(data[: min(bucket_bytes, nbytes - start)], 0)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best_s = min(best_s, time.perf_counter() - began_s)
+    if rank == 0:
+        print(best_s, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

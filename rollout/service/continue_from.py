@@ -1,0 +1,54 @@
+"""`continue_from` of a `generate` message: an earlier partial completion, as far as it is wanted back."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollout.service.fields import Logprobs, MarkList, Routing, Seed, TokenIds, TopIds, TopLogprobs, VersionRunList
+
+
+class ContinueFrom(BaseModel):
+    """An earlier partial completion. `logprobs` and the others are as long as `token_ids`, where given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+
+    token_ids: TokenIds
+    seed: Seed
+    logprobs: Logprobs | None = None
+    raw_logprobs: Logprobs | None = None
+    drawn_logprobs: Logprobs | None = None
+    top_ids: TopIds | None = None
+    top_logprobs: TopLogprobs | None = None
+    versions: VersionRunList | None = None
+    recomputed: MarkList | None = None
+    routing: Routing | None = None
+    text_chars: int | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> ContinueFrom:
+        tokens = len(self.token_ids)
+        for name in ("logprobs", "raw_logprobs", "drawn_logprobs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != tokens:
+                raise ValueError(f"'{name}' has {len(values)} entries and 'token_ids' {tokens}; send as many of both")
+        self._check_tops(tokens)
+        if self.versions is not None and sum(count for _, count in self.versions) != tokens:
+            raise ValueError(f"the counts in 'versions' must add up to the {tokens} of 'token_ids'")
+        if self.recomputed and self.recomputed[-1][0] >= tokens:
+            raise ValueError(f"'recomputed' tells of token {self.recomputed[-1][0]}, and 'token_ids' has {tokens}")
+        return self
+
+    def _check_tops(self, tokens: int) -> None:
+        if (self.top_ids is None) != (self.top_logprobs is None):
+            raise ValueError("'top_ids' and 'top_logprobs' go together; send both, or none")
+        for name in ("top_ids", "top_logprobs"):
+            rows = getattr(self, name)
+            if rows is not None and len(rows) != tokens:
+                raise ValueError(f"'{name}' has {len(rows)} rows and 'token_ids' {tokens}; send as many of both")
+        if self.tops != (0 if self.top_logprobs is None or not tokens else self.top_logprobs.shape[1]):
+            raise ValueError("the rows of 'top_ids' and 'top_logprobs' differ in length; send as many of both")
+
+    @property
+    def tops(self) -> int:
+        """How many of the likeliest tokens there are for each token; 0 without tokens."""
+        return 0 if self.top_ids is None or not len(self.token_ids) else self.top_ids.shape[1]

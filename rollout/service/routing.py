@@ -1,0 +1,102 @@
+"""Experts that tokens took, between a request for them and its replies.
+
+A forward consumes a token and makes the next one; the newest token was consumed by none. So a completion of n tokens
+has n - 1 entries, and those of its prompt's tokens before them where they are asked for:
+
+    prompt           p0      p1  |  completion      t0      t1      t2
+    "all"      entry  0       1                      2       3
+    true       entry                                 0       1
+
+What tokens t..u-1 add are the entries of the tokens before each; so pieces follow each other without a gap.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from rollout.engine.types import RoutingShape
+from rollout.service.continue_from import ContinueFrom
+from rollout.service.errors import bad_request
+from rollout.service.requests import Generate
+
+_FIRST_CAPACITY = 64
+
+Wanted = Literal[False, True, "all"]
+
+
+def check_wanted(message: Generate, shape: RoutingShape | None, sparse: bool) -> None:
+    """Raise `ServiceError` if the experts can't be told, or what is known of them can't be this model's.
+
+    `shape` is what this worker keeps of them, and `sparse` says whether the model has experts at all.
+    """
+    prior = None if message.continue_from is None else message.continue_from.routing
+    if prior is not None and not message.return_routing:
+        raise bad_request("the routing would not come back; set 'return_routing', or leave it out", "return_routing")
+    if not message.return_routing:
+        return
+    if shape is None:
+        why = "this worker keeps no routing: start it with engine.routing" if sparse else "this model has no experts"
+        raise bad_request(f"{why}; leave 'return_routing' out ('capabilities' in the status say it)", "return_routing")
+    if prior is not None and (prior.dtype != shape.dtype or prior.shape[1:] != (shape.layers, shape.top_k)):
+        raise bad_request(
+            f"the routing is {prior.dtype} with {list(prior.shape[1:])} for each token, this model's is {shape.dtype} "
+            f"with {[shape.layers, shape.top_k]}; leave it out",
+            "continue_from.routing",
+        )
+
+
+def first_position(wanted: Wanted, prior: ContinueFrom | None, prompt_tokens: int) -> int | None:
+    """The position in prompt and completion from which the engine is to tell experts; None if of none.
+
+    Raises `ServiceError` if `continue_from` has another number of entries than that completion should have.
+    """
+    if not wanted:
+        return None
+    first = 0 if wanted == "all" else prompt_tokens
+    if prior is None or prior.routing is None:
+        return first
+    should = prompt_tokens + len(prior.token_ids) - 1 - first if len(prior.token_ids) else 0
+    if len(prior.routing) != should:
+        raise bad_request(
+            f"the routing has {len(prior.routing)} entries; with this 'return_routing' a completion of "
+            f"{len(prior.token_ids)} tokens has {should}",
+            "continue_from.routing",
+        )
+    return first + should
+
+
+class RoutingColumn:
+    """The entries of one completion so far; `prior` are those that came with `continue_from`."""
+
+    def __init__(self, shape: RoutingShape, prior: np.ndarray | None = None) -> None:
+        self._count = 0
+        self._entries = np.empty((_FIRST_CAPACITY, shape.layers, shape.top_k), shape.dtype)
+        self._known = False  # of a completion that continues another one, once there is any new token, or it was told
+        if prior is not None:
+            self.extend(prior)
+
+    def extend(self, entries: np.ndarray) -> None:
+        """Add entries."""
+        end = self._count + len(entries)
+        if end > len(self._entries):
+            grown = np.empty((max(end, 2 * len(self._entries)), *self._entries.shape[1:]), self._entries.dtype)
+            grown[: self._count] = self._entries[: self._count]
+            self._entries = grown
+        self._entries[self._count : end] = entries
+        self._count, self._known = end, True
+
+    def fields(self, start: int, end: int) -> dict[str, Any]:
+        """What the tokens start..end-1, the last ones so far, have in a reply; nothing where there is no token at all.
+
+        The array is a view, valid until the next `extend`.
+        """
+        if end == 0 or not self._known:
+            return {}
+        return {"routing": last_entries(self._entries[: self._count], start, end)}
+
+
+def last_entries(entries: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Of the entries of a completion of `end` tokens, those that came with its tokens from `start` on."""
+    return entries[len(entries) - (end - start) :] if start else entries

@@ -1,0 +1,100 @@
+"""What a completion says of KV that was computed again: enough to compute every token of it once more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from harness import Bench, Completion, load
+from test_swap import Mailbox, Update
+from transformers import DynamicCache
+
+from rollout.engine.types import Prior
+
+
+@pytest.fixture
+def other(folders):
+    return load(folders[1])
+
+
+def replayed(hf_models, prompt: list[int], completion: Completion) -> list[int]:
+    """The greedy tokens, computed with the weights and the KV that the completion says it had at each of them."""
+    history, marks, again = list(prompt), dict(completion.recomputed), []
+    cache, fed = DynamicCache(), 0
+    for i, (token, version) in enumerate(zip(completion.token_ids, completion.versions, strict=True)):
+        if i in marks:
+            assert marks[i] == version  # the newest token's own step computed it
+            cache, fed = DynamicCache(), 0
+        with torch.inference_mode():
+            ids = torch.tensor([history[fed:]])
+            logits = hf_models[version](ids, past_key_values=cache, use_cache=True).logits[0, -1]
+        fed = len(history)
+        again.append(int(logits.argmax()))
+        history.append(token)
+    return again
+
+
+def test_an_update_without_preemption_computes_nothing_again(model, other, prompt_of, hf_models):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox)
+    bench.submit("a", prompt_of(13), 40)
+    for _ in range(20):
+        bench.engine.tick()
+    mailbox.ready = Update(1, other, model)
+    bench.run()
+    completion = bench.completions["a", 0]
+    assert completion.recomputed == () and set(completion.versions) == {0, 1}
+    assert replayed(hf_models, prompt_of(13), completion) == completion.token_ids
+    bench.close()
+
+
+def test_kept_kv_that_a_preemption_lost_is_told_of_with_its_position_and_version(model, other, prompt_of, hf_models):
+    """Six rows where four fit, new weights in the middle: every token can be computed again, with the marks only."""
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, kv_pages=40, prefill_chunk_tokens=256)
+    prompts = [prompt_of(10, i) for i in range(6)]
+    for i, prompt in enumerate(prompts):
+        bench.submit(f"r{i}", prompt, 60, stream_every=3)
+    for _ in range(30):
+        bench.engine.tick()
+    mailbox.ready = Update(1, other, model)
+    bench.run()
+    assert bench.engine.scheduler.counters.preemptions > 0
+    needed = 0
+    for i, prompt in enumerate(prompts):
+        completion = bench.completions[f"r{i}", 0]
+        assert bool(completion.recomputed) == (bench.done[f"r{i}"].preemptions > 0)
+        positions = [position for position, _ in completion.recomputed]
+        assert positions == sorted(set(positions)) and all(0 < position < 60 for position in positions)
+        assert replayed(hf_models, prompt, completion) == completion.token_ids
+        told, completion.recomputed = completion.recomputed, ()
+        needed += bool(told) and replayed(hf_models, prompt, completion) != completion.token_ids
+    assert needed, "no row was preempted across the update: the marks prove nothing"
+    bench.close()
+
+
+def test_recompute_at_an_update_is_told_of_where_the_version_changes(model, other, prompt_of, hf_models):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, kv_on_swap="recompute")
+    bench.submit("a", prompt_of(13), 50)
+    for _ in range(20):
+        bench.engine.tick()
+    mailbox.ready = Update(1, other, model)
+    bench.run()
+    completion = bench.completions["a", 0]
+    assert completion.recomputed == ((completion.versions.index(1), 1),)
+    assert replayed(hf_models, prompt_of(13), completion) == completion.token_ids
+    bench.close()
+
+
+def test_a_prefill_under_two_versions_tells_of_both(model, other, prompt_of):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)
+    old = np.array(prompt_of(30, 1), np.int32)
+    bench.submit("a", prompt_of(4), 40, prior=Prior(old))
+    for _ in range(3):
+        bench.engine.tick()
+    mailbox.ready = Update(1, other, model)
+    bench.run()
+    assert bench.completions["a", 0].recomputed == ((30, 0), (30, 1))
+    bench.close()

@@ -1,0 +1,106 @@
+"""Sessions as messages: what the engine is asked for, whose a session is, when it ends."""
+
+from __future__ import annotations
+
+import pytest
+from service_harness import serving
+
+from rollout.config import ServiceSettings
+from rollout.engine.types import Cancel, Done, EndSession, Rejected
+
+
+@pytest.fixture
+def bench():
+    with serving(session_lease_s=20.0, max_session_lease_s=40.0) as bench:
+        yield bench
+
+
+@pytest.fixture
+def client(bench):
+    return bench.client()
+
+
+def test_a_session_is_its_clients_and_has_a_lease(bench, client):
+    for name, lease_s, expected_s in (("job", None, 20.0), ("job", 40, 40.0), (None, 0.5, 0.5)):
+        fields = {} if name is None else {"client": name}
+        fields |= {} if lease_s is None else {"session_lease_s": lease_s}
+        client.send("generate", prompt=[1], max_tokens=3, session="s", **fields)
+        request = bench.submitted()
+        assert request.session == (request.key[0], "s") and request.session_lease_s == expected_s
+        assert (request.key[0] == "client:job") == (name == "job")
+        bench.finish(request)
+        assert client.receive()["op"] == "result"
+        client.ask("ack", "k", targets=["a"], **({} if name is None else {"client": name}))
+    client.send("generate", "b", prompt=[1], max_tokens=3)
+    assert bench.submitted().session is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"session": ""}, "session"),
+        ({"session": "x" * 129}, "session"),
+        ({"session": 7}, "session"),
+        ({"session": ["s"]}, "session"),
+        ({"session": "s", "n": 2}, "n"),
+        ({"session_lease_s": 5}, "session_lease_s"),
+        *(({"session": "s", "session_lease_s": bad}, "session_lease_s") for bad in (0, -1, 40.1, "5", True, 1e400)),
+        ({"session": "s", "session_lease_s": float("nan")}, "session_lease_s"),
+    ],
+)
+def test_what_makes_no_session_is_refused_by_name(bench, client, fields, field):
+    error = client.ask("generate", prompt=[1], **fields)
+    assert (error["code"], error["field"]) == ("bad_request", field)
+    assert bench.inbox.empty()
+
+
+@pytest.mark.parametrize("fields", [{}, {"session": ""}, {"session": None}, {"session": 5}])
+def test_ending_a_session_needs_its_name(bench, client, fields):
+    error = client.ask("end_session", **fields)
+    assert (error["code"], error["field"]) == ("bad_request", "session")
+    assert bench.inbox.empty()
+
+
+def test_ending_a_session_is_confirmed_once_the_engine_has(bench, client):
+    client.send("end_session", "e", session="s", client="job")
+    command = bench.command()
+    assert isinstance(command, EndSession) and (command.client, command.name) == ("client:job", "s")
+    client.send("ping", "p")
+    assert client.receive()["id"] == "p"
+    bench.put(Done(command.token))
+    assert (reply := client.receive())["op"] == "ok" and reply["id"] == "e"
+
+
+def test_a_second_turn_at_once_is_what_the_engine_says_it_is(bench, client):
+    client.send("generate", prompt=[1], max_tokens=3, session="s")
+    request = bench.submitted()
+    bench.put(Rejected(request.key, "bad_request", "a turn has not ended", "session"))
+    error = client.receive()
+    assert (error["code"], error["field"]) == ("bad_request", "session")
+
+
+def test_sessions_of_a_client_without_a_name_end_with_its_connection(bench):
+    unnamed, named, other = bench.client(), bench.client(), bench.client()
+    unnamed.send("generate", prompt=[1], max_tokens=3, session="s")
+    running = bench.submitted()
+    named.send("generate", prompt=[1], max_tokens=3, session="s", client="job")
+    bench.finish(bench.submitted())
+    assert named.receive()["op"] == "result"
+    named.socket.close(0)
+    unnamed.socket.close(0)
+    assert bench.command() == Cancel(running.key)
+    assert bench.command() == EndSession(running.key[0])
+    other.send("generate", prompt=[1], max_tokens=3)  # nothing comes for the named one before this
+    bench.finish(bench.submitted())
+    assert other.receive()["op"] == "result"
+
+
+def test_status_has_the_sessions(bench, client):
+    found = client.ask("status")
+    assert found["sessions"] == dict.fromkeys(("holding", "pages", "turns", "hits", "reused_tokens", "evicted"), 0)
+    assert {"session", "end_session"} <= set(found["capabilities"])
+
+
+def test_a_lease_beyond_its_limit_is_a_wrong_setting():
+    with pytest.raises(ValueError, match="max_session_lease_s"):
+        ServiceSettings(session_lease_s=50.0, max_session_lease_s=40.0)
