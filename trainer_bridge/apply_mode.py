@@ -49,6 +49,11 @@ class ApplyMode:
         self._copies: tuple[tuple[str, int], list[Copy]] | None = None
 
     @property
+    def staging(self) -> Literal["device", "host"] | None:
+        """Where staged updates wait for the swap; None in place."""
+        return None if self.in_place else "device" if self.shadow is not None else "host"
+
+    @property
     def busy(self) -> bool:
         """Whether an update that may still be read is in the memory that the next one needs."""
         return self._staging.busy

@@ -41,7 +41,7 @@ from trainer_bridge.manifest import Manifest, from_wire
 from trainer_bridge.parameter_map import Fit, ParameterMap
 from trainer_bridge.transports import Incoming, TransportReceiver, make_receivers
 from trainer_bridge.wake import Wake
-from trainer_bridge.weight_messages import Commit, Reply, check_fields, error_reply, read_token
+from trainer_bridge.weight_messages import Applied, Commit, Reply, check_fields, error_reply, read_token
 
 _BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
 
@@ -86,7 +86,7 @@ class WeightReceiver:
         self._waiting_begin: tuple[Mapping[str, Any], Reply] | None = None
         self._failure: tuple[bytes, RolloutError] | None = None
         self._begun_s = 0.0
-        self._last: dict[str, Any] = {}
+        self._last: Applied | None = None  # replaced as a whole: any thread may look
         self._closing = False
         self._ended = False
         self._post_lock = threading.Lock()
@@ -100,6 +100,11 @@ class WeightReceiver:
     def version(self) -> int:
         """The version of the weights that were applied last."""
         return self._version
+
+    def summary(self) -> dict[str, Any]:
+        """How updates apply, and the last one, for a status."""
+        last = self._last
+        return {"apply": self._mode.name, "staging": self._mode.staging, "last": last and last.summary()}
 
     @property
     def alive(self) -> bool:
@@ -266,7 +271,8 @@ class WeightReceiver:
         if self._commit is not None:
             raise BadRequest("this update is committed already", field="token")
         now_s = time.monotonic()
-        self._commit = Commit(token, options, reply, {"receive": now_s - self._begun_s}, now_s)
+        phases = {"receive": now_s - self._begun_s}
+        self._commit = Commit(token, options, reply, self._incoming.transport, phases, now_s)
 
     def _try_commit(self) -> None:
         if self._commit is None or self._incoming is None:
@@ -289,9 +295,8 @@ class WeightReceiver:
         commit = self._take_committed(update)
         commit.phases["wait"] = max(0.0, time.monotonic() - commit.since_s - pause_s)
         commit.phases["apply"] = pause_s
-        report = {"version": update.version, "pause_s": pause_s, "bytes": update.nbytes, "phases": commit.phases}
-        self._last = report
-        commit.reply({"op": "ok", **report})
+        self._last = Applied(update.version, commit.transport, update.nbytes, pause_s, commit.phases)
+        commit.reply({"op": "ok", **self._last.reply()})
 
     def _on_failed(self, update: Update, message: str) -> None:
         self._take_committed(update).reply(
@@ -328,14 +333,8 @@ class WeightReceiver:
                 "op": "ok",
                 "version": self._version,
                 "state": state,
-                "incoming": incoming
-                and {
-                    "version": incoming.manifest.version,
-                    "transport": incoming.transport,
-                    "arrived_bytes": incoming.arrived_bytes,
-                    "total_bytes": incoming.manifest.total_bytes,
-                },
-                "last": dict(self._last) or None,
+                "incoming": incoming and incoming.summary(),
+                "last": self._last and self._last.reply(),
                 "transports": list(self._receivers),
                 "apply": self._mode.name,
                 "stale": self.hold.stale or None,

@@ -46,8 +46,36 @@ class Commit:
     token: bytes
     options: dict[str, Any]
     reply: Reply
+    transport: str
     phases: dict[str, float]  # seconds
     since_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The update that is in use, and how it came to be."""
+
+    version: int
+    transport: str
+    nbytes: int
+    pause_s: float  # for which generation stood still
+    phases: Mapping[str, float]  # seconds: receive, verify, wait, apply
+    at_s: float = field(default_factory=time.time)  # Unix time
+
+    def reply(self) -> dict[str, Any]:
+        """What the publisher gets for its `commit`."""
+        return {"version": self.version, "pause_s": self.pause_s, "bytes": self.nbytes, "phases": dict(self.phases)}
+
+    def summary(self) -> dict[str, Any]:
+        """What a worker's `status` says of it."""
+        return {
+            "version": self.version,
+            "transport": self.transport,
+            "at_s": self.at_s,
+            "age_s": max(0.0, time.time() - self.at_s),
+            "bytes": self.nbytes,
+            "phases_ms": {name: 1e3 * seconds for name, seconds in self.phases.items()},
+        }
 
 
 def check_fields(header: Mapping[str, Any]) -> str:

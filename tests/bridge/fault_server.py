@@ -1,9 +1,11 @@
-"""A process that has imported everything and forks a publisher, or a worker, for each line on its standard input.
+"""A process that has imported everything and forks a publisher, a worker or a rank for each line on its standard input.
 
     {"role": "publisher", "endpoint", "transport", "folder", "phase", "fault", "version", "seed"}
     {"role": "worker", "port", "settings"}
+    {"role": "rank", "endpoint", "rank", "publishes", "timeout_s", "folder"}
 
-Each line is answered with the child's pid. A publisher does to itself what `fault` says when it gets to `phase`.
+Each line is answered with the child's pid. A publisher does to itself what `fault` says when it gets to `phase`. Of two
+ranks of a trainer only those with `publishes` take part in the update; each writes what it saw as JSON.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from weights_harness import TinyModel, Worker, new_tensors
+import torch.distributed as dist
+from weights_harness import TinyModel, Worker, new_tensors, wait_for
 
 from trainer_bridge import transport_choice
+from trainer_bridge.errors import RolloutError
 from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
 from trainer_bridge.transports import bucket_link, disk, group
@@ -101,6 +105,31 @@ def work(order: dict[str, Any]) -> None:
         time.sleep(60)
 
 
+def train(order: dict[str, Any]) -> None:
+    rank, folder = order["rank"], Path(order["folder"])
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    publisher = WeightPublisher(order["endpoint"], transport="zmq", collective=True, begin_s=20)
+    ranks = publisher._ranks
+    assert ranks is not None
+    ranks.timeout_s = ranks._timeout_s = order["timeout_s"]  # they have met: from here on it is waited for
+    seen = {"error": ""}
+    if order["publishes"]:
+        handle = publisher.publish(new_tensors(TinyModel(), 1), 1)
+        try:
+            if rank == 0:
+                handle.applied(20)
+            publisher.close()
+            handle.applied(0)
+        except RolloutError as error:
+            seen["error"] = str(error)
+    else:
+        wait_for((folder / f"rank-{1 - rank}.json").exists, "the end of the other rank", 60)
+    publisher.close()
+    draft = folder / f"{rank}.part"
+    draft.write_text(json.dumps(seen))
+    draft.rename(folder / f"rank-{rank}.json")
+
+
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     for line in sys.stdin:
@@ -108,7 +137,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                {"publisher": publish, "worker": work}[order["role"]](order)
+                {"publisher": publish, "worker": work, "rank": train}[order["role"]](order)
             except Exception as error:
                 print(repr(error), file=sys.stderr, flush=True)
             os._exit(0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import pytest
 import torch
 from weights_harness import TinyModel, Worker, new_tensors, serves
 
+from trainer_bridge import publisher as publisher_module
 from trainer_bridge.errors import RolloutError
 from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
-from trainer_bridge.transports import cuda_ipc
-from trainer_bridge.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from trainer_bridge.transports import TransferRules, cuda_ipc
+from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver, CudaIpcSender
 
 SMALL = 64
 
@@ -50,9 +53,9 @@ class HostMemory:
         self.opened -= 1
 
 
-def shared(worker: Worker, publisher: WeightPublisher) -> HostMemory:
+def shared(worker: Worker, publisher: WeightPublisher, memory: HostMemory | None = None) -> HostMemory:
     """Give both sides the same driver."""
-    memory = HostMemory()
+    memory = memory or HostMemory()
     receivers = worker.receiver._receivers
     receivers["cuda_ipc"] = CudaIpcReceiver(receivers["zmq"], memory)
     publisher._choice._senders["cuda_ipc"] = CudaIpcSender(None, memory)
@@ -74,12 +77,11 @@ def test_buckets_go_through_shared_slots_and_nothing_stays_open(apply: str, buck
 
 
 def test_a_slot_that_changed_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = []
+    calls = itertools.count(1)  # of both sides, which run at the same time
     plain = cuda_ipc._check_sum
 
     def wrong(data: torch.Tensor) -> int:
-        sums.append(1)
-        return plain(data) ^ (len(sums) == 9)
+        return plain(data) ^ (next(calls) == 9)
 
     with Worker() as worker:
         with WeightPublisher(worker.endpoint, transport="cuda_ipc", bucket_bytes=SMALL) as publisher:
@@ -91,6 +93,61 @@ def test_a_slot_that_changed_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch
             assert serves(worker.model, old) and memory.opened == 0
             publisher.publish(new := new_tensors(worker.model, 3), 2).applied(20)
             assert serves(worker.model, new)
+
+
+def test_slots_of_a_worker_that_was_given_up_are_freed_once_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed_open = []
+
+    class Driver(HostMemory):
+        def free(self, memory: torch.Tensor) -> None:
+            freed_open.append(self.opened)
+            super().free(memory)
+
+    told, buckets = threading.Event(), []
+    plain = CudaIpcReceiver._take
+
+    def take(self: CudaIpcReceiver, *arguments: Any) -> None:
+        buckets.append(1)
+        if len(buckets) == 5:
+            assert told.wait(20)  # it hangs, with the slots open
+        plain(self, *arguments)
+
+    monkeypatch.setattr(CudaIpcReceiver, "_take", take)
+    with Worker() as worker:
+        control = worker.receiver.control
+
+        def listen(header: Any, reply: Any) -> None:
+            control(header, reply)
+            if header["action"] == "abort":
+                told.set()
+
+        worker.receiver.control = listen  # type: ignore[method-assign]
+        monkeypatch.setattr(publisher_module, "_ABORT_S", 20.0)
+        limits = {"bucket_bytes": SMALL, "stall_s": 1.0}
+        with WeightPublisher(worker.endpoint, transport="cuda_ipc", **limits) as publisher:
+            memory = shared(worker, publisher, Driver())
+            with pytest.raises(RolloutError, match="no acknowledgement|no connection"):
+                publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
+            assert memory.opened == 0 and memory.allocated == {} and freed_open == [0] * 4
+            publisher._rules = TransferRules(20.0, publisher._closing)
+            publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
+            assert serves(worker.model, tensors)
+
+
+def test_memory_of_another_gpu_is_refused_and_closed() -> None:
+    """Torch would make a copy of it, which never changes."""
+    memory, calls = CudaIpcMemory.__new__(CudaIpcMemory), []
+
+    def call(name: str, *arguments: Any) -> None:
+        calls.append(name)
+        if name == "cudaIpcOpenMemHandle":
+            arguments[0]._obj.value = 0x1000
+
+    memory._call = call  # type: ignore[method-assign]
+    memory._tensor = lambda pointer, nbytes: torch.zeros(nbytes, dtype=torch.uint8)  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="another GPU"):
+        memory.open(bytes(64), 16)
+    assert calls == ["cudaIpcOpenMemHandle", "cudaIpcCloseMemHandle"]
 
 
 @pytest.mark.parametrize(

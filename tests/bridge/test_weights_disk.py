@@ -58,6 +58,27 @@ def test_the_folder_is_a_readable_checkpoint_of_several_files(worker: Worker, tm
     assert serves(worker.model, tensors)
 
 
+@pytest.mark.parametrize("error", [RolloutError("gather: rank 1 cannot be reached"), OSError(28, "no space left")])
+def test_an_update_that_cannot_be_written_leaves_no_draft(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    plain = Payload.host_copy
+
+    def copy(self: Payload, index: int) -> torch.Tensor:
+        if index == 3:
+            raise error
+        return plain(self, index)
+
+    with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path)) as publisher:
+        with monkeypatch.context() as patch:
+            patch.setattr(Payload, "host_copy", copy)
+            with pytest.raises(RolloutError, match="cannot be reached|no space left"):
+                publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
+        assert list(tmp_path.iterdir()) == []
+        publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
+        assert serves(worker.model, tensors)
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_of_prepare(worker: Worker, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path / "file")) as publisher:

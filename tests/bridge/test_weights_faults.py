@@ -6,24 +6,22 @@ An update in place that broke half-way leaves a worker stale: it serves nothing 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fault_client import FaultServer
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
 from trainer_bridge.errors import ConnectionLost, RolloutError, RolloutTimeout, WeightsRejected
 from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
 from trainer_bridge.transport_choice import TransportChoice
-from trainer_bridge.transports import nccl
+from trainer_bridge.transports import group_broadcasts, group_member, nccl
+from trainer_bridge.transports.group import GroupError
 
 TRANSPORTS = ["shm", "zmq", "nccl", "disk"]
 SMALL = 64
@@ -32,38 +30,6 @@ SMALL = 64
 def idle_s(transport: str) -> float:
     """Short: it is waited for. It bounds how long members of a group may take to meet, on a machine that is busy."""
     return 2.0 if transport == "nccl" else 0.4
-
-
-class FaultServer:
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("fault_server.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        )
-
-    @contextlib.contextmanager
-    def child(self, **order: Any) -> Iterator[int]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        pid = int(self.process.stdout.readline())
-        try:
-            yield pid
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def faults() -> Iterator[FaultServer]:
-    server = FaultServer()
-    yield server
-    assert server.process.stdin is not None
-    server.process.stdin.close()
-    server.process.wait(20)
 
 
 def good(worker: Worker, transport: str, folder: Path, version: int) -> dict[str, torch.Tensor]:
@@ -222,10 +188,11 @@ def test_a_worker_that_leaves_a_group_does_not_keep_the_others_from_the_update(
 
 def test_auto_goes_another_way_where_no_group_comes_about(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_group(*_: Any) -> None:
-        raise nccl.GroupError("no route between the devices")
+        raise GroupError("no route between the devices")
 
     monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("nccl", "shm", "zmq"))
-    monkeypatch.setattr(nccl, "Group", no_group)
+    monkeypatch.setattr(group_broadcasts, "Group", no_group)
+    monkeypatch.setattr(group_member, "Group", no_group)
     with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=SMALL) as publisher:
         for version in (1, 2):
             tensors = new_tensors(worker.model, version)
@@ -276,9 +243,9 @@ def test_broken_options_of_a_group_are_refused_by_name(changes: dict[str, Any], 
 
 def test_a_worker_that_gives_up_is_heard_of_while_the_others_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def give_up(*_: Any) -> None:
-        raise nccl.GroupError("no memory")
+        raise GroupError("no memory")
 
-    monkeypatch.setattr(nccl._Member, "_take_part", give_up)
+    monkeypatch.setattr(group_member.Member, "_take_part", give_up)
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", stall_s=20.0) as publisher:
         handle = publisher.publish(new_tensors(worker.model, 1), 1)
         with pytest.raises(RolloutError, match=f"transfer: .*gave up: no memory.*{worker.endpoint}"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from weights_harness import Worker, new_tensors, serves, wait_for
 
 from trainer_bridge import publisher as publisher_module
+from trainer_bridge.errors import RolloutError
 from trainer_bridge.publisher import WeightPublisher
 
 
@@ -64,3 +66,30 @@ def test_the_buffer_is_reused() -> None:
             assert publisher._kept is not None
             seen.add(publisher._kept._buffer.data_ptr())
         assert len(seen) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), RolloutError("no way")])
+def test_a_fault_while_a_worker_is_brought_up_to_date_does_not_end_the_publisher(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    faults = []
+    plain = WeightPublisher._publish
+
+    def publish(self: WeightPublisher, payload: Any, handle: Any, endpoints: Any) -> None:
+        if payload.again and len(faults) < 2:
+            faults.append(handle)
+            raise error
+        plain(self, payload, handle, endpoints)
+
+    monkeypatch.setattr(WeightPublisher, "_publish", publish)
+    with Worker() as first:
+        port = first.port
+        with WeightPublisher(first.endpoint, transport="zmq", keep=True) as publisher:
+            publisher.publish(tensors := new_tensors(first.model, 1), 1).applied(20)
+            first.close()
+            with Worker(port=port) as again:
+                wait_for(lambda: again.receiver.version == 1, "the newest version, after two faults")
+                assert serves(again.model, tensors) and len(faults) == 2
+                assert all(handle.applied(0) == [] for handle in faults)  # over: nobody could wait for it for ever
+                publisher.publish(tensors := new_tensors(first.model, 2), 2).applied(20)
+                assert serves(again.model, tensors)

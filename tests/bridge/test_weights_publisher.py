@@ -220,6 +220,19 @@ def test_nonsense_from_a_worker_is_a_protocol_error(reply: dict[str, Any]) -> No
             publisher.publish({"a": torch.zeros(1)}, 1).applied(20)
 
 
+@pytest.mark.parametrize("changes", [{"version": float("inf")}, {"bytes": None}, {"phases": []}, {"pause_s": "x"}])
+def test_a_report_that_cannot_be_read_is_a_protocol_error(worker: Worker, changes: dict[str, Any]) -> None:
+    control = worker.receiver.control
+
+    def lie(header: Any, reply: Callable[[dict], None]) -> None:
+        control(header, lambda answer: reply({**answer, **(changes if header["action"] == "commit" else {})}))
+
+    worker.receiver.control = lie  # type: ignore[method-assign]
+    with WeightPublisher(worker.endpoint) as publisher:
+        with pytest.raises(ProtocolError, match="a report that cannot be read"):
+            publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
+
+
 def test_closing_half_way_fails_the_handle_and_aborts() -> None:
     with FakeWorker(acks=3) as fake:
         publisher = WeightPublisher(fake.endpoint, transport="zmq", bucket_bytes=SMALL)

@@ -73,6 +73,29 @@ def test_auto_takes_a_socket_when_the_host_is_another_one_and_says_why(
     assert len(asked) == 1  # what one update found out the next one knows
 
 
+def test_memory_that_cannot_be_pinned_is_a_reason_for_another_transport(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Segment) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    class OnGpu:
+        """A payload whose tensors are on a GPU, as the sender sees it."""
+
+        on_gpu = True
+
+        def __init__(self, payload: Payload) -> None:
+            self.manifest = payload.manifest
+
+    plain = ShmSender.prepare
+    monkeypatch.setattr(Segment, "pin", full)
+    monkeypatch.setattr(ShmSender, "prepare", lambda self, payload: plain(self, OnGpu(payload)))  # type: ignore[arg-type]
+    with WeightPublisher(worker.endpoint) as publisher:
+        (report,) = publisher.publish(tensors := new_tensors(worker.model, 1), 1).applied(20)
+        assert report.transport == "zmq" and "not shm" in report.why and "cannot be pinned" in report.why
+        assert serves(worker.model, tensors) and segments() == 0
+
+
 def noting(plain: Any, calls: list) -> Any:
     return lambda self, payload: (calls.append(1), plain(self, payload))[1]
 

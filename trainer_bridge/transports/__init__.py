@@ -76,6 +76,15 @@ class Incoming:
         self.arrived_bytes += nbytes
         self.last_data_s = time.monotonic()
 
+    def summary(self) -> dict[str, Any]:
+        """What a status says of it."""
+        return {
+            "version": self.manifest.version,
+            "transport": self.transport,
+            "arrived_bytes": self.arrived_bytes,
+            "total_bytes": self.manifest.total_bytes,
+        }
+
 
 class TransportReceiver(ABC):
     """The worker's side of a transport. All methods run in the receiver's thread."""

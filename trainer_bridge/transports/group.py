@@ -26,6 +26,9 @@ import torch
 import torch.distributed as dist
 
 POLL_S = 0.002
+BUFFERS = 2  # of buckets on their way, on each side
+#: Key of a store under which a member says why it gave up.
+GONE = "gone"
 _LOOPBACK = "127.0.0.1"
 #: Read by the nccl backend when it is made. Without them a group that has lost a member ends the whole process.
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}

@@ -1,0 +1,72 @@
+"""What a swap of the weights cost generation, read off the times of a worker's own steps.
+
+    step, version 7   |-------|-|-------|      |-------|-|-------|   step, version 8
+                              typical   |<-pause->|
+
+The pause is the time from the end of the last step under the old weights to the end of the first one under the new,
+less what is usual between the ends of two steps. It holds the copy, whatever the loop did around it, and what the first
+step took longer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rollout.metrics.meter import StepRecord
+from rollout.metrics.recording import Recording
+
+_USUAL_STEPS = 64  # the last ones before an update, of which the median is usual
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """One swap, in seconds."""
+
+    version: int
+    pause_s: float
+    during_s: float  # between the ends of two steps while the update was on its way: the median, as far as it is kept
+    steps_during: int
+
+
+def usual_step(recording: Recording) -> float:
+    """Seconds between the ends of two decode steps of as many rows, the median of the last ones.
+
+    Raises ValueError when there are none.
+    """
+    intervals = [seconds for _, seconds in _intervals(recording.steps)][-_USUAL_STEPS:]
+    if not intervals:
+        raise ValueError("no two decode steps of as many rows are kept: nothing to compare with")
+    return statistics.median(intervals)
+
+
+def pause_of(recording: Recording, version: int, usual_s: float, published_unix_s: float) -> Pause:
+    """The pause of the swap to `version`, which was published at this Unix time; `usual_s` is `usual_step` before that.
+
+    Raises ValueError when the recording does not show it between two decode steps of as many rows.
+    """
+    steps, published_s = recording.steps, published_unix_s - recording.origin_s
+    first = next((i for i, step in enumerate(steps) if step.version == version), 0)
+    if first == 0:
+        raise ValueError(f"the swap to version {version} is not among the last {len(steps)} steps")
+    before, after = steps[first - 1], steps[first]
+    if not _decoding(before, after):
+        raise ValueError(f"rows came or went at the swap to version {version}: nothing to compare with")
+    during = [seconds for end_s, seconds in _intervals(steps[:first]) if end_s > published_s]
+    return Pause(
+        version,
+        pause_s=after.end_s - before.end_s - usual_s,
+        during_s=statistics.median(during) if during else usual_s,
+        steps_during=len(during),
+    )
+
+
+def _intervals(steps: Sequence[StepRecord]) -> list[tuple[float, float]]:
+    """(end of the later one, seconds between the ends) of each two decode steps in a row."""
+    return [(b.end_s, b.end_s - a.end_s) for a, b in pairwise(steps) if _decoding(a, b)]
+
+
+def _decoding(a: StepRecord, b: StepRecord) -> bool:
+    return a.kind == b.kind == "decode" and a.rows == b.rows

@@ -1,0 +1,158 @@
+"""A worker's part in one group: a thread that joins, takes every bucket, and ends with the update.
+
+    reaches the store --> waits for its place --> joins --> buckets, each to its place, two on their way --> `done`
+
+Invariants:
+
+- It writes to its landing only while its update is the present one (`_lock`); whatever it waits for, it ends by its
+  deadline.
+- What goes wrong is in `error`, and in the store under `GONE`, so that nobody waits for this worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer_bridge.errors import RolloutError, WeightsRejected
+from trainer_bridge.fingerprint import fingerprint, fingerprints_digest
+from trainer_bridge.transports import Incoming
+from trainer_bridge.transports.group import BUFFERS, GONE, POLL_S, Group, GroupError, connect, local_address
+
+_MAX_MEMBERS = 4096
+
+_log = logging.getLogger(__name__)
+
+
+class Member:
+    """One worker's part in one group."""
+
+    def __init__(
+        self,
+        incoming: Incoming,
+        place: tuple[str, int, str],
+        device: torch.device,
+        timeout_s: float,
+        wake: Callable[[], object],
+    ) -> None:
+        self.error: RolloutError | None = None
+        self.done = threading.Event()
+        self.digest = ""
+        self._incoming, self._place = incoming, place
+        self._device, self._timeout_s, self._wake = device, timeout_s, wake
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="weights-nccl", daemon=True)
+
+    def start(self) -> None:
+        """Begin to join."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its thread."""
+        self._thread.join(timeout_s)
+
+    def cancel(self) -> None:
+        """After this nothing is written any more; the thread ends by its deadline."""
+        with self._lock:
+            self._cancelled.set()
+
+    def _run(self) -> None:
+        try:
+            self._receive()
+        except GroupError as error:
+            self.error = WeightsRejected(f"transfer: the group with the publisher broke: {error}")
+        # The old weights serve on, and the publisher is told.
+        except Exception as error:
+            _log.exception("receiving weights failed")
+            self.error = WeightsRejected(f"transfer: the worker failed in its group: {error!r:.300}")
+        self._wake()
+
+    def _receive(self) -> None:
+        host, port, _ = self._place
+        store = connect(host, port, self._timeout_s)
+        try:
+            self._take_part(store, host, port)
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # the publisher is gone, too
+                store.set(GONE, f"a worker gave up: {error!s:.200}")
+            raise
+
+    def _take_part(self, store: dist.TCPStore, host: str, port: int) -> None:
+        name = self._place[2]
+        rank, size = self._await_place(store)
+        address = local_address(f"tcp://{host}:{port}")
+        group = Group(store, name, rank, size, address, self._device, self._timeout_s)
+        broken = True
+        try:
+            self._await(self._incoming.open.is_set, "the loop to hold generation")
+            self._take_buckets(group, store, rank)
+            broken = False
+        finally:
+            group.close(broken)
+
+    def _take_buckets(self, group: Group, store: dist.Store, rank: int) -> None:
+        manifest = self._incoming.manifest
+        buffers = [group.buffer(min(manifest.bucket_bytes, manifest.total_bytes)) for _ in range(BUFFERS)]
+        seen, count = [], manifest.bucket_count
+
+        def start(index: int) -> Any:
+            first, end = manifest.bucket_span(index)
+            return group.broadcast(buffers[index % BUFFERS][: end - first])
+
+        pending = start(0) if count else None
+        for index in range(count):
+            assert pending is not None
+            pending.wait(self._cancelled)
+            # The next bucket is on its way to the other buffer while this one is copied to its place.
+            pending = start(index + 1) if index + 1 < count else None
+            first, end = manifest.bucket_span(index)
+            data = buffers[index % BUFFERS][: end - first]
+            with self._lock, group.on_stream():
+                if self._cancelled.is_set():
+                    raise GroupError("the update was dropped")
+                seen.append(fingerprint(data))
+                self._incoming.landing.put(first, data)
+                self._incoming.note(end - first)
+            store.set(f"at/{rank}", str(index + 1))
+        with group.on_stream():
+            self.digest = fingerprints_digest(seen)
+        self.done.set()
+
+    def _await_place(self, store: dist.Store) -> tuple[int, int]:
+        key = f"member/{self._incoming.token.hex()}"
+        try:
+            self._await(lambda: store.check([key]), "a place in the group")
+            place = json.loads(store.get(key))
+        except (RuntimeError, ValueError) as error:
+            raise (
+                error if isinstance(error, GroupError) else GroupError(f"the publisher is gone: {error!s:.200}")
+            ) from error
+        if type(place) is not list or len(place) != 2 or any(type(part) is not int for part in place):
+            raise GroupError("the publisher's store holds no place in the group")
+        rank, size = place
+        if not 1 <= rank < size <= _MAX_MEMBERS:
+            raise GroupError("the publisher's store holds no place in the group")
+        return rank, size
+
+    def _await(self, happened: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        while not happened():
+            if self._cancelled.is_set():
+                raise GroupError("the update was dropped")
+            if time.monotonic() > deadline_s:
+                raise GroupError(f"waited {self._timeout_s:g} s for {what}")
+            time.sleep(POLL_S)
