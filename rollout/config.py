@@ -145,6 +145,9 @@ class ServiceSettings(_Section):
     )
     max_results: int = Field(4096, ge=0, description="results kept for clients that come back for them")
     max_results_bytes: int = Field(512 << 20, ge=0, description="bytes of all results that are kept")
+    max_reply_bytes: int = Field(
+        1 << 30, ge=1, description="bytes that the likeliest tokens and the routing of a request's reply may come to"
+    )
     max_results_age_s: float = Field(3600.0, ge=0, description="seconds after which a result is forgotten")
     heartbeat_s: float = Field(10.0, gt=0, description="interval of ZMTP heartbeats, seconds")
     max_stream_buffer_bytes: int = Field(256 << 20, ge=1 << 16, description="unsent bytes kept for one slow client")

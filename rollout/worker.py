@@ -41,7 +41,7 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.loader import fetch
 from rollout.progress import stage
 from rollout.service.constraint import constraints_for
-from rollout.service.intake import ServedModel
+from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
 from rollout.service.text import load_text_codec
 from rollout.service.text_process import TextProcess

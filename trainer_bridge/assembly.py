@@ -46,6 +46,7 @@ class Assembler:
             )
         if self._whole and chunk.finish_reason is None:
             raise ProtocolError(f"a chunk of completion {chunk.index} is not a whole completion")
+        _check_routing(chunk, parts)
         if chunk.prompt_logprobs is not None:
             self.prompt_logprobs = chunk.prompt_logprobs
         parts.append(chunk.part)
@@ -158,6 +159,23 @@ def _join(parts: list[Completion], index: int, prior: Completion | None) -> Comp
         seed=next((part.seed for part in parts if part.seed is not None), None),
         error=last.error,
     )
+
+
+def _check_routing(chunk: Chunk, parts: list[Completion]) -> None:
+    """Raise `ProtocolError` unless a chunk's entries, if it has any, go on where those of the parts before it end."""
+    routing = chunk.part.routing
+    if routing is None:
+        return
+    if chunk.offset > 0 and len(routing) != len(chunk.token_ids):
+        raise ProtocolError(
+            f"a chunk of {len(chunk.token_ids)} tokens at {chunk.offset} has {len(routing)} entries of routing"
+        )
+    before = next((part.routing for part in reversed(parts) if part.routing is not None), routing)
+    if before.dtype != routing.dtype or before.shape[1:] != routing.shape[1:]:
+        raise ProtocolError(
+            f"the routing of a chunk is {routing.dtype} with {list(routing.shape[1:])} for each token, that of those "
+            f"before it {before.dtype} with {list(before.shape[1:])}"
+        )
 
 
 def _last_entries(completion: Completion, start: int) -> np.ndarray | None:

@@ -257,12 +257,12 @@ class ClientCore:
     def _choose(self, plan: RequestPlan, avoid: Collection[int] = ()) -> int:
         # A worker that is gone has no load, and would otherwise attract everything.
         there = [place for place, connection in enumerate(self.connections) if not connection.gone]
+        welcome = [place for place in there if place not in avoid]
         if plan.endpoint is not None:
             place = self._place_of(plan.endpoint)
-        elif plan.session in self.sessions and (self.resumer is None or self.sessions[plan.session] in there):
+        elif plan.session in self.sessions and (self.resumer is None or self.sessions[plan.session] in welcome):
             place = self.sessions[plan.session]
         else:
-            welcome = [place for place in there if place not in avoid]
             candidates = welcome or there or range(len(self.connections))
             place = min(candidates, key=lambda place: (self._loads[place], self._turns[place]))
         self._turns[place] = next(self._counter)

@@ -44,7 +44,7 @@ from rollout.engine.types import Command, Prior, Request, SamplingParams, Submit
 from rollout.metrics.meter import Meter, StepRecord
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
-from rollout.service.intake import ServedModel
+from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
 from rollout.service.text import TextCodec
 from rollout.service.text_process import TextProcess

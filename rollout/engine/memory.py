@@ -145,6 +145,8 @@ class SequenceMemory:
         """No step names this finalized turn: leave its KV to its session, as far as all of it is of `version`."""
         assert seq.group.session is not None and seq.finish is not None
         known = min(seq.kv_uniform, seq.prompt_len + len(seq.tokens))
+        if seq.copy_source is not None:  # it ended before its first chunk: the page was not copied
+            known -= known % self.page_size
         if seq.kv_version != version or seq.finish.reason == "error":
             known = 0
         self.remember(seq, known, version)

@@ -44,10 +44,11 @@ def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
         finish=seq.finish,
         recomputed=tuple(seq.recomputed),
         version_span=seq.versions[-1][0] - seq.versions[0][0] if seq.finish and seq.versions else 0,
-        routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, seq.pages, seq.consumed),
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == _known(seq) else None,
+        # Moves its own mark, so nothing that may fail comes after it.
+        routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, seq.pages, seq.consumed),
     )
     seq.flushed = end  # last: a fault before this loses no token
     return delta

@@ -69,6 +69,7 @@ class Runner:
         self.kv = kv
         self.rows = rows
         self.sample = Sampler(rows, deterministic)
+        self._exact_sums = deterministic  # a row's scores do not depend on the other rows
         self.graphs: DecodeGraphs | None = None  # captured decode steps, where the device has them
         self.h2d, self.compute, self.d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
 
@@ -238,7 +239,7 @@ class Runner:
         """A forward, and the draw unless that is held."""
         slot.forwarded = forward(upload, slot.record)
         if slot.forwarded is not None and "top_at" in upload:
-            slot.scores.take_tops(slot.forwarded[0], upload["top_at"])
+            slot.scores.take_tops(slot.forwarded[0], upload["top_at"], self._exact_sums)
         if not features & Feature.CONSTRAIN:
             self._draw(features, slot)
 
@@ -315,7 +316,8 @@ class Runner:
             record.end(batch)
         self.rows.ints[rows_C, LENGTH] = upload["lengths"]
         if "scored_at" in upload:
-            scores.score_prompt(hidden_TD, upload["scored_at"], upload["scored_targets"], self.forward.compute_logits)
+            at_N, targets_N, head = upload["scored_at"], upload["scored_targets"], self.forward.compute_logits
+            scores.score_prompt(hidden_TD, at_N, targets_N, head, self._exact_sums)
         if len(upload["sampled_rows"]) == 0:
             return None
         return self.forward.compute_logits(hidden_TD[upload["sampled_at"]]), upload["sampled_rows"]

@@ -346,6 +346,7 @@ class Scheduler:
         seq.finish = finish
         self.events.append(make_delta(seq, self.memory.experts))
         seq.finalized = True  # after its last delta: `rescue` relies on it
+        seq.tops = None  # told; its group may go on for long
         group = seq.group
         group.unfinished -= 1
         complete = finish.reason in ("stop", "length")

@@ -64,12 +64,12 @@ class StepScores:
         padding = (0, self._padded(len(at)) - len(at))
         return np.pad(at, padding).astype(np.int64), np.pad(targets, padding).astype(np.int64)
 
-    def take_tops(self, logits_SV: torch.Tensor, at_C: torch.Tensor) -> None:
+    def take_tops(self, logits_SV: torch.Tensor, at_C: torch.Tensor, exact_sums: bool = False) -> None:
         """Find the likeliest tokens of some rows; on the compute stream. The logits are left as they are."""
         logits_CV = logits_SV.index_select(0, at_C)
         top_CK = logits_CV.topk(self._k, dim=1)
         best_C1 = top_CK.values[:, :1]
-        rest_C1 = logits_CV.sub_(best_C1).exp_().sum(dim=1, keepdim=True).log_()
+        rest_C1 = _log_sum_exp(logits_CV.sub_(best_C1), exact_sums)[:, None]
         ids_CK, bits_CK = self._tops[: len(at_C)].unbind(1)
         ids_CK.copy_(top_CK.indices)
         bits_CK.view(torch.float32).copy_(top_CK.values - best_C1 - rest_C1)
@@ -80,6 +80,7 @@ class StepScores:
         at_N: torch.Tensor,
         targets_N: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        exact_sums: bool = False,
     ) -> None:
         """Log-probs of `targets_N` after the tokens `at_N` of a step; on the compute stream."""
         for start in range(0, len(at_N), SCORED_AT_ONCE):
@@ -87,7 +88,7 @@ class StepScores:
             logits_PV = compute_logits(hidden_TH.index_select(0, at_N[part]))
             logits_PV.sub_(logits_PV.amax(dim=1, keepdim=True))  # small numbers lose no digits in the difference
             chosen_P = logits_PV.gather(1, targets_N[part, None]).squeeze(1)
-            self._prompt[start : start + len(chosen_P)] = chosen_P - logits_PV.exp_().sum(dim=1).log_()
+            self._prompt[start : start + len(chosen_P)] = chosen_P - _log_sum_exp(logits_PV, exact_sums)
 
     def copy(self) -> None:
         """Copy device to host what there is; on the D2H stream."""
@@ -104,3 +105,15 @@ class StepScores:
 
     def _padded(self, count: int) -> int:
         return -(-count // self._multiple) * self._multiple
+
+
+def _log_sum_exp(logits_RV: torch.Tensor, exact: bool) -> torch.Tensor:
+    """[R]; no logit is above 0, and all are overwritten.
+
+    A GPU groups the additions by the number of rows. With `exact` they are of whole numbers, multiples of 2^-43 (of
+    which 2^19 tokens are no overflow): the same whatever the other rows, for more memory and time.
+    """
+    probs_RV = logits_RV.exp_()
+    if exact:
+        return (probs_RV.mul_(2.0**43).long().sum(dim=1).double() * 2.0**-43).log_().float()
+    return probs_RV.sum(dim=1).log_()

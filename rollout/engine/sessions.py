@@ -11,7 +11,8 @@ A session holds a reference to each page and knows the tokens whose KV is in the
 Invariants:
 - A session holds pages only between its turns, and none that a step in flight may write to.
 - All KV of a session is of one weights version, the present one.
-- Together sessions hold at most `most_pages` pages; pages that several share count once.
+- Together sessions hold at most `most_pages` pages; pages that several share count once. There are no more sessions
+  than that, and in all of them no more tokens than `_SHARING` times what fits in these pages: each takes host memory.
 - A session with neither a turn nor a page is forgotten.
 """
 
@@ -28,6 +29,8 @@ from rollout.engine.types import Request, RequestKey, SessionKey, SessionStatus
 
 #: Entries that the heap of leases may hold beyond twice those that are in use.
 _SLACK = 16
+#: Sessions that a page may be held by, in the mean.
+_SHARING = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,10 @@ class Sessions:
         self._page_size = page_size
         self._most_pages = most_pages
         self._sessions: dict[SessionKey, Session] = {}
+        self._of_client: dict[str, dict[SessionKey, None]] = {}
         self._holding: OrderedDict[SessionKey, Session] = OrderedDict()  # least recently used first
         self._refs: dict[int, int] = {}  # references that sessions have, by page
+        self._held_pages = 0  # the sum of them
         self._leases: list[tuple[float, int, Session]] = []
         self._serial = 0
 
@@ -109,6 +114,7 @@ class Sessions:
         if key is None:
             return None
         session = self._sessions.setdefault(key, Session(key, request.session_lease_s))
+        self._of_client.setdefault(key[0], {})[key] = None
         session.lease_s, session.turn = request.session_lease_s, request.key
         session.turns += 1
         self.counts.turns += 1
@@ -141,7 +147,7 @@ class Sessions:
         if session.turns:
             return
         if session.held is None:
-            del self._sessions[session.key]
+            self._forget(session.key)
             return
         session.until_s = now_s + session.lease_s
         self._serial += 1
@@ -162,10 +168,10 @@ class Sessions:
 
     def end(self, client: str, name: str | None = None) -> None:
         """A session is over, or all of a client's; a turn that runs goes on and leaves nothing."""
-        keys = [key for key in self._sessions if key[0] == client] if name is None else [(client, name)]
-        for key in keys:
-            session = self._sessions.pop(key, None)
+        for key in list(self._of_client.get(client, ())) if name is None else [(client, name)]:
+            session = self._sessions.get(key)
             if session is not None:
+                self._forget(key)
                 session.over = True
                 self._let_go(session)
 
@@ -190,8 +196,11 @@ class Sessions:
             assert held.keys is None or len(held.keys) >= len(held.tokens) // self._page_size, "a page has no key"
             for page in held.pages:
                 refs[page] = refs.get(page, 0) + 1
-        assert refs == self._refs, "sessions count their pages wrongly"
+        assert refs == self._refs and sum(refs.values()) == self._held_pages, "sessions count their pages wrongly"
+        assert not self._too_many, "sessions hold more than they may"
         assert all(session.turns or session.held for session in self._sessions.values()), "an empty session is left"
+        assert {key for keys in self._of_client.values() for key in keys} == set(self._sessions), "a client's are wrong"
+        assert all(self._of_client.values()), "a client without a session is left"
 
     # --- pages -------------------------------------------------------------------------------------------------------
 
@@ -203,15 +212,28 @@ class Sessions:
         for page in pages:
             self._pool.retain(page)
             self._refs[page] = self._refs.get(page, 0) + 1
-        session.held = Held(left.tokens[:count], pages, left.version, left.keys)
+        self._held_pages += len(pages)
+        # A copy: a view would keep all tokens of a prompt of which little was computed.
+        session.held = Held(left.tokens[:count].copy(), pages, left.version, left.keys)
         self._holding[session.key] = session
-        while len(self._refs) > self._most_pages:
-            self.evict_one()  # never this one: it is the newest, and by itself within the limit
+        while self._too_many:
+            self.evict_one()  # never this one: it is the newest, and by itself within the limits
+
+    @property
+    def _too_many(self) -> bool:
+        most = self._most_pages
+        return len(self._refs) > most or len(self._holding) > most or self._held_pages > _SHARING * most
 
     def _drop(self, session: Session) -> None:
         self._let_go(session)
         if not session.turns:
-            del self._sessions[session.key]
+            self._forget(session.key)
+
+    def _forget(self, key: SessionKey) -> None:
+        del self._sessions[key]
+        del self._of_client[key[0]][key]
+        if not self._of_client[key[0]]:
+            del self._of_client[key[0]]
 
     def _let_go(self, session: Session) -> None:
         if session.held is None:
@@ -221,6 +243,7 @@ class Sessions:
             self._refs[page] -= 1
             if not self._refs[page]:
                 del self._refs[page]
+        self._held_pages -= len(session.held.pages)
         session.held = None
         del self._holding[session.key]
 

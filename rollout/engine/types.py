@@ -44,6 +44,11 @@ class RoutingShape:
         """Of the numbers."""
         return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of an entry."""
+        return self.layers * self.top_k * self.dtype.itemsize
+
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
 

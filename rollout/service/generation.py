@@ -28,7 +28,6 @@ from rollout.engine.types import (
     EndSession,
     EngineStatus,
     Rejected,
-    Request,
     RequestDone,
     RequestKey,
     StopAt,
@@ -36,20 +35,18 @@ from rollout.engine.types import (
 )
 from rollout.logs import about
 from rollout.service import requests
-from rollout.service.completion import Completion
 from rollout.service.connections import Connections, Peer
 from rollout.service.constraint import Constraints
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.in_flight import InFlight
-from rollout.service.intake import Intake, Prepared, prior_columns
+from rollout.service.intake import Intake, Prepared
 from rollout.service.leases import Leases, client_key, may_return
 from rollout.service.patience import Patience
 from rollout.service.preparation import Preparation
 from rollout.service.prepare import Preparer
 from rollout.service.replies import error_reply, ok_reply, result_reply
-from rollout.service.stop_strings import StopText
 from rollout.service.store import ResultStore, Stored, StoredCompletion
-from rollout.service.text import PromptSource, TextCodec
+from rollout.service.text import PromptSource
 from rollout.service.waiters import Delivery, Position, Waiter, held_positions
 from trainer_bridge.wire import encode
 
@@ -73,7 +70,6 @@ class Generation:
         self,
         settings: ServiceSettings,
         intake: Intake,
-        text: TextCodec | None,
         prompts: PromptSource | None,
         *,
         inbox: SimpleQueue[Command],
@@ -89,7 +85,6 @@ class Generation:
         self.reclaimed = 0  # completions of vanished clients that were ended
         self._settings = settings
         self._intake = intake
-        self._text = text
         self._inbox = inbox
         self._status = status
         self._connections = connections
@@ -315,7 +310,7 @@ class Generation:
             prepared = outcome()
             elapsed_s = time.monotonic() - entry.arrived_s
             request = self._intake.build(entry.key, entry.message, prepared, elapsed_s)
-            entry.completions = [self._new_completion(entry.message, request, index) for index in range(request.n)]
+            entry.completions = [self._intake.completion(entry.message, request, index) for index in range(request.n)]
         except ServiceError as error:
             if error.code == "internal":
                 logger.error("a prompt could not be prepared", extra=about(*entry.name) | {"why": str(error)})
@@ -335,18 +330,6 @@ class Generation:
         self._inbox.put(Submit(request))
         if entry.cancelled:
             self._inbox.put(Cancel(entry.key))
-
-    def _new_completion(self, message: requests.Generate, request: Request, index: int) -> Completion:
-        text, known = None, message.continue_from
-        prior, taken = (known.token_ids.tolist(), known.text_chars) if known else ((), None)
-        if self._text is not None and (message.return_text or request.stop.strings):
-            text = StopText(self._text.decode, request.stop.strings, request.stop.min_tokens, prior, taken)
-        shown_from = None
-        if text is not None and message.return_text:
-            shown_from = len(text.text) if taken is None else taken
-        columns, routing = prior_columns(message.continue_from, message.logprobs), self._intake.routing_column(message)
-        recomputed = (known.recomputed if known else None) or ()
-        return Completion(index, columns, text, shown_from, routing, recomputed)
 
     def _add(self, entry: InFlight, delta: Delta) -> None:
         completion = entry.completions[delta.index]

@@ -1,4 +1,6 @@
-"""From a `generate` message to the engine's request: everything that depends on the model and the settings.
+"""From a `generate` message to the request of the engine, and its completions as they begin.
+
+Everything here depends on the model and the settings.
 
 `check` needs only the message and is cheap; `build` comes after the prompt's token ids are known. Both raise
 `ServiceError` naming the field.
@@ -13,29 +15,20 @@ import numpy as np
 
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import Constraint
-from rollout.engine.types import MAX_STOP_IDS, Prior, Request, RequestKey, RoutingShape, SamplingParams, StopParams
+from rollout.engine.types import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
 from rollout.service.columns import TokenColumns
+from rollout.service.completion import Completion
 from rollout.service.constraint import ConstraintFields
 from rollout.service.continue_from import ContinueFrom
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests import Generate, Sampling
 from rollout.service.routing import RoutingColumn, check_wanted, first_position
+from rollout.service.served_model import ServedModel
+from rollout.service.stop_strings import StopText
 from rollout.service.text import TextCodec, check_chars
 
 _MIN_DEADLINE_S = 1e-3
 _ROUTING_EVERY = 256  # tokens: their experts are many bytes, and the loop should not have to copy all of them at once
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What the service knows of the model."""
-
-    name: str
-    vocab_size: int
-    max_context_tokens: int
-    eos_ids: tuple[int, ...] = ()
-    sparse: bool = False  # it has experts
-    routing: RoutingShape | None = None  # what is kept of those that tokens take
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +91,12 @@ class Intake:
         prompt = prepared.prompt
         self._check_prompt(prompt, "messages" if message.messages is not None else "prompt")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
+        max_tokens = self._max_tokens(message, len(prompt), known)
+        self._check_reply(message, len(prompt), max_tokens)
         return Request(
             key=key,
             prompt=prompt,
-            max_tokens=self._max_tokens(message, len(prompt), known),
+            max_tokens=max_tokens,
             n=message.n,
             sampling=_sampling(message.sampling, message.continue_from),
             stop=self._stop(message),
@@ -120,7 +115,20 @@ class Intake:
             routing_from=first_position(message.return_routing, message.continue_from, len(prompt)),
         )
 
-    def routing_column(self, message: Generate) -> RoutingColumn | None:
+    def completion(self, message: Generate, request: Request, index: int) -> Completion:
+        """Completion `index` as it begins: empty, or with what `continue_from` says of it."""
+        text, known = None, message.continue_from
+        prior, taken = (known.token_ids.tolist(), known.text_chars) if known else ((), None)
+        if self._text is not None and (message.return_text or request.stop.strings):
+            text = StopText(self._text.decode, request.stop.strings, request.stop.min_tokens, prior, taken)
+        shown_from = None
+        if text is not None and message.return_text:
+            shown_from = len(text.text) if taken is None else taken
+        recomputed = (known.recomputed if known else None) or ()
+        columns = _prior_columns(known, message.logprobs)
+        return Completion(index, columns, text, shown_from, self._routing_column(message), recomputed)
+
+    def _routing_column(self, message: Generate) -> RoutingColumn | None:
         """Where a completion's experts go, if they are asked for."""
         if not message.return_routing or self._model.routing is None:
             return None
@@ -211,6 +219,23 @@ class Intake:
             )
         return message.max_tokens
 
+    def _check_reply(self, message: Generate, prompt_tokens: int, max_tokens: int) -> None:
+        """What a reply may come to, beyond some bytes a token, is known before there is any of it."""
+        shape = self._model.routing if message.return_routing else None
+        consumed = max_tokens + (prompt_tokens if message.return_routing == "all" else 0)
+        sizes = {
+            "logprobs": message.n * max_tokens * message.logprobs * 8,
+            "return_routing": 0 if shape is None else message.n * consumed * shape.bytes_per_token,
+        }
+        most = self._settings.max_reply_bytes
+        if sum(sizes.values()) > most:
+            raise bad_request(
+                f"a reply with {' and '.join(name for name in sizes if sizes[name])} may come to "
+                f"{sum(sizes.values())} bytes and this worker sends at most {most} of them "
+                "('service.max_reply_bytes'); ask for fewer completions or tokens",
+                max(sizes, key=sizes.__getitem__),
+            )
+
     def _stop(self, message: Generate) -> StopParams:
         token_ids = self.stop_ids(message)
         if message.stop.min_tokens > 0 and len(token_ids) > MAX_STOP_IDS:
@@ -235,7 +260,7 @@ class Intake:
         return min(wanted, default=0)
 
 
-def prior_columns(prior: ContinueFrom | None, tops: int = 0) -> TokenColumns:
+def _prior_columns(prior: ContinueFrom | None, tops: int = 0) -> TokenColumns:
     """Columns that begin with the tokens of `continue_from`: NaN, id -1 and version -1 where it does not say."""
     columns = TokenColumns(tops)
     if prior is not None and len(prior.token_ids):

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.engine.types import EngineStatus, RequestDone, SequenceStatus
 from rollout.service.errors import ServiceError
-from rollout.service.intake import ServedModel
+from rollout.service.served_model import ServedModel
 from trainer_bridge.wire import PROTOCOL_VERSION
 
 

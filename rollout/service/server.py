@@ -33,13 +33,14 @@ from rollout.service.constraint import Constraints
 from rollout.service.departures import Departures
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.generation import Generation
-from rollout.service.intake import Intake, Prepared, ServedModel
+from rollout.service.intake import Intake, Prepared
 from rollout.service.leases import client_key
 from rollout.service.outbox import Outbox
 from rollout.service.prepare import Preparer
 from rollout.service.replies import error_reply, ok_reply, sequence_fields, status_reply, trace_reply
 from rollout.service.reports import Reports
 from rollout.service.router import open_router, receive_parts
+from rollout.service.served_model import ServedModel
 from rollout.service.text import PromptEncoder, PromptSource, TextCodec
 from trainer_bridge.access import Access
 from trainer_bridge.wire import PROTOCOL_VERSION, WireError, WireLimits, decode, encode, header_id, split_envelope
@@ -141,7 +142,6 @@ class Server:
         self._generation = Generation(
             self._settings,
             self._intake,
-            self._text,
             self._prompts,
             inbox=self._inbox,
             status=self._status,
@@ -271,7 +271,8 @@ class Server:
             case requests.Generate():
                 self._generation.generate(peer, client, message, frames, _fingerprint(frames))
             case requests.EndSession():
-                self._inbox.put(EndSession(client, message.session, self._control(peer)))
+                end = EndSession(client, message.session, self._control(peer))
+                self._preparer.now(client, None, lambda _: self._inbox.put(end))  # behind the turns that came before it
             case requests.Cancel():
                 self._generation.cancel(peer, client, message)
             case requests.Attach():

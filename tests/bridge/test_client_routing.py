@@ -124,3 +124,22 @@ def test_what_is_no_routing_of_a_reply_is_a_protocol_error(connect: Connect, ser
     client = connect(serve(answer).endpoint)
     with pytest.raises(ProtocolError, match="routing"):
         client.generate(PROMPT, max_tokens=3, return_routing=True)
+
+
+@pytest.mark.parametrize(
+    "second", [entries(3, 4, 6)[:1], entries(3, 3, 6), entries(3, 4, 6)[:, :1], entries(3, 4, 6).astype(np.uint16)]
+)
+def test_a_chunk_whose_entries_do_not_go_on_from_those_before_is_a_protocol_error(
+    connect: Connect, serve: Serve, second: Any
+) -> None:
+    def answer(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        for offset, routing in ((0, entries(3, 0, 3)), (2, second)):
+            part = columns(OWN, offset, offset + 2, 3)
+            worker.reply(peer, header, {"op": "chunk", "index": 0, "offset": offset, **part, "routing": routing})
+
+    stream = connect(serve(answer).endpoint).generate(
+        PROMPT, max_tokens=9, seed=SEED, return_routing="all", stream="tokens"
+    )
+    assert told(next(stream).part.routing) == [(0, 3), (1, 3), (2, 3)]
+    with pytest.raises(ProtocolError, match="routing"):
+        next(stream)

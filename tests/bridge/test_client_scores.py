@@ -150,15 +150,24 @@ def test_a_prompt_that_its_first_chunk_did_not_know_comes_with_the_result(connec
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_stream_that_was_cut_has_the_rest_from_the_result(connect: Connect, serve: Serve, resume: bool) -> None:
+@pytest.mark.parametrize("sent", [0, 2])
+def test_a_stream_that_was_cut_has_the_rest_from_the_result(
+    connect: Connect, serve: Serve, resume: bool, sent: int
+) -> None:
     def cut(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
-        whole = {**columns(SEEDS[0], 0, 6, 3, tops=3), "index": 0}
-        worker.reply(peer, header, result([whole], prompt_logprobs=PROMPT_LOGPROBS))
+        once = {"prompt_logprobs": PROMPT_LOGPROBS}
+        if sent:
+            part = {**columns(SEEDS[0], 0, sent, 3, tops=3), "index": 0, "offset": 0}
+            worker.reply(peer, header, {"op": "chunk", **part, **once})
+        whole = {**columns(SEEDS[0], 0, 6, 3, tops=3), "index": 0, "finish_reason": "length"}
+        worker.reply(peer, header, result([whole], **once))
 
     stream = connect(serve(cut).endpoint, resume=resume).generate([1, 2], max_tokens=6, stream="tokens", **ASKED)
-    (chunk,) = stream
-    check_tops(chunk.part, SEEDS[0], 6)
-    for scores in (chunk.prompt_logprobs, stream.result.prompt_logprobs):
+    chunks = list(stream)
+    check_tops(stream.partials()[0], SEEDS[0], 6)
+    assert [chunk.offset for chunk in chunks] == [0, sent][: len(chunks)] and len(chunks) == 1 + bool(sent)
+    assert [chunk.prompt_logprobs is None for chunk in chunks] == [False, True][: len(chunks)]
+    for scores in (chunks[0].prompt_logprobs, stream.result.prompt_logprobs):
         np.testing.assert_array_equal(scores, PROMPT_LOGPROBS)
 
 
@@ -192,6 +201,13 @@ def test_a_completion_of_the_callers_goes_on_with_its_own(connect: Connect, serv
     for _ in stream:
         pass
     check_tops(stream.partials()[0], SEEDS[2], 5)
+
+
+def test_rows_of_a_completion_that_are_not_wanted_back_are_not_sent() -> None:
+    known = read_completion({**columns(SEEDS[0], 0, 2, 1, tops=3), "index": 0})
+    plan = plan_request([1, 2], {"continue_from": known})
+    assert not {"top_ids", "top_logprobs"} & plan.fields["continue_from"].keys()
+    assert plan.prior is not None and plan.prior.top_ids is None
 
 
 def test_old_tokens_that_came_without_have_none() -> None:

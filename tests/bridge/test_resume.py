@@ -375,6 +375,19 @@ def test_a_session_moves_when_its_endpoint_is_gone(connect: Connect, serve: Serv
     assert len(generates(second)) == 2
 
 
+@pytest.mark.parametrize("fail", [refuse("unavailable"), refuse("internal"), hand_back("cancelled")])
+def test_a_session_moves_when_its_endpoint_refuses(connect: Connect, serve: Serve, fail: Any) -> None:
+    """A worker that drains is there for long, and answers."""
+    first, second = serve(Model(3)), serve(Model(4))
+    client = connect(first.endpoint, second.endpoint, resume=True, timeout_s=10.0)
+    places = [client.generate([1], max_tokens=8, seed=SEED, session="s").endpoint]
+    (there, other) = (first, second) if places[0] == first.endpoint else (second, first)
+    there.handler = Model(3, reach=(4,), fail=fail)
+    places += [client.generate([1], max_tokens=8, seed=SEED, session="s").endpoint for _ in range(3)]
+    assert places[1:] == [other.endpoint] * 3
+    assert len(generates(there)) == 2
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "7"])
 def test_a_seed_that_is_none_is_refused_at_once(connect: Connect, serve: Serve, seed: Any) -> None:
     with pytest.raises(ValueError, match="seed"):

@@ -73,6 +73,21 @@ def test_steps_with_tops_never_wait_for_the_device(folder):
     bench.close()
 
 
+def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
+    """A copy to memory that is not pinned would wait for the step, and no debug mode tells of that."""
+    bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=600)
+    for i in range(3):
+        bench.submit(f"r{i}", prompt(20, i), 100, top_logprobs=5 * (i % 2))
+    for _ in range(20):
+        bench.engine.tick()
+    bench.engine.runner.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
+    bench.engine.tick()
+    newest = bench.engine.pipeline.steps()[-1].slot
+    assert newest.scores.wanted and not newest.d2h_done.query()
+    bench.run()
+    bench.close()
+
+
 def test_nothing_is_compiled_for_them_while_serving(folder, monkeypatch):
     bench = Bench(load_bf16(folder), make_device("cuda"), max_rows=12, page_size=16, kv_pages=600)
     compiled = watch_compilation(monkeypatch)

@@ -13,6 +13,7 @@ from test_swap import Mailbox, Update
 
 from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
+from rollout.engine.outcome import make_delta
 from rollout.engine.rescue import rescue
 from rollout.engine.types import EndSession, Prior
 
@@ -239,6 +240,28 @@ def test_a_rescued_completion_has_the_experts_of_its_tokens(family, pages):
         done = bench.completions[name, 0]
         assert done.finish.reason == "error" and done.token_ids
         assert_routed(hf_model, prompt, done.token_ids, routing_of(bench, name), 0)
+    bench.close(check=False)
+
+
+def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
+    class Full:
+        def copy(self):
+            raise MemoryError
+
+    model, hf_model = family
+    bench = Bench(model, routing=True)
+    prompt = prompt_of(20, 1)
+    bench.submit("a", prompt, 30, routing_from=0)
+    for _ in range(12):
+        bench.engine.tick()
+    scheduler = bench.engine.scheduler
+    (seq,) = scheduler.decoding
+    seq.group.prompt_logprobs = Full()
+    with pytest.raises(MemoryError):
+        make_delta(seq, scheduler.memory.experts)
+    seq.group.prompt_logprobs = None
+    bench._emit(rescue(scheduler, "a fault"))
+    assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
     bench.close(check=False)
 
 

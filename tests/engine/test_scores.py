@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout.constraints.matcher import AllowList
 from rollout.engine import scores as scores_module
 from rollout.engine.device import CpuDevice
-from rollout.engine.types import Cancel, Prior
+from rollout.engine.runner import PADDING_WORDS, upload_words
+from rollout.engine.slot import ALIGNMENT_WORDS
+from rollout.engine.types import Cancel, Prior, StopAt
 
 VOCAB = 97
 SAMPLED = {"temperature": 0.7, "seed": 3}
@@ -110,6 +112,29 @@ def test_pieces_are_filled_up_where_each_number_of_rows_may_be_another_kernel(mo
     bench.close()
 
 
+def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(model, prompt_of):
+    bench = Bench(model, prefill_chunk_tokens=512, kv_pages=900)
+    limits, runner, used = bench.engine.scheduler.limits, bench.engine.runner, []
+    launch = runner.launch
+    for slot in bench.engine.pipeline._free:
+        slot.scores._multiple = scores_module.SCORED_AT_ONCE  # as on a GPU
+        assert limits.upload_words + PADDING_WORDS + ALIGNMENT_WORDS <= len(slot.input_host)
+
+    def measured(plan, slot):
+        bound = sum(upload_words(chunk.seq, chunk.length) for chunk in plan.chunks)
+        launch(plan, slot)
+        if bound:
+            used.append((slot._used, bound + PADDING_WORDS + ALIGNMENT_WORDS))
+
+    runner.launch = measured
+    for i, length in enumerate((450, 300, 130, 2, 1, 400)):
+        sampling = {**SAMPLED, "repetition_penalty": 1.1} if i % 2 else SAMPLED
+        bench.submit(f"r{i}", prompt_of(length, i), 2, sampling=sampling, prompt_logprobs=True, top_logprobs=1)
+    bench.run()
+    assert len(used) > 2 and all(words <= bound for words, bound in used), used
+    bench.close()
+
+
 def test_tops_and_prompts_survive_preemption_without_repetition(model, prompt_of, hf_models):
     bench = Bench(model, kv_pages=36, prefill_chunk_tokens=9, prefix_cache=False)
     for i in range(6):
@@ -201,6 +226,24 @@ def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
         check_tops(done, prompt, 3, hf_models[0])
         assert (done.prompt_logprobs is not None) == (index == 0), "once, with completion 0"
     check_prompt(bench.done["g"].prompt_logprobs, prompt, hf_models[0])
+    bench.close()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_who_prefills_after_a_leader_that_ended_scores_the_prompt(model, prompt_of, hf_models, n):
+    bench = Bench(model, prefill_chunk_tokens=8)
+    prompt = prompt_of(40)
+    bench.submit("g", prompt, 9, n=n, sampling=SAMPLED, prompt_logprobs=True, top_logprobs=2)
+    for _ in range(3):
+        bench.engine.tick()
+    assert 0 < bench.engine.scheduler.prefilling[0].kv_len < 40
+    bench.engine.inbox.put(StopAt(("c", "g"), 0, 0, "x"))
+    bench.run()
+    told = bench.completions["g", 0].prompt_logprobs
+    assert len(told) == 40 and np.isnan(told[1:]).any(), "what was known when it ended"
+    check_prompt(bench.done["g"].prompt_logprobs, prompt, hf_models[0])
+    for index in range(1, n):
+        check_tops(bench.completions["g", index], prompt, 2, hf_models[0])
     bench.close()
 
 
@@ -339,6 +382,19 @@ def test_completions_that_end_early_have_as_many_tops_as_tokens(model, prompt_of
     bench.close()
 
 
+def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model, prompt_of):
+    bench = Bench(model, max_rows=1)
+    bench.submit("g", prompt_of(9), 5, n=3, sampling=SAMPLED, top_logprobs=20)
+    bench.engine.tick()
+    group = bench.engine.scheduler.groups["c", "g"]
+    while not group.sequences[1].finalized:
+        bench.engine.tick()
+    assert [seq.tops is None for seq in group.sequences] == [True, True, False]
+    bench.run()
+    assert all(len(bench.completions["g", index].top_ids) == 5 for index in range(3))
+    bench.close()
+
+
 def test_logits_that_are_not_finite_leave_whole_tops(model, prompt_of):
     bench = Bench(model)
     bench.submit("a", prompt_of(9), 50, sampling={"temperature": 1.0, "seed": 1}, top_logprobs=3)
@@ -383,6 +439,30 @@ def test_steps_in_which_nobody_asks_have_one_upload_and_one_download(model, prom
     bench.run()
     assert len(downloads) == len(steps) + 4, "one more for each step of the row that asks"
     bench.close()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_exact_sums_do_not_depend_on_the_order_of_additions(exact):
+    """Which on a GPU is another one for another number of rows."""
+    vocab, generator = 20_011, torch.Generator().manual_seed(0)
+    logits_SV = torch.randn(4, vocab, generator=generator) * 3
+    order_V = torch.randperm(vocab, generator=generator)
+    told = []
+    for each_SV in (logits_SV, logits_SV[:, order_V]):
+        scores = scores_module.StepScores(CpuDevice(), max_rows=4, chunk_tokens=4, vocab=vocab)
+        scores.take_tops(each_SV, torch.tensor(scores.want_tops(range(4))), exact)
+        at, target = scores.want_prompt(np.arange(4), np.zeros(4))
+        targets_N = torch.tensor(target) if not told else torch.full((4,), int((order_V == 0).nonzero()))
+        scores.score_prompt(each_SV, torch.tensor(at), targets_N, lambda logits: logits.clone(), exact)
+        scores.copy()
+        told.append(scores.read())
+    expected_SV = logits_SV.double().log_softmax(1)
+    for scores in told:
+        np.testing.assert_allclose(scores.top_logprobs_CK, expected_SV.topk(20).values, atol=2e-6)
+        np.testing.assert_allclose(scores.prompt_N, expected_SV[:, 0], atol=2e-6)
+    if exact:
+        assert told[0].top_logprobs_CK.tobytes() == told[1].top_logprobs_CK.tobytes()
+        assert told[0].prompt_N.tobytes() == told[1].prompt_N.tobytes()
 
 
 class Copies(TorchDispatchMode):

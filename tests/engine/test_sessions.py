@@ -15,7 +15,9 @@ from test_routing import assert_routed, routing_of
 from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.types import Cancel, Done, EndSession, Rejected, StopAt
+from rollout.engine.pages import PagePool
+from rollout.engine.sessions import Held, Sessions
+from rollout.engine.types import Cancel, Done, EndSession, Rejected, Request, StopAt
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 
@@ -206,6 +208,26 @@ def test_a_turn_that_never_ran_leaves_the_session_as_it_was(model, prompt_of):
     bench.close()
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_page_that_a_turn_never_came_to_copy_is_not_left_to_its_session(model, prompt_of, greedy, prefix_cache):
+    """The turn has its row and is cancelled while another prompt takes the chunks: its own page holds nothing yet."""
+    bench = Bench(model, prefix_cache=prefix_cache, prefill_chunk_tokens=8)
+    talk = Conversation(bench, "s", prompt_of)
+    talk.say(14)  # 22 positions, and the last page holds two
+    said = talk.said
+    bench.submit("long", prompt_of(60), 5)
+    talk.submit(1)
+    bench.engine.tick()
+    (seq,) = bench.engine.scheduler.prefilling[1:]
+    assert seq.copy_source is not None and seq.kv_len == 22
+    bench.engine.inbox.put(Cancel(("c", talk.turn)))
+    bench.run()
+    talk.said = said
+    assert talk.say(2) == greedy(talk.said[:-9], 9)
+    assert talk.reused == 20, "what is shared is there still"
+    bench.close()
+
+
 @pytest.mark.parametrize("running", [True, False])
 def test_a_session_that_is_ended_gives_its_pages_back(model, prompt_of, greedy, running):
     bench = Bench(model, prefix_cache=False)
@@ -299,6 +321,25 @@ def test_sessions_never_hold_more_than_their_share_and_the_oldest_goes_first(mod
     huge.say(1, 1)
     assert huge.reused == 100
     bench.close()
+
+
+@pytest.mark.parametrize(("most_pages", "pages", "most"), [(20, 1, 20), (20, 20, 20), (200, 160, 80), (200, 200, 64)])
+def test_sessions_that_share_all_their_pages_are_bounded_too(most_pages, pages, most):
+    """Pages count once, but each session has its tokens in host memory."""
+    pool = PagePool(201)
+    sessions, shared = Sessions(pool, 4, most_pages), [pool.allocate() for _ in range(pages)]
+    prompt = np.zeros(1000, np.int32)
+    for i in range(100):
+        name = f"s{i}"
+        session = sessions.begin(Request(("c", name), prompt, 1, session=("c", name), session_lease_s=1e6))
+        sessions.keep(session, Held(prompt[: 4 * pages], shared, 0, None), 0.0)
+        sessions.check()
+    assert sessions.holding == most and sessions.pages == pages
+    held, _ = sessions.match(session, prompt, 0)
+    assert held.tokens.base is None, "nothing of the prompt but what is held"
+    sessions.end("c")
+    sessions.check()
+    assert sessions.holding == 0 and pool.used == pages
 
 
 def test_a_share_of_nothing_keeps_nothing(model, prompt_of, greedy):

@@ -13,7 +13,7 @@ import zmq
 
 from rollout.config import ServiceSettings
 from rollout.engine.types import Delta, EngineStatus, Finish, Request, RequestDone, RequestKey, Submit
-from rollout.service.intake import ServedModel
+from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
 from trainer_bridge.wire import REPLY_LIMITS, decode, encode
 

@@ -18,7 +18,7 @@ import zmq.auth
 from rollout.cli import main
 from rollout.config import SecuritySettings, ServiceSettings, WeightsSettings
 from rollout.engine.types import EngineStatus
-from rollout.service.intake import ServedModel
+from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
 from tests.bridge.weights_harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge import AsyncRolloutClient, ClientCurve, RolloutClient, WeightPublisher

@@ -189,3 +189,23 @@ def test_a_worker_without_routing_says_why(sparse, why):
 
 def test_a_worker_with_routing_says_so(bench):
     assert "return_routing" in bench.client().ask("status", "s")["capabilities"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"n": 4, "max_tokens": 50, "return_routing": True}, "return_routing"),  # 4 x 50 x 6 bytes
+        ({"n": 1, "max_tokens": 198, "return_routing": "all"}, "return_routing"),  # (198 + 4) x 6
+        ({"n": 1, "max_tokens": 40, "logprobs": 4}, "logprobs"),  # 40 x 4 x 8
+        ({"n": 1, "max_tokens": 40, "logprobs": 3, "return_routing": True}, "logprobs"),  # 40 x 24 + 40 x 6
+    ],
+)
+def test_what_a_reply_may_come_to_is_bounded_before_there_is_any_of_it(fields, field):
+    with serving(model=replace(MODEL, sparse=True, routing=SHAPE), max_reply_bytes=1199) as bench:
+        client = bench.client()
+        client.send("generate", prompt=PROMPT, **fields)
+        refused = client.receive()
+        assert (refused["code"], refused["field"]) == ("bad_request", field)
+        assert "service.max_reply_bytes" in refused["message"]
+        client.send("generate", prompt=PROMPT, **fields | {"max_tokens": fields["max_tokens"] - 20})
+        assert bench.submitted().max_tokens == fields["max_tokens"] - 20

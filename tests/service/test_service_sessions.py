@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from service_harness import serving
+from test_leases import SlowCodec
 
 from rollout.config import ServiceSettings
 from rollout.engine.types import Cancel, Done, EndSession, Rejected
@@ -69,6 +70,22 @@ def test_ending_a_session_is_confirmed_once_the_engine_has(bench, client):
     assert client.receive()["id"] == "p"
     bench.put(Done(command.token))
     assert (reply := client.receive())["op"] == "ok" and reply["id"] == "e"
+
+
+def test_the_end_of_a_session_does_not_overtake_a_turn_whose_prompt_is_tokenized(codec):
+    """It would end nothing, and the turn would begin a session that nobody ends."""
+    slow = SlowCodec(codec)
+    with serving(slow) as bench:
+        client, other = bench.client(), bench.client()
+        client.send("generate", "turn", prompt="text", max_tokens=3, session="s")
+        client.send("end_session", "e", session="s")
+        assert client.ask("ping", "p")["op"] == "ok"
+        other.send("end_session", "o", session="s")
+        assert isinstance(bench.command(), EndSession), "nobody else waits for it"
+        slow.go.set()
+        key = bench.submitted().key
+        command = bench.command()
+        assert isinstance(command, EndSession) and command.client == key[0]
 
 
 def test_a_second_turn_at_once_is_what_the_engine_says_it_is(bench, client):
