@@ -19,6 +19,7 @@ from typing import Any
 
 import zmq
 
+from trainer_bridge.connection import Connection
 from trainer_bridge.errors import BadRequest, ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, from_reply
 from trainer_bridge.keys import ClientCurve
 from trainer_bridge.wire import PROTOCOL_VERSION, REPLY_LIMITS, WireError, decode, encode, split_envelope
@@ -30,6 +31,8 @@ _FIELDS: dict[str, set[str]] = {
     "abort": {"token"},
     "status": set(),
 }
+_HEARTBEAT_S = 5.0
+_MOST_MESSAGES = 64  # that are taken at a time
 _POLL_MS = 50  # how often a waiting publisher looks whether it is closing
 
 
@@ -110,67 +113,53 @@ def error_reply(error: RolloutError) -> dict[str, Any]:
 
 
 class ControlLink:
-    """The connection to one worker's request socket. Belongs to one thread."""
+    """The connection to one worker's request socket. Belongs to one thread.
+
+    What a worker sends last, before it ends, still arrives: see `Connection`.
+    """
 
     def __init__(self, endpoint: str, client: str, curve: ClientCurve | None = None) -> None:
         self.endpoint = endpoint
         self._client = client
-        self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.set(zmq.IMMEDIATE, 1)  # queue nothing for a worker that is not there
-        self.socket.set(zmq.HEARTBEAT_IVL, 10_000)
-        if "[" in endpoint:
-            self.socket.set(zmq.IPV6, 1)
-        if curve is not None:
-            curve.apply(self.socket)
-        self._monitor: zmq.Socket = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        try:
-            self.socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ValueError(f"{endpoint!r} is not an endpoint that can be connected to: {error}") from error
+        self._connection = Connection(zmq.Context.instance(), endpoint, curve, _HEARTBEAT_S)
+        self._arrived: list[list[bytes]] = []
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket, zmq.Socket]:
+        """Readable when there may be something new."""
+        return self._connection.socket, self._connection.monitor
 
     def send(self, fields: Mapping[str, Any]) -> str | None:
         """Send a message; its id, or None while there is no connection."""
-        if self.lost():  # not a loss of this message, but what is sent right now may go with the old connection
+        if self.lost() or not self._connection.connected:  # not a loss of this message
             return None
         message_id = f"w-{secrets.token_hex(8)}"
         header = {"v": PROTOCOL_VERSION, "op": "weights", "id": message_id, "client": self._client, **fields}
-        try:
-            self.socket.send_multipart(encode(header), zmq.NOBLOCK)
-        except zmq.Again:
-            return None
+        self._connection.send(message_id, encode(header))
         return message_id
 
     def lost(self) -> bool:
         """True if the connection went down since the last look. Look first, then receive what came before."""
-        lost = False
-        while True:
-            try:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return lost
-            lost = True
+        messages, lost = self._connection.drain(_MOST_MESSAGES)
+        self._arrived += messages
+        if lost:
+            self._connection.reopen()  # a worker that comes back knows nothing of what was sent
+        return lost
 
     def receive(self, message_id: str) -> dict[str, Any] | None:
         """The reply to a message, if it is there. Replies to older messages are passed over."""
-        while True:
+        while self._arrived:
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            try:
-                header = decode(split_envelope(frames)[1], REPLY_LIMITS)
+                header = decode(split_envelope(self._arrived.pop(0))[1], REPLY_LIMITS)
             except WireError as error:
                 raise ProtocolError(f"{self.endpoint} sent a reply that cannot be read: {error}") from error
             if header.get("id") == message_id:
                 return header
+        return None
 
     def close(self) -> None:
         """Close the connection."""
-        self.socket.disable_monitor()
-        self._monitor.close(0)
-        self.socket.close(0)
+        self._connection.close()
 
 
 class _Ask:
@@ -218,7 +207,8 @@ def ask_all(
             break
         poller = zmq.Poller()
         for ask in waiting:
-            poller.register(ask.link.socket, zmq.POLLOUT if ask.message_id is None else zmq.POLLIN)
+            for socket in ask.link.sockets:
+                poller.register(socket, zmq.POLLIN)
         poller.poll(_POLL_MS)
     return [ask.answer for ask in asks if ask.answer is not None]
 
