@@ -114,11 +114,12 @@ def test_many_requests_of_one_connection_are_in_flight_together(raw: RawClient) 
 
 
 def test_the_same_message_again_is_the_same_request_and_another_is_a_duplicate(worker: WorkerProcess) -> None:
-    request = {"prompt": "17:", "max_tokens": 600, "client": "me", "sampling": {"temperature": 30.0}}
+    request = {"prompt": "17:", "max_tokens": 1500, "client": "me", "sampling": {"temperature": 30.0}}
+    request["stop"] = {"ignore_eos": True}  # still running when the other messages come
     with RawClient(worker.endpoint) as one, RawClient(worker.endpoint) as other:
         one.send("generate", "same", **request)
         other.send("generate", "same", **request)
-        refused = other.ask("generate", "same", **{**request, "max_tokens": 601})
+        refused = other.ask("generate", "same", **{**request, "max_tokens": 1501})
         assert (refused["op"], refused["code"], refused["field"]) == ("error", "duplicate", "id")
         with RawClient(worker.endpoint) as stranger:  # another client may use the id
             reply = stranger.ask("generate", "same", prompt="17:", max_tokens=4, client="you")

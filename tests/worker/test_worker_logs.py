@@ -87,7 +87,7 @@ def test_a_fault_that_is_recovered_from_and_one_that_is_not_print_the_last_steps
     worker, folder = all_workers["faulty"]
     fail(worker, folder, "device", "first")
     with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
-        assert client.status()["faults"] == 1
+        until(lambda: client.status()["faults"] == 1, "the fault to be counted")
     fail(worker, folder, "commit", "second")
     until(lambda: worker.returncode is not None, "the end")
     lines = told(worker)
