@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda_harness import load_bf16, watch_compilation
+from cuda_harness import load_bf16, tick_without_waiting, watch_compilation
 from families import make_checkpoint
 from harness import Bench, load
 
@@ -62,12 +62,7 @@ def test_steps_with_tops_never_wait_for_the_device(folder):
         bench.submit(f"r{i}", prompt(20, i), 400, top_logprobs=5 * (i % 2))
     for _ in range(20):
         bench.engine.tick()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(100):
-            bench.engine.tick()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    tick_without_waiting(bench)
     bench.run()
     assert all(len(bench.completions[f"r{i}", 0].top_ids) == (400 if i % 2 else 0) for i in range(6))
     bench.close()

@@ -10,22 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from linear_cases import DEVICE, operands, relative
 from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: block_n, block_k, split, warps, stages, programs; tiles of `gate_up_silu` hold both halves.
 SHAPES = [(64, 64, 1, 4, 6, 132), (64, 128, 2, 4, 4, 7), (128, 64, 1, 4, 3, 132), (128, 64, 4, 8, 4, 50)]
-
-
-def operands(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rows + outputs)
-    x = torch.randn(rows, inputs, generator=generator).bfloat16().to(DEVICE)
-    w = (torch.randn(outputs, inputs, generator=generator) * 0.1).bfloat16().to(DEVICE)
-    return x, w, x.double() @ w.double().T
-
-
-def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.gpu

@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from linear_cases import DEVICE, operands, relative
 from rollout_kernels.linear_table import linear_config
 from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def operands(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rows + outputs)
-    x = torch.randn(rows, inputs, generator=generator).bfloat16().to(DEVICE)
-    w = (torch.randn(outputs, inputs, generator=generator) * 0.1).bfloat16().to(DEVICE)
-    return x, w, x.double() @ w.double().T
-
-
-def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("split", [1, 2, 4])

@@ -1,0 +1,18 @@
+"""What tests of few-row products share: operands with their exact product, and how far a result is from it."""
+
+from __future__ import annotations
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def operands(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows + outputs)
+    x = torch.randn(rows, inputs, generator=generator).bfloat16().to(DEVICE)
+    w = (torch.randn(outputs, inputs, generator=generator) * 0.1).bfloat16().to(DEVICE)
+    return x, w, x.double() @ w.double().T
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm()).item()
