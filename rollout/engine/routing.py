@@ -22,7 +22,7 @@ from rollout.engine.types import RoutingShape
 
 def entry_words(shape: RoutingShape) -> int:
     """int32 words of an entry."""
-    return -(-shape.layers * shape.top_k * shape.dtype.itemsize // 4)
+    return -(-shape.bytes_per_token // 4)
 
 
 def record_words(shape: RoutingShape | None, tokens: int) -> int:
