@@ -31,6 +31,13 @@ class ModelSettings(_Section):
     random_seed: int = Field(0, ge=0, description="seed of load_format=random")
 
 
+def _adapter_folders(text: str) -> list[tuple[str, str]]:
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if any(not (name.strip() and folder.strip()) for name, _, folder in pairs):
+        raise ValueError("adapters is written name=folder, several separated by commas")
+    return [(name.strip(), folder.strip()) for name, _, folder in pairs]
+
+
 class EngineSettings(_Section):
     """The two-slot pipeline, the rows and the KV pages."""
 
@@ -73,6 +80,23 @@ class EngineSettings(_Section):
         description="keep which experts each token takes, for return_routing; MoE models only. Takes host memory: for "
         "each token of the KV pool a byte for each of its experts in each layer (two from 257 experts on)",
     )
+    adapter_slots: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="LoRA adapters on the device at once; 0: none are served, and nothing is kept for them",
+    )
+    adapter_rank: int = Field(32, ge=1, le=256, description="largest rank of an adapter; slots are made for it")
+    max_adapters: int = Field(
+        32, ge=1, le=4096, description="adapters loaded at once; those without a slot wait in host memory"
+    )
+    adapter_root: str | None = Field(
+        None, description="folder below which load_adapter may read adapters; absent: none can be loaded by path"
+    )
+    adapters: str = Field(
+        "",
+        description="adapters to load at start: name=folder, several separated by commas; folders as PEFT writes them",
+    )
     cuda_graph_rows: int = Field(
         256, ge=1, le=4096, description="rows up to which decode steps are captured; larger ones are launched singly"
     )
@@ -105,6 +129,24 @@ class EngineSettings(_Section):
     def expert_format(self) -> Literal["plain", "mxfp8", "fp8_row", "fp8_block"]:
         """`expert_dtype` as the kernels name it."""
         return "plain" if self.expert_dtype == "auto" else self.expert_dtype
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Folders of the adapters to load at start, by name."""
+        return dict(_adapter_folders(self.adapters))
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> EngineSettings:
+        given = _adapter_folders(self.adapters)
+        if (given or self.adapter_root is not None) and not self.adapter_slots:
+            raise ValueError("adapters and adapter_root need adapter_slots: set how many lie on the device at once")
+        if len(dict(given)) < len(given):
+            raise ValueError("adapters names one twice: give each a name of its own")
+        if len(given) > self.max_adapters:
+            raise ValueError(f"adapters names {len(given)}, more than max_adapters = {self.max_adapters}: raise that")
+        if self.adapter_slots and self.deterministic:
+            raise ValueError("deterministic steps cannot have adapters: set adapter_slots = 0")
+        return self
 
     @model_validator(mode="after")
     def _codes_need_their_kernels(self) -> EngineSettings:

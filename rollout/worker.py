@@ -27,12 +27,14 @@ from queue import SimpleQueue
 
 import torch
 
+from rollout.adapter_sources import adapter_folders, adapter_target, read_adapters
 from rollout.announce import say, write_whole
 from rollout.config import Settings
 from rollout.engine.build import build_engine, kept_routing, longest_sequence, rebuild_engine
 from rollout.engine.device import Device, make_device
+from rollout.engine.engine import Engine
 from rollout.engine.last_steps import last_steps, running_requests
-from rollout.engine.types import Command, EngineState, EngineStatus, Shutdown
+from rollout.engine.types import Command, EngineState, EngineStatus, PutAdapter, Shutdown
 from rollout.engine.views import EngineViews
 from rollout.logs import set_up, worker_name
 from rollout.metrics import JsonlSink, MetricsThread, Sink, WandbSink, write_timeline
@@ -84,7 +86,9 @@ class Worker:
         if self.prompts is not None:
             self.prompts.start()  # loads while the engine is built; the first prompt waits for it, the worker does not
         model, version = loaded.model, settings.weights.initial_version
-        self.receiver = WeightReceiver(trainer_views(loaded), version, settings.weights, settings.security)
+        target = adapter_target(settings.engine, model, self._adapter_version)
+        self.receiver = WeightReceiver(trainer_views(loaded), version, settings.weights, settings.security, target)
+        first_adapters = read_adapters(settings.engine, model)
         with stage("preparing decode steps") as advance:
             self.engine = build_engine(
                 settings,
@@ -105,6 +109,7 @@ class Worker:
                 loaded.generation_config.eos_token_ids,
                 sparse=loaded.spec.moe is not None,
                 routing=kept_routing(settings.engine, model),
+                adapters=settings.engine.adapter_slots > 0,
             ),
             inbox=inbox,
             status=self.latest_status,
@@ -113,10 +118,13 @@ class Worker:
             constraints=constraints_for(text, loaded.spec.vocab, settings.service.max_constraint_s),
             receiver=self.receiver,
             views=EngineViews(self.engine),
+            adapters=adapter_folders(settings.engine, model),
             worker_name=self.name,
             stop_check_every=settings.engine.stop_check_every,
             security=settings.security,
         )
+        for name, weights in first_adapters.items():
+            inbox.put(PutAdapter(name, weights))
         self.metrics = MetricsThread(self.sinks)
         self.last_tick_s = time.perf_counter()
         self._next_status_s = 0.0
@@ -155,6 +163,13 @@ class Worker:
             prompt_faults=0 if self.prompts is None else self.prompts.deaths,
             problems=self.problems(),
         )
+
+    def _adapter_version(self, name: str) -> int | None:
+        """Of an adapter that is known; for the receiver's thread, which may ask before there is an engine."""
+        engine: Engine | None = getattr(self, "engine", None)
+        table = None if engine is None else engine.scheduler.memory.adapters
+        adapter = None if table is None else table.known.get(name)
+        return None if adapter is None else adapter.version
 
     def _state(self) -> EngineState:
         stale = self.engine.state == "serving" and self.receiver.hold.stale != ""

@@ -8,6 +8,9 @@ bandwidth of a kernel that only reads, in the same run. `bench_peers.py` measure
 
 With --routing each step is measured twice, by an engine without and then by one that keeps the experts of all tokens
 and tells each completion its own (`engine.routing`); `overhead_pct` is what the second takes longer.
+
+With --adapters 0 1 4 8 one engine with slots for the most of them measures each number of rows with so many adapters of
+rank 16 in all modules of dense layers, which rows take in turn; `overhead_pct` is over 0, where that is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from rollout.bench.cuda_timing import read_bandwidth
 from rollout.bench.peers.experiments import Row
 from rollout.bench.peers.floors import step_floor_s
 from rollout.bench.peers.job import Job
-from rollout.bench.peers.ours_engine import OursEngine
+from rollout.bench.peers.ours_engine import ADAPTER_RANK, OursEngine
 from rollout.bench.peers.workloads import uniform_work
 from rollout.bench.results import write_results
 from rollout.bench.shapes import SHAPES, step_bytes
@@ -58,6 +61,26 @@ def measure_all(job: Job, depth: int, bandwidth: float | None, routing: bool = F
     return results, facts
 
 
+def measure_adapters(job: Job, depth: int, bandwidth: float | None, counts: list[int]) -> tuple[list[Row], Row]:
+    """Each number of rows with each number of adapters, by one engine."""
+    engine = OursEngine(job, depth, adapters=max(counts))
+    facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None, "adapter_rank": ADAPTER_RANK}
+    print(json.dumps(facts), flush=True)
+    results: list[Row] = []
+    for rows in job.rows:
+        plain: Row | None = None
+        for count in sorted(counts):
+            engine.use_adapters = count
+            row = measure(engine, job, rows, bandwidth) | {"adapters": count}
+            plain = row if count == 0 else plain
+            if plain is not None and count:
+                row["overhead_pct"] = {name: (row[name] / plain[name] - 1) * 100 for name in ("steady_ms", "device_ms")}
+            results.append(row)
+            print(json.dumps(row), flush=True)
+    engine.close()
+    return results, facts
+
+
 def free_memory() -> None:
     """Give what an engine had back, so that the next one finds as much."""
     gc.collect()
@@ -75,12 +98,16 @@ def main() -> None:
     parser.add_argument("--depth", type=int, choices=(1, 2), default=2)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--routing", action="store_true", help="without and with the experts of all tokens kept")
+    parser.add_argument("--adapters", type=int, nargs="+", help="adapters in use at once, 0 for none")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     job = Job(shape=args.shape, rows=tuple(args.rows), prompt=args.prompt, new=args.new, device=args.device)
     on_gpu = torch.cuda.is_available() and args.device != "cpu"
     bandwidth = read_bandwidth() if on_gpu else None
-    results, facts = measure_all(job, args.depth, bandwidth)
+    if args.adapters:
+        results, facts = measure_adapters(job, args.depth, bandwidth, args.adapters)
+    else:
+        results, facts = measure_all(job, args.depth, bandwidth)
     if args.routing:
         free_memory()
         routed, _ = measure_all(job, args.depth, bandwidth, routing=True)

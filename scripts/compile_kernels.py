@@ -24,8 +24,17 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
-from rollout_kernels import gluon_linear, triton_decode_attention, triton_fused, triton_linear, triton_math, triton_step
+from rollout_kernels import (
+    gluon_linear,
+    triton_decode_attention,
+    triton_fused,
+    triton_linear,
+    triton_lora,
+    triton_math,
+    triton_step,
+)
 from rollout_kernels.linear_table import linear_config
+from rollout_kernels.lora import LoraBuffers
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route
 from rollout_kernels.triton_allow import allow_only
@@ -164,6 +173,25 @@ def _prefill(shape: Shape, cache, scales, window) -> None:
     prefill_attention(q, cache, cache, ints(4, 1024), ints(5), lens, **how)
 
 
+def adapters(shape: Shape, rows: int) -> Iterator[Case]:
+    """What eight adapters of rank 16 and of rank 64 add to each product of a decode step, and of a chunk of prompts."""
+    inner, width = shape.inner, (shape.heads + 2 * shape.kv_heads) * shape.dim
+    q_width, kv_width = shape.heads * shape.dim, shape.kv_heads * shape.dim
+    kinds = [
+        ("qkv", shape.hidden, (q_width, q_width + kv_width, width)),
+        ("gate_up", shape.hidden, (inner, 2 * inner)),
+        ("down", inner, (shape.hidden,)),
+    ]
+    for rank in (16, 64):
+        for name, inputs, ends in kinds:
+            buffers = LoraBuffers(empty(8, len(ends) * rank, inputs), empty(8, ends[-1], rank), ends)
+            for tokens, segmented in ((rows, False), (2048, True)):
+                to = floats(tokens, ends[-1]) if not segmented else empty(tokens, ends[-1])
+                given = (to, empty(tokens, inputs), buffers, ints(tokens), segmented)
+                what = "prefill" if segmented else "decode"
+                yield f"adapters, rank {rank}, {name}, {what}", lambda a=given: triton_lora.lora_add(*a)
+
+
 def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
     """Router and experts, by the plan for a number of rows, in each format, and by both paths."""
     scratch = triton_router.router_scratch(128, shape.experts, torch.device("meta"))
@@ -245,6 +273,7 @@ def main() -> None:
     for rows in args.rows:
         for shape, label in ((DENSE, "dense"), (SPARSE, "moe")):
             cases = [*products(shape, rows), *dense_step(shape, rows)]
+            cases += [] if shape.experts else adapters(shape, rows)
             if shape.experts:
                 cases += sparse_step(shape, rows)
             for case, run in cases:

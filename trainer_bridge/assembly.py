@@ -129,6 +129,7 @@ def tail(completion: Completion, start: int) -> Completion:
         routing=_last_entries(completion, start),
         versions=runs,
         recomputed=[mark for mark in completion.recomputed if mark[0] >= start],
+        adapter_versions=[mark for mark in completion.adapter_versions if mark[0] >= start],
         text=None,
     )
 
@@ -152,6 +153,7 @@ def _join(parts: list[Completion], index: int, prior: Completion | None) -> Comp
         top_logprobs=_tops([part.top_logprobs for part in parts], parts, np.nan),
         versions=runs,
         recomputed=[mark for part in parts for mark in part.recomputed],
+        adapter_versions=[mark for part in parts for mark in part.adapter_versions],
         finish_reason=last.finish_reason,
         stop=last.stop,
         text="".join(texts) if texts else None,

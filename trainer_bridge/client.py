@@ -244,6 +244,18 @@ class RolloutClient:
         """Generate again after `pause`."""
         self.control("resume", endpoint=endpoint)
 
+    def load_adapter(self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None) -> None:
+        """Have requests name the LoRA adapter in a folder, as PEFT writes it, of the worker's `adapter_root`.
+
+        Of a name that is there already it is a newer version: `version`, which must grow, or one more than the last.
+        """
+        fields: dict[str, Any] = {"name": name, "path": path} | ({} if version is None else {"version": version})
+        self.control("load_adapter", endpoint=endpoint, **fields)
+
+    def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
+        """Have an adapter forgotten that no unfinished request names."""
+        self.control("unload_adapter", endpoint=endpoint, name=name)
+
     def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
         """End the worker, or all: after what it has (`drain`), or with what it has (`now`)."""
         self.control("shutdown", endpoint=endpoint, mode=mode)

@@ -55,7 +55,7 @@ class GenerateFields(TypedDict, total=False):
     min_complete: int | None
     return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
     constraint: Mapping[str, Any] | None
-    adapter: str | None
+    adapter: str | None  # name of a loaded LoRA adapter: `adapter_versions`
     min_version: int | None
     max_version_span: int | None
     detached: bool
@@ -182,6 +182,7 @@ def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
         raw_logprobs=np.asarray(partial.get("raw_logprobs", unknown), np.float32),
         versions=[(version, count) for version, count in runs],
         recomputed=[(position, version) for position, version in partial.get("recomputed", ())],
+        adapter_versions=[(position, version) for position, version in partial.get("adapter_versions", ())],
         drawn_logprobs=None if drawn is None else np.asarray(drawn, np.float32),
         routing=None if partial.get("routing") is None else np.asarray(partial["routing"]),
         top_ids=_given_rows(partial, "top_ids", np.int32),
@@ -215,6 +216,8 @@ def prior_fields(prior: Completion) -> dict[str, Any]:
     }
     if prior.recomputed:
         fields["recomputed"] = [list(mark) for mark in prior.recomputed]
+    if prior.adapter_versions:
+        fields["adapter_versions"] = [list(mark) for mark in prior.adapter_versions]
     if prior.drawn_logprobs is not None:
         fields["drawn_logprobs"] = prior.drawn_logprobs
     if prior.routing is not None:

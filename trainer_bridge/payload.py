@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -51,6 +52,7 @@ class Payload:
                 )
             self.shards = Shards(self._tensors, self.manifest.digest)
             self._tensors = self.shards.locals
+        self.adapter: dict[str, Any] | None = None  # name and configuration, if it is of an adapter
         self.on_release: Callable[[], object] = lambda: None
         self.again = False  # a copy of what was sent before
         self.kept: torch.Tensor | None = None  # host memory of the whole stream, filled with what is sent

@@ -27,6 +27,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from trainer_bridge.adapter_config import config_map
 from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout
 from trainer_bridge.kept_update import KeptUpdate
 from trainer_bridge.keys import ClientCurve
@@ -98,14 +99,24 @@ class WeightPublisher:
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, named_tensors: NamedTensors, version: int) -> PublishHandle:
+    def publish(
+        self, named_tensors: NamedTensors, version: int, *, adapter: str | None = None, adapter_config: Any = None
+    ) -> PublishHandle:
         """Start to publish every parameter, under its Hugging Face name, as `version`, which must grow.
 
         Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device; what the current CUDA stream was
         given before is waited for on the device. They must not change before `held`. Raises ValueError for tensors
         that cannot be sent, `WeightsRejected` for a version or names that no worker can take.
+
+        With `adapter` they are those of a LoRA adapter of that name, as PEFT's `get_peft_model_state_dict` gives them,
+        and `adapter_config` is PEFT's `LoraConfig` of it, or a map with the fields of adapter_config.json. The version
+        is the adapter's own, and must grow, too. `keep` keeps no adapters.
         """
+        if (adapter is None) != (adapter_config is None):
+            raise ValueError("adapter and adapter_config go together: pass both, or none")
         payload = Payload(named_tensors, version, self._bucket_bytes, spread=self._ranks is not None)
+        if adapter is not None:
+            payload.adapter = {"name": adapter, "config": config_map(adapter_config)}
         handle = PublishHandle(payload)
         with self._jobs_lock:
             if self._closing.is_set():
@@ -166,11 +177,12 @@ class WeightPublisher:
                 if self._ranks is not None and self._ranks.rank > 0:
                     self._ranks.serve(payload, handle, handle.version)
                     continue
-                if self._kept is not None:
-                    self._kept.fill(payload)
+                kept = self._kept if payload.adapter is None else None
+                if kept is not None:
+                    kept.fill(payload)
                 self._publish(payload, handle, self.endpoints)
-                if self._kept is not None and handle.reports:
-                    self._kept.complete(payload)
+                if kept is not None and handle.reports:
+                    kept.complete(payload)
             except RolloutError as caught:
                 error = caught
             except Exception as caught:  # whoever waits for the handle must hear of it, whatever it is
@@ -292,6 +304,8 @@ class WeightPublisher:
         """Agree with each worker on a transport, the fastest first."""
         version = payload.manifest.version
         begin = {"action": "begin", "version": version, "manifest": payload.manifest.to_wire()}
+        if payload.adapter is not None:
+            begin["adapter"] = payload.adapter
         left = list(peers)
         while left:
             handle.phase = "prepare"

@@ -27,21 +27,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import zmq
 
 from rollout.config import SecuritySettings, WeightsSettings
+from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.hold import Hold
 from trainer_bridge.access import Access
+from trainer_bridge.adapter_updates import IncomingAdapter, read_adapter
 from trainer_bridge.apply_mode import ApplyMode, Landed, Update
 from trainer_bridge.errors import BadRequest, InternalError, NotFound, RolloutError, Unavailable, WeightsRejected
+from trainer_bridge.landing import StagedLanding
 from trainer_bridge.manifest import Manifest, from_wire
 from trainer_bridge.parameter_map import Fit, ParameterMap
 from trainer_bridge.transports import Incoming, TransportReceiver, make_receivers
 from trainer_bridge.wake import Wake
 from trainer_bridge.weight_messages import Applied, Commit, Reply, check_fields, error_reply, read_token
+
+if TYPE_CHECKING:
+    from rollout.adapter_sources import AdapterTarget
 
 _BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
 
@@ -61,13 +67,15 @@ class WeightReceiver:
         version: int,
         settings: WeightsSettings,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
+        adapters: AdapterTarget | None = None,
     ) -> None:
+        self._adapters = adapters  # what they must fit, where they are served
         self._map = ParameterMap(views)
         self._version = version
         self._idle_s = settings.idle_s
         self._receivers = make_receivers(
             settings.bind,
-            self._map.max_update_bytes,
+            max(self._map.max_update_bytes, 0 if adapters is None else adapters.max_bytes),
             Access.from_settings(security),
             next(iter(views.values())).device,
             settings.idle_s,
@@ -77,12 +85,13 @@ class WeightReceiver:
         self._mode = ApplyMode(settings.apply, views)
         self.hold = Hold()  # asked for while an update is written in place
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ready: deque[Update] = deque()
+        self._ready: deque[Update | AdapterUpdate] = deque()
         self._incoming: Incoming | None = None
         self._fit: Fit | None = None
         self._landing: Landed | None = None
+        self._adapter: IncomingAdapter | None = None  # that the incoming update is of, not of the model
         self._commit: Commit | None = None  # asked for; its bytes are not all verified yet
-        self._committed: tuple[Update, Commit] | None = None  # ready or being applied
+        self._committed: tuple[Update | AdapterUpdate, Commit] | None = None  # ready or being applied
         self._waiting_begin: tuple[Mapping[str, Any], Reply] | None = None
         self._failure: tuple[bytes, RolloutError] | None = None
         self._begun_s = 0.0
@@ -116,20 +125,21 @@ class WeightReceiver:
         if not self._post(lambda: self._on_control(header, reply)):
             reply(error_reply(_ended()))
 
-    def take_ready(self) -> Update | None:
+    def take_ready(self) -> Update | AdapterUpdate | None:
         """The update to apply between this step and the next, or None. Takes no lock and never waits."""
         try:
             return self._ready.popleft()
         except IndexError:
             return None
 
-    def applied(self, update: Update, pause_s: float) -> None:
+    def applied(self, update: Update | AdapterUpdate, pause_s: float) -> None:
         """The engine has applied `update` and launches its next step with it, after a pause of `pause_s` seconds."""
-        self._version = update.version
+        if not isinstance(update, AdapterUpdate):
+            self._version = update.version
         update.close(applied=True)
         self._post(lambda: self._on_applied(update, pause_s))
 
-    def failed(self, update: Update, message: str) -> None:
+    def failed(self, update: Update | AdapterUpdate, message: str) -> None:
         """The engine could not apply `update`; the publisher gets `message` as an `internal` error."""
         update.close(applied=False)
         self._post(lambda: self._on_failed(update, message))
@@ -224,11 +234,16 @@ class WeightReceiver:
             self._waiting_begin = (header, reply)
             return
         begun_s = time.monotonic()
-        manifest, receiver, options = self._check_begin(header)
-        fit = self._map.check(manifest)
+        adapter = read_adapter(header, self._adapters)
+        manifest, receiver, options = self._check_begin(header, adapter)
+        fit = Fit((), ())
+        if adapter is None:
+            fit = self._map.check(manifest)
+        else:
+            adapter.check(manifest)
         if self._incoming is not None:
             self._reject(WeightsRejected(f"version {manifest.version} was begun before this update was complete"))
-        landing = self._mode.open(manifest, fit, receiver.on_device)
+        landing = adapter.open(manifest) if adapter else self._mode.open(manifest, fit, receiver.on_device)
         incoming = Incoming(manifest, receiver.name, secrets.token_bytes(16), landing)
         try:
             grant = receiver.begin(incoming, options)
@@ -236,7 +251,8 @@ class WeightReceiver:
             receiver.drop(incoming, None)
             raise
         self._incoming, self._fit, self._landing, self._begun_s = incoming, fit, landing, begun_s
-        if self._mode.in_place:
+        self._adapter = adapter
+        if self._mode.in_place and adapter is None:
             self.hold.request(lambda: self._post(lambda: self._open(incoming)))
         else:
             self._open(incoming)
@@ -246,14 +262,18 @@ class WeightReceiver:
         incoming.last_data_s = time.monotonic()
         incoming.open.set()
 
-    def _check_begin(self, header: Mapping[str, Any]) -> tuple[Manifest, TransportReceiver, Mapping[str, Any]]:
+    def _check_begin(
+        self, header: Mapping[str, Any], adapter: IncomingAdapter | None
+    ) -> tuple[Manifest, TransportReceiver, Mapping[str, Any]]:
         # A few too many are read all the same, so that the refusal can name them.
-        manifest = from_wire(header["manifest"], max_tensors=2 * len(self._map.views) + 64)
+        most = 2 * len(self._map.views) + 64 if adapter is None else adapter.max_tensors
+        manifest = from_wire(header["manifest"], max_tensors=most)
         if type(header["version"]) is not int or header["version"] != manifest.version:
             raise WeightsRejected(f"version must be the manifest's, {manifest.version}", field="version")
-        if manifest.version <= self._version:
+        served = self._version if adapter is None else adapter.version
+        if served is not None and manifest.version <= served:
             raise WeightsRejected(
-                f"version {manifest.version} is not newer than version {self._version}, which is served; "
+                f"version {manifest.version} is not newer than version {served}, which is served; "
                 "publish with a version that grows",
                 field="version",
             )
@@ -283,7 +303,11 @@ class WeightReceiver:
         if not receiver.finish(incoming, commit.options) or not landing.settled():
             return
         landing.check_aliases(incoming.manifest, self._fit, self._map.views)
-        update = self._mode.update(incoming.manifest, self._fit, landing)
+        if self._adapter is not None:
+            assert isinstance(landing, StagedLanding)
+            update: Update | AdapterUpdate = self._adapter.update(incoming.manifest, landing)
+        else:
+            update = self._mode.update(incoming.manifest, self._fit, landing)
         receiver.drop(incoming, None)
         self._incoming = self._commit = self._landing = None
         now_s = time.monotonic()
@@ -291,19 +315,21 @@ class WeightReceiver:
         self._committed = (update, commit)
         self._ready.append(update)
 
-    def _on_applied(self, update: Update, pause_s: float) -> None:
+    def _on_applied(self, update: Update | AdapterUpdate, pause_s: float) -> None:
         commit = self._take_committed(update)
         commit.phases["wait"] = max(0.0, time.monotonic() - commit.since_s - pause_s)
         commit.phases["apply"] = pause_s
-        self._last = Applied(update.version, commit.transport, update.nbytes, pause_s, commit.phases)
-        commit.reply({"op": "ok", **self._last.reply()})
+        applied = Applied(update.version, commit.transport, update.nbytes, pause_s, commit.phases)
+        if not isinstance(update, AdapterUpdate):
+            self._last = applied
+        commit.reply({"op": "ok", **applied.reply()})
 
-    def _on_failed(self, update: Update, message: str) -> None:
+    def _on_failed(self, update: Update | AdapterUpdate, message: str) -> None:
         self._take_committed(update).reply(
             error_reply(InternalError(f"the worker could not apply the update: {message}"))
         )
 
-    def _take_committed(self, update: Update) -> Commit:
+    def _take_committed(self, update: Update | AdapterUpdate) -> Commit:
         assert self._committed is not None and self._committed[0] is update, "this update is not being applied"
         commit = self._committed[1]
         self._committed = None
@@ -367,7 +393,7 @@ class WeightReceiver:
                 "Publish a whole update"
             )
             _log.error("this worker is stale: %s", self.hold.stale)
-        elif self._mode.in_place and not self.hold.stale:
+        elif self._mode.in_place and self._adapter is None and not self.hold.stale:
             self.hold.clear()
         if commit is not None:
             commit.reply(error_reply(error))

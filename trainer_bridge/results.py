@@ -48,6 +48,8 @@ class Completion:
     top_logprobs: np.ndarray | None = None  # float32 [tokens, k]
     #: (position, weights version): before token `position` the KV of all before it was computed again by these weights.
     recomputed: list[tuple[int, int]] = field(default_factory=list)
+    #: (position, version): from this token on the request's adapter was of that version; empty without an adapter.
+    adapter_versions: list[tuple[int, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -188,7 +190,8 @@ def read_completion(fields: Any) -> Completion:
         seed=fields.get("seed"),
         routing=_routing(fields, len(token_ids)),
         error=fields.get("error"),
-        recomputed=_recomputed(fields),
+        recomputed=_marks(fields, "recomputed"),
+        adapter_versions=_marks(fields, "adapter_versions"),
     )
     for name in ("logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs"):
         values = getattr(completion, name)
@@ -240,11 +243,11 @@ def _array(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> 
     return array
 
 
-def _recomputed(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
-    marks = fields.get("recomputed") or []
+def _marks(fields: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
+    marks = fields.get(name) or []
     for mark in marks if isinstance(marks, list) else [marks]:
         if not isinstance(mark, list) or [type(number) for number in mark] != [int, int]:
-            raise ProtocolError(f"the entry {mark!r:.40} of 'recomputed' in a reply is not [position, version]")
+            raise ProtocolError(f"the entry {mark!r:.40} of {name!r} in a reply is not [position, version]")
     return [(position, version) for position, version in marks]
 
 

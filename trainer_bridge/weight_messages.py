@@ -1,6 +1,6 @@
 """The control messages of the weight bridge: which fields each action has, and asking several workers at once.
 
-    {op: weights, action: begin,  version, manifest, transport, options}  -> {op: ok, version, token, grant}
+    {op: weights, action: begin,  version, manifest, transport, options [, adapter]}  -> {op: ok, version, token, grant}
     {op: weights, action: commit, token, options}                         -> {op: ok, version, pause_s, bytes, phases}
     {op: weights, action: abort,  token}                                  -> {op: ok}
     {op: weights, action: status}                                         -> {op: ok, version, state, ...}
@@ -33,6 +33,8 @@ _FIELDS: dict[str, set[str]] = {
 }
 _HEARTBEAT_S = 5.0
 _MOST_MESSAGES = 64  # that are taken at a time
+#: Fields that need not be there.
+_OPTIONAL: dict[str, set[str]] = {"begin": {"adapter"}}
 _POLL_MS = 50  # how often a waiting publisher looks whether it is closing
 
 
@@ -86,7 +88,7 @@ def check_fields(header: Mapping[str, Any]) -> str:
     action = header.get("action")
     if type(action) is not str or action not in _FIELDS:
         raise BadRequest(f"action must be one of {', '.join(_FIELDS)}", field="action")
-    for name in sorted(header.keys() - _ENVELOPE - _FIELDS[action]):
+    for name in sorted(header.keys() - _ENVELOPE - _FIELDS[action] - _OPTIONAL.get(action, set())):
         raise BadRequest(f"{action} takes no field {name!r:.80}", field=name[:80])
     for name in sorted(_FIELDS[action] - header.keys()):
         raise BadRequest(f"{action} needs the field {name}", field=name)

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import torch
 
 from rollout.config import EngineSettings, Settings
+from rollout.engine.adapters import AdapterTable
 from rollout.engine.admission import SchedulerLimits
 from rollout.engine.capacity import (
     DeviceMemory,
@@ -34,6 +35,7 @@ from rollout.engine.slot import ALIGNMENT_WORDS, Slot
 from rollout.engine.step_record import routing_shape
 from rollout.engine.types import Command, Event, RoutingShape
 from rollout.metrics.meter import Meter
+from rollout.models.adapters import AdapterSlots
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
@@ -103,7 +105,10 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     with torch.inference_mode():
         for cache in runner.kv.tensors:
             cache.zero_()  # a page may hold NaN, which masks don't hold back
-    engine.adopt(_build_parts(settings, runner.device, runner.model, engine.scheduler.version, runner.kv))
+    parts = _build_parts(settings, runner.device, runner.model, engine.scheduler.version, runner.kv, runner.adapters)
+    if (old := engine.scheduler.memory.adapters) is not None and (new := parts.scheduler.memory.adapters) is not None:
+        new.inherit(old)
+    engine.adopt(parts)
 
 
 def _build_parts(
@@ -112,6 +117,7 @@ def _build_parts(
     model: Decoder,
     version: int,
     kv: KVCache | None = None,
+    adapters: AdapterSlots | None = None,
     progress: Progress | None = None,
 ) -> EngineParts:
     engine, vocab = settings.engine, model.spec.vocab
@@ -121,12 +127,13 @@ def _build_parts(
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
-    rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device)
+    adapters = adapters or _adapter_slots(engine, model, device)
+    rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device, adapters is not None)
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
     slots = [Slot(device, words, engine.max_rows, vocab, engine.prefill_chunk_tokens, routing) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
     kv_now = kv or _allocate_kv(model, _LEAST_PAGES, engine)
-    runner = Runner(device, model, kv_now, rows, engine.fused_experts, engine.deterministic)
+    runner = Runner(device, model, kv_now, rows, engine.fused_experts, engine.deterministic, adapters)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     try:
         graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
@@ -151,12 +158,30 @@ def _build_parts(
     experts = None if routing is None else ExpertPages(routing, len(runner.kv.k[0]), engine.page_size)
     if experts is not None:
         log.info("experts of tokens are kept", extra={"host_bytes": experts.nbytes})
-    memory = SequenceMemory(pool, engine.page_size, engine.prefix_cache, experts, session_pages=session_pages)
+    table = None
+    if adapters is not None and runner.loads is not None:
+        table = AdapterTable(adapters, device, runner.loads, runner.compute, engine.max_adapters)
+    memory = SequenceMemory(pool, engine.page_size, engine.prefix_cache, experts, session_pages, table)
     return EngineParts(
         Scheduler(limits, memory, version, time.perf_counter, upload_words),
         Pipeline(slots, engine.pipeline_depth),
         runner,
     )
+
+
+def _adapter_slots(engine: EngineSettings, model: Decoder, device: Device) -> AdapterSlots | None:
+    """Device memory for adapters, if any are served. Raises ValueError with the numbers where there is too little."""
+    if not engine.adapter_slots:
+        return None
+    needed = AdapterSlots.bytes_for(model.spec, engine.adapter_slots, engine.adapter_rank, model.embed.dtype)
+    if needed > device.free_bytes():
+        raise ValueError(
+            f"adapter_slots = {engine.adapter_slots} of adapter_rank = {engine.adapter_rank} take "
+            f"{needed / 2**30:.2f} GiB and there are {device.free_bytes() / 2**30:.2f} GiB: lower one of them"
+        )
+    slots = AdapterSlots(model.spec, engine.adapter_slots, engine.adapter_rank, model.embed.dtype, model.embed.device)
+    log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
+    return slots
 
 
 def _check_experts(engine: EngineSettings, model: Decoder) -> None:

@@ -2,17 +2,20 @@
 
     commands -> plan -> launch -> commit the oldest, draw what was held -> swap weights -> events
 
-Nothing here waits, except `runner.read` for the outputs of the oldest step, while the newest one runs.
+Nothing here waits, except `runner.read` for the outputs of the oldest step, while the newest one runs; and, where
+nothing runs, for an adapter that is being copied to the device.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, Protocol
 
+from rollout.engine.adapters import AdapterError, AdapterUpdate
 from rollout.engine.device import Event
 from rollout.engine.hold import Hold
 from rollout.engine.masks import MaskBuilder
@@ -28,9 +31,12 @@ from rollout.engine.types import (
     Command,
     Delta,
     Done,
+    DropAdapter,
     EndSession,
     EngineStatus,
+    Failed,
     Pause,
+    PutAdapter,
     Rejected,
     Resume,
     Shutdown,
@@ -40,6 +46,8 @@ from rollout.engine.types import (
 )
 from rollout.engine.types import Event as ServiceEvent
 from rollout.metrics.meter import Meter, StepRecord
+
+log = logging.getLogger(__name__)
 
 #: In the `error` of completions that end as cancelled because the worker does, not because somebody wanted it.
 _ENDS = "the worker ended before the completion did; continue_from goes on with it elsewhere"
@@ -64,7 +72,7 @@ class StagedUpdate(Protocol):
 class Receiver(Protocol):
     """The worker's side of the weight bridge, as the loop sees it."""
 
-    def take_ready(self) -> StagedUpdate | None:
+    def take_ready(self) -> StagedUpdate | AdapterUpdate | None:
         """An update to apply now, or None."""
 
     def applied(self, update: Any, pause_s: float) -> None:
@@ -158,6 +166,8 @@ class Engine:
         idle = self.pipeline.in_flight == 0 and (self.scheduler.resting or self._paused or self.hold.stale != "")
         if idle:
             self.meter.no_work(time.perf_counter())
+        if plan is None and self.pipeline.in_flight == 0 and self.scheduler.memory.adapters is not None:
+            self.scheduler.memory.adapters.wait()  # whoever waits for a copy is all there is
         if held and self.pipeline.in_flight == 0 and self._swap is None:
             self.hold.grant()
         self._apply_if_ready()
@@ -233,11 +243,22 @@ class Engine:
             self.meter.swap(start_s, end_s, swap.update.version, swap.update.nbytes)
             self._receiver.applied(swap.update, end_s - start_s)
         if self._swap is None and (update := self._receiver.take_ready()) is not None:
+            if isinstance(update, AdapterUpdate):
+                self._take_adapter(update, self._receiver)
+                return
             held_since_s = self.hold.granted_s if self.hold.granted else None
             self._swap = _Swap(update, self.runner.device.event(), self.runner.device.event(), held_since_s)
             self.runner.enqueue(update.copy_into, self._swap.start, self._swap.end)
             self.scheduler.weights_changed(update.version, self._recompute_on_swap)
             self.hold.clear()
+
+    def _take_adapter(self, update: AdapterUpdate, receiver: Receiver) -> None:
+        try:
+            self.scheduler.put_adapter(update.name, update.version, update.weights, self._recompute_on_swap)
+        except AdapterError as error:
+            receiver.failed(update, str(error))
+        else:
+            receiver.applied(update, 0.0)
 
     # --- commands and events -----------------------------------------------------------------------------------------
 
@@ -282,9 +303,23 @@ class Engine:
                 self._quiet_tokens = []
             case Shutdown(mode, token):
                 self._begin_end(mode, token)
+            case PutAdapter(adapter, weights, version, token):
+                self._adapt(token, lambda: scheduler.put_adapter(adapter, version, weights, self._recompute_on_swap))
+            case DropAdapter(adapter, token):
+                self._adapt(token, lambda: scheduler.drop_adapter(adapter))
             case EndSession(client, name, token):
                 scheduler.memory.sessions.end(client, name)
                 scheduler.events += [Done(token)] if token is not None else []
+
+    def _adapt(self, token: int | None, change: Callable[[], None]) -> None:
+        answer: list[ServiceEvent] = []
+        try:
+            change()
+            answer = [] if token is None else [Done(token)]
+        except AdapterError as error:
+            log.warning("an adapter is not changed", extra={"reason": str(error)})
+            answer = [] if token is None else [Failed(token, str(error), "name")]
+        self.scheduler.events += answer
 
     def _begin_end(self, mode: str, token: int | None) -> None:
         self.state = "draining"
@@ -375,6 +410,7 @@ class Engine:
             pages_total=pool.total,
             sessions=scheduler.memory.sessions.status(),
             slots_in_flight=self.pipeline.in_flight,
+            adapters=None if scheduler.memory.adapters is None else tuple(scheduler.memory.adapters.status()),
             tokens_per_s=tokens_per_s,
             gpu_active_pct=active_pct,
             preemptions=scheduler.counters.preemptions,

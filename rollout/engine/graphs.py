@@ -4,7 +4,7 @@
                                                     one upload, one replay, one download
     forward   forward only, up to the logits        one for each size of a coarser set, with an input of its own; what
                                                     changes the logits is sampled outside of the graph and costs more
-                                                    than the larger padding
+                                                    than the larger padding; once more for steps with adapters
 
 A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Nothing is compiled
 while serving.
@@ -88,14 +88,15 @@ class DecodeGraphs:
         self.sizes = graph_sizes(most)
         self._forward_sizes = forward_sizes(self.sizes)
         self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._forwards: dict[int, _Forward] = {}
+        self._kinds = (False,) if runner.adapters is None else (False, True)  # without adapters, and with
+        self._forwards: dict[tuple[int, bool], _Forward] = {}
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
         self.experts: dict[int, list[torch.Tensor]] = {}
 
     @property
     def kept_bytes(self) -> int:
         """What graphs of all sizes but the largest keep, because it is read after them: logits."""
-        return sum(self._forward_sizes[:-1]) * self._runner.model.spec.vocab * 4
+        return len(self._kinds) * sum(self._forward_sizes[:-1]) * self._runner.model.spec.vocab * 4
 
     def capture(self, slots: list[Slot], progress: Progress | None = None, sizes: list[int] | None = None) -> None:
         """Capture every size, or only `sizes`, for every slot; `progress` is told (sizes done, in all)."""
@@ -128,10 +129,10 @@ class DecodeGraphs:
         self._steps[id(slot), size].replay()
 
     def forward(
-        self, size: int, rows: int, upload: Upload, record: StepRecord | None
+        self, size: int, rows: int, adapted: bool, upload: Upload, record: StepRecord | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the forward alone; its logits, which the next one writes over, and rows. On the compute stream."""
-        forward = self._forwards[size]
+        forward = self._forwards[size, adapted]
         forward.upload.device.copy_(upload.device[: len(forward.upload.device)])  # what else there is is not its own
         forward.graph.replay()
         if record is not None and forward.record is not None:
@@ -145,10 +146,10 @@ class DecodeGraphs:
         """
         stream = self._stream
         with torch.inference_mode(), torch.cuda.stream(stream):
-            if size not in self._forwards:
+            if (size, False) not in self._forwards:
                 stream.synchronize()  # what is on its way from the slot's staging buffer, which capturing writes to
-                self._capture_forward(slot, size)
-            forward = self._forwards[size]
+                self._capture_forward(slot, size, False)
+            forward = self._forwards[size, False]
             forward.upload.device.copy_(slot.input[: len(forward.upload.device)])
         return CapturedStep(self._steps[id(slot), size], forward.graph, forward.logits_SV)
 
@@ -161,6 +162,8 @@ class DecodeGraphs:
         upload = self._stage(slot, size)
         upload.device.zero_()
         self._step(upload, slot)
+        if True in self._kinds:
+            self._forward(upload, slot.record, adapted=True)
         self._stream.synchronize()
 
     def _stage(self, slot: Slot, size: int) -> Upload:
@@ -170,7 +173,8 @@ class DecodeGraphs:
 
     def _capture(self, slots: list[Slot], size: int) -> None:
         if size in self._forward_sizes:
-            self._capture_forward(slots[0], size)
+            for adapted in self._kinds:
+                self._capture_forward(slots[0], size, adapted)
         for slot in slots:
             upload, graph = self._stage(slot, size), torch.cuda.CUDAGraph()
             with _capturing(graph, self._pool):
@@ -181,20 +185,22 @@ class DecodeGraphs:
                 # Only the first slot's: they keep their memory, which the graphs captured after them can't write to.
                 self.experts.setdefault(size, self._runner.forward.take_chosen())
 
-    def _capture_forward(self, slot: Slot, size: int) -> None:
+    def _capture_forward(self, slot: Slot, size: int, adapted: bool) -> None:
         staged, graph = self._stage(slot, size), torch.cuda.CUDAGraph()
         upload = Upload(staged.host, torch.zeros_like(staged.device), staged.sections)
         record = None if slot.record is None else slot.record.another(size)
         with _capturing(graph, self._pool):
-            logits_SV = self._forward(upload, record)
-        self._forwards[size] = _Forward(graph, upload, logits_SV, record)
+            logits_SV = self._forward(upload, record, adapted)
+        self._forwards[size, adapted] = _Forward(graph, upload, logits_SV, record)
 
     def _step(self, upload: Upload, slot: Slot) -> None:
         self._runner.sample(self._forward(upload, slot.record), upload["rows"], PLAIN, slot.output)
 
-    def _forward(self, upload: Upload, record: StepRecord | None) -> torch.Tensor:
+    def _forward(self, upload: Upload, record: StepRecord | None, adapted: bool = False) -> torch.Tensor:
         runner = self._runner
-        token_ids_B, batch = runner.begin_decode(upload["rows"], upload["new_pages"], self._max_context, record)
+        token_ids_B, batch = runner.begin_decode(
+            upload["rows"], upload["new_pages"], self._max_context, record, adapted
+        )
         hidden_BD = runner.forward(token_ids_B, batch, runner.kv)
         if record is not None:
             record.end(batch)

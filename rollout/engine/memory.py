@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollout.engine.adapters import AdapterTable
 from rollout.engine.pages import PagePool, PrefixKeys
 from rollout.engine.plan import Plan
 from rollout.engine.routing import ExpertPages
@@ -48,13 +49,20 @@ class SequenceMemory:
         prefix_cache: bool,
         experts: ExpertPages | None = None,
         session_pages: int = 0,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self.pool = pool
         self.sessions = Sessions(pool, page_size, session_pages)
         self.experts = experts  # that tokens took, where they are kept
+        self.adapters = adapters
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
+
+    def adapter_ready(self, seq: Sequence) -> bool:
+        """True if the adapter of `seq`, if it has one, lies in a slot; else it is on its way there or waits for one."""
+        adapter = seq.group.adapter
+        return adapter is None or (self.adapters is not None and self.adapters.ready(adapter))
 
     def try_admit(self, seq: Sequence, version: int, spare: int) -> bool:
         """Give `seq` the pages of its history and one more, if `spare` pages stay available after that.
@@ -86,6 +94,9 @@ class SequenceMemory:
         seq.keys = found.keys
         seq.kv_len = seq.kv_uniform = found.tokens
         seq.kv_version = version
+        if seq.group.adapter is not None:
+            assert self.adapters is not None
+            seq.adapter_slot = self.adapters.take(seq.group.adapter)
         if seq.group.session is not None:
             self.sessions.hand_over(seq.group.session, found.in_session)
         return True
@@ -115,11 +126,11 @@ class SequenceMemory:
             keys = share.keys.fork(full) if share.keys else None
             return Found(share.pages[:full], keys, share.pages[full], len(tokens) - 1)
         if seq.scores_prompt:  # KV that is there already says nothing of log-probs
-            return Found(keys=PrefixKeys(version, self.page_size) if self.prefix_cache else None)
+            return Found(keys=self._no_keys(seq, version) if self.prefix_cache else None)
         found = self._find_in_session(seq, tokens, version)
         if not self.prefix_cache:
             return found
-        found.keys = keys = found.keys or PrefixKeys(version, self.page_size)
+        found.keys = keys = found.keys or self._no_keys(seq, version)
         for index in range(len(found.pages), full):
             key = keys.next_key(tokens[index * self.page_size : (index + 1) * self.page_size])
             page = self.pool.find(key)
@@ -130,10 +141,13 @@ class SequenceMemory:
             found.source, found.tokens = None, len(found.pages) * self.page_size
         return found
 
+    def _no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
+        return PrefixKeys(version, self.page_size, seq.generation)
+
     def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Found:
         if seq.group.session is None:
             return Found()
-        held, same = self.sessions.match(seq.group.session, tokens, version)
+        held, same = self.sessions.match(seq.group.session, tokens, version, seq.generation)
         if held is None:
             return Found()
         full = same // self.page_size
@@ -150,7 +164,7 @@ class SequenceMemory:
         if seq.kv_version != version or seq.finish.reason == "error":
             known = 0
         self.remember(seq, known, version)
-        left = Held(seq.history()[:known], seq.pages, version, seq.keys)
+        left = Held(seq.history()[:known], seq.pages, version, seq.keys, seq.generation)
         self.sessions.keep(seq.group.session, left, now_s)
 
     def try_grow(self, seq: Sequence) -> bool:
@@ -168,8 +182,12 @@ class SequenceMemory:
             seq.copy_source = None
 
     def release(self, seq: Sequence) -> None:
-        """Take all pages back."""
+        """Take all pages back, and the adapter's slot."""
         self.drop_copy_source(seq)
+        if seq.adapter_slot is not None:
+            assert self.adapters is not None
+            self.adapters.give(seq.adapter_slot)
+            seq.adapter_slot = None
         if self.experts is not None and seq.routing is not None and not seq.finalized:
             seq.routing.keep(self.experts, seq.pages, seq.consumed)
         for page in seq.pages:
@@ -228,5 +246,7 @@ class SequenceMemory:
         """Assert that the books agree, and that no page is in use but by sessions."""
         self.pool.check()
         self.sessions.check()
+        if self.adapters is not None:
+            self.adapters.check_unused()
         used, held = self.pool.used, self.sessions.pages
         assert used == held, f"{used} pages are in use, {held} of them by sessions"

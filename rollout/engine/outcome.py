@@ -47,6 +47,7 @@ def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == _known(seq) else None,
+        adapter_versions=tuple(seq.adapter_marks),
         # Moves its own mark, so nothing that may fail comes after it.
         routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, seq.pages, seq.consumed),
     )

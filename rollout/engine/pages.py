@@ -10,7 +10,8 @@ Page 0 is the dump page: padding rows write there, and it fills the page table p
 handed out.
 
 A prefix is known by a chain of digests, one a full page: digest_i = H(digest_{i-1}, tokens of page i), and digest_{-1}
-is the weights version. So a key says which tokens, at which positions, under which weights.
+is the weights version and, with an adapter, the generation of its weights. So a key says which tokens, at which
+positions, under which weights.
 """
 
 from __future__ import annotations
@@ -120,11 +121,12 @@ class PagePool:
 class PrefixKeys:
     """The digests of one sequence's full pages, made page by page as tokens become known."""
 
-    def __init__(self, version: int, page_size: int) -> None:
-        self.version = version
+    def __init__(self, version: int, page_size: int, generation: int = 0) -> None:
+        self.version, self._generation = version, generation
         self._page_size = page_size
         self._keys: list[bytes] = []
-        self._last = blake2b(version.to_bytes(8, "little"), digest_size=16).digest()
+        adapter = generation.to_bytes(8, "little") if generation else b""
+        self._last = blake2b(version.to_bytes(8, "little") + adapter, digest_size=16).digest()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -134,7 +136,7 @@ class PrefixKeys:
 
     def fork(self, pages: int) -> PrefixKeys:
         """The keys of the first `pages` pages, to go on from with other tokens."""
-        keys = PrefixKeys(self.version, self._page_size)
+        keys = PrefixKeys(self.version, self._page_size, self._generation)
         keys._keys = self._keys[:pages]
         keys._last = keys._keys[-1] if keys._keys else keys._last
         return keys

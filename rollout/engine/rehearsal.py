@@ -60,13 +60,16 @@ def rehearse(
     chunk_lengths = sorted({*_CHUNK_LENGTHS, *expert_sizes})
     steps = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in chunk_lengths)]
     steps += [(_chunks(size, one), PLAIN) for size in prefills]
+    kinds = [Feature.NONE] if runner.adapters is None else [Feature.NONE, Feature.ADAPTER]
     for lengths, features in steps:
         if max(lengths) <= one and len(lengths) <= max_rows:
-            runner.rehearse_prefill(slot, lengths, features, max_context)
+            for also in kinds:
+                runner.rehearse_prefill(slot, lengths, features | also, max_context)
     captured_all = graph_rows is not None and graph_rows >= max_rows
     decodes = {*_powers_of_two(max_rows), *(size for size in expert_sizes if size < max_rows)}
     for size in [] if captured_all else sorted(decodes):
-        runner.rehearse_decode(slot, size, PLAIN, max_context)
+        for also in kinds:
+            runner.rehearse_decode(slot, size, PLAIN | also, max_context)
     runner.rehearse_decode(slot, max_rows, ALL_FEATURES, max_context)
 
 

@@ -8,6 +8,7 @@
     counts  [rows, V]  int32     occurrences of each token, for penalties
     bias_*  [rows, K]            logit bias, padded with id 0 and bias 0
     banned  [rows, K]            stop ids, padded by repeating the first; banned until min_tokens
+    adapters [rows]    int32     slot of the row's adapter, 0 for none; where adapters are served
 
 Row 0 is padding. A row is set up by the first prefill step of its sequence, from the `init_*` and list sections of
 that step's upload; after that the device keeps it current by itself. Everything here runs on the compute stream.
@@ -27,13 +28,13 @@ from rollout.engine.types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 
 LAST, LENGTH, PROMPT, MIN_TOKENS, TOP_K, SEED = range(6)
 TEMPERATURE, NOISE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(7)
-_INIT_WORDS = 2 * 7 + 7  # row and ints as int64, floats
+_INIT_WORDS = 2 * 7 + 7 + 1  # row and ints as int64, floats, adapter
 
 
 class RowState:
     """Device tensors indexed by row."""
 
-    def __init__(self, max_rows: int, max_pages: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_pages: int, vocab: int, device: torch.device, adapters: bool = False) -> None:
         rows = max_rows + 1
         self.vocab = vocab
         self.ints = torch.zeros(rows, 6, dtype=torch.int64, device=device)
@@ -43,6 +44,7 @@ class RowState:
         self.bias_ids = torch.zeros(rows, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
         self.bias = torch.zeros(rows, MAX_LOGIT_BIAS, device=device)
         self.banned = torch.zeros(rows, MAX_STOP_IDS, dtype=torch.int64, device=device)
+        self.adapters = torch.zeros(rows, dtype=torch.int32, device=device) if adapters else None
         on_gpu = device.type == "cuda"
         self.step_pages = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device) if on_gpu else None
 
@@ -56,6 +58,8 @@ class RowState:
         """Make row 0 what padding is after it was used as a row that samples."""
         for state in (self.ints, self.counts, self.pages):
             state[0] = 0
+        if self.adapters is not None:
+            self.adapters[0] = 0
 
     def set_up(self, upload: Upload) -> None:
         """Set up the rows that this prefill step starts."""
@@ -66,6 +70,8 @@ class RowState:
         self.ints.index_copy_(0, rows, records[:, 1:])
         self.floats.index_copy_(0, rows, upload["init_floats"])
         self.pages.index_fill_(0, rows, 0)
+        if self.adapters is not None:
+            self.adapters.index_copy_(0, rows, upload["init_adapters"])
         row, column, page = upload["page_updates"].long().unbind(1)
         self.pages.index_put_((row, column), page.int())
         self.bias.index_fill_(0, rows, 0.0)  # a step that biases one row gathers the bias of all
@@ -94,13 +100,15 @@ def most_setup_words(max_pages: int, max_context: int) -> int:
     return _INIT_WORDS + 3 * max_pages + 32 + (MAX_STOP_IDS + 1) * 2 + MAX_LOGIT_BIAS * 3 + 2 + 3 * max_context + 2
 
 
-def put_setup(slot: Slot, seqs: Seq[Sequence], vocab: int) -> None:
+def put_setup(slot: Slot, seqs: Seq[Sequence], vocab: int, adapters: bool = False) -> None:
     """Pack what `RowState.set_up` needs for sequences whose first chunk is in this step."""
     if not seqs:
         return
     slot.put("init_ints", np.array([_ints(seq, vocab) for seq in seqs], dtype=np.int64))
     slot.put("init_floats", np.array([_floats(seq) for seq in seqs], dtype=np.float32))
     slot.put("page_updates", np.concatenate([_page_updates(seq) for seq in seqs]))
+    if adapters:
+        slot.put("init_adapters", np.array([_adapter(seq) for seq in seqs], dtype=np.int32))
     _put_lists(slot, seqs)
 
 
@@ -134,6 +142,10 @@ def _ints(seq: Sequence, vocab: int) -> list[int]:
     # Without stop tokens there is nothing to ban, and what the row's list holds is its predecessor's.
     min_tokens = seq.group.request.stop.min_tokens if seq.features & Feature.MIN_TOKENS else 0
     return [seq.row, 0, 0, seq.prompt_len, min_tokens, top_k, seq.seed]
+
+
+def _adapter(seq: Sequence) -> int:
+    return 0 if seq.adapter_slot is None else seq.adapter_slot.number
 
 
 def _floats(seq: Sequence) -> list[float]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rollout_kernels.step import begin_step
 
-from rollout.engine.device import Device, Event
+from rollout.engine.device import Device, Event, Stream
 from rollout.engine.graphs import PLAIN, DecodeGraphs
 from rollout.engine.plan import Plan, PromptChunk, StepOutput
 from rollout.engine.rows import LAST, LENGTH, RowState, most_setup_words, put_setup, setup_words
@@ -31,6 +31,7 @@ from rollout.engine.scores import SCORED_AT_ONCE, StepScores
 from rollout.engine.sequence import Feature, Sequence
 from rollout.engine.slot import Slot, Upload
 from rollout.engine.step_record import StepRecord
+from rollout.models.adapters import AdapterSlots, StepAdapters
 from rollout.models.batch import AttentionBatch, Chunk, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, supports
@@ -45,7 +46,7 @@ Step = Callable[[Upload, Slot], None]
 _TOKEN_WORDS = 6
 _SCORED_WORDS = 4  # of a token that is scored, more: its place and the next token's id
 _CHUNK_WORDS = 22
-_TOP = Feature.TOP.value  # flags of an enum are slow to test
+_TOP, _ADAPTER = Feature.TOP.value, Feature.ADAPTER.value  # flags of an enum are slow to test
 #: What padding of the scored tokens adds to an upload at the most.
 PADDING_WORDS = _SCORED_WORDS * SCORED_AT_ONCE
 
@@ -61,6 +62,7 @@ class Runner:
         rows: RowState,
         fused_experts: bool = False,
         deterministic: bool = False,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.device = device
         self.model = model
@@ -68,6 +70,8 @@ class Runner:
         self.forward = FusedDecoder(model, deterministic) if fused else model  # what steps are run by
         self.kv = kv
         self.rows = rows
+        self.adapters = adapters
+        self.loads = None if adapters is None else device.stream("adapters")  # copies them to slots that nobody reads
         self.sample = Sampler(rows, deterministic)
         self._exact_sums = deterministic  # a row's scores do not depend on the other rows
         self.graphs: DecodeGraphs | None = None  # captured decode steps, where the device has them
@@ -130,13 +134,17 @@ class Runner:
 
     def check(self) -> None:
         """Raise DeviceError if work on a stream failed."""
-        for stream in (self.h2d, self.compute, self.d2h):
+        for stream in self._streams:
             stream.check()
 
     def close(self) -> None:
         """Finish what is enqueued and end the streams."""
-        for stream in (self.h2d, self.compute, self.d2h):
+        for stream in self._streams:
             stream.close()
+
+    @property
+    def _streams(self) -> list[Stream]:
+        return [self.h2d, self.compute, self.d2h, *([] if self.loads is None else [self.loads])]
 
     # --- packing, on the host ----------------------------------------------------------------------------------------
 
@@ -146,9 +154,9 @@ class Runner:
         self.stage_decode(slot, plan.seqs, size or rows, plan.new_pages)
         _put_tops(slot, plan)
         if self.graphs is None or size is None:
-            forward: Forward = functools.partial(self._decode, plan.max_context)
+            forward: Forward = functools.partial(self._decode, plan.max_context, bool(plan.features.value & _ADAPTER))
         elif plan.features & ~PLAIN:
-            forward = functools.partial(self.graphs.forward, size, rows)
+            forward = functools.partial(self.graphs.forward, size, rows, bool(plan.features.value & _ADAPTER))
         else:
             return functools.partial(self._replay, self.graphs, size)
         return functools.partial(self._step, forward, plan.features)
@@ -165,7 +173,8 @@ class Runner:
 
     def _pack_prefill(self, plan: Plan, slot: Slot) -> Step:
         chunks = plan.chunks
-        put_setup(slot, [chunk.seq for chunk in chunks if chunk.first], self.rows.vocab)
+        adapted = self.adapters is not None and any(chunk.seq.adapter_slot is not None for chunk in chunks)
+        put_setup(slot, [chunk.seq for chunk in chunks if chunk.first], self.rows.vocab, self.adapters is not None)
         if copies := [chunk.copy for chunk in chunks if chunk.copy is not None]:
             slot.put("copies", np.array(copies, dtype=np.int32))
         layout = self.stage_prefill(
@@ -175,7 +184,7 @@ class Runner:
         )
         _put_tops(slot, plan)
         _put_scored(slot, chunks)
-        forward = functools.partial(self._prefill, plan.max_context, layout, slot.scores)
+        forward = functools.partial(self._prefill, plan.max_context, layout, slot.scores, adapted)
         return functools.partial(self._step, forward, plan.features)
 
     @staticmethod
@@ -206,7 +215,8 @@ class Runner:
         self.stage_decode(slot, [], rows)
         if features & Feature.TOP:
             slot.put("top_at", slot.scores.want_tops(range(rows)))
-        self._on_padding(slot, functools.partial(self._decode, max_context), features, rows)
+        adapted = self._adapted(features)
+        self._on_padding(slot, functools.partial(self._decode, max_context, adapted), features, rows)
 
     def rehearse_prefill(self, slot: Slot, lengths: Sequences[int], features: Feature, max_context: int) -> None:
         """Run a prefill step of whole prompts of `lengths` tokens, each with a page to copy."""
@@ -217,8 +227,11 @@ class Runner:
         if features & Feature.TOP:
             slot.put("top_at", slot.scores.want_tops(range(len(lengths))))
             _put_scored_at(slot, np.arange(len(tokens)), tokens)
-        forward = functools.partial(self._prefill, max_context, layout, slot.scores)
+        forward = functools.partial(self._prefill, max_context, layout, slot.scores, self._adapted(features))
         self._on_padding(slot, forward, features, len(lengths))
+
+    def _adapted(self, features: Feature) -> bool:
+        return self.adapters is not None and bool(features & Feature.ADAPTER)
 
     def _on_padding(self, slot: Slot, forward: Forward, features: Feature, rows: int) -> None:
         upload = slot.upload()
@@ -252,16 +265,23 @@ class Runner:
     def _replay(graphs: DecodeGraphs, size: int, upload: Upload, slot: Slot) -> None:
         graphs.run(slot, size)
 
-    def _decode(self, max_context: int, upload: Upload, record: StepRecord | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(
+        self, max_context: int, adapted: bool, upload: Upload, record: StepRecord | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""
-        token_ids_B, batch = self.begin_decode(upload["rows"], upload["new_pages"], max_context, record)
+        token_ids_B, batch = self.begin_decode(upload["rows"], upload["new_pages"], max_context, record, adapted)
         hidden_BD = self.forward(token_ids_B, batch, self.kv)
         if record is not None:
             record.end(batch)
         return self.forward.compute_logits(hidden_BD), upload["rows"]
 
     def begin_decode(
-        self, rows_B: torch.Tensor, new_pages_B: torch.Tensor, max_context: int, record: StepRecord | None = None
+        self,
+        rows_B: torch.Tensor,
+        new_pages_B: torch.Tensor,
+        max_context: int,
+        record: StepRecord | None = None,
+        adapted: bool = False,
     ) -> tuple[torch.Tensor, AttentionBatch]:
         """The input of a decode step from the row state: token ids, and where they sit; opens new pages."""
         page_size, columns = self.kv.page_size, -(-max_context // self.kv.page_size)
@@ -283,6 +303,7 @@ class Runner:
             context_lens_B=begun.context_lens_B,
             max_context=max_context,
             experts=None if record is None else record.experts,
+            adapters=self._step_adapters(rows_B) if adapted else None,
         )
         return begun.token_ids_B, batch
 
@@ -291,6 +312,7 @@ class Runner:
         max_context: int,
         layout: tuple[Chunk, ...],
         scores: StepScores,
+        adapted: bool,
         upload: Upload,
         record: StepRecord | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -310,6 +332,7 @@ class Runner:
             chunks=layout,
             query_starts_C1=upload["query_starts"],
             experts=None if record is None else record.experts,
+            adapters=self._step_adapters(rows_C, upload["token_chunk"]) if adapted else None,
         )
         hidden_TD = self.forward(upload["tokens"], batch, self.kv)
         if record is not None:
@@ -321,6 +344,14 @@ class Runner:
         if len(upload["sampled_rows"]) == 0:
             return None
         return self.forward.compute_logits(hidden_TD[upload["sampled_at"]]), upload["sampled_rows"]
+
+    def _step_adapters(self, rows_B: torch.Tensor, row_of_T: torch.Tensor | None = None) -> StepAdapters:
+        """The slots of the rows, or of the tokens of their chunks."""
+        assert self.adapters is not None and self.rows.adapters is not None
+        slots = self.rows.adapters.index_select(0, rows_B)
+        if row_of_T is None:
+            return StepAdapters(self.adapters, slots, segmented=False)
+        return StepAdapters(self.adapters, slots.index_select(0, row_of_T), segmented=True)
 
     def _page_table(self, rows_B: torch.Tensor, max_context: int) -> torch.Tensor:
         columns = -(-max_context // self.kv.page_size)

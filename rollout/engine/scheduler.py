@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rollout.engine.adapters import AdapterError
 from rollout.engine.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.memory import SequenceMemory
 from rollout.engine.outcome import NOT_FINITE, Counters, make_delta, make_request_done
 from rollout.engine.plan import Plan, PromptChunk, StepOutput, next_chunk
 from rollout.engine.sequence import Group, Sequence, State, union_of
 from rollout.engine.tops import note_scores
-from rollout.engine.types import Event, Finish, FinishReason, Request, RequestKey
+from rollout.engine.types import Event, Finish, FinishReason, Rejected, Request, RequestKey
 from rollout.engine.waiting import WaitingRoom
+from rollout.models.adapters import AdapterWeights
 
 
 class Scheduler:
@@ -70,8 +72,16 @@ class Scheduler:
         if (rejected := refusal(request, self.limits, pool_tokens, self.waiting, busy)) is not None:
             self.events.append(rejected)
             return
+        adapter = None
+        if request.adapter is not None:
+            known = {} if self.memory.adapters is None else self.memory.adapters.known
+            if (adapter := known.get(request.adapter)) is None:
+                message = f"adapter {request.adapter!r:.200} is not loaded: load it first"
+                self.events.append(Rejected(request.key, "bad_request", message, "adapter"))
+                return
         now = self.clock()
-        group = Group(request, arrived_s=now, unfinished=request.n, session=self.memory.sessions.begin(request))
+        session = self.memory.sessions.begin(request)
+        group = Group(request, arrived_s=now, unfinished=request.n, session=session, adapter=adapter)
         group.expect_prompt_logprobs()
         for index in range(request.n):
             self._arrivals += 1
@@ -131,6 +141,32 @@ class Scheduler:
             if recompute or not seq.row_ready or seq.scores_prompt:
                 self._take_off(seq)
 
+    def put_adapter(self, name: str, version: int | None, weights: AdapterWeights, recompute: bool) -> None:
+        """Have an adapter; steps planned from now on run with it. Raises AdapterError where it cannot be taken."""
+        assert self.memory.adapters is not None
+        old = self.memory.adapters.known.get(name)
+        adapter = self.memory.adapters.put(name, version, weights)
+        if old is None:
+            return
+        self._refused = None
+        self._room.adapter_changed(adapter)
+        for seq in [seq for seq in self.prefilling + self.decoding if seq.group.adapter is adapter]:
+            if recompute or not seq.row_ready or seq.scores_prompt:
+                self._take_off(seq)
+            else:
+                seq.kv_version = -1  # of several generations: nobody else may have it
+                seq.note_adapter()
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises AdapterError where there is none, or a request names it."""
+        table = self.memory.adapters
+        if table is None or name not in table.known:
+            raise AdapterError(f"adapter {name!r:.200} is not loaded")
+        users = sum(group.adapter is table.known[name] for group in self.groups.values())
+        if users:
+            raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
+        table.drop(name)
+
     # --- plan --------------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
@@ -165,6 +201,8 @@ class Scheduler:
         while self._free_rows and not self.leaving and (seq := self._room.queue.first()) is not None:
             if seq.group.session is not None and seq.group.session.turns > 1:
                 return  # the turn before is in flight as a zombie
+            if seq.group.adapter is not None and not self.memory.adapter_ready(seq):
+                return
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
             running, available = len(self.decoding) + len(self.prefilling), self.memory.available
             if self._refused is seq and running >= self._refused_at[0] and available <= self._refused_at[1]:
@@ -185,6 +223,7 @@ class Scheduler:
 
     def _note_admitted(self, seq: Sequence) -> None:
         group = seq.group
+        seq.note_adapter()
         self.counters.prompt_tokens += seq.prompt_len
         self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
         if group.admitted_s is None:

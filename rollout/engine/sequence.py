@@ -28,6 +28,7 @@ from hashlib import blake2b
 import numpy as np
 
 from rollout.constraints.matcher import Matcher
+from rollout.engine.adapters import Adapter, Slot
 from rollout.engine.pages import PrefixKeys
 from rollout.engine.routing import Routing
 from rollout.engine.sessions import Session
@@ -47,7 +48,7 @@ class State(Enum):
 
 
 class Feature(IntFlag):
-    """What a row's sampling needs beyond a plain draw; a step does the union of its rows'."""
+    """What a row needs beyond a plain forward and draw; a step does the union of its rows'."""
 
     NONE = 0
     GREEDY = auto()
@@ -58,11 +59,12 @@ class Feature(IntFlag):
     MIN_TOKENS = auto()
     CONSTRAIN = auto()
     TOP = auto()
+    ADAPTER = auto()
 
     @property
     def reshapes(self) -> bool:
         """True if the drawn distribution is not the plain one."""
-        return bool(self & ~(Feature.GREEDY | Feature.DRAW | Feature.TOP))
+        return bool(self & ~(Feature.GREEDY | Feature.DRAW | Feature.TOP | Feature.ADAPTER))
 
 
 def row_seed(seed: int, index: int) -> int:
@@ -87,6 +89,8 @@ def features_of(request: Request) -> Feature:
         features |= Feature.CONSTRAIN
     if request.top_logprobs:
         features |= Feature.TOP
+    if request.adapter is not None:
+        features |= Feature.ADAPTER
     return features
 
 
@@ -110,6 +114,7 @@ class Group:
     followers: list[Sequence] = field(default_factory=list)  # not in the queue yet: they wait for the leader's prefill
     share: PromptShare | None = None
     session: Session | None = None  # whose next turn this is
+    adapter: Adapter | None = None  # that its rows take
     unstarted: int = 0  # members that may still want the share
     unfinished: int = 0
     complete: int = 0  # that came to an end of their own
@@ -136,6 +141,8 @@ class Sequence:
     """One completion in the making."""
 
     __slots__ = (
+        "adapter_marks",
+        "adapter_slot",
         "arrival",
         "check_at",
         "copy_source",
@@ -221,6 +228,8 @@ class Sequence:
         self.kv_capacity = 0  # tokens that fit in `pages`
         self.kv_len = 0
         self.prefill_tokens: np.ndarray | None = None
+        self.adapter_slot: Slot | None = None
+        self.adapter_marks: list[tuple[int, int]] = []  # (token, version): that token is the first by this version
         self.keys: PrefixKeys | None = None
         self.kv_version = -1
         self.kv_uniform = 0  # leading positions whose KV is all of kv_version
@@ -230,6 +239,21 @@ class Sequence:
     def rank(self) -> tuple[int, int]:
         """Admission order; the largest rank is preempted first."""
         return (-self.priority, self.arrival)
+
+    @property
+    def generation(self) -> int:
+        """Of its adapter's weights, 0 without one; KV depends on it."""
+        return 0 if self.group.adapter is None else self.group.adapter.generation
+
+    def note_adapter(self) -> None:
+        """What is launched from now on takes its adapter's present version."""
+        if self.group.adapter is None:
+            return
+        marks, version = self.adapter_marks, self.group.adapter.version
+        if marks and marks[-1][0] == self.launched:
+            marks.pop()
+        if not marks or marks[-1][1] != version:
+            marks.append((self.launched, version))
 
     @property
     def scores_prompt(self) -> bool:

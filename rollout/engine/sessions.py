@@ -41,6 +41,7 @@ class Held:
     pages: list[int]  # those of `tokens`, the last one may be half full
     version: int  # weights version of the KV
     keys: PrefixKeys | None  # of all full pages at least; None without a prefix cache
+    generation: int = 0  # of the adapter's weights, 0 for none
 
 
 @dataclass(eq=False, slots=True)
@@ -122,10 +123,10 @@ class Sessions:
             self._holding.move_to_end(key)
         return session
 
-    def match(self, session: Session, tokens: np.ndarray, version: int) -> tuple[Held | None, int]:
+    def match(self, session: Session, tokens: np.ndarray, version: int, generation: int = 0) -> tuple[Held | None, int]:
         """What the session holds, and how many of the first `tokens` (int32) it has the KV of: all but one at most."""
         held = session.held
-        if held is None or held.version != version:
+        if held is None or held.version != version or held.generation != generation:
             return None, 0
         most = min(len(held.tokens), len(tokens) - 1)
         differing = np.flatnonzero(held.tokens[:most] != tokens[:most])
@@ -214,7 +215,7 @@ class Sessions:
             self._refs[page] = self._refs.get(page, 0) + 1
         self._held_pages += len(pages)
         # A copy: a view would keep all tokens of a prompt of which little was computed.
-        session.held = Held(left.tokens[:count].copy(), pages, left.version, left.keys)
+        session.held = Held(left.tokens[:count].copy(), pages, left.version, left.keys, left.generation)
         self._holding[session.key] = session
         while self._too_many:
             self.evict_one()  # never this one: it is the newest, and by itself within the limits

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from rollout.constraints.matcher import Constraint
+
+if TYPE_CHECKING:
+    from rollout.models.adapters import AdapterWeights
 
 #: (client, request id): what identifies a request to cancel it, to find its result, to tell a duplicate.
 RequestKey = tuple[str, str]
@@ -118,6 +121,7 @@ class Request:
     session_lease_s: float = 0.0  # how long what the turn leaves is kept
     top_logprobs: int = 0  # likeliest tokens to tell at each position, up to MAX_TOP_LOGPROBS
     prompt_logprobs: bool = False  # the prompt is computed as a whole, and its log-probs are told
+    adapter: str | None = None  # name of the low-rank adapter that its rows take
 
     routing_from: int | None = None  # position in prompt and completion from which experts are told; None: of none
 
@@ -187,7 +191,28 @@ class EndSession:
     token: int | None = None
 
 
-Command = Submit | Cancel | StopAt | Pause | Resume | Shutdown | EndSession
+@dataclass(frozen=True, slots=True)
+class PutAdapter:
+    """Have an adapter, or a newer version of one. Answered by `Done(token)` or `Failed`, if there is a token.
+
+    Without a `version` it is the one after the last, or 0. Rows that run with the adapter go on with the new one.
+    """
+
+    name: str
+    weights: AdapterWeights
+    version: int | None = None
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Forget an adapter that no unfinished request names. Answered by `Done(token)` or `Failed`."""
+
+    name: str
+    token: int
+
+
+Command = Submit | Cancel | StopAt | Pause | Resume | Shutdown | EndSession | PutAdapter | DropAdapter
 
 
 # --- events: engine -> service ---------------------------------------------------------------------------------------
@@ -225,6 +250,8 @@ class Delta:
     top_ids: np.ndarray | None = None  # int32 [k, tops], likeliest first, where they were asked for
     top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's own distribution
     prompt_logprobs: np.ndarray | None = None  # as in `RequestDone`; with the first delta of completion 0
+    #: All so far, where the request names an adapter: (token, version): from this token on it was of that version.
+    adapter_versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +286,26 @@ class Done:
     token: int
 
 
-Event = Delta | RequestDone | Rejected | Done
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A control command had no effect."""
+
+    token: int
+    message: str
+    field: str | None = None
+
+
+Event = Delta | RequestDone | Rejected | Done | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStatus:
+    """One adapter that requests can name."""
+
+    name: str
+    version: int
+    resident: bool  # it lies in a slot on the device
+    rows: int  # that have taken the slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +364,7 @@ class EngineStatus:
     pages_total: int = 0
     sessions: SessionStatus = SessionStatus()
     slots_in_flight: int = 0
+    adapters: tuple[AdapterStatus, ...] | None = None  # None: this worker serves none
     tokens_per_s: float = 0.0
     gpu_active_pct: float = 0.0
     reclaimed: int = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+from rollout.engine.adapters import Adapter
 from rollout.engine.memory import SequenceMemory
 from rollout.engine.sequence import Group, Sequence
 from rollout.engine.types import RequestKey
@@ -76,6 +77,12 @@ class WaitingRoom:
             self.queue.push(group.leader)
         for group in list(self._memory.sharing):
             self._lead_again(group)
+
+    def adapter_changed(self, adapter: Adapter) -> None:
+        """What was prefilled with this adapter's weights of before is shared no more."""
+        for group in list(self._memory.sharing):
+            if group.adapter is adapter:
+                self._lead_again(group)
 
     def leader_launched(self, leader: Sequence, version: int) -> None:
         """The last chunk of a leader's prefill is launched: the others may come, with its pages if there is a share."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from rollout_kernels import DecodePlan, plan_paged_decode
 
+from rollout.models.adapters import StepAdapters
 from rollout.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class AttentionBatch:
     chunks: tuple[Chunk, ...] | None = None
     query_starts_C1: torch.Tensor | None = None  # int32: where each chunk's tokens begin, and their total; for GPUs
     experts: ExpertRecord | None = None  # written by sparse layers
+    adapters: StepAdapters | None = None  # where a row of the step has one
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -47,13 +47,13 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
             tensors are not where it says.
     """
     if (folder / _SINGLE).is_file():
-        return _read_header(folder / _SINGLE)
+        return read_header(folder / _SINGLE)
     if not (folder / _INDEX).is_file():
         raise CheckpointError(f"{folder} holds neither {_SINGLE} nor {_INDEX}; other formats are not supported")
     weight_map = _read_index(folder / _INDEX)
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
-        header = _read_header(folder / shard)
+        header = read_header(folder / shard)
         _refuse(folder, {f"also in {shard}": [name for name in header if name in tensors]})
         tensors |= header
     moved = [name for name, shard in weight_map.items() if name in tensors and tensors[name].file.name != shard]
@@ -110,7 +110,8 @@ def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:
     return _DTYPES.get(max(values, key=lambda dtype: values[dtype])) if values else None
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, unread. Raises CheckpointError for a file that is not one."""
     try:
         if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
             raise CheckpointError(f"{file} is not a file")

@@ -29,7 +29,7 @@ class DecoderLayer(Block):
         self.post_attention_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
         sparse = spec.is_sparse(layer)
         self.sparse_place = sum(map(spec.is_sparse, range(layer)))  # among the sparse layers, if it is one
-        self.mlp = SparseMLP(spec, dtype, device, experts) if sparse else DenseMLP(spec, dtype, device)
+        self.mlp = SparseMLP(spec, dtype, device, experts) if sparse else DenseMLP(spec, layer, dtype, device)
 
     def forward(
         self,
@@ -41,7 +41,9 @@ class DecoderLayer(Block):
     ) -> torch.Tensor:
         """The residual stream after this layer."""
         x_TH = self.attention(self.input_norm(x_TH), x_TH, cos_sin, slots_T, batch, kv)
-        if batch.experts is None or isinstance(self.mlp, DenseMLP):
+        if isinstance(self.mlp, DenseMLP):
+            return self.mlp(self.post_attention_norm(x_TH), x_TH, batch.adapters)
+        if batch.experts is None:
             return self.mlp(self.post_attention_norm(x_TH), x_TH)
         kept_TK = batch.experts.layer(self.sparse_place, len(x_TH))
         return self.mlp(self.post_attention_norm(x_TH), x_TH, kept_TK)

@@ -7,7 +7,8 @@
 Decode and prefill differ in the attention, few and many tokens in the products: those with few tokens are our own, as
 far as `rollout_kernels.linear_table` goes, the others cuBLAS's. The residual stream is kept in the model's dtype and is
 read and written by the norms alone; products whose sum is added to it come in parts, float32 where there are
-several. A model whose queries and keys are normalised all heads together, or clipped, takes the generic operations
+several. A step with adapters corrects products after they are made, and SiLU is then a kernel of its own. A model
+whose queries and keys are normalised all heads together, or clipped, takes the generic operations
 between the q/k/v product and attention.
 
 Legend: T tokens, S selected tokens, H hidden, W fused q/k/v width, I intermediate, V vocabulary.
@@ -25,6 +26,7 @@ from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, li
 from rollout_kernels.triton_step import embed_rope
 
 from rollout.models import deterministic as one_order
+from rollout.models.adapters import Product, StepAdapters
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.deterministic import products
@@ -124,16 +126,25 @@ class FusedDecoder:
             assert self._experts is not None
             return self._experts.run(layer, residual_TH, parts, batch.experts)
         x_TH = add_rms_norm(residual_TH, parts, layer.post_attention_norm.weight, eps)
-        gated_TI = self._gated(x_TH, layer.mlp.gate_up_proj.weight)
-        return residual_TH, self._product("down", gated_TI, layer.mlp.down_proj.weight)
+        gated_TI = self._gated(x_TH, layer.mlp, batch.adapters)
+        return residual_TH, self._product("down", gated_TI, layer.mlp.down_proj.weight, layer.mlp.layer, batch.adapters)
 
-    def _product(self, name: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`x weight^T` in parts, [parts, T, outputs]."""
+    def _product(
+        self, name: Product, x: torch.Tensor, weight: torch.Tensor, layer: int, adapters: StepAdapters | None
+    ) -> torch.Tensor:
+        """`x weight^T` in parts, [parts, T, outputs]; the first has the corrections of adapters, too."""
         config = self._configs[name]
-        return F.linear(x, weight)[None] if config is None else linear_parts(x, weight, config)
+        parts = F.linear(x, weight)[None] if config is None else linear_parts(x, weight, config)
+        if adapters is not None:
+            adapters.add(layer, name, parts[0], x)
+        return parts
 
-    def _gated(self, x_TH: torch.Tensor, weight_2IH: torch.Tensor) -> torch.Tensor:
-        config = self._configs["gate_up"]
+    def _gated(self, x_TH: torch.Tensor, mlp: DenseMLP, adapters: StepAdapters | None) -> torch.Tensor:
+        config, weight_2IH = self._configs["gate_up"], mlp.gate_up_proj.weight
+        if adapters is not None:  # they correct what goes into SiLU, so that is no part of the product
+            gate_up = F.linear(x_TH, weight_2IH) if config is None else linear(x_TH, weight_2IH, config)
+            adapters.add(mlp.layer, "gate_up", gate_up, x_TH)
+            return silu_mul(gate_up)
         return silu_mul(F.linear(x_TH, weight_2IH)) if config is None else gate_up_silu(x_TH, weight_2IH, config)
 
     def _attention(
@@ -149,7 +160,7 @@ class FusedDecoder:
         cache = kv.layer(attention.layer)
         if self._plain_qkv:
             q_TQD = finish_qkv(
-                self._product("qkv", x_TH, attention.qkv_proj.weight),
+                self._product("qkv", x_TH, attention.qkv_proj.weight, attention.layer, batch.adapters),
                 attention.qkv_proj.bias,
                 attention.qk_norm_weight if spec.qk_norm == "head" else None,
                 spec.eps,
@@ -162,9 +173,10 @@ class FusedDecoder:
                 x_TH.dtype,
             )
         else:
-            q_TQD = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache)
+            q_TQD = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
         if self._deterministic:
             out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, attention.window)
         else:
             out_TQD = attention.attend(q_TQD, batch, cache)
-        return self._product("o", out_TQD.flatten(1), attention.o_proj.weight)
+        out_TK = out_TQD.flatten(1)
+        return self._product("o", out_TK, attention.o_proj.weight, attention.layer, batch.adapters)

@@ -26,6 +26,7 @@ from rollout_kernels import (
 from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
 from torch import nn
 
+from rollout.models.adapters import StepAdapters
 from rollout.models.batch import AttentionBatch, KVCache, LayerKV
 from rollout.models.coded_experts import CodedView
 from rollout.models.names import Region, one_name
@@ -117,9 +118,12 @@ class Attention(Block):
     ) -> torch.Tensor:
         """`residual_TH` plus the attention of the normalised `x_TH`; `slots_T` are the batch's, as int64."""
         cache = kv.layer(self.layer)
-        q_TQD = self.project(x_TH, cos_sin, slots_T, cache)
-        out_TQD = self.attend(q_TQD, batch, cache)
-        return self.o_proj.add_to(residual_TH, out_TQD.flatten(1))
+        q_TQD = self.project(x_TH, cos_sin, slots_T, cache, batch.adapters)
+        out_TK = self.attend(q_TQD, batch, cache).flatten(1)
+        y_TH = self.o_proj.add_to(residual_TH, out_TK)
+        if batch.adapters is not None:
+            batch.adapters.add(self.layer, "o", y_TH, out_TK)
+        return y_TH
 
     def project(
         self,
@@ -127,9 +131,10 @@ class Attention(Block):
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         slots_T: torch.Tensor,
         cache: LayerKV,
+        adapters: StepAdapters | None = None,
     ) -> torch.Tensor:
         """Queries of the normalised `x_TH`, [T, Q, D]; keys and values go to the cache at `slots_T`, int64."""
-        qk_THD, v_TGD = self._project(x_TH)
+        qk_THD, v_TGD = self._project(x_TH, adapters)
         qk_THD = apply_rope(qk_THD, *cos_sin)
         q_TQD, k_TGD = qk_THD[:, : self.spec.heads], qk_THD[:, self.spec.heads :]
         write_kv(k_TGD, v_TGD, cache.k_PSGD, cache.v_PSGD, slots_T, cache.scales_P2GS)
@@ -163,10 +168,12 @@ class Attention(Block):
             plan=batch.decode_plan(self.window, cache.k_PSGD, q_TQD.dtype),
         )
 
-    def _project(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _project(self, x_TH: torch.Tensor, adapters: StepAdapters | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and key heads side by side, normalised, [T, Q + G, D]; values [T, G, D]."""
         spec = self.spec
         qkv_TK = self.qkv_proj(x_TH)
+        if adapters is not None:
+            adapters.add(self.layer, "qkv", qkv_TK, x_TH)
         if spec.qk_norm == "full":
             q, k, v = qkv_TK.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
             qkv_TK = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
@@ -195,15 +202,24 @@ class Attention(Block):
 class DenseMLP(Block):
     """The gated feed-forward block of a dense layer."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.layer = spec, layer
         self.gate_up_proj = Linear(spec.hidden, 2 * spec.intermediate, spec.mlp_bias, dtype, device)
         self.down_proj = Linear(spec.intermediate, spec.hidden, spec.mlp_bias, dtype, device)
 
-    def forward(self, x_TH: torch.Tensor, residual_TH: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, adapters: StepAdapters | None = None
+    ) -> torch.Tensor:
         """`residual_TH` plus the block's output."""
-        return self.down_proj.add_to(residual_TH, silu_mul(self.gate_up_proj(x_TH)))
+        if adapters is None:
+            return self.down_proj.add_to(residual_TH, silu_mul(self.gate_up_proj(x_TH)))
+        gate_up_T2I = self.gate_up_proj(x_TH)
+        adapters.add(self.layer, "gate_up", gate_up_T2I, x_TH)
+        gated_TI = silu_mul(gate_up_T2I)
+        y_TH = self.down_proj.add_to(residual_TH, gated_TI)
+        adapters.add(self.layer, "down", y_TH, gated_TI)
+        return y_TH
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under `prefix`, the layer's own."""

@@ -37,6 +37,7 @@ def default_capabilities(
     views: Views | None = None,
     grammars: bool = False,
     routing: bool = False,
+    adapters: bool = False,
 ) -> tuple[str, ...]:
     """What `status.capabilities` lists: the ops, and what of `generate` is not a matter of course."""
     offered = ["generate", "cancel", "attach", "ack", "report", "status", "ping", "pause", "resume", "shutdown"]
@@ -50,6 +51,8 @@ def default_capabilities(
         offered.append("constraint")
     if routing:
         offered.append("return_routing")
+    if adapters:
+        offered += ["adapter", "load_adapter", "unload_adapter"]
     if text is not None:
         offered += ["text", "return_text", "stop.strings"]
         if text.has_chat_template:

@@ -33,6 +33,7 @@ class Completion:
         shown_from: int | None = None,
         routing: RoutingColumn | None = None,
         recomputed: Iterable[tuple[int, int]] = (),
+        adapter_versions: Iterable[tuple[int, int]] = (),
     ) -> None:
         self.index = index
         self.finish: Finish | None = None
@@ -43,6 +44,8 @@ class Completion:
         self._routing = routing
         self._old_marks = tuple(recomputed)  # of tokens that came with the request
         self._recomputed = self._old_marks
+        self._old_adapter_versions = tuple(adapter_versions)  # the same
+        self._adapter_versions = self._old_adapter_versions
         self._text = text
         self._seed = 0
         self._shown = io.StringIO(newline="") if shown_from is not None else None  # text that no match can take back
@@ -65,6 +68,7 @@ class Completion:
             return None
         assert delta.offset == self._columns.count, f"a delta at {delta.offset} follows {self._columns.count} tokens"
         self._seed, self._recomputed = delta.seed, self._old_marks + delta.recomputed
+        self._adapter_versions = self._old_adapter_versions + delta.adapter_versions
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         match = self._text.feed(delta.token_ids.tolist()) if self._text is not None else None
@@ -88,7 +92,7 @@ class Completion:
             fields |= self._routing.fields(held.tokens, self._columns.count)
         if self.prompt_logprobs is not None and held.tokens == self.start.tokens:
             fields["prompt_logprobs"] = self.prompt_logprobs
-        fields |= self._recomputed_fields(held.tokens)
+        fields |= self._mark_fields(held.tokens)
         return fields | self._finish_fields()
 
     def result_fields(self, *, with_text: bool) -> dict[str, Any]:
@@ -99,7 +103,7 @@ class Completion:
             fields |= self._routing.fields(0, self._columns.count)
         if with_text and self._text is not None:
             fields["text"] = self._text.text
-        fields |= self._recomputed_fields(0)
+        fields |= self._mark_fields(0)
         return fields | self._finish_fields()
 
     def _show(self) -> None:
@@ -119,9 +123,10 @@ class Completion:
         if self._routing is not None and delta.routing is not None and keep:
             self._routing.extend(delta.routing[: len(delta.routing) - (len(delta.token_ids) - keep)])
 
-    def _recomputed_fields(self, start: int) -> dict[str, Any]:
-        marks = marks_between(self._recomputed, start, self._columns.count)
-        return {"recomputed": marks} if marks else {}
+    def _mark_fields(self, start: int) -> dict[str, Any]:
+        kinds = {"recomputed": self._recomputed, "adapter_versions": self._adapter_versions}
+        found = {name: marks_between(marks, start, self._columns.count) for name, marks in kinds.items()}
+        return {name: marks for name, marks in found.items() if marks}
 
     def _finish_fields(self) -> dict[str, Any]:
         if self.finish is None:

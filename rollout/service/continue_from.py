@@ -21,6 +21,7 @@ class ContinueFrom(BaseModel):
     top_logprobs: TopLogprobs | None = None
     versions: VersionRunList | None = None
     recomputed: MarkList | None = None
+    adapter_versions: MarkList | None = None
     routing: Routing | None = None
     text_chars: int | None = Field(None, ge=0)
 
@@ -34,8 +35,10 @@ class ContinueFrom(BaseModel):
         self._check_tops(tokens)
         if self.versions is not None and sum(count for _, count in self.versions) != tokens:
             raise ValueError(f"the counts in 'versions' must add up to the {tokens} of 'token_ids'")
-        if self.recomputed and self.recomputed[-1][0] >= tokens:
-            raise ValueError(f"'recomputed' tells of token {self.recomputed[-1][0]}, and 'token_ids' has {tokens}")
+        for name in ("recomputed", "adapter_versions"):
+            marks = getattr(self, name)
+            if marks and marks[-1][0] >= tokens:
+                raise ValueError(f"'{name}' tells of token {marks[-1][0]}, and 'token_ids' has {tokens}")
         return self
 
     def _check_tops(self, tokens: int) -> None:

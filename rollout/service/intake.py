@@ -68,6 +68,12 @@ class Intake:
             self._check_text(message)
         self._check_vocabulary(message)
         check_wanted(message, self._model.routing, self._model.sparse)
+        if message.adapter is not None and not self._model.adapters:
+            raise bad_request(
+                "this worker does not offer 'adapter'; start it with 'adapter_slots', or leave it out ('capabilities' "
+                "in its status lists what it does)",
+                "adapter",
+            )
         if message.constraint is not None:
             self._check_constraint(message, message.constraint)
         if (message.session_lease_s or 0) > self._settings.max_session_lease_s:
@@ -112,6 +118,7 @@ class Intake:
             session_lease_s=message.session_lease_s or self._settings.session_lease_s,
             top_logprobs=message.logprobs,
             prompt_logprobs=message.prompt_logprobs,
+            adapter=message.adapter,
             routing_from=first_position(message.return_routing, message.continue_from, len(prompt)),
         )
 
@@ -124,9 +131,10 @@ class Intake:
         shown_from = None
         if text is not None and message.return_text:
             shown_from = len(text.text) if taken is None else taken
-        recomputed = (known.recomputed if known else None) or ()
+        recomputed, adapter = (known.recomputed or (), known.adapter_versions or ()) if known else ((), ())
         columns = _prior_columns(known, message.logprobs)
-        return Completion(index, columns, text, shown_from, self._routing_column(message), recomputed)
+        routing = self._routing_column(message)
+        return Completion(index, columns, text, shown_from, routing, recomputed, adapter)
 
     def _routing_column(self, message: Generate) -> RoutingColumn | None:
         """Where a completion's experts go, if they are asked for."""

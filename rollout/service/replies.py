@@ -98,6 +98,7 @@ def status_reply(
         },
         "sessions": asdict(status.sessions),
         "slots": {"in_flight": status.slots_in_flight},
+        "adapters": None if status.adapters is None else [asdict(adapter) for adapter in status.adapters],
         "tokens_per_s": status.tokens_per_s,
         "gpu_active_pct": status.gpu_active_pct,
         "idle_pct": dict(status.idle_pct),

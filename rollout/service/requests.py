@@ -38,14 +38,11 @@ MAX_ACKS = 65_536
 MAX_OWNER_CHARS = 1024
 MAX_SEQUENCES = 1024
 MAX_TRACE_STEPS = 2000
+MAX_PATH_CHARS = 4096
 MIN_TEMPERATURE = 1e-3
 
 #: Ops of the protocol that this worker does not offer.
 LATER_OPS = ("sleep", "wake")
-#: Fields of `generate` that this worker does not offer, with the one value that asks for nothing.
-LATER_GENERATE_FIELDS: dict[str, Any] = {
-    "adapter": None,
-}
 
 
 def _prompt(value: Any) -> str | np.ndarray:
@@ -131,6 +128,7 @@ class Generate(Header):
     priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
     deadline_s: Number | None = Field(None, gt=0)
     min_version: int | None = Field(None, ge=0, lt=SEED_END)
+    adapter: Id | None = None
     session: Id | None = None
     session_lease_s: Number | None = Field(None, gt=0)
     detached: bool = False
@@ -147,6 +145,22 @@ class EndSession(Header):
 
     op: Literal["end_session"]
     session: Id
+
+
+class LoadAdapter(Header):
+    """Have an adapter from a folder, or a newer version of one."""
+
+    op: Literal["load_adapter"]
+    name: Id
+    path: str = Field(min_length=1, max_length=MAX_PATH_CHARS)
+    version: int | None = Field(None, ge=0, lt=SEED_END)
+
+
+class UnloadAdapter(Header):
+    """Forget an adapter that no unfinished request names."""
+
+    op: Literal["unload_adapter"]
+    name: Id
 
 
 class Cancel(Header):
@@ -231,12 +245,28 @@ class Weights(Header):
 
 
 AnyRequest = (
-    Generate | EndSession | Cancel | Attach | Ack | Report | Status | Trace | Ping | Pause | Resume | Shutdown | Weights
+    Generate
+    | EndSession
+    | LoadAdapter
+    | UnloadAdapter
+    | Cancel
+    | Attach
+    | Ack
+    | Report
+    | Status
+    | Trace
+    | Ping
+    | Pause
+    | Resume
+    | Shutdown
+    | Weights
 )
 
 _OPS: dict[str, type[AnyRequest]] = {
     "generate": Generate,
     "end_session": EndSession,
+    "load_adapter": LoadAdapter,
+    "unload_adapter": UnloadAdapter,
     "cancel": Cancel,
     "attach": Attach,
     "ack": Ack,
@@ -261,8 +291,6 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
         raise bad_request(f"this worker does not offer '{op}'; 'capabilities' in its status lists what it does", "op")
     if not isinstance(op, str) or op not in _OPS:
         raise bad_request(f"set 'op' to one of {', '.join(_OPS)}", "op")
-    if op == "generate":
-        header = _without_later_fields(header)
     try:
         request = _OPS[op].model_validate(header)
     except ValidationError as error:
@@ -272,17 +300,6 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
     elif isinstance(request, Attach):
         _check_attach(request)
     return request
-
-
-def _without_later_fields(header: dict[str, Any]) -> dict[str, Any]:
-    for name, default in LATER_GENERATE_FIELDS.items():
-        value = header.get(name, default)
-        if type(value) is not type(default) or value != default:
-            raise bad_request(
-                f"this worker does not offer '{name}'; leave it out ('capabilities' in its status lists what it does)",
-                name,
-            )
-    return {key: value for key, value in header.items() if key not in LATER_GENERATE_FIELDS}
 
 
 def _check_generate(request: Generate) -> None:

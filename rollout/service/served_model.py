@@ -17,3 +17,4 @@ class ServedModel:
     eos_ids: tuple[int, ...] = ()
     sparse: bool = False  # it has experts
     routing: RoutingShape | None = None  # what is kept of those that tokens take
+    adapters: bool = False  # requests can name them

@@ -24,9 +24,22 @@ from typing import Any, Literal
 import zmq
 
 from rollout.config import SecuritySettings, ServiceSettings
-from rollout.engine.types import Command, Done, EndSession, EngineStatus, Pause, Resume, Shutdown
+from rollout.engine.types import (
+    Command,
+    Done,
+    DropAdapter,
+    EndSession,
+    EngineStatus,
+    Failed,
+    Pause,
+    PutAdapter,
+    Resume,
+    Shutdown,
+)
 from rollout.metrics.mismatch import MismatchBox
+from rollout.models.adapters import AdapterWeights
 from rollout.service import requests
+from rollout.service.adapters import AdapterFolders, AdapterLoads
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
 from rollout.service.connections import Connections, Peer
 from rollout.service.constraint import Constraints
@@ -74,6 +87,7 @@ class Server:
         constraints: Constraints | None = None,
         receiver: WeightControl | None = None,
         views: Views | None = None,
+        adapters: AdapterFolders | None = None,
         worker_name: str = "",
         capabilities: Sequence[str] | None = None,
         stop_check_every: int = 4,
@@ -93,7 +107,8 @@ class Server:
         self._constraints = constraints or Constraints(None, model.vocab_size)
         grammars = self._constraints.grammars
         if capabilities is None:
-            capabilities = default_capabilities(text, receiver, views, grammars, model.routing is not None)
+            routing = model.routing is not None
+            capabilities = default_capabilities(text, receiver, views, grammars, routing, adapters is not None)
         self._capabilities = tuple(capabilities)
         self._intake = Intake(settings, model, text, stop_check_every, grammars)
         self._text = text
@@ -104,6 +119,7 @@ class Server:
             max_blobs=settings.max_blobs,
         )
         self._reports = Reports(self.outbox.post, self._reply)
+        self._adapters = None if adapters is None else AdapterLoads(adapters, self.outbox.post)
         self._tokens = count(1)
         self._controls: dict[int, Peer] = {}
         self._drains: dict[int, tuple[float, Shutdown]] = {}  # when each must be over, and the end that is told then
@@ -187,6 +203,8 @@ class Server:
         finally:
             self._preparer.close()
             self._reports.close()
+            if self._adapters is not None:
+                self._adapters.close()
             self._departures.close()
             self._socket.close(linger=int(_LINGER_S * 1000))
             self._context.term()
@@ -204,7 +222,7 @@ class Server:
         for item in self.outbox.drain():
             if callable(item):
                 item()
-            elif isinstance(item, Done):
+            elif isinstance(item, (Done, Failed)):
                 self._done(item)
             else:
                 self._generation.handle(item)
@@ -233,7 +251,8 @@ class Server:
     def _say_goodbye(self) -> None:
         gone = ServiceError("unavailable", "this worker has ended; send to another one")
         self._generation.fail_all(gone)
-        for peer in (*self._controls.values(), *self._reports.waiting()):
+        loading = self._adapters.waiting() if self._adapters is not None else []
+        for peer in (*self._controls.values(), *self._reports.waiting(), *loading):
             self._send_error(peer, gone)
         until = time.monotonic() + _LINGER_S
         while self._connections.has_backlog and time.monotonic() < until:
@@ -273,6 +292,11 @@ class Server:
             case requests.EndSession():
                 end = EndSession(client, message.session, self._control(peer))
                 self._preparer.now(client, None, lambda _: self._inbox.put(end))  # behind the turns that came before it
+            case requests.LoadAdapter():
+                self._load_adapter(peer, message)
+            case requests.UnloadAdapter():
+                self._adapter_loads()
+                self._inbox.put(DropAdapter(message.name, self._control(peer)))
             case requests.Cancel():
                 self._generation.cancel(peer, client, message)
             case requests.Attach():
@@ -330,10 +354,25 @@ class Server:
         self._controls[token] = peer
         return token
 
-    def _done(self, event: Done) -> None:
+    def _done(self, event: Done | Failed) -> None:
         peer = self._controls.pop(event.token, None)
-        if peer is not None:
+        if peer is None:
+            return
+        if isinstance(event, Failed):
+            self._send_error(peer, bad_request(event.message, event.field))
+        else:
             self._reply(peer, ok_reply(peer.id))
+
+    def _load_adapter(self, peer: Peer, message: requests.LoadAdapter) -> None:
+        def put(weights: AdapterWeights) -> None:
+            self._inbox.put(PutAdapter(message.name, weights, message.version, self._control(peer)))
+
+        self._adapter_loads().load(peer, message.path, put, self._send_error)
+
+    def _adapter_loads(self) -> AdapterLoads:
+        if self._adapters is None:
+            raise bad_request("this worker does not offer adapters; start it with 'adapter_slots'", "op")
+        return self._adapters
 
     def _control_weights(self, peer: Peer, header: dict[str, Any]) -> None:
         if self._receiver is None:

@@ -71,8 +71,9 @@ class StoredCompletion:
         if "routing" in part:
             part["routing"] = last_entries(part["routing"], held.tokens, self.end.tokens)
         part["versions"] = [list(run) for run in runs_between(part["versions"], held.tokens, self.end.tokens)]
-        if marks := marks_between(part.pop("recomputed", ()), held.tokens, self.end.tokens):
-            part["recomputed"] = marks
+        for name in ("recomputed", "adapter_versions"):
+            if marks := marks_between(part.pop(name, ()), held.tokens, self.end.tokens):
+                part[name] = marks
         if "text" in part:
             part["text"] = part["text"][held.chars :]
         if self.prompt_logprobs is not None and held.tokens == self.start.tokens:

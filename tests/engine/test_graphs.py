@@ -149,7 +149,7 @@ def test_a_forward_that_is_to_be_measured_reads_the_slots_input(model, replays):
     slot = bench.engine.pipeline._free[0]
     slot.input.fill_(1)
     step = bench.engine.runner.graphs.captured(slot, 3)
-    forward = bench.engine.runner.graphs._forwards[3]
+    forward = bench.engine.runner.graphs._forwards[3, False]
     assert step.logits_SV.shape[0] == 3 and forward.upload.device.eq(1).all() and step.forward is forward.graph
     bench.close()
 

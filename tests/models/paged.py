@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rollout.models import AttentionBatch, Chunk, Decoder, KVCache
+from rollout.models.adapters import AdapterSlots, StepAdapters
 from rollout.models.batch import ExpertRecord
 
 
@@ -36,6 +37,8 @@ class PagedRunner:
         self.lengths = [0] * rows
         self.decode_position_shift = 0
         self.experts: ExpertRecord | None = None  # where steps keep those of their tokens
+        self.adapters: AdapterSlots | None = None
+        self.adapter_of = [0] * rows  # slot
 
     def prefill(self, pieces: dict[int, list[int]]) -> dict[int, torch.Tensor]:
         """Append tokens to rows in one step; returns the logits of each token."""
@@ -67,6 +70,13 @@ class PagedRunner:
     def _slot(self, row: int, position: int) -> int:
         return self.tables[row][position // self.page_size] * self.page_size + position % self.page_size
 
+    def _step_adapters(self, rows: list[int], chunks: tuple[Chunk, ...] | None, padding: int) -> StepAdapters | None:
+        if self.adapters is None:
+            return None
+        lengths = [1] * len(rows) if chunks is None else [chunk.query_len for chunk in chunks]
+        slots = [self.adapter_of[row] for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
+        return StepAdapters(self.adapters, torch.tensor(slots + [0] * padding, dtype=torch.int32), chunks is not None)
+
     def _run(
         self,
         tokens: list[int],
@@ -90,5 +100,6 @@ class PagedRunner:
             max_context=max(self.lengths[row] for row in rows),
             chunks=chunks,
             experts=self.experts,
+            adapters=self._step_adapters(rows, chunks, padding),
         )
         return self.forward.compute_logits(self.forward(ints(tokens), batch, self.kv))

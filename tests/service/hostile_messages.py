@@ -63,6 +63,9 @@ NAMES = [
         "logprobs",
         "constraint",
         "adapter",
+        "name",
+        "path",
+        "version",
         "session",
         "session_lease_s",
         "max_version_span",
@@ -88,6 +91,8 @@ NAMES = [
 OPS = [
     "generate",
     "end_session",
+    "load_adapter",
+    "unload_adapter",
     "cancel",
     "attach",
     "ack",

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from service_harness import serving
 
 from rollout.engine.types import EngineStatus, Submit
-from rollout.service.requests import LATER_GENERATE_FIELDS
 from trainer_bridge.wire import encode
 
 NAN, INF = float("nan"), float("inf")
@@ -132,12 +131,13 @@ def test_what_the_context_cannot_hold_is_too_long(bench, client, fields, field):
     assert bench.inbox.empty()
 
 
-@pytest.mark.parametrize("field", LATER_GENERATE_FIELDS)
-def test_field_of_a_later_version_is_named_but_its_default_is_fine(bench, client, field):
-    wanted = {"logprobs": 3, "constraint": {"regex": "a"}, "adapter": "x", "session": "x"}.get(field, True)
-    error = client.ask("generate", prompt=[1], **{field: wanted})
-    assert (error["code"], error["field"]) == ("bad_request", field) and "capabilities" in error["message"]
-    client.send("generate", prompt=[1], max_tokens=1, **{field: LATER_GENERATE_FIELDS[field]})
+def test_an_adapter_where_none_are_served_is_named_but_null_is_fine(bench, client):
+    error = client.ask("generate", prompt=[1], adapter="x")
+    assert (error["code"], error["field"]) == ("bad_request", "adapter") and "capabilities" in error["message"]
+    for op, fields in (("load_adapter", {"name": "x", "path": "x"}), ("unload_adapter", {"name": "x"})):
+        error = client.ask(op, **fields)
+        assert (error["code"], error["field"]) == ("bad_request", "op")
+    client.send("generate", prompt=[1], max_tokens=1, adapter=None)
     bench.finish(bench.submitted())
     assert client.receive()["op"] == "result"
     assert client.ask("ack", "k", targets=["a"])["op"] == "ok"

@@ -19,9 +19,10 @@ from rollout.bench.shapes import write_checkpoint
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.build import build_engine
 from rollout.engine.device import make_device
-from rollout.engine.types import Command, Delta, Event, Rejected, Request, SamplingParams, Submit
+from rollout.engine.types import Command, Delta, Event, PutAdapter, Rejected, Request, SamplingParams, Submit
 from rollout.metrics.meter import StepRecord
 from rollout.models import LoadedModel, load_model
+from rollout.models.adapters import random_adapter
 from rollout.progress import stage
 
 #: Share of the free memory for KV; what is left holds graphs, logits and the activations of a prefill.
@@ -29,35 +30,41 @@ KV_SHARE = 0.88
 _KEPT_STEPS = 2000
 #: Tokens of a prefill step: near what vLLM takes for itself (16,384).
 _CHUNK_TOKENS = 8192
+ADAPTER_RANK = 16
 _TOLD_EVERY = 256  # tokens between two deltas with experts, as the service has it
 
 
 class OursEngine:
     """`rollout.engine` with random weights of the job's shape, at a pipeline depth.
 
-    With `routing` the experts of all tokens are kept, and every completion is told its own.
+    With `routing` the experts of all tokens are kept, and every completion is told its own. With `adapters` so many of
+    rank 16 are there, and requests take them in turn; `use_adapters` says how many of them.
     """
 
     keeps_prefixes = True
 
-    def __init__(self, job: Job, depth: int, routing: bool = False) -> None:
+    def __init__(self, job: Job, depth: int, routing: bool = False, adapters: int = 0) -> None:
         device = make_device(job.device)
         began_s = time.perf_counter()
         loaded = load_random(job.shape, device.torch_device)
         loaded_s = time.perf_counter()
         settings = Settings(
-            engine=engine_settings(job, depth, routing),
+            engine=engine_settings(job, depth, routing, adapters),
             metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
         )
         self.vocab = loaded.spec.vocab
         self._depth = depth
         self._routing = routing
+        self.use_adapters = adapters
         self._ends: list[float] = []
         self._runs = 0
         self._steps_before = 0
         inbox: SimpleQueue[Command] = SimpleQueue()
         with stage("preparing decode steps") as advance:
             self._engine = build_engine(settings, device, loaded.model, inbox, self._take, progress=advance)
+        for i in range(adapters):
+            weights = random_adapter(loaded.spec, ADAPTER_RANK, loaded.model.embed.dtype, i)
+            inbox.put(PutAdapter(f"adapter{i}", weights))
         ready_s = time.perf_counter()
         self.capacity_tokens = self._engine.scheduler.memory.pool.total * settings.engine.page_size
         self._facts = {
@@ -78,6 +85,8 @@ class OursEngine:
         for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
             key = (f"run{self._runs}", str(i))
             request = Request(key, prompt, length, sampling=SamplingParams(seed=i))
+            if self.use_adapters:
+                request = replace(request, adapter=f"adapter{i % self.use_adapters}")
             if self._routing:
                 request = replace(request, routing_from=0, stream_every=_TOLD_EVERY)
             self._engine.inbox.put(Submit(request))
@@ -136,7 +145,7 @@ def load_random(shape: str, device: torch.device) -> LoadedModel:
             return load_model(ModelSettings(path=path, load_format="random"), device, advance)
 
 
-def engine_settings(job: Job, depth: int, routing: bool = False) -> EngineSettings:
+def engine_settings(job: Job, depth: int, routing: bool = False, adapters: int = 0) -> EngineSettings:
     """The settings of ours for a job: rows and context as asked, prefill in large steps, all else as it comes."""
     assert depth in (1, 2)
     return EngineSettings(
@@ -148,6 +157,8 @@ def engine_settings(job: Job, depth: int, routing: bool = False) -> EngineSettin
         pipeline_depth=depth,  # type: ignore[arg-type]
         fused_experts=True,
         routing=routing,
+        adapter_slots=adapters,
+        adapter_rank=ADAPTER_RANK,
     )
 
 

@@ -1,0 +1,110 @@
+"""adapter_config.json as PEFT writes it: what of it we serve, and an error that names the field for all else.
+
+The file may come from anyone. A field that would change what the adapter computes and is not known here is refused
+unless it is empty, so an adapter is either served as PEFT runs it or not at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.models.errors import CheckpointError
+
+#: Fields that say nothing of what is computed once the tensors are there.
+_IGNORED = frozenset(
+    (
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("target_modules", "exclude_modules", "lora_dropout", "layers_to_transform", "layers_pattern"),
+        *("megatron_core", "eva_config", "qalora_group_size", "loftq_config", "ensure_weight_tying"),
+    )
+)
+_USED = frozenset(
+    ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights")
+)
+#: Ways to begin that leave the base model as it is.
+_PLAIN_BEGINS = (True, False, None, "gaussian", "eva", "orthogonal")
+_MOST_PATTERNS = 1 << 14
+_MOST_NUMBER = 1e6
+_PATTERN = re.compile(r"[A-Za-z0-9_.]{1,300}")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """What the tensors of an adapter mean."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    ranks: Mapping[str, int]  # for modules whose names end so
+    alphas: Mapping[str, float]
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module, `model.layers.0.self_attn.q_proj` for instance."""
+        return int(_for_module(self.ranks, module, self.rank))
+
+    def scaling(self, module: str) -> float:
+        """What the module's correction is multiplied with."""
+        rank, alpha = self.rank_of(module), _for_module(self.alphas, module, self.alpha)
+        return alpha / (rank**0.5 if self.rslora else rank)
+
+
+def read_peft_config(content: Mapping[str, Any], where: str) -> PeftConfig:
+    """Raises CheckpointError, naming the field, for what is of the wrong type or not supported."""
+    if content.get("peft_type") != "LORA":
+        raise _bad(where, "peft_type", content.get("peft_type"), "LORA: other adapters are not supported")
+    if content.get("bias", "none") != "none":
+        raise _bad(where, "bias", content["bias"], "none: biases of adapters are not supported")
+    begins = content.get("init_lora_weights")
+    if not any(begins is plain or (type(plain) is str and begins == plain) for plain in _PLAIN_BEGINS):
+        wanted = "true, false, gaussian, eva or orthogonal: others change the base model; convert it with PEFT first"
+        raise _bad(where, "init_lora_weights", begins, wanted)
+    for name, value in content.items():
+        if name not in _IGNORED | _USED and value not in (None, False, [], {}, ""):
+            raise _bad(where, f"{name!s:.100}", value, "left out: it is not supported")
+    rslora = content.get("use_rslora", False)
+    if type(rslora) is not bool:
+        raise _bad(where, "use_rslora", rslora, "true or false")
+    return PeftConfig(
+        _rank(content.get("r"), where, "r"),
+        _alpha(content.get("lora_alpha"), where, "lora_alpha"),
+        rslora,
+        {key: _rank(value, where, f"rank_pattern.{key}") for key, value in _patterns(content, where, "rank_pattern")},
+        {
+            key: _alpha(value, where, f"alpha_pattern.{key}")
+            for key, value in _patterns(content, where, "alpha_pattern")
+        },
+    )
+
+
+def _patterns(content: Mapping[str, Any], where: str, name: str) -> list[tuple[str, Any]]:
+    value = content.get(name) or {}
+    if not isinstance(value, dict) or len(value) > _MOST_PATTERNS:
+        raise _bad(where, name, value, f"a map of at most {_MOST_PATTERNS} module names")
+    for key in value:
+        # PEFT takes regular expressions; those of a stranger can run for ever.
+        if type(key) is not str or _PATTERN.fullmatch(key) is None:
+            raise _bad(where, name, key, "names of modules; regular expressions are not supported")
+    return list(value.items())
+
+
+def _for_module(values: Mapping[str, float], module: str, otherwise: float) -> float:
+    return next((value for key, value in values.items() if f".{module}".endswith(f".{key}")), otherwise)
+
+
+def _rank(value: Any, where: str, name: str) -> int:
+    if type(value) is not int or not 1 <= value <= _MOST_NUMBER:
+        raise _bad(where, name, value, "an integer from 1 on")
+    return value
+
+
+def _alpha(value: Any, where: str, name: str) -> float:
+    if type(value) not in (int, float) or not -_MOST_NUMBER <= value <= _MOST_NUMBER:  # NaN is not in it either
+        raise _bad(where, name, value, f"a number of at most {_MOST_NUMBER:g}")
+    return float(value)
+
+
+def _bad(where: str, name: str, value: Any, wanted: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {name} is {value!r:.60}; it must be {wanted}")

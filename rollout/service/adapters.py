@@ -1,0 +1,99 @@
+"""`load_adapter` and `unload_adapter`: folders are read on a thread of their own, then the loop takes what they held.
+
+message --path below the root--> executor --read, check--> service thread --PutAdapter--> loop --Done or Failed--> reply
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rollout.models.adapters import AdapterWeights
+from rollout.service.connections import Peer
+from rollout.service.errors import ServiceError, bad_request
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolders:
+    """Where adapters may be loaded from: `read` makes one ready for a slot, or raises ValueError."""
+
+    root: Path | None  # folders are below it; None: no folder may be read
+    read: Callable[[Path], AdapterWeights]
+
+    def resolve(self, path: str) -> Path:
+        """A folder below the root, links resolved. Raises `ServiceError`."""
+        if self.root is None:
+            raise bad_request("this worker loads no adapters by path; start it with 'adapter_root'", "path")
+        if "\0" in path:
+            raise bad_request("a path has no NUL in it", "path")
+        root = self.root.resolve()
+        try:
+            folder = (root / path).resolve()
+        except (OSError, RuntimeError):  # links in a circle, names that are too long
+            raise bad_request("the path cannot be followed", "path") from None
+        if not folder.is_relative_to(root):
+            raise bad_request("the path leads out of the worker's 'adapter_root'", "path")
+        return folder
+
+
+class AdapterLoads:
+    """Reads adapters beside the service thread; called there, and continues there."""
+
+    def __init__(self, folders: AdapterFolders, post: Callable[[Callable[[], None]], None]) -> None:
+        self._folders = folders
+        self._post = post
+        self._waiting: dict[int, Peer] = {}
+        self._serial = 0
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-adapters")
+
+    def load(
+        self,
+        peer: Peer,
+        path: str,
+        then: Callable[[AdapterWeights], None],
+        refuse: Callable[[Peer, ServiceError], None],
+    ) -> None:
+        """Read a folder; `then` gets what was in it, `refuse` why not. Raises `ServiceError` for a wrong path."""
+        folder = self._folders.resolve(path)
+        if len(self._waiting) >= _MAX_WAITING:
+            raise ServiceError("overloaded", "too many adapters wait to be loaded; come back later", None, 1.0)
+        self._serial += 1
+        self._waiting[self._serial] = peer
+        finish = partial(self._finish, self._serial, then, refuse)
+        reading = self._executor.submit(self._folders.read, folder)
+        reading.add_done_callback(lambda future: self._post(partial(finish, future)))
+
+    def waiting(self) -> list[Peer]:
+        """Who has no answer yet."""
+        return list(self._waiting.values())
+
+    def close(self) -> None:
+        """Give up what has not begun."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _finish(
+        self,
+        number: int,
+        then: Callable[[AdapterWeights], None],
+        refuse: Callable[[Peer, ServiceError], None],
+        future: Future[AdapterWeights],
+    ) -> None:
+        peer = self._waiting.pop(number)
+        try:
+            then(future.result())
+        except ServiceError as error:
+            refuse(peer, error)
+        except ValueError as error:
+            refuse(peer, bad_request(f"{error}"[:2000], "path"))
+        # A fault of ours must not end the service for others.
+        except Exception:
+            logger.exception("an adapter could not be read", extra=peer.about)
+            refuse(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
