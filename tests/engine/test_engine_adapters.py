@@ -7,6 +7,7 @@ import torch
 from harness import Bench, load
 from transformers import Qwen3ForCausalLM
 
+from rollout.engine.build import rebuild_engine
 from rollout.engine.types import Cancel, Delta, Done, DropAdapter, Failed, PutAdapter, Rejected
 from rollout.models.adapters import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder
@@ -275,6 +276,25 @@ def test_two_slots_in_flight_and_base_swaps_leave_adapters_alone(model, adapters
     bench.run()
     assert bench.done["r1"].cached_tokens == 0
     assert bench.tokens("r0") == bench.tokens("r1") and versions_of(bench, "r1") == [0] * 4
+    bench.close()
+
+
+def test_an_engine_that_is_built_anew_knows_its_adapters(model, adapters):
+    bench = bench_of(model, adapters, 2)
+    bench.submit("lost", prompt_of(9), 50, adapter="a0")
+    while not bench.engine.scheduler.decoding:
+        bench.engine.tick()
+    bench.engine.fail("a fault")
+    rebuild_engine(bench.engine, bench.settings)
+    assert [(status.name, status.resident) for status in bench.engine.status().adapters] == [
+        ("a0", False),
+        ("a1", False),
+    ]
+    for i in range(2):
+        bench.submit(f"r{i}", prompt_of(9), 6, adapter=f"a{i}")
+    bench.run()
+    for i in range(2):
+        greedy_is(adapters[i][1], prompt_of(9), bench.tokens(f"r{i}"))
     bench.close()
 
 

@@ -17,6 +17,8 @@ from harness import Bench, load
 
 from rollout.engine import build, graphs
 from rollout.engine.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
+from rollout.engine.types import PutAdapter
+from rollout.models.adapters import random_adapter
 
 SHAPED = {"top_k": 5, "presence_penalty": 0.3}
 
@@ -54,12 +56,16 @@ def replays(monkeypatch) -> list[tuple[str, int]]:
             return step(self, upload, slot)
         recording.replay = lambda: (ran.append(("whole", len(upload["rows"]))), step(self, upload, slot))
 
-    def record_forward(self, upload, record):
+    def record_forward(self, upload, record, adapted=False):
         recording = Recording.under_way
         if recording is None:
-            return forward(self, upload, record)
+            return forward(self, upload, record, adapted)
         logits = torch.zeros(len(upload["rows"]), self._runner.model.spec.vocab)
-        recording.replay = lambda: (ran.append(("forward", len(logits))), logits.copy_(forward(self, upload, record)))
+        kind = "adapted" if adapted else "forward"
+        recording.replay = lambda: (
+            ran.append((kind, len(logits))),
+            logits.copy_(forward(self, upload, record, adapted)),
+        )
         return logits
 
     monkeypatch.setattr(DecodeGraphs, "_step", record_step)
@@ -123,6 +129,25 @@ def test_rows_that_ask_for_the_likeliest_tokens_take_the_graph_that_ends_at_the_
     assert told[0] == told[1] and len(told[0][4][1]) == 24
     kinds = [kind for kind, _ in replays]
     assert "forward" in kinds and kinds[-2:] == ["whole", "whole"], "whole again once nobody asks any more"
+
+
+def test_steps_with_adapters_take_graphs_of_their_own(model, prompt_of, replays):
+    told = []
+    for captured in (False, True):
+        bench = Bench(model, max_rows=6, cuda_graphs=captured, adapter_slots=2, adapter_rank=4)
+        for i in range(2):
+            weights = random_adapter(model.spec, 4, torch.float32, i, scale=0.3)
+            bench.engine.inbox.put(PutAdapter(f"a{i}", weights))
+        for i in range(6):
+            sampling = {"temperature": 1.0, "seed": i, **(SHAPED if i == 2 else {})}
+            adapter = (None, "a0", "a1", "a0", None, None)[i]
+            bench.submit(f"r{i}", prompt_of(9 + i, i), 8 + 4 * i, sampling=sampling, adapter=adapter)
+        bench.run()
+        told.append([bench.tokens(f"r{i}") for i in range(6)])
+        bench.close()
+    assert told[0] == told[1]
+    kinds = [kind for kind, _ in replays]
+    assert set(kinds) == {"adapted", "whole"} and kinds[-2:] == ["whole", "whole"], "whole again without an adapter"
 
 
 def test_larger_steps_than_captured_are_launched_singly(model, prompt_of, replays):

@@ -232,7 +232,8 @@ def test_forgetting_the_version_is_seen(model, prompt_of, monkeypatch):
     bench.close()
 
 
-def _versionless_init(self, version: int, page_size: int) -> None:
+def _versionless_init(self, version: int, page_size: int, generation: int = 0) -> None:
+    self._generation = generation
     self.version, self._page_size, self._keys, self._last = version, page_size, [], b"same"
 
 

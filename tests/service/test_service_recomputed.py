@@ -15,20 +15,22 @@ def bench():
         yield bench
 
 
-def test_marks_come_with_the_token_that_they_come_before(bench):
+@pytest.mark.parametrize("name", ["recomputed", "adapter_versions"])
+def test_marks_come_with_the_token_that_they_come_before(bench, name):
     client = bench.client()
     client.send("generate", "r", client="me", prompt=[1], max_tokens=9, stream="tokens", stream_every=1)
     request = bench.submitted()
-    bench.put(delta(request.key, 0, 0, [11, 12]), delta(request.key, 0, 2, [13], recomputed=((2, 8),)))
-    bench.put(delta(request.key, 0, 3, [14, 15], recomputed=((2, 8), (3, 8), (4, 9), (5, 9)), finish=Finish("length")))
+    marks = ((2, 8), (3, 8), (4, 9), (5, 9))
+    bench.put(delta(request.key, 0, 0, [11, 12]), delta(request.key, 0, 2, [13], **{name: ((2, 8),)}))
+    bench.put(delta(request.key, 0, 3, [14, 15], finish=Finish("length"), **{name: marks}))
     bench.put(done(request))
     chunks = [client.receive() for _ in range(3)]
-    assert [chunk.get("recomputed") for chunk in chunks] == [None, [[2, 8]], [[3, 8], [4, 9]]]
+    assert [chunk.get(name) for chunk in chunks] == [None, [[2, 8]], [[3, 8], [4, 9]]]
     (whole,) = client.receive()["completions"]
-    assert whole["recomputed"] == [[2, 8], [3, 8], [4, 9]]  # nothing came after token 5
-    assert read_completion(whole).recomputed == [(2, 8), (3, 8), (4, 9)]
+    assert whole[name] == [[2, 8], [3, 8], [4, 9]]  # nothing came after token 5
+    assert getattr(read_completion(whole), name) == [(2, 8), (3, 8), (4, 9)]
     fields = {"target": "r", "stream": "tokens", "client": "me"}
-    assert client.ask("attach", "later", offsets={"0": 3}, **fields)["recomputed"] == [[3, 8], [4, 9]]
+    assert client.ask("attach", "later", offsets={"0": 3}, **fields)[name] == [[3, 8], [4, 9]]
     assert client.receive()["op"] == "result"
 
 
