@@ -49,6 +49,7 @@ from trainer_bridge.weight_messages import Applied, Commit, Reply, check_fields,
 if TYPE_CHECKING:
     from rollout.adapter_sources import AdapterTarget
 
+_MOST_WAITING = 16  # begins of different adapters
 _BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
 
 _log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class WeightReceiver:
         self._adapter: IncomingAdapter | None = None  # that the incoming update is of, not of the model
         self._commit: Commit | None = None  # asked for; its bytes are not all verified yet
         self._committed: tuple[Update | AdapterUpdate, Commit] | None = None  # ready or being applied
-        self._waiting_begin: tuple[Mapping[str, Any], Reply] | None = None
+        self._waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
         self._failure: tuple[bytes, RolloutError] | None = None
         self._begun_s = 0.0
         self._last: Applied | None = None  # replaced as a whole: any thread may look
@@ -190,7 +191,7 @@ class WeightReceiver:
                 self._reject(InternalError(f"the worker failed while it received weights: {error!r:.200}"))
 
     def _poll_ms(self) -> int | None:
-        if (self._waiting_begin is not None and self._committed is None) or self._commit is not None:
+        if (self._waiting and self._committed is None and self._incoming is None) or self._commit is not None:
             return _BUSY_POLL_MS
         if self._incoming is None:
             return None
@@ -228,13 +229,16 @@ class WeightReceiver:
             reply(error_reply(InternalError(f"the worker failed on this message: {error!r:.200}")))
 
     def _begin(self, header: Mapping[str, Any], reply: Reply) -> None:
-        if self._committed is not None or self._mode.busy:
-            if self._waiting_begin is not None:
-                self._waiting_begin[1](error_reply(WeightsRejected("a newer begin took the place of this one")))
-            self._waiting_begin = (header, reply)
+        adapter = read_adapter(header, self._adapters)
+        name = None if adapter is None else adapter.name
+        if self._must_wait(name):
+            if name in self._waiting:
+                self._waiting.pop(name)[1](error_reply(WeightsRejected("a newer begin took the place of this one")))
+            elif len(self._waiting) >= _MOST_WAITING:
+                raise Unavailable("too many updates wait for their turn; publish this one again later")
+            self._waiting[name] = (header, reply)
             return
         begun_s = time.monotonic()
-        adapter = read_adapter(header, self._adapters)
         manifest, receiver, options = self._check_begin(header, adapter)
         fit = Fit((), ())
         if adapter is None:
@@ -257,6 +261,16 @@ class WeightReceiver:
         else:
             self._open(incoming)
         reply({"op": "ok", "version": manifest.version, "token": incoming.token.hex(), "grant": grant})
+
+    def _must_wait(self, name: str | None) -> bool:
+        """Whether an update of this adapter (None: of the model) can't begin yet.
+
+        A begin breaks off what comes before it of the same kind. An adapter's breaks off nothing else: of the model
+        that could leave the weights half written.
+        """
+        incoming = None if self._adapter is None else self._adapter.name
+        others = name is not None and self._incoming is not None and incoming != name
+        return others or self._committed is not None or self._mode.busy
 
     def _open(self, incoming: Incoming) -> None:
         incoming.last_data_s = time.monotonic()
@@ -336,10 +350,10 @@ class WeightReceiver:
         return commit
 
     def _retry_begin(self) -> None:
-        if self._waiting_begin is not None and self._committed is None and not self._mode.busy:
-            header, reply = self._waiting_begin
-            self._waiting_begin = None
-            self._on_control(header, reply)
+        names = sorted(self._waiting, key=lambda name: name is not None)  # the model's first
+        name = next((name for name in names if not self._must_wait(name)), "")
+        if name in self._waiting:
+            self._on_control(*self._waiting.pop(name))
 
     def _abort(self, header: Mapping[str, Any], reply: Reply) -> None:
         token = read_token(header["token"])
@@ -406,8 +420,8 @@ class WeightReceiver:
             self._ended = True
         self._run_commands()
         self._reject(_ended())
-        if self._waiting_begin is not None:
-            self._waiting_begin[1](error_reply(_ended()))
+        for _, reply in self._waiting.values():
+            reply(error_reply(_ended()))
         if self._committed is not None:
             self._committed[1].reply(error_reply(_ended()))
         for receiver in self._receivers.values():

@@ -16,6 +16,8 @@ itself would add to the error of each code. A head's scales lie side by side in 
 
 Nothing here reads a tensor's values on the host. Masked positions get a large negative score rather than minus
 infinity: a row without any context (padding) then gives a finite result, which may be read, masked, by other rows.
+What stands in pages behind a row's context is another row's, and may be NaN where its adapter is no good: it is not
+read, or becomes zero before it is multiplied.
 
 Legend: T tokens, B rows, H query heads, G KV heads, D head dimension, P pages (of the cache, or of a row of the
 page table), S page size, N gathered pages, C gathered positions of a row.
@@ -43,6 +45,7 @@ class DecodePlan(NamedTuple):
 
     pages_N: torch.Tensor  # the pages to gather, rows one after the other
     bias_B11C: torch.Tensor  # 0 where a position is visible, large and negative where it is not
+    hidden_BC11: torch.Tensor  # bool
 
 
 def write_kv(
@@ -95,7 +98,8 @@ def plan_decode(
     visible_BC = positions_BC < lens_B1
     if window is not None:
         visible_BC = visible_BC & (positions_BC >= lens_B1 - window)
-    return DecodePlan(pages_BN.reshape(-1), _bias(visible_BC, dtype)[:, None, None])
+    bias_B11C, hidden_BC11 = _bias(visible_BC, dtype)[:, None, None], ~visible_BC[:, :, None, None]
+    return DecodePlan(pages_BN.reshape(-1), bias_B11C, hidden_BC11)
 
 
 def plan_paged_decode(
@@ -161,8 +165,9 @@ def paged_decode_attention(
     rows, heads, dim = q_BHD.shape
     kv_heads = k_cache_PSGD.shape[2]
     k_NSGD, v_NSGD = _pages(k_cache_PSGD, v_cache_PSGD, scales_P2GS, plan.pages_N, q_BHD.dtype)
-    k_BGCD = k_NSGD.view(rows, -1, kv_heads, dim).transpose(1, 2)
-    v_BGCD = v_NSGD.view(rows, -1, kv_heads, dim).transpose(1, 2)
+    k_BGCD, v_BGCD = (
+        x.view(rows, -1, kv_heads, dim).masked_fill_(plan.hidden_BC11, 0.0).transpose(1, 2) for x in (k_NSGD, v_NSGD)
+    )
     # The query heads of one KV head stand in the place of query positions: they all see the same context.
     q_BGQD = q_BHD.view(rows, kv_heads, heads // kv_heads, dim)
     out_BGQD = F.scaled_dot_product_attention(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale=scale)
@@ -232,6 +237,8 @@ def _attend_block(
     first_page = 0 if window is None else max(0, span[0] - window + 1) // page_size
     pages_N = pages_P[first_page : -(-span[1] // page_size)]
     k_NSGD, v_NSGD = _pages(k_cache_PSGD, v_cache_PSGD, scales_P2GS, pages_N, q_QHD.dtype)
+    for x_CGD in (k_NSGD.flatten(0, 1), v_NSGD.flatten(0, 1)):
+        x_CGD[span[1] - first_page * page_size :] = 0.0
     k_GCD, v_GCD = (x.flatten(0, 1).transpose(0, 1) for x in (k_NSGD, v_NSGD))
     query_pos_Q1 = torch.arange(span[0], span[1], device=q_QHD.device)[:, None]
     key_pos_C = torch.arange(k_GCD.shape[1], device=q_QHD.device) + first_page * page_size
@@ -257,7 +264,7 @@ def _pages(
     pages_N: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of some pages, [N, S, G, D]; codes become values of `dtype`."""
+    """Keys and values of some pages, [N, S, G, D], copies; codes become values of `dtype`."""
     k_NSGD, v_NSGD = k_cache_PSGD.index_select(0, pages_N), v_cache_PSGD.index_select(0, pages_N)
     if scales_P2GS is None:
         return k_NSGD, v_NSGD

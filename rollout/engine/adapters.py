@@ -104,7 +104,6 @@ class AdapterTable:
         if adapter is None:
             adapter = self.known[name] = Adapter(name, version, self._generations, weights)
             return adapter
-        adapter.version, adapter.generation, adapter.weights = version, self._generations, weights
         slot = adapter.slot
         if slot is not None and slot.refs:
             self.compute.wait(slot.written)
@@ -112,6 +111,8 @@ class AdapterTable:
             self.compute.record(slot.written)
         elif slot is not None:
             slot.adapter, adapter.slot = None, None  # it is written anew before it is used
+        # Last: where the device fails, the engine is built anew with the adapter of before.
+        adapter.version, adapter.generation, adapter.weights = version, self._generations, weights
         return adapter
 
     def inherit(self, other: AdapterTable) -> None:

@@ -257,6 +257,9 @@ class Engine:
             self.scheduler.put_adapter(update.name, update.version, update.weights, self._recompute_on_swap)
         except AdapterError as error:
             receiver.failed(update, str(error))
+        except Exception as error:  # a fault ends this engine, and the receiver waits for an answer before it goes on
+            receiver.failed(update, f"{type(error).__name__}: {error}")
+            raise
         else:
             receiver.applied(update, 0.0)
 
@@ -363,12 +366,14 @@ class Engine:
 
         The engine is not whole after this: `adopt` new parts or end it.
         """
-        lost = self._command.request.key if isinstance(self._command, Submit) else None
-        self._command = None
+        command, self._command = self._command, None
+        lost = command.request.key if isinstance(command, Submit) else None
         known = lost in self.scheduler.groups
         events = rescue(self.scheduler, message)
         if lost is not None and not known:
             events.append(Rejected(lost, "internal", message))
+        if isinstance(command, (PutAdapter, DropAdapter)) and command.token is not None:
+            events.append(Failed(command.token, message, code="internal"))
         if self.state == "draining":
             events += [Done(token) for token in self._end_tokens]
         self._tell(events)

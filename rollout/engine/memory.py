@@ -93,7 +93,7 @@ class SequenceMemory:
         seq.copy_source = found.source
         seq.keys = found.keys
         seq.kv_len = seq.kv_uniform = found.tokens
-        seq.kv_version = version
+        seq.kv_version, seq.kv_generation = version, seq.generation
         if seq.group.adapter is not None:
             assert self.adapters is not None
             seq.adapter_slot = self.adapters.take(seq.group.adapter)
@@ -161,10 +161,12 @@ class SequenceMemory:
         known = min(seq.kv_uniform, seq.prompt_len + len(seq.tokens))
         if seq.copy_source is not None:  # it ended before its first chunk: the page was not copied
             known -= known % self.page_size
-        if seq.kv_version != version or seq.finish.reason == "error":
+        # Its adapter may have changed while its last steps, of the weights of before, were in flight.
+        of_now = seq.kv_version == version and seq.kv_generation == seq.generation
+        if not of_now or seq.finish.reason == "error":
             known = 0
         self.remember(seq, known, version)
-        left = Held(seq.history()[:known], seq.pages, version, seq.keys, seq.generation)
+        left = Held(seq.history()[:known], seq.pages, version, seq.keys, seq.kv_generation)
         self.sessions.keep(seq.group.session, left, now_s)
 
     def try_grow(self, seq: Sequence) -> bool:

@@ -156,6 +156,7 @@ class Sequence:
         "inflight_refs",
         "keys",
         "kv_capacity",
+        "kv_generation",
         "kv_len",
         "kv_uniform",
         "kv_version",
@@ -232,6 +233,7 @@ class Sequence:
         self.adapter_marks: list[tuple[int, int]] = []  # (token, version): that token is the first by this version
         self.keys: PrefixKeys | None = None
         self.kv_version = -1
+        self.kv_generation = 0  # of its adapter's weights when it was admitted
         self.kv_uniform = 0  # leading positions whose KV is all of kv_version
         self.recomputed: list[tuple[int, int]] = []  # (tokens, version): KV up to these was computed again
 

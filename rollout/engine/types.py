@@ -293,6 +293,7 @@ class Failed:
     token: int
     message: str
     field: str | None = None
+    code: Literal["bad_request", "internal"] = "bad_request"
 
 
 Event = Delta | RequestDone | Rejected | Done | Failed

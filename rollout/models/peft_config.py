@@ -26,7 +26,7 @@ _USED = frozenset(
 )
 #: Ways to begin that leave the base model as it is.
 _PLAIN_BEGINS = (True, False, None, "gaussian", "eva", "orthogonal")
-_MOST_PATTERNS = 1 << 14
+_MOST_PATTERNS = 1 << 11  # each is compared with each module
 _MOST_NUMBER = 1e6
 _PATTERN = re.compile(r"[A-Za-z0-9_.]{1,300}")
 
@@ -91,7 +91,14 @@ def _patterns(content: Mapping[str, Any], where: str, name: str) -> list[tuple[s
 
 
 def _for_module(values: Mapping[str, float], module: str, otherwise: float) -> float:
-    return next((value for key, value in values.items() if f".{module}".endswith(f".{key}")), otherwise)
+    return next((value for key, value in values.items() if _matches(key, module)), otherwise)
+
+
+def _matches(key: str, module: str) -> bool:
+    """Whether a module's name ends so, by whole words; as in PEFT's regular expressions, a dot is any character."""
+    start = len(module) - len(key)
+    whole = start == 0 or (start > 0 and module[start - 1] == ".")
+    return whole and all(wanted in (".", got) for wanted, got in zip(key, module[start:], strict=True))
 
 
 def _rank(value: Any, where: str, name: str) -> int:

@@ -26,7 +26,8 @@ from rollout.models.source import check_links, read_json
 from rollout.models.spec import ModelSpec
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = re.compile(r"(?:base_model\.model\.)?(model\.layers\.(\d{1,4})\.(\w+)\.(\w+))\.lora_([AB])(?:\.\w+)?\.weight")
+_MODULE = r"model\.layers\.(0|[1-9][0-9]{0,3})\.(\w+)\.(\w+)"
+_NAME = re.compile(rf"(?:base_model\.model\.)?({_MODULE})\.lora_([AB])(?:\.\w+)?\.weight")
 _TYPES = ("F32", "F16", "BF16")
 _SHOWN = 8
 

@@ -359,7 +359,7 @@ class Server:
         if peer is None:
             return
         if isinstance(event, Failed):
-            self._send_error(peer, bad_request(event.message, event.field))
+            self._send_error(peer, ServiceError(event.code, event.message, event.field))
         else:
             self._reply(peer, ok_reply(peer.id))
 

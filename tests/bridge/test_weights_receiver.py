@@ -36,7 +36,12 @@ class RawPublisher:
         self.socket.connect(worker.receiver.endpoint)
 
     def begin(self, **changes: Any) -> dict[str, Any]:
-        fields = {
+        reply = self.worker.control(**self.begin_fields(**changes))
+        self.token = bytes.fromhex(reply.get("token", ""))
+        return reply
+
+    def begin_fields(self, **changes: Any) -> dict[str, Any]:
+        return {
             "action": "begin",
             "version": self.manifest.version,
             "manifest": self.manifest.to_wire(),
@@ -44,9 +49,6 @@ class RawPublisher:
             "options": {},
             **changes,
         }
-        reply = self.worker.control(**fields)
-        self.token = bytes.fromhex(reply.get("token", ""))
-        return reply
 
     def send(self, index: int, data: bytes | None = None, crc: int | None = None, token: bytes | None = None) -> None:
         data = self.buckets[index] if data is None else data
@@ -286,7 +288,7 @@ def test_staging_stays_as_it_is_until_its_update_is_applied(worker: Worker) -> N
     begun: queue.SimpleQueue = queue.SimpleQueue()
     waiting = threading.Thread(target=lambda: begun.put(late.begin()))
     waiting.start()
-    wait_for(lambda: worker.receiver._waiting_begin is not None, "a begin that waits")
+    wait_for(lambda: worker.receiver._waiting, "a begin that waits")
     assert committed.empty() and begun.empty()
     worker.gate.set()
     assert committed.get(timeout=20)["op"] == "ok"

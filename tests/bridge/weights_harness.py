@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import zmq
 
+from rollout.adapter_sources import AdapterTarget
 from rollout.config import WeightsSettings
+from rollout.engine.adapters import AdapterUpdate
 from trainer_bridge.receiver import WeightReceiver
 from trainer_bridge.staging import StagedUpdate
 from trainer_bridge.wire import decode, encode, join_envelope, split_envelope
@@ -86,12 +88,19 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -
 class Worker:
     """A ROUTER socket that forwards to `receiver.control`, and a loop that applies updates while `open_gate` is set."""
 
-    def __init__(self, version: int = 0, model: TinyModel | None = None, port: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        version: int = 0,
+        model: TinyModel | None = None,
+        port: int = 0,
+        adapters: AdapterTarget | None = None,
+        **settings: Any,
+    ) -> None:
         self.model = model or TinyModel()
-        self.receiver = WeightReceiver(self.model.views, version, WeightsSettings(**settings))
+        self.receiver = WeightReceiver(self.model.views, version, WeightsSettings(**settings), adapters=adapters)
         self.gate = threading.Event()
         self.gate.set()
-        self.updates: list[StagedUpdate] = []
+        self.updates: list[StagedUpdate | AdapterUpdate] = []
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         wait_for(lambda: self._bound(f"tcp://127.0.0.1:{port or '*'}"), "a free port")
@@ -159,7 +168,8 @@ class Worker:
             if update is None:
                 time.sleep(0.001)
                 continue
-            update.copy_into()
             self.updates.append(update)
-            hold.clear()
+            if not isinstance(update, AdapterUpdate):
+                update.copy_into()
+                hold.clear()
             self.receiver.applied(update, 0.001)

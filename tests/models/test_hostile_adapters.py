@@ -21,6 +21,7 @@ from tests.models.families import make_checkpoint
 from tests.peft_adapters import make_adapter
 
 CPU = torch.device("cpu")
+ZERO = chr(0x660)  # of another script
 PREFIX = "base_model.model.model.layers.0.self_attn."
 
 
@@ -64,6 +65,7 @@ def edit(folder: Path, **changes: Any) -> None:
         *(("lora_alpha", value) for value in ("4", True, None, 1e30, float("nan"), [1])),
         *(("rank_pattern", value) for value in (3, {"(a+)+$": 4}, {"q_proj": 0}, {"q_proj": "x"})),
         *(("alpha_pattern", value) for value in ([1], {".*": 4}, {"q_proj": float("inf")})),
+        ("alpha_pattern", {f"m{i}": 1 for i in range(3000)}),
     ],
 )  # fmt: skip
 def test_a_field_that_is_not_served_is_named(good, folder: Path, field: str, value: Any) -> None:
@@ -86,6 +88,8 @@ def test_a_rank_beyond_the_slots_is_refused_with_the_setting(good, folder: Path)
         (lambda t: t.update({"base_model.model.model.embed_tokens.lora_A": torch.zeros(4, 97)}), "supported are"),
         (lambda t: t.update({f"{PREFIX}q_proj.lora_magnitude_vector": torch.zeros(80)}), "magnitude"),
         (lambda t: t.update({f"{PREFIX}q_proj.lora_A.default.weight": torch.zeros(4, 48)}), "same tensor"),
+        (lambda t: t.update({f"{PREFIX.replace('0', '00')}q_proj.lora_A.weight": torch.zeros(4, 48)}), "00"),
+        (lambda t: t.update({f"{PREFIX.replace('0', ZERO)}q_proj.lora_A.weight": torch.zeros(4, 48)}), ZERO),
         (lambda t: t.clear(), "no tensors"),
     ],
 )  # fmt: skip

@@ -25,7 +25,7 @@ EVEN: dict[str, Any] = {
 VARIANTS: list[dict[str, Any]] = [
     {"targets": ALL},
     {"targets": ("q_proj", "down_proj"), "r": 16, "lora_alpha": 3, "use_rslora": True},
-    {"targets": ALL, "rank_pattern": {"layers.1.self_attn.v_proj": 7}, "alpha_pattern": {"gate_proj": 1.5}},
+    {"targets": ALL, "rank_pattern": {"layers.1.self_attn.v_proj": 7}, "alpha_pattern": {"gate.proj": 1.5}},
 ]
 
 
