@@ -190,6 +190,10 @@ def adapters(shape: Shape, rows: int) -> Iterator[Case]:
                 given = (to, empty(tokens, inputs), buffers, ints(tokens), segmented)
                 what = "prefill" if segmented else "decode"
                 yield f"adapters, rank {rank}, {name}, {what}", lambda a=given: triton_lora.lora_add(*a)
+    config = linear_config(2 * inner, shape.hidden, "silu", rows)
+    if config is not None:  # without SiLU, which then comes after the corrections
+        whole = (empty(rows, shape.hidden), empty(2 * inner, shape.hidden), empty(rows, 2 * inner), 2 * inner)
+        yield "adapters, product gate_up", lambda a=(*whole, config, False): triton_linear._launch(*a)
 
 
 def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
