@@ -191,6 +191,25 @@ def test_a_newer_version_is_taken_amid_the_run_and_told(model, base, adapters, k
     bench.close()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_first_token_of_a_newer_version_is_the_one_that_is_told(model, adapters, depth):
+    """Tokens that were in flight are of the version before."""
+    said = []
+    for newer in (False, True):
+        bench = bench_of(model, adapters, 1, pipeline_depth=depth)
+        bench.submit("r", prompt_of(10), 40, stream_every=1, adapter="a0")
+        while len(bench.tokens("r")) < 9:
+            bench.engine.tick()
+        if newer:
+            bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+        bench.run()
+        said.append(bench.tokens("r"))
+        versions = versions_of(bench, "r")
+        bench.close()
+    same = next(i for i, (old, new) in enumerate(zip(*said, strict=True)) if old != new)
+    assert same >= 9 and versions == [0] * same + [1] * (40 - same)
+
+
 def test_members_of_a_group_that_start_later_take_no_kv_of_the_older_version(model, adapters):
     bench = bench_of(model, adapters, 1, max_rows=2)
     prompt = prompt_of(15)
@@ -265,6 +284,7 @@ def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, a
     bench.engine.inbox.put(Cancel(("c", "1")))
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
+    assert bench.engine.scheduler.memory.sessions.pages == 0
     prompt = [*prompt_of(14), *bench.tokens("1"), 3]
     bench.submit("2", prompt, 6, **session)
     bench.run()
