@@ -374,6 +374,38 @@ def test_a_prompt_of_two_versions_is_shared_with_nobody(model, adapters):
     bench.close()
 
 
+def test_what_has_launched_nothing_takes_no_kv_of_the_older_version_along(model, adapters):
+    bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
+    prompt = prompt_of(30)
+    bench.submit("before", prompt, 2, adapter="a0")
+    bench.run()
+    bench.submit("first", prompt_of(30, 1), 2)
+    bench.submit("r", prompt, 8, adapter="a0")
+    bench.engine.tick()
+    seq = bench.engine.scheduler.prefilling[-1]
+    assert seq.kv_len == 28 and not seq.row_ready, "it is admitted, with pages of the first"
+    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+    bench.run()
+    greedy_is(adapters[1][1], prompt, bench.tokens("r"))
+    bench.close()
+
+
+def test_log_probs_of_a_prompt_are_of_one_version(model, adapters):
+    bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
+    prompt = prompt_of(30)
+    bench.submit("r", prompt, 8, adapter="a0", prompt_logprobs=True)
+    while not any(seq.kv_len for seq in bench.engine.scheduler.prefilling):
+        bench.engine.tick()
+    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+    bench.run()
+    with torch.no_grad():
+        exact = adapters[1][1](torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    expected = exact[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+    told = torch.from_numpy(bench.completions["r", 0].prompt_logprobs)
+    assert torch.allclose(told[1:], expected, atol=1e-3)
+    bench.close()
+
+
 def test_two_slots_in_flight_and_base_swaps_leave_adapters_alone(model, adapters):
     """Base weights change: KV of adapters is of the old ones, too."""
     bench = bench_of(model, adapters, 1)
