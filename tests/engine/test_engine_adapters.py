@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from harness import Bench, load
@@ -222,6 +224,24 @@ def test_members_of_a_group_that_start_later_take_no_kv_of_the_older_version(mod
     for index in (2, 3):
         greedy_is(adapters[1][1], prompt, bench.tokens("g", index))
         assert versions_of(bench, "g", index) == [1] * 24
+    bench.close()
+
+
+def test_rows_go_on_while_an_adapter_is_copied(model, adapters):
+    bench = bench_of(model, adapters, 2)
+    bench.submit("a", prompt_of(6), 200, adapter="a0", stream_every=1)
+    while not bench.tokens("a"):
+        bench.engine.tick()
+    copied = threading.Event()
+    table_of(bench).loads.run(lambda: copied.wait(60))
+    bench.submit("b", prompt_of(6, 1), 5, adapter="a1")
+    begun = len(bench.tokens("a"))
+    for _ in range(30):
+        bench.engine.tick()
+    assert len(bench.tokens("a")) > begun + 20 and bench.engine.scheduler.waiting == 1
+    copied.set()
+    bench.run()
+    greedy_is(adapters[1][1], prompt_of(6, 1), bench.tokens("b"))
     bench.close()
 
 

@@ -70,5 +70,17 @@ def test_what_lies_in_other_slots_is_not_read(add):
     assert y.isfinite().all() and y[0].any() and not y[1].any()
 
 
+@pytest.mark.parametrize("add", [lora_add, by_triton])
+@pytest.mark.parametrize("segmented", [False, True])
+def test_a_slot_without_numbers_spoils_its_own_tokens_alone(add, segmented):
+    buffers = buffers_of(3, 16, 64, (32,))
+    buffers.a_SAK[1] = buffers.b_SNR[1] = float("nan")
+    slots = torch.tensor([1, 2, 0, 3, 2], dtype=torch.int32, device=DEVICE)
+    x, y = torch.randn(5, 64, device=DEVICE), torch.zeros(5, 32, device=DEVICE)
+    x[4] = float("nan")
+    add(y, x, buffers, slots, segmented)
+    assert y.isfinite().all(1).tolist() == [True, False, True, True, False]
+
+
 def test_ranks_are_padded_to_what_a_tensor_core_multiplies():
     assert [padded_rank(rank) for rank in (1, 8, 16, 17, 33, 64, 256)] == [16, 16, 16, 32, 64, 64, 256]
