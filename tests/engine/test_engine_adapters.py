@@ -327,6 +327,7 @@ def test_an_adapter_that_is_no_good_harms_its_own_rows_alone(model, base, adapte
         bench.submit(f"r{i}", prompt_of(21, i), 10)
     bench.run()
     for i in range(3):
+        assert bench.completions[f"r{i}", 0].finish.reason == "length"
         greedy_is(base, prompt_of(21, i), bench.tokens(f"r{i}"))
     bench.close()
 
