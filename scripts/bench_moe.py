@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rollout_kernels.moe.dispatch import MoEShape, run_experts
 from rollout_kernels.moe.formats import FORMATS, Format
-from rollout_kernels.moe.triton_router import moe_route, router_scratch
+from rollout_kernels.moe.triton_router import moe_route
 
 from rollout.bench.cuda_timing import graph_us
 from rollout.bench.moe_layers import (
@@ -92,8 +92,7 @@ def measure_router(shape: MoEShape, tokens: int) -> float:
     """Microseconds of the router, its weights rotating."""
     routers = [torch.randn(shape.experts, shape.hidden, device="cuda").bfloat16() for _ in range(64)]
     x_TH = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
-    scratch = router_scratch(tokens, shape.experts, x_TH.device)
-    return graph_us(*(lambda w=w: moe_route(x_TH, w, shape.top_k, True, scratch) for w in routers))
+    return graph_us(*(lambda w=w: moe_route(x_TH, w, shape.top_k, True) for w in routers))
 
 
 def line(name: str, format: str, row: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ from rollout_kernels import (
     gluon_linear,
     triton_decode_attention,
     triton_fused,
+    triton_gemv,
     triton_linear,
     triton_lora,
     triton_math,
@@ -36,7 +37,7 @@ from rollout_kernels import (
 from rollout_kernels.linear_table import linear_config
 from rollout_kernels.lora import LoraBuffers
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
-from rollout_kernels.moe.triton_norm_router import norm_route
+from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.triton_allow import allow_only
 from rollout_kernels.triton_decode_plan import plan_decode_work
 from rollout_kernels.triton_prefill_attention import prefill_attention
@@ -98,7 +99,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def products(shape: Shape, rows: int) -> Iterator[Case]:
-    """The few-row products as the table has them, and streamed."""
+    """The few-row products as the table has them, streamed, and by output."""
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim
     kinds: list[tuple[str, int, int, Any]] = [
         ("qkv", width, shape.hidden, "parts"),
@@ -117,6 +118,9 @@ def products(shape: Shape, rows: int) -> Iterator[Case]:
         to = empty(rows, out) if silu else floats(2, rows, out)
         sizes = (64, 64, 1 if kind != "parts" else 2, 4, 6, MULTIPROCESSORS, silu)
         yield f"product {name}, streamed", lambda a=(x, w, to, out, *sizes): gluon_linear.stream(*a)
+        if rows <= triton_gemv.MOST_ROWS:
+            by_output = triton_gemv.GemvConfig(at_once=4 if silu else 8)
+            yield f"product {name}, by output", lambda a=(x, w, to, out, by_output, silu): triton_gemv.gemv(*a)
 
 
 def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
@@ -198,13 +202,14 @@ def adapters(shape: Shape, rows: int) -> Iterator[Case]:
 
 def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
     """Router and experts, by the plan for a number of rows, in each format, and by both paths."""
-    scratch = triton_router.router_scratch(128, shape.experts, torch.device("meta"))
     x, router = empty(rows, shape.hidden), empty(shape.experts, shape.hidden)
     if rows <= 8:
         parts, norm = floats(1, rows, shape.hidden), empty(shape.hidden)
+        scratch = router_scratch(shape.experts, torch.device("meta"))
         yield "norm and router", lambda: norm_route(x, parts, norm, 1e-6, router, shape.top_k, True, scratch)
-    yield "router", lambda: triton_router.moe_route(x, router, shape.top_k, True, scratch)
-    yield "choice", lambda: triton_router.moe_choose(empty(rows, shape.experts), shape.top_k, True)
+    yield "router", lambda: triton_router.moe_route(x, router, shape.top_k, True)
+    logits = empty(1, rows, shape.experts)
+    yield "choice", lambda: triton_router.moe_choose(logits, x.dtype, shape.top_k, True)
     routing = triton_router.Routing(ints(rows, shape.top_k), floats(rows, shape.top_k))
     sizes = dispatch.MoEShape(shape.experts, shape.top_k, shape.hidden, shape.inner)
     for format in formats.FORMATS:

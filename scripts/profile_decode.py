@@ -2,33 +2,72 @@
 
     PYTHONPATH=.:kernels python scripts/profile_decode.py --shape qwen3-8b --rows 1 128
 
-Prints, for each number of rows, microseconds a step and launches a step of every kernel, and what of the step's span no
-kernel covers. Overlapping launches count twice, so the sum may exceed the span.
+Prints, for each number of rows, microseconds a step and launches a step of every kernel; overlapping launches count
+twice, so the sum may exceed the span. Then the time line of one layer: when each kernel began after all before it had
+ended, how long it ran, what it added, and the floor of its weights, their bytes over the read bandwidth of this run.
+KV and activations are left out of the floors.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections import defaultdict
 from queue import SimpleQueue
+from typing import cast
 
 import numpy as np
-import torch
-from torch.profiler import ProfilerActivity, profile
 
+from rollout.bench.cuda_timing import read_bandwidth
+from rollout.bench.layer_timeline import KernelTime, layer_timeline
 from rollout.bench.peers.ours_engine import load_random
+from rollout.bench.profiled_steps import profile_steps
 from rollout.bench.shapes import SHAPES
 from rollout.config import EngineSettings, Settings
 from rollout.engine.build import build_engine
 from rollout.engine.device import make_device
 from rollout.engine.engine import Engine
 from rollout.engine.types import Cancel, Request, SamplingParams, Submit
+from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.layers import DenseMLP, SparseMLP
 from rollout.progress import stage
 
 _STEPS = 10
+_ATTENTION = "_decode_kernel"
 
 
-def profile_rows(engine: Engine, rows: int, prompt: int) -> None:
+def weight_bytes(model: Decoder, distinct: float) -> list[tuple[str, float]]:
+    """What a layer reads of its weights after its attention and until that of the next, in order: kernel and bytes.
+
+    Of mixtures of experts, `distinct` a layer are read.
+    """
+    layer = cast(DecoderLayer, model.layers[0])
+    linear, attention, mlp = "_linear_kernel", layer.attention, layer.mlp
+    o = (linear, attention.o_proj.weight.nbytes)
+    qkv = (linear, attention.qkv_proj.weight.nbytes)
+    if isinstance(mlp, DenseMLP):
+        return [o, (linear, mlp.gate_up_proj.weight.nbytes), (linear, mlp.down_proj.weight.nbytes), qkv]
+    assert isinstance(mlp, SparseMLP)
+    share = distinct / mlp.moe.experts
+    router = [(name, mlp.router.nbytes) for name in ("_norm_router_kernel", "_router_kernel")]
+    experts = [("_gate_up_kernel", mlp.gate_up.nbytes * share), ("_down_kernel", mlp.down.nbytes * share)]
+    return [o, *router, *experts, qkv]
+
+
+def print_layer(timeline: list[KernelTime], weights: list[tuple[str, float]], bandwidth: float) -> None:
+    """The time line of a layer; `weights` are matched to kernels of that name, in order."""
+    print(f"one layer, {sum(kernel.adds_us for kernel in timeline):.1f} us: gap, runs, adds, floor of its weights")
+    left = list(weights)
+    for kernel in timeline:
+        match = next((entry for entry in left if entry[0] == kernel.name), None)
+        floor = 0.0
+        if match is not None:
+            left.remove(match)
+            floor = match[1] / bandwidth * 1e6
+        print(f"{kernel.gap_us:7.2f} {kernel.duration_us:7.2f} {kernel.adds_us:7.2f} {floor:7.2f}  {kernel.name[:60]}")
+
+
+def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> None:
     """Profile some steady steps of `rows` rows and print them."""
     rng = np.random.default_rng(0)
     for i in range(rows):
@@ -36,21 +75,32 @@ def profile_rows(engine: Engine, rows: int, prompt: int) -> None:
         engine.inbox.put(Submit(Request(("p", f"{rows}/{i}"), tokens, 400, sampling=SamplingParams(seed=i))))
     for _ in range(60):
         engine.tick()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    while engine.pipeline.in_flight:
+        engine.scheduler.paused = True
+        engine.tick()
+    engine.scheduler.paused = False
+
+    def some_steps() -> None:
         for _ in range(_STEPS):
             engine.tick()
-        torch.cuda.synchronize()
+        engine.scheduler.paused = True
+        while engine.pipeline.in_flight:
+            engine.tick()
+        engine.scheduler.paused = False
+
+    events = profile_steps(some_steps)
     spent: dict[str, list[float]] = defaultdict(list)
-    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     for event in events:
-        spent[event.name[:70]].append(event.time_range.elapsed_us())
-    first = min(event.time_range.start for event in events)
-    span = max(event.time_range.end for event in events) - first
+        spent[event["name"][:70]].append(event["dur"])
+    span = max(event["ts"] + event["dur"] for event in events) - min(event["ts"] for event in events)
     print(f"\n{rows} rows: {span / _STEPS:.0f} us a step")
     for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:16]:
         print(f"{sum(times) / _STEPS:9.1f} us {len(times) / _STEPS:7.1f} x {name}")
-    print(f"{sum(map(sum, spent.values())) / _STEPS:9.1f} us in kernels")
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    chosen = graphs.experts.get(graphs.size_for(rows) or 0, [])
+    distinct = statistics.mean(experts_TK[:rows].unique().numel() for experts_TK in chosen) if chosen else 0.0
+    print_layer(layer_timeline(events, _STEPS, _ATTENTION), weight_bytes(engine.runner.model, distinct), bandwidth)
     for i in range(rows):
         engine.inbox.put(Cancel(("p", f"{rows}/{i}")))
     while engine.busy or not engine.inbox.empty():
@@ -65,6 +115,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     args = parser.parse_args()
     device = make_device("cuda")
+    bandwidth = read_bandwidth()
     model = load_random(args.shape, device.torch_device).model
     settings = Settings(
         engine=EngineSettings(
@@ -74,7 +125,7 @@ def main() -> None:
     with stage("preparing decode steps") as advance:
         engine = build_engine(settings, device, model, SimpleQueue(), lambda events: None, progress=advance)
     for rows in args.rows:
-        profile_rows(engine, rows, args.prompt)
+        profile_rows(engine, rows, args.prompt, bandwidth)
 
 
 if __name__ == "__main__":

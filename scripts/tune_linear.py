@@ -1,6 +1,7 @@
 """Measure the few-row matrix products on a CUDA machine and choose a configuration for each shape and row count.
 
     PYTHONPATH=.:kernels python scripts/tune_linear.py --out docs/results/linear.json [--shapes 8b] [--rows 1 8 32]
+        [--ways gemv streamed]
 
 For every shape and number of rows: cuBLAS, the table's configuration and each candidate, in CUDA graphs that go through
 several copies of the weights, so that none of them is read from the L2 cache. Reports microseconds beside the floor,
@@ -15,12 +16,13 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from rollout_kernels.linear_table import Kind, linear_config
+from rollout_kernels.linear_table import Config, Kind, linear_config
+from rollout_kernels.triton_gemv import MOST_ROWS, GemvConfig
 from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear_parts
 
 from rollout.bench.cuda_timing import graph_us, read_bandwidth
@@ -51,12 +53,12 @@ SHAPES: dict[str, dict[str, tuple[int, int, Kind]]] = {
 _CACHE_BYTES = 400e6  # weights in rotation, several times the L2
 
 
-def candidates(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearConfig]:
-    """Configurations worth a try, pipelined and streamed."""
-    return _pipelined(outputs, inputs, rows, kind) + _streamed(outputs, inputs, rows, kind)
+def candidates(outputs: int, inputs: int, rows: int, kind: Kind, ways: list[str]) -> list[Config]:
+    """Configurations worth a try, of the kernels named in `ways`."""
+    return [config for way in ways for config in WAYS[way](outputs, inputs, rows, kind)]
 
 
-def _pipelined(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearConfig]:
+def _pipelined(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
     """Enough items for the chip, tiles that fit in shared memory."""
     found = []
     for block_n, block_k, split, stages, programs in itertools.product(
@@ -73,7 +75,7 @@ def _pipelined(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearC
     return found
 
 
-def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearConfig]:
+def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
     """One or two rings of tiles a multiprocessor, as large as leaves room for other kernels or not."""
     found = []
     halves = 2 if kind == "silu" else 1
@@ -98,9 +100,30 @@ def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> list[LinearCo
     return found
 
 
-def measure(
-    name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwidth: float, streamed: bool = False
-) -> dict:
+def _gemv(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
+    """Whole rows by many small programs, for the fewest rows."""
+    found = []
+    for split, neurons, at_once, warps in itertools.product((1, 2, 3), (1, 2), (4, 8, 16), (4, 8)):
+        reads = at_once * neurons * (2 if kind == "silu" else 1)
+        if (
+            rows > MOST_ROWS
+            or inputs % (256 * at_once * split)
+            or not 8 <= reads <= 16
+            or (kind != "parts" and split > 1)
+        ):
+            continue
+        found.append(GemvConfig(split, neurons, at_once, warps))
+    return found
+
+
+WAYS: dict[str, Callable[[int, int, int, Kind], Sequence[Config]]] = {
+    "pipelined": _pipelined,
+    "streamed": _streamed,
+    "gemv": _gemv,
+}
+
+
+def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwidth: float, ways: list[str]) -> dict:
     """Time cuBLAS, the table's configuration and the best one for each split, for one shape and number of rows."""
     copies = max(2, int(_CACHE_BYTES // (outputs * inputs * 2)) + 1)
     weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
@@ -108,11 +131,12 @@ def measure(
     run = gate_up_silu if kind == "silu" else linear_parts
     exact = _exact(x, weights[0], kind)
     table = linear_config(outputs, inputs, kind, rows)
-    tried = (_streamed if streamed else candidates)(outputs, inputs, rows, kind)
+    tried = candidates(outputs, inputs, rows, kind, ways)
     configs = list(dict.fromkeys([*([] if table is None else [table]), *tried]))
-    with ThreadPoolExecutor(14) as pool:  # compile side by side
+    # Compile side by side; descriptors of operands need the device's context in the thread that makes them.
+    with ThreadPoolExecutor(14, initializer=torch.cuda.synchronize) as pool:
         usable = list(pool.map(lambda config: _compiles(run, x, weights[0], config), configs))
-    timed: dict[LinearConfig, float] = {}
+    timed: dict[Config, float] = {}
     for config in itertools.compress(configs, usable):
         got = run(x, weights[0], config).double()
         error = (((got if kind == "silu" else got.sum(0)) - exact).norm() / exact.norm()).item()
@@ -163,7 +187,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["8b"], choices=list(SHAPES))
     parser.add_argument("--names", nargs="+", help="only these products")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--streamed", action="store_true", help="only the table's and streamed ones")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="kernels, beside the table's")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     bandwidth = read_bandwidth()
@@ -174,7 +198,7 @@ def main() -> None:
             if args.names and name not in args.names:
                 continue
             for rows in args.rows:
-                results.append(measure(f"{family}/{name}", outputs, inputs, kind, rows, bandwidth, args.streamed))
+                results.append(measure(f"{family}/{name}", outputs, inputs, kind, rows, bandwidth, args.ways))
                 args.out.write_text(json.dumps({"read_tbps": bandwidth / 1e12, "rows": results}, indent=1))
 
 

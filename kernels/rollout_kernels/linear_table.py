@@ -1,19 +1,23 @@
-"""Which configuration of `triton_linear` a product takes: measured on an H200 by `scripts/tune_linear.py`.
+"""Which kernel and configuration a few-row product takes: measured on an H200 by `scripts/tune_linear.py`.
 
 An entry lists configurations with the number of rows up to which each is the one to take; above the last, the product
-is left to cuBLAS. All configurations of a shape cut K into the same parts, so the order in which a row's products are
-added does not depend on the batch, as far as the entry goes. A shape that is not in the table gets what most measured
-shapes came to.
+is left to cuBLAS. There are two columns. The fast one takes for each band of rows what whole decode steps were fastest
+with: a single row by output (`triton_gemv`), tiles otherwise, which follow a norm better pipelined (`triton_linear`)
+and other kernels better streamed (`gluon_linear`), the more rows the more so. In the deterministic one all
+configurations of an entry cut K into the same parts, so that the order in which a row's products are added does not
+depend on the batch. A shape that is not in the table gets what most measured shapes came to.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from rollout_kernels.triton_gemv import GemvConfig
 from rollout_kernels.triton_linear import LinearConfig
 
 Kind = Literal["parts", "whole", "silu"]
-Bands = tuple[tuple[int, LinearConfig], ...]
+Config = LinearConfig | GemvConfig
+Bands = tuple[tuple[int, Config], ...]
 
 #: Rows above which all products are cuBLAS's.
 MOST_ROWS = 128
@@ -28,15 +32,55 @@ def _bands(split: int, block_n: int = 64, block_k: int = 128) -> Bands:
     return (32, few), (MOST_ROWS, many)
 
 
+def _streamed(split: int, *bands: tuple[int, int, int, int, int]) -> Bands:
+    """Rows, BLOCK_N, BLOCK_K, stages and programs of each band."""
+    return tuple((rows, LinearConfig(n, k, split, 4, stages, programs, True)) for rows, n, k, stages, programs in bands)
+
+
+_PIPELINED = LinearConfig(64, 128, 1, 4, 6, _PROGRAMS)
 _HEAD: Bands = ((64, LinearConfig(128, 128, 1, 4, 4, _PROGRAMS)),)  # above, cuBLAS is faster
-_TABLE: dict[tuple[int, int, Kind], Bands] = {
+_GATE_UP_128 = (MOST_ROWS, LinearConfig(128, 64, 1, 4, 4, 192))
+_FAST: dict[tuple[int, int, Kind], Bands] = {
+    # Qwen3-8B
+    (6144, 4096, "parts"): (
+        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
+        (8, _PIPELINED),
+        *_streamed(2, (32, 128, 128, 5, 96), (MOST_ROWS, 128, 64, 6, 96)),
+    ),
+    (4096, 4096, "parts"): _streamed(2, (8, 64, 128, 11, 132), (32, 64, 128, 8, 128), (MOST_ROWS, 64, 64, 8, 132)),
+    (24576, 4096, "silu"): (
+        (1, GemvConfig(1, neurons=1, at_once=8, num_warps=4)),
+        (8, _PIPELINED),
+        *_streamed(1, (32, 256, 64, 5, 132)),
+        _GATE_UP_128,
+    ),
+    (4096, 12288, "parts"): _streamed(2, (8, 64, 128, 11, 132), (32, 64, 128, 8, 128), (MOST_ROWS, 64, 64, 8, 132)),
+    (151936, 4096, "whole"): (
+        (2, GemvConfig(1, neurons=1, at_once=16, num_warps=4)),
+        *_streamed(1, (8, 64, 64, 10, 132), (64, 128, 128, 5, 96)),
+    ),
+    # Qwen3-30B-A3B
+    (5120, 2048, "parts"): (
+        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
+        (4, _PIPELINED),
+        *_streamed(2, (8, 64, 128, 11, 96), (32, 64, 128, 8, 128)),
+        (MOST_ROWS, LinearConfig(128, 64, 2, 8, 6, 132, True)),
+    ),
+    (2048, 4096, "parts"): (
+        (1, GemvConfig(1, neurons=1, at_once=16, num_warps=8)),
+        *_streamed(4, (8, 64, 128, 5, 132), (32, 64, 128, 6, 132), (MOST_ROWS, 64, 64, 6, 128)),
+    ),
+    (128, 2048, "parts"): ((MOST_ROWS, LinearConfig(64, 128, 16, 4, 2, _PROGRAMS)),),  # the router
+    (151936, 2048, "whole"): (
+        (2, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
+        *_streamed(1, (8, 128, 128, 4, 132), (64, 128, 128, 5, 132)),
+    ),
+}
+_DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): _bands(1),
     (4096, 4096, "parts"): _bands(2),
-    (24576, 4096, "silu"): (
-        (64, LinearConfig(64, 128, 1, 4, 6, 132)),
-        (MOST_ROWS, LinearConfig(128, 64, 1, 4, 4, 192)),
-    ),
+    (24576, 4096, "silu"): ((64, LinearConfig(64, 128, 1, 4, 6, 132)), _GATE_UP_128),
     (4096, 12288, "parts"): _bands(2),
     (151936, 4096, "whole"): _HEAD,
     # Qwen3-1.7B
@@ -49,7 +93,7 @@ _TABLE: dict[tuple[int, int, Kind], Bands] = {
 }
 
 
-def linear_config(outputs: int, inputs: int, kind: Kind, rows: int, deterministic: bool = False) -> LinearConfig | None:
+def linear_config(outputs: int, inputs: int, kind: Kind, rows: int, deterministic: bool = False) -> Config | None:
     """The configuration for `w [outputs, inputs]` and a number of rows; None where cuBLAS is to be taken.
 
     That is where more rows than the entry has are asked for, and where no tile divides the inputs. `deterministic`
@@ -58,7 +102,9 @@ def linear_config(outputs: int, inputs: int, kind: Kind, rows: int, deterministi
 
     `parts` may split K; `whole` and `silu` may not (for `silu`, outputs counts gate and up rows).
     """
-    bands = _TABLE.get((outputs, inputs, kind)) or _fallback(outputs, inputs, kind)
+    shape = (outputs, inputs, kind)
+    bands = None if deterministic else _FAST.get(shape)
+    bands = bands or _DETERMINISTIC.get(shape) or _fallback(*shape)
     if bands is None:
         return None
     return next((config for most, config in bands if rows <= most), bands[-1][1] if deterministic else None)

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels import gluon_linear
+from rollout_kernels.triton_gemv import GemvConfig, gemv
 from rollout_kernels.triton_math import dot, follow, follow_options, narrow
 
 #: Shared memory of a Hopper multiprocessor that programs may take, bytes, and the multiprocessors of an H200.
@@ -157,7 +158,10 @@ def _stages(config: LinearConfig, block_m: int, element_bytes: int) -> int:
     return max(1, min(config.num_stages, _SHARED_BYTES // on_one // tile_bytes))
 
 
-def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig, silu: bool) -> None:
+def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig | GemvConfig, silu: bool) -> None:
+    if isinstance(config, GemvConfig):
+        gemv(x_MK, w_NK, out, outputs, config, silu)
+        return
     rows, inputs = x_MK.shape
     assert inputs % (config.block_k * config.split) == 0, f"K = {inputs} is no multiple of {config}"
     block_m = _block_m(rows)
@@ -192,7 +196,7 @@ def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig, silu: bool) -> 
 
 
 def linear(
-    x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig, out_dtype: torch.dtype | None = None
+    x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig | GemvConfig, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """`x w^T`, accumulated in float32. `config.split` must be 1. Returns [M, N]."""
     assert config.split == 1
@@ -202,7 +206,7 @@ def linear(
     return out_MN
 
 
-def linear_parts(x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig) -> torch.Tensor:
+def linear_parts(x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig | GemvConfig) -> torch.Tensor:
     """Partial sums of `x w^T` over `config.split` parts of K, float32 [split, M, N]."""
     outputs = w_NK.shape[0]
     parts = torch.empty(config.split, x_MK.shape[0], outputs, dtype=torch.float32, device=x_MK.device)
@@ -210,7 +214,7 @@ def linear_parts(x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig) -
     return parts
 
 
-def gate_up_silu(x_MK: torch.Tensor, w_2IK: torch.Tensor, config: LinearConfig) -> torch.Tensor:
+def gate_up_silu(x_MK: torch.Tensor, w_2IK: torch.Tensor, config: LinearConfig | GemvConfig) -> torch.Tensor:
     """`silu(x g^T) * (x u^T)` for the gate rows and then the up rows of `w_2IK`; returns [M, I] in x's dtype."""
     assert config.split == 1
     outputs = w_2IK.shape[0] // 2

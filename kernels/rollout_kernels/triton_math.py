@@ -53,3 +53,14 @@ def narrow(x, dtype: tl.constexpr):
         return bits.to(tl.float32, bitcast=True).to(dtype)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def two_floats(pair, dtype: tl.constexpr):
+    """The two bf16 or f16 values in an int32, as float32: the one at the lower address, the one at the higher."""
+    if dtype == tl.bfloat16:
+        return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = (pair & 65535).to(tl.int16).to(tl.float16, bitcast=True)
+        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)

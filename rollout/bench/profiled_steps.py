@@ -27,6 +27,7 @@ class ProfiledSteps:
     active_share: float  # in which a step ran: from its first kernel's begin to its last one's end
     kernel_share: float  # in which a kernel ran
     kernels: float  # of one step
+    step_s: float  # mean time from a step's first kernel's begin to its last one's end
 
 
 def profile_steps(work: Callable[[], object]) -> list[dict[str, Any]]:
@@ -57,6 +58,7 @@ def summarise(events: Sequence[Mapping[str, Any]], steps: int) -> ProfiledSteps:
         sum(end - begin for begin, end in spans) / wall,
         sum(end - begin for begin, end in kernels) / wall,
         sum(map(len, groups)) / steps,
+        sum(max(end for _, end in group) - group[0][0] for group in groups) / steps / 1e6,
     )
 
 

@@ -45,7 +45,7 @@ def products(spec: ModelSpec) -> dict[str, tuple[int, int, Kind]]:
         found["gate_up"] = (2 * spec.intermediate, spec.hidden, "silu")
         found["down"] = (spec.hidden, spec.intermediate, "parts")
     if spec.moe is not None:
-        found["router"] = (spec.moe.experts, spec.hidden, "whole")
+        found["router"] = (spec.moe.experts, spec.hidden, "parts")
     return found
 
 

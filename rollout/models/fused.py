@@ -20,9 +20,9 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.linear_table import linear_config
+from rollout_kernels.linear_table import Config, linear_config
 from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
-from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.triton_linear import gate_up_silu, linear, linear_parts
 from rollout_kernels.triton_step import embed_rope
 
 from rollout.models import deterministic as one_order
@@ -55,7 +55,7 @@ def kernels_take(spec: ModelSpec, dtype: torch.dtype) -> bool:
     return not rare and (spec.moe is None or experts_take(spec, dtype))
 
 
-def _configs(spec: ModelSpec, tokens: int, deterministic: bool) -> dict[str, LinearConfig | None]:
+def _configs(spec: ModelSpec, tokens: int, deterministic: bool) -> dict[str, Config | None]:
     return {name: linear_config(*product, tokens, deterministic) for name, product in products(spec).items()}
 
 
@@ -73,7 +73,7 @@ class FusedDecoder:
         self._deterministic = deterministic
         self._experts = None if model.spec.moe is None else FusedExperts(model, deterministic)
         self._plain_qkv = model.spec.qk_norm != "full" and model.spec.clip_qkv is None
-        self._configs: dict[str, LinearConfig | None] = {}  # of the step that is being launched
+        self._configs: dict[str, Config | None] = {}  # of the step that is being launched
 
     @torch.inference_mode()
     def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:

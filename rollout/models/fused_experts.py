@@ -1,8 +1,7 @@
 """The sparse feed-forward blocks of `FusedDecoder`: norm, router and experts, nothing read on the host.
 
-    few tokens    norm_route -> experts                              one launch before the experts
-    more          add_rms_norm -> moe_route -> experts
-    many          add_rms_norm -> product -> moe_choose -> experts   the router's weights are read once
+    few tokens    norm_route -> experts                  one launch before the experts
+    more          add_rms_norm -> moe_route -> experts   the router's weights are read once
 
 The experts read what the router wrote before the kernels between the two have ended, so nothing may be launched there
 that does not wait for the kernel before it. Weights are the parameters themselves: what is copied into these is seen by
@@ -17,23 +16,18 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.nn.functional as F
-from rollout_kernels.linear_table import linear_config
+from rollout_kernels.linear_table import MOST_ROWS
 from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, run_experts, table_entry
 from rollout_kernels.moe.formats import ExpertWeights
 from rollout_kernels.moe.triton_grouping import last_pairs
-from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route
-from rollout_kernels.moe.triton_router import Record, Routing, moe_choose, moe_route, router_scratch
+from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
+from rollout_kernels.moe.triton_router import Record, moe_route
 from rollout_kernels.triton_fused import add_rms_norm
-from rollout_kernels.triton_linear import linear
 
 from rollout.models.batch import ExpertRecord
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.layers import SparseMLP
 from rollout.models.spec import ModelSpec
-
-#: Tokens up to which our own kernel makes the router's logits.
-MOST_ROUTED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,7 @@ class FusedExperts:
         layers = (cast(DecoderLayer, layer) for layer in model.layers)
         self._experts = {layer.mlp: experts_of(layer.mlp) for layer in layers if isinstance(layer.mlp, SparseMLP)}
         self._format = next(iter(self._experts.values())).gate_up.format
-        self._scratch = router_scratch(MOST_ROUTED, moe.experts, model.embed.device)
+        self._scratch = router_scratch(moe.experts, model.embed.device)
         self._deterministic = deterministic  # one plan, and one way to the router's logits, for any number of tokens
         self._plan: Plan | None = None  # of the step that is being launched
         self._chosen: list[torch.Tensor] | None = None  # its experts, if it is being captured
@@ -74,7 +68,7 @@ class FusedExperts:
     def begin_step(self, tokens: int) -> None:
         """Say how many tokens the step has that is about to be launched: all its layers run by one plan."""
         self._plan = moe_plan(self._shape, self._format, self._dtype, tokens, deterministic=self._deterministic)
-        self._chosen = [] if self._scratch.arrived_B.is_cuda and torch.cuda.is_current_stream_capturing() else None
+        self._chosen = [] if self._scratch.arrived_T.is_cuda and torch.cuda.is_current_stream_capturing() else None
 
     def take_chosen(self) -> list[torch.Tensor]:
         """Experts of each sparse layer, [T, K], of the step that was just captured; each replay writes them anew."""
@@ -87,7 +81,7 @@ class FusedExperts:
         grouping = [pairs // self._moe.top_k for pairs in last_pairs()]
         if self._deterministic:
             return sorted({*grouping} - {0})
-        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROUTED} - {0})
+        return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS} - {0})
 
     def run(
         self,
@@ -109,21 +103,9 @@ class FusedExperts:
             residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
         else:
             x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps)
-            routing = self._route(x_TH, router_EH, *how, record)
+            routing = moe_route(x_TH, router_EH, *how, record, deterministic=self._deterministic)
         if self._chosen is not None:
             self._chosen.append(routing.experts_TK)
         assert self._plan is not None
         weights = self._experts[cast(SparseMLP, layer.mlp)]
         return residual_TH, run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True)
-
-    def _route(
-        self, x_TH: torch.Tensor, router_EH: torch.Tensor, top_k: int, renormalize: bool, record: Record | None
-    ) -> Routing:
-        if self._deterministic:
-            experts, hidden = router_EH.shape
-            config = linear_config(experts, hidden, "whole", len(x_TH), deterministic=True)
-            assert config is not None, "such a model is refused"
-            return moe_choose(linear(x_TH, router_EH, config), top_k, renormalize, record)
-        if len(x_TH) <= MOST_ROUTED:
-            return moe_route(x_TH, router_EH, top_k, renormalize, self._scratch, record)
-        return moe_choose(F.linear(x_TH, router_EH), top_k, renormalize, record)

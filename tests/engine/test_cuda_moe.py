@@ -61,9 +61,12 @@ def save(kind: str, folder, seed: int):
         for parameter in hf_model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(2.5)
-    hf_model = hf_model.to(torch.bfloat16)
-    hf_model.save_pretrained(folder)
-    return hf_model.to("cuda").float().eval()
+    hf_model.to(torch.bfloat16).save_pretrained(folder)
+    # Read back: `to` has rounded the frequencies of rope as well.
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    )
+    return read.to("cuda").eval()
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))

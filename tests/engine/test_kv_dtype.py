@@ -159,24 +159,28 @@ def test_a_rebuilt_engine_clears_what_pages_consist_of(model, prompt_of):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
-def test_on_a_gpu_captured_steps_keep_codes_as_well_as_launched_ones(kind, tmp_path, prompt_of):
-    """By fused kernels in bf16: as far from float32 as bf16 and the rounding together, no more."""
+def test_on_a_gpu_captured_steps_keep_codes_as_well_as_launched_ones(kind, tmp_path, prompt_of, monkeypatch):
+    """By fused kernels in bf16: no farther from float32 with rounded KV than the generic path in bf16.
+
+    Both are some way off, since a value that bf16 has moved may get the next code, which is an eighth of it away.
+    """
     from cuda_harness import load_bf16
 
     from rollout.engine.device import make_device
 
     even = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
     make_checkpoint(kind, tmp_path, **even, **({"head_dim": 64} if kind == "qwen3" else {}))
-    coded = reference(tmp_path, fp8=True)
+    coded, model = reference(tmp_path, fp8=True), load_bf16(tmp_path)
+    prompts = {f"r{i}": [token % 90 for token in prompt_of(5 + 37 * i, i)] for i in range(6)}
     means = {}
-    for fp8 in (True, False):
-        bench = Bench(load_bf16(tmp_path), make_device("cuda"), page_size=16, **(FP8 if fp8 else {}))
-        assert bench.engine.runner.graphs is not None
-        prompts = {f"r{i}": [token % 90 for token in prompt_of(5 + 37 * i, i)] for i in range(6)}
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr("rollout.engine.runner.supports", lambda model, experts: False)
+        bench = Bench(model, make_device("cuda"), page_size=16, cuda_graphs=fused, **FP8)
+        assert (bench.engine.runner.graphs is not None) == fused
         for i, (name, prompt) in enumerate(prompts.items()):
             bench.submit(name, prompt, 60, sampling={"temperature": 1.0, "seed": i})
         bench.run()
-        hf_model = coded if fp8 else reference(tmp_path, fp8=False)
-        means[fp8] = torch.cat([errors(hf_model, ids, bench, name) for name, ids in prompts.items()]).mean()
+        means[fused] = torch.cat([errors(coded, ids, bench, name) for name, ids in prompts.items()]).mean()
         bench.close()
-    assert means[True] < 2 * means[False] + 1e-2, means
+    assert means[True] < 1.3 * means[False] + 1e-2, means

@@ -1,20 +1,26 @@
-"""The table of configurations: every entry fits its shape, and one order of reduction for all numbers of rows."""
+"""The table of configurations: every entry fits its shape; the deterministic ones have one order of reduction."""
 
 from __future__ import annotations
 
 import pytest
-from rollout_kernels.linear_table import _TABLE, linear_config
+from rollout_kernels.linear_table import _DETERMINISTIC, _FAST, linear_config
+from rollout_kernels.triton_gemv import MOST_ROWS as MOST_GEMV_ROWS
+from rollout_kernels.triton_gemv import GemvConfig
 from rollout_kernels.triton_linear import LinearConfig
 
+SHAPES = sorted({*_DETERMINISTIC, *_FAST})
 
-@pytest.mark.parametrize("shape", _TABLE, ids=str)
-def test_every_entry_divides_its_inputs_and_never_changes_the_split(shape):
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_entry_divides_its_inputs(shape):
     outputs, inputs, kind = shape
-    configs = [config for rows in range(1, 129) if (config := linear_config(*shape, rows)) is not None]
-    assert configs and len({config.split for config in configs}) == 1
-    for config in configs:
-        assert inputs % (config.block_k * config.split) == 0 and outputs % 64 == 0
-        assert kind == "parts" or config.split == 1
+    for rows in range(1, 129):
+        for config in (linear_config(*shape, rows), linear_config(*shape, rows, deterministic=True)):
+            if isinstance(config, GemvConfig):
+                assert rows <= MOST_GEMV_ROWS and inputs % (256 * config.at_once * config.split) == 0
+            elif config is not None:
+                assert inputs % (config.block_k * config.split) == 0 and outputs % 64 == 0
+            assert config is None or kind == "parts" or config.split == 1
 
 
 def test_a_shape_that_was_not_measured_is_split_until_there_is_an_item_for_half_of_the_chip():
@@ -32,7 +38,8 @@ def test_what_no_tile_divides_and_the_output_layer_of_many_rows_are_left_to_cubl
 
 
 def test_the_deterministic_column_never_gives_way_to_cublas():
-    for shape in _TABLE:
+    for shape in SHAPES:
         configs = [linear_config(*shape, rows, deterministic=True) for rows in (1, 64, 128, 129, 8192)]
         assert None not in configs and len({config.split for config in configs}) == 1
+        assert all(isinstance(config, LinearConfig) and not config.streamed for config in configs)
     assert linear_config(1024, 100, "parts", 1, deterministic=True) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from moe_cases import Layer, exact, layer, poison, relative
@@ -10,9 +12,9 @@ from rollout_kernels.moe import triton_grouped, triton_grouping, triton_router, 
 from rollout_kernels.moe.dispatch import GroupedPlan, MoEShape, Plan, WarpPlan, moe_plan, run_experts, table_entry
 from rollout_kernels.moe.formats import FORMATS, Format
 from rollout_kernels.moe.quantize import quantize
-from rollout_kernels.moe.triton_norm_router import norm_route
+from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.moe.triton_quantize import quantize_on_device
-from rollout_kernels.moe.triton_router import Routing, moe_choose, moe_route, router_scratch
+from rollout_kernels.moe.triton_router import Routing, moe_route
 from rollout_kernels.triton_fused import add_rms_norm
 
 pytestmark = pytest.mark.gpu
@@ -126,20 +128,20 @@ def test_the_deterministic_plan_gives_a_row_the_same_bits_in_any_batch(format):
     ("experts", "top_k", "hidden", "renormalize"),
     [(128, 8, 2048, True), (512, 10, 2048, True), (8, 2, 4096, True), (64, 8, 2048, False)],
 )
-def test_the_router_at_real_shapes(experts, top_k, hidden, renormalize):
+def test_the_router_at_real_shapes(experts, top_k, hidden, renormalize, monkeypatch):
     router = torch.randn(experts, hidden, device="cuda").bfloat16() * hidden**-0.5
-    scratch = router_scratch(512, experts, router.device)
-    for tokens in (1, 7, 33, 512):
+    made = []
+    choose = triton_router.moe_choose
+    monkeypatch.setattr(triton_router, "moe_choose", lambda parts, *rest: made.append(parts) or choose(parts, *rest))
+    for tokens in (1, 7, 33, 128, 512):
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-        got = moe_route(x, router, top_k, renormalize, scratch)
-        logits = scratch.logits_TE[:tokens].bfloat16()
+        got = moe_route(x, router, top_k, renormalize)
+        # One part after the other, as the kernel adds: of logits that are nearly equal the last bit decides.
+        logits = functools.reduce(torch.add, made.pop().float(), torch.zeros(tokens, experts, device="cuda")).bfloat16()
         assert torch.allclose(logits.double(), x.double() @ router.double().T, rtol=2**-8, atol=1e-5)
         weights, chosen = route(logits, top_k, renormalize)
         assert torch.equal(got.experts_TK.long(), chosen)
         assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
-        again = moe_choose(logits, top_k, renormalize)
-        assert torch.equal(again.experts_TK, got.experts_TK) and torch.equal(again.weights_TK, got.weights_TK)
-        assert not scratch.arrived_B.any()
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
@@ -147,10 +149,10 @@ def test_norm_and_router_in_one_launch_at_real_shapes(tokens):
     residual = torch.randn(tokens, 2048, device="cuda").bfloat16()
     parts, norm = torch.randn(4, tokens, 2048, device="cuda"), torch.rand(2048, device="cuda").bfloat16()
     router = torch.randn(128, 2048, device="cuda").bfloat16() * 0.05
-    scratch = router_scratch(tokens, 128, router.device)
+    scratch = router_scratch(128, router.device)
     for _ in range(20):
         got = norm_route(residual, parts, norm, 1e-6, router, 8, True, scratch)
-        weights, chosen = route(scratch.logits_TE.bfloat16(), 8, True)
+        weights, chosen = route(scratch.logits_TE[:tokens].bfloat16(), 8, True)
         assert torch.equal(got.routing.experts_TK.long(), chosen)
         assert torch.allclose(got.routing.weights_TK, weights, rtol=1e-5, atol=1e-7)
     before = residual.clone()
@@ -170,21 +172,20 @@ def test_weights_are_quantised_as_by_the_twin(format):
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_overlapping_launches_change_no_bit(format, tokens, monkeypatch):
     """Layers with routers, one after the other, captured with and without programmatic dependent launch."""
-    from rollout_kernels import triton_fused
+    from rollout_kernels import triton_fused, triton_linear
 
-    modules = (triton_fused, triton_warp, triton_grouped, triton_grouping, triton_router)
+    modules = (triton_fused, triton_linear, triton_warp, triton_grouped, triton_grouping, triton_router)
     layers = [qwen3(1, format, seed=seed) for seed in range(3)]
     routers = [torch.randn(128, 2048, device="cuda").bfloat16() * 0.02 for _ in layers]
     norm = torch.rand(2048, device="cuda").bfloat16()
     start = torch.randn(tokens, 2048, device="cuda").bfloat16()
-    scratch = router_scratch(tokens, 128, start.device)
 
     def chain(plan: Plan) -> torch.Tensor:
         residual, parts = start.clone(), None
         for _ in range(4):
             for weights, router in zip(layers, routers, strict=True):
                 x = triton_fused.add_rms_norm(residual, parts, norm, 1e-6)
-                routing = moe_route(x, router, 8, True, scratch)
+                routing = moe_route(x, router, 8, True)
                 parts = run_experts(x, routing, weights.gate_up, weights.down, plan, parts=True)
         return triton_fused.add_rms_norm(residual, parts, norm, 1e-6)
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from moe_cases import DEVICE
 from rollout_kernels import route
+from rollout_kernels.moe import triton_router
 from rollout_kernels.moe.triton_grouping import group_pairs, most_tiles
-from rollout_kernels.moe.triton_norm_router import norm_route
-from rollout_kernels.moe.triton_router import Record, RouterScratch, Routing, moe_choose, moe_route, router_scratch
+from rollout_kernels.moe.triton_norm_router import RouterScratch, norm_route, router_scratch
+from rollout_kernels.moe.triton_router import Record, Routing, moe_choose, moe_route
 from rollout_kernels.triton_fused import add_rms_norm
 
 
@@ -21,49 +22,60 @@ def poisoned(tokens: int, top_k: int) -> Routing:
     return Routing(experts, torch.full((tokens, top_k), float("nan"), device=DEVICE))
 
 
-def scratch_for(tokens: int, experts: int) -> RouterScratch:
-    scratch = router_scratch(tokens, experts, torch.device(DEVICE))
+def scratch_for(experts: int) -> RouterScratch:
+    scratch = router_scratch(experts, torch.device(DEVICE))
     scratch.logits_TE.fill_(float("nan"))
     return scratch
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(("tokens", "experts", "top_k", "hidden"), [(1, 8, 2, 64), (3, 60, 4, 96), (11, 40, 8, 32)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "hidden"), [(1, 8, 2, 64), (3, 60, 4, 256), (11, 40, 8, 36), (2, 200, 6, 64)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_router_is_its_twin(tokens, experts, top_k, hidden, renormalize, dtype):
+def test_the_router_is_its_twin(tokens, experts, top_k, hidden, renormalize, dtype, monkeypatch):
     x, router = normal(tokens, hidden, dtype=dtype), normal(experts, hidden, dtype=dtype)
-    scratch = scratch_for(tokens, experts)
-    got = moe_route(x, router, top_k, renormalize, scratch, out=poisoned(tokens, top_k))
-    logits = scratch.logits_TE.to(dtype)
-    assert torch.equal(logits.float(), scratch.logits_TE), "rounded as the twin's"
+    made = []
+    choose = triton_router.moe_choose
+    monkeypatch.setattr(triton_router, "moe_choose", lambda parts, *rest: made.append(parts) or choose(parts, *rest))
+    got = moe_route(x, router, top_k, renormalize, out=poisoned(tokens, top_k))
+    logits = made[0].float().sum(0).to(dtype)
     exact = x.double() @ router.double().T
     assert torch.allclose(logits.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
     weights, chosen = route(logits, top_k, renormalize)
     assert got.experts_TK.tolist() == chosen.tolist()
     assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
-    assert not scratch.arrived_B.any(), "ready for the next launch"
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_experts_are_chosen_from_logits_of_any_dtype(renormalize):
+@pytest.mark.parametrize("experts", [70, 128, 129, 300])
+def test_experts_are_chosen_from_logits_of_any_dtype(renormalize, experts):
     for dtype in (torch.float32, torch.bfloat16):
-        logits = normal(5, 70, dtype=dtype)
-        got = moe_choose(logits, 6, renormalize, out=poisoned(5, 6))
+        logits = normal(5, experts, dtype=dtype)
+        got = moe_choose(logits[None], dtype, 6, renormalize, out=poisoned(5, 6))
         weights, chosen = route(logits, 6, renormalize)
         assert got.experts_TK.tolist() == chosen.tolist()
         assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
 
 
+def test_parts_of_logits_are_added_up_and_rounded_once():
+    parts = normal(3, 4, 40, dtype=torch.float32)
+    got = moe_choose(parts, torch.bfloat16, 5, True)
+    weights, chosen = route(parts.sum(0).bfloat16(), 5, True)
+    assert got.experts_TK.tolist() == chosen.tolist()
+    assert torch.allclose(got.weights_TK, weights, rtol=1e-5, atol=1e-7)
+
+
 def test_of_equal_logits_the_lower_index_comes_first():
-    logits = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0], [0.0] * 5], device=DEVICE)
-    assert moe_choose(logits, 3, True).experts_TK.tolist() == [[1, 3, 0], [0, 1, 2]]
+    logits = torch.tensor([[[0.0, 1.0, -0.0, 1.0, 0.0], [-0.0, 0.0, -0.0, 0.0, -1.0]]], device=DEVICE)
+    assert moe_choose(logits, torch.float32, 3, True).experts_TK.tolist() == [[1, 3, 0], [0, 1, 2]]
 
 
 def test_logits_that_are_no_numbers_give_valid_experts():
     logits = normal(3, 40, dtype=torch.float32)
     logits[0] = float("nan")
     logits[1, ::2] = float("nan")
-    got = moe_choose(logits, 4, True, out=poisoned(3, 4))
+    got = moe_choose(logits[None], torch.float32, 4, True, out=poisoned(3, 4))
     assert ((got.experts_TK >= 0) & (got.experts_TK < 40)).all()
     assert all(len(set(row)) == 4 for row in got.experts_TK.tolist())
     assert (got.experts_TK[1] % 2 == 1).all()
@@ -75,17 +87,17 @@ def test_experts_are_kept_for_replay_where_a_slot_is_given(dtype):
     x, router = normal(4, 32), normal(16, 32)
     kept = torch.full((6, 3, 2), 99, dtype=torch.int32).to(DEVICE, dtype)
     slots = torch.tensor([5, -1, 0, 2], device=DEVICE)
-    got = moe_route(x, router, 2, True, scratch_for(4, 16), Record(kept[:, 1], slots))
+    got = moe_route(x, router, 2, True, Record(kept[:, 1], slots))
     assert kept[[5, 0, 2], 1].tolist() == got.experts_TK[[0, 2, 3]].tolist()
     assert kept[:, [0, 2]].tolist() == [[[99, 99]] * 2] * 6
     assert kept[[1, 3, 4], 1].tolist() == [[99, 99]] * 3
 
 
 def test_a_token_is_routed_as_if_it_were_alone():
-    x, router, scratch = normal(10, 48), normal(16, 48), scratch_for(10, 16)
-    together = moe_route(x, router, 3, False, scratch)
+    x, router = normal(10, 64), normal(16, 64)
+    together = moe_route(x, router, 3, False)
     for row in range(10):
-        alone = moe_route(x[row : row + 1], router, 3, False, scratch)
+        alone = moe_route(x[row : row + 1], router, 3, False)
         assert torch.equal(alone.experts_TK[0], together.experts_TK[row])
         assert torch.equal(alone.weights_TK[0], together.weights_TK[row])
 
@@ -95,15 +107,16 @@ def test_a_token_is_routed_as_if_it_were_alone():
 def test_norm_and_router_in_one_launch_are_both_one_after_the_other(tokens, hidden, experts, dtype):
     residual, norm = normal(tokens, hidden, dtype=dtype), normal(hidden, dtype=dtype).abs()
     parts, router = normal(3, tokens, hidden, dtype=torch.float32), normal(experts, hidden, dtype=dtype)
-    scratch, before = scratch_for(tokens, experts), residual.clone()
+    scratch, before = scratch_for(experts), residual.clone()
     got = norm_route(residual, parts, norm, 1e-6, router, 4, True, scratch)
     assert torch.equal(residual, before), "programs that have not read it yet still can"
-    assert not scratch.arrived_B.any()
+    assert not scratch.arrived_T.any()
     x = add_rms_norm(before, parts, norm, 1e-6)
     assert torch.equal(got.residual_TH, before)
     assert torch.allclose(got.x_TH, x, rtol=2 * torch.finfo(dtype).eps)
     exact = got.x_TH.double() @ router.double().T
-    logits = scratch.logits_TE.to(dtype)
+    logits = scratch.logits_TE[:tokens].to(dtype)
+    assert torch.equal(logits.float(), scratch.logits_TE[:tokens]), "rounded as the twin's"
     assert torch.allclose(logits.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
     weights, chosen = route(logits, 4, True)
     assert got.routing.experts_TK.tolist() == chosen.tolist()
@@ -153,13 +166,13 @@ def test_every_router_keeps_the_experts_of_its_twin_in_rows_that_are_apart(dtype
     words = torch.zeros(8, 11, dtype=torch.int32, device=DEVICE)
     packed = words[:, 1:].view(dtype)
     layers = [packed[:tokens, layer * top_k : (layer + 1) * top_k] for layer in range(3)]
-    scratch = scratch_for(tokens, experts)
+    scratch = scratch_for(experts)
     found = norm_route(residual, parts, norm, 1e-6, router, top_k, True, scratch, Record(layers[0], slots))
-    twins = [route(scratch.logits_TE.to(residual.dtype), top_k, True)[1]]
-    moe_route(found.x_TH, router, top_k, True, scratch, Record(layers[1], slots))
-    twins.append(route(scratch.logits_TE.to(residual.dtype), top_k, True)[1])
+    twins = [route(scratch.logits_TE[:tokens].to(residual.dtype), top_k, True)[1]]
+    moe_route(found.x_TH, router, top_k, True, Record(layers[1], slots))
+    twins.append(route((found.x_TH.double() @ router.double().T).to(residual.dtype), top_k, True)[1])
     logits = normal(tokens, experts)
-    moe_choose(logits, top_k, False, Record(layers[2], slots))
+    moe_choose(logits[None], logits.dtype, top_k, False, Record(layers[2], slots))
     twins.append(route(logits, top_k, False)[1])
     assert [kept.tolist() for kept in layers] == [twin.tolist() for twin in twins]
     assert not words[:, 0].any() and not words[tokens:].any() and not packed[:, 9:].any()

@@ -65,7 +65,6 @@ def test_logits_are_those_of_a_plain_model_with_the_decoded_weights(family, form
 @pytest.mark.parametrize(("family", "format"), CODED)
 def test_fused_steps_are_as_close_to_float32_as_generic_ones(family, format, tmp_path, monkeypatch):
     """Many, some and few tokens: the kernels by expert and by output read the model's own codes and scales."""
-    monkeypatch.setattr(fused_experts, "MOST_ROUTED", LONG)
     monkeypatch.setattr(fused_experts, "MOST_TOKENS", 2)
     monkeypatch.setattr(fused_experts, "moe_plan", coarse)
     reference = make_checkpoint(family, tmp_path, **MODELS[family][1])

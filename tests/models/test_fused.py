@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rollout_kernels.linear_table import MOST_ROWS
 from rollout_kernels.moe.dispatch import MoEShape, Plan, WarpPlan, moe_plan
 from rollout_kernels.moe.triton_grouping import _chunk
 from rollout_kernels.moe.triton_warp import WarpConfig
@@ -125,7 +126,6 @@ def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a mixture the first step takes the kernels for many tokens, the second those for more than a few."""
-    monkeypatch.setattr(fused_experts, "MOST_ROUTED", LONG)
     monkeypatch.setattr(fused_experts, "MOST_TOKENS", 2)
     monkeypatch.setattr(fused_experts, "moe_plan", coarse)
     model, reference = make(name, tmp_path, "bfloat16")
@@ -167,7 +167,7 @@ def test_steps_of_the_same_kernels_are_told_by_their_largest(tmp_path: Path) -> 
         plans = [moe_plan(shape, "plain", torch.bfloat16, size) for size in (tokens_, largest)]
         assert plans[0] == plans[1]
         assert _chunk(2 * tokens_) == _chunk(2 * largest)
-        for bound in (fused_experts.MOST_ROUTED, fused_experts.MOST_TOKENS):
+        for bound in (MOST_ROWS, fused_experts.MOST_TOKENS):
             assert (tokens_ <= bound) == (largest <= bound)
 
 

@@ -12,21 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rollout_kernels.triton_math import two_floats
+
 #: Bytes that a lane reads at once.
 LANE_BYTES = 16
 #: Codes that a lane reads at once.
 LANE_CODES = tl.constexpr(16)
-
-
-@triton.jit
-def two_floats(pair, dtype: tl.constexpr):
-    """The two bf16 or f16 values in an int32, as float32: the one at the lower address, the one at the higher."""
-    if dtype == tl.bfloat16:
-        return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
-    else:
-        low = (pair & 65535).to(tl.int16).to(tl.float16, bitcast=True)
-        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit

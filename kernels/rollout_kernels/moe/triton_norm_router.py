@@ -15,21 +15,27 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.moe.triton_router import (
-    BLOCK_E,
-    COMPARED,
-    Record,
-    RouterScratch,
-    Routing,
-    choose,
-    last_to_arrive,
-    record_arguments,
-    routing_outputs,
-)
+from rollout_kernels.moe.triton_router import Record, Routing, choose, places, record_arguments, routing_outputs
 from rollout_kernels.triton_math import follow, follow_options, narrow
 
 #: Tokens up to which this is worth it: each reads its residual and parts once for every few experts.
 MOST_TOKENS = 8
+#: Experts whose logits a program makes.
+_BLOCK_E = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RouterScratch:
+    """What programs leave for the last of a token to arrive; one serves all layers of a model, which run one by one."""
+
+    logits_TE: torch.Tensor  # float32
+    arrived_T: torch.Tensor  # int32, zero between launches
+
+
+def router_scratch(experts: int, device: torch.device) -> RouterScratch:
+    """Scratch for a router of so many experts."""
+    logits_TE = torch.empty(MOST_TOKENS, experts, dtype=torch.float32, device=device)
+    return RouterScratch(logits_TE, torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,17 @@ class NormRouting:
     residual_TH: torch.Tensor
     x_TH: torch.Tensor
     routing: Routing
+
+
+@triton.jit
+def _last_to_arrive(arrived_ptr):
+    """True in the last of the programs along the first axis to get here: it sees what the others have stored."""
+    # All threads have stored; one of them says so, and learns whether the other programs have too.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+    return last
 
 
 @triton.jit(do_not_specialize=["tokens", "record_stride"])
@@ -91,9 +108,12 @@ def _norm_router_kernel(
         tl.store(x_ptr + token * H + h, x, mask=live)
     logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
     tl.store(logits_ptr + token * E + e, narrow(logits, dtype).to(tl.float32), mask=e < E)
-    if last_to_arrive(arrived_ptr + token):
+    if _last_to_arrive(arrived_ptr + token):
+        every = tl.arange(0, E2)
+        # Past the cache of this multiprocessor: other ones wrote them.
+        written = tl.load(logits_ptr + token * E + every, mask=every < E, other=0.0, cache_modifier=".cg")
         choose(
-            logits_ptr,
+            written,
             token,
             experts_ptr,
             weights_ptr,
@@ -125,13 +145,13 @@ def norm_route(
     """
     tokens, hidden = residual_TH.shape
     experts = router_EH.shape[0]
-    assert tokens <= MOST_TOKENS <= scratch.arrived_B.numel() and tokens <= scratch.logits_TE.shape[0]
+    assert tokens <= MOST_TOKENS <= scratch.arrived_T.numel()
     assert scratch.logits_TE.shape[1] == experts and 0 < top_k <= experts
     assert residual_TH.is_contiguous() and parts_STH.is_contiguous() and router_EH.is_contiguous()
     routing = routing_outputs(tokens, top_k, residual_TH.device, None)
     out = NormRouting(torch.empty_like(residual_TH), torch.empty_like(residual_TH), routing)
     kept, slots, stride = record_arguments(record, experts)
-    _norm_router_kernel[(triton.cdiv(experts, BLOCK_E), tokens)](
+    _norm_router_kernel[(triton.cdiv(experts, _BLOCK_E), tokens)](
         residual_TH,
         parts_STH,
         norm_H,
@@ -139,7 +159,7 @@ def norm_route(
         out.residual_TH,
         out.x_TH,
         scratch.logits_TE,
-        scratch.arrived_B,
+        scratch.arrived_T,
         routing.experts_TK,
         routing.weights_TK,
         kept,
@@ -150,9 +170,9 @@ def norm_route(
         H=hidden,
         H2=triton.next_power_of_2(hidden),
         E=experts,
-        E2=max(COMPARED.value, triton.next_power_of_2(experts)),
+        E2=places(experts),
         TOP_K=top_k,
-        BLOCK_E=BLOCK_E,
+        BLOCK_E=_BLOCK_E,
         PARTS=parts_STH.shape[0],
         RENORMALIZE=renormalize,
         RECORD=record is not None,

@@ -1,13 +1,14 @@
-"""The router of a mixture of experts in one launch: logits, softmax, top-k and renormalisation.
+"""The router of a mixture of experts: softmax, top-k and renormalisation of its logits.
 
-    program (block of experts, block of tokens)       logits of these, to memory
-    the last of a block of tokens to arrive           reads them back, and chooses
+    few tokens   triton_norm_router   norm, logits and choice in one launch
+    more         moe_route            logits by a product cut along H, so that its few outputs keep the chip busy; then
+                                      a launch that adds up the parts and chooses, a program a token
 
 A logit is rounded to the model's dtype, as a matrix product of that dtype leaves it. Of equal logits the lower index
 comes first. A logit that is not a number is never chosen before one that is, so experts are valid whatever the input;
 the weights of such a token are not numbers. Sums have a fixed order: a token does not depend on the others.
 
-Legend: T tokens, E experts, K experts a token, H hidden, R rows of a record.
+Legend: T tokens, S parts, E experts, K experts a token, H hidden, R rows of a record.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from rollout_kernels.linear_table import linear_config
+from rollout_kernels.triton_linear import linear_parts
 from rollout_kernels.triton_math import follow, follow_options, narrow
 
-#: Experts whose logits a program makes.
-BLOCK_E = 4
-_BLOCK_T = 8
-#: Rivals that an expert is compared with at once.
-COMPARED = tl.constexpr(32)
+#: Rivals that an expert is compared with at once, and the fewest places for experts.
+_COMPARED = tl.constexpr(128)
+_FEWEST = 32
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +50,18 @@ class Record:
     slots_T: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class RouterScratch:
-    """What a router needs between its programs; one serves all layers of a model that run one after the other."""
-
-    logits_TE: torch.Tensor  # float32
-    arrived_B: torch.Tensor  # int32, zero between launches
-
-
-def router_scratch(tokens: int, experts: int, device: torch.device) -> RouterScratch:
-    """Scratch for up to `tokens` tokens."""
-    logits_TE = torch.empty(tokens, experts, dtype=torch.float32, device=device)
-    blocks = max(_BLOCK_T, triton.cdiv(tokens, _BLOCK_T))  # fewer tokens than a block are taken one by one
-    return RouterScratch(logits_TE, torch.zeros(blocks, dtype=torch.int32, device=device))
-
-
 @triton.jit
-def _number(x):
-    """`x`, or minus infinity where it is not a number."""
-    return tl.where(x == x, x, float("-inf"))
+def _order(logits, e, E2: tl.constexpr):
+    """Integers that are larger the earlier an expert comes: by logit, numbers before others, then by index."""
+    number = tl.where(logits == logits, logits, float("-inf")) + 0.0  # of two zeros neither is the larger
+    bits = number.to(tl.int32, bitcast=True)
+    ascending = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ascending.to(tl.int64) << 32) | (E2 - 1 - e).to(tl.int64)
 
 
 @triton.jit
 def choose(
-    logits_ptr,
+    logits,
     token,
     experts_ptr,
     weights_ptr,
@@ -83,22 +74,22 @@ def choose(
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
 ):
-    """The experts of one token: an expert's place is the number of experts before it."""
-    at = logits_ptr + token * E
+    """The experts of one token, from its logits [E2], float32: an expert's place is the number of experts before it."""
     e = tl.arange(0, E2)
-    # Past the cache of this multiprocessor: other ones wrote them.
-    logits = tl.load(at + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    number = _number(logits)
-    place = tl.zeros([E2], tl.int32)
-    for first in tl.static_range(0, E2, COMPARED):
-        other = first + tl.arange(0, COMPARED)
-        rival = _number(tl.load(at + other, mask=other < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32))
-        more = rival[None, :] > number[:, None]
-        earlier = (rival[None, :] == number[:, None]) & (other[None, :] < e[:, None])
-        place += tl.sum((more | earlier).to(tl.int32), axis=1)
+    logits = tl.where(e < E, logits, float("-inf"))
+    order = _order(logits, e, E2)
+    if E2 <= _COMPARED:
+        place = tl.sum((order[None, :] > order[:, None]).to(tl.int32), axis=1)
+    else:
+        PIECES: tl.constexpr = E2 // _COMPARED
+        pieces = tl.reshape(order, [PIECES, _COMPARED])
+        place = tl.zeros([E2], tl.int32)
+        for piece in tl.static_range(PIECES):
+            rival = tl.sum(tl.where((tl.arange(0, PIECES) == piece)[:, None], pieces, 0), axis=0)
+            place += tl.sum((rival[None, :] > order[:, None]).to(tl.int32), axis=1)
     chosen = (place < TOP_K) & (e < E)
     # Finite even where no logit is a number, so that padding stays without weight.
-    largest = tl.maximum(tl.max(number), -3e38)
+    largest = tl.maximum(tl.max(tl.where(logits == logits, logits, float("-inf"))), -3e38)
     weight = tl.where(e < E, tl.exp(logits - largest), 0.0)
     if RENORMALIZE:
         weight = weight / tl.sum(tl.where(chosen, weight, 0.0))
@@ -114,87 +105,33 @@ def choose(
             tl.store(kept, e.to(record_ptr.dtype.element_ty), mask=chosen)
 
 
-@triton.jit
-def last_to_arrive(arrived_ptr):
-    """True in the last of the programs along the first axis to get here: it sees what the others have stored."""
-    # All threads have stored; one of them says so, and learns whether the other programs have too.
-    tl.debug_barrier()
-    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1
-    if last:
-        tl.store(arrived_ptr, 0)
-    return last
-
-
 @triton.jit(do_not_specialize=["tokens", "record_stride"])
-def _router_kernel(
-    x_ptr,
-    w_ptr,
-    logits_ptr,
-    arrived_ptr,
+def _choose_kernel(
+    parts_ptr,
     experts_ptr,
     weights_ptr,
     record_ptr,
     slots_ptr,
     tokens,
     record_stride,
-    H: tl.constexpr,
-    H2: tl.constexpr,
     E: tl.constexpr,
     E2: tl.constexpr,
     TOP_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
 ):
-    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    first = tl.program_id(1) * BLOCK_T
-    last = tl.minimum(first + BLOCK_T, tokens)
-    h = tl.arange(0, H2)
-    row = tl.minimum(e, E - 1)
-    w = tl.load(w_ptr + row[:, None] * H + h[None, :], mask=h[None, :] < H, other=0.0)
+    token = tl.program_id(0)
+    e = tl.arange(0, E2)
     follow()
-    for token in range(first, last):
-        x = tl.load(x_ptr + token * H + h, mask=h < H, other=0.0).to(tl.float32)
-        logits = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
-        kept = narrow(logits, w_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(logits_ptr + token * E + e, kept, mask=e < E)
-    if last_to_arrive(arrived_ptr + tl.program_id(1)):
-        for token in range(first, last):
-            choose(
-                logits_ptr,
-                token,
-                experts_ptr,
-                weights_ptr,
-                record_ptr,
-                slots_ptr,
-                record_stride,
-                E,
-                E2,
-                TOP_K,
-                RENORMALIZE,
-                RECORD,
-            )
-
-
-@triton.jit(do_not_specialize=["record_stride"])
-def _choose_kernel(
-    logits_ptr,
-    experts_ptr,
-    weights_ptr,
-    record_ptr,
-    slots_ptr,
-    record_stride,
-    E: tl.constexpr,
-    E2: tl.constexpr,
-    TOP_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    RECORD: tl.constexpr,
-):
-    follow()
+    logits = tl.zeros([E2], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = parts_ptr + (part * tokens + token) * E + e
+        logits += tl.load(at, mask=e < E, other=0.0).to(tl.float32)
     choose(
-        logits_ptr,
-        tl.program_id(0),
+        narrow(logits, DTYPE).to(tl.float32),
+        token,
         experts_ptr,
         weights_ptr,
         record_ptr,
@@ -233,75 +170,56 @@ def moe_route(
     router_EH: torch.Tensor,
     top_k: int,
     renormalize: bool,
-    scratch: RouterScratch,
+    record: Record | None = None,
+    out: Routing | None = None,
+    deterministic: bool = False,
+) -> Routing:
+    """Choose experts for the normalised `x_TH`.
+
+    Weights are those of a softmax over all experts (OLMoE), or add up to 1 if `renormalize` (Qwen3-MoE with
+    `norm_topk_prob`, Mixtral). `deterministic` adds a logit's products in one order whatever the number of tokens,
+    where `linear_config` has a configuration for such a router.
+    """
+    experts, hidden = router_EH.shape
+    config = linear_config(experts, hidden, "parts", len(x_TH), deterministic)
+    parts_STE = F.linear(x_TH, router_EH)[None] if config is None else linear_parts(x_TH, router_EH, config)
+    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out)
+
+
+def moe_choose(
+    parts_STE: torch.Tensor,
+    dtype: torch.dtype,
+    top_k: int,
+    renormalize: bool,
     record: Record | None = None,
     out: Routing | None = None,
 ) -> Routing:
-    """Choose experts for the normalised `x_TH`; one launch.
-
-    Weights are those of a softmax over all experts (OLMoE), or add up to 1 if `renormalize` (Qwen3-MoE with
-    `norm_topk_prob`, Mixtral).
-    """
-    tokens, hidden = x_TH.shape
-    experts = router_EH.shape[0]
-    assert x_TH.is_contiguous() and router_EH.is_contiguous()
-    assert scratch.logits_TE.shape[0] >= tokens and scratch.logits_TE.shape[1] == experts
-    assert 0 < top_k <= experts
-    out = routing_outputs(tokens, top_k, x_TH.device, out)
+    """The same from logits in parts, which are added up and rounded to `dtype`; the twin of `rollout_kernels.route`."""
+    parts, tokens, experts = parts_STE.shape
+    assert parts_STE.is_contiguous() and 0 < top_k <= experts
+    out = routing_outputs(tokens, top_k, parts_STE.device, out)
     kept, slots, stride = record_arguments(record, experts)
-    block_t = 1 if tokens < _BLOCK_T else _BLOCK_T
-    assert scratch.arrived_B.numel() >= triton.cdiv(tokens, block_t)
-    _router_kernel[(triton.cdiv(experts, BLOCK_E), triton.cdiv(tokens, block_t))](
-        x_TH,
-        router_EH,
-        scratch.logits_TE,
-        scratch.arrived_B,
+    _choose_kernel[(tokens,)](
+        parts_STE,
         out.experts_TK,
         out.weights_TK,
         kept,
         slots,
         tokens,
         stride,
-        H=hidden,
-        H2=triton.next_power_of_2(hidden),
         E=experts,
-        E2=max(COMPARED.value, triton.next_power_of_2(experts)),
+        E2=places(experts),
         TOP_K=top_k,
-        BLOCK_E=BLOCK_E,
-        BLOCK_T=block_t,
+        PARTS=parts,
+        DTYPE=_TRITON_DTYPES[dtype],
         RENORMALIZE=renormalize,
         RECORD=record is not None,
         num_warps=8 if experts > 256 else 4,
-        **follow_options(x_TH.device),
+        **follow_options(parts_STE.device),
     )
     return out
 
 
-def moe_choose(
-    logits_TE: torch.Tensor,
-    top_k: int,
-    renormalize: bool,
-    record: Record | None = None,
-    out: Routing | None = None,
-) -> Routing:
-    """The same from logits that a matrix product has made (many tokens); the twin of `rollout_kernels.route`."""
-    tokens, experts = logits_TE.shape
-    assert logits_TE.is_contiguous() and 0 < top_k <= experts
-    out = routing_outputs(tokens, top_k, logits_TE.device, out)
-    kept, slots, stride = record_arguments(record, experts)
-    _choose_kernel[(tokens,)](
-        logits_TE,
-        out.experts_TK,
-        out.weights_TK,
-        kept,
-        slots,
-        stride,
-        E=experts,
-        E2=max(COMPARED.value, triton.next_power_of_2(experts)),
-        TOP_K=top_k,
-        RENORMALIZE=renormalize,
-        RECORD=record is not None,
-        num_warps=8 if experts > 256 else 4,
-        **follow_options(logits_TE.device),
-    )
-    return out
+def places(experts: int) -> int:
+    """Length of the vectors that programs keep experts in."""
+    return max(_FEWEST, triton.next_power_of_2(experts))
