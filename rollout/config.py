@@ -107,6 +107,17 @@ class EngineSettings(_Section):
         le=1.0,
         description="share of the KV pages that sessions may hold between their turns, which rows can have at any time",
     )
+    host_kv_gib: float = Field(
+        0.0,
+        ge=0.0,
+        description="pinned host memory, GiB, for the KV of preempted sequences, which then come back without being "
+        "computed again; 0: they are computed again. Not proven on a GPU yet",
+    )
+    host_kv_piece_mib: float = Field(
+        32.0,
+        gt=0.0,
+        description="MiB that one copy of such KV moves at most, in pages; twice as much device memory is taken for it",
+    )
     kv_on_swap: Literal["keep", "recompute"] = Field(
         "keep", description="what happens to the KV of running rows when weights change"
     )

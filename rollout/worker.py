@@ -183,7 +183,9 @@ class Worker:
         text = () if self.prompts is None or self.prompts.problem is None else (self.prompts.problem,)
         hung = self.engine.masks.left_behind
         masks = (f"{hung} constraints have hung a thread each",) if hung else ()
-        return (*ended, *stale, *text, *masks)
+        offload = self.engine.offload
+        moved = (offload.failure,) if offload is not None and offload.failure else ()
+        return (*ended, *stale, *text, *masks, *moved)
 
     def loop(self) -> int:
         """Serve until shut down; returns the exit status."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
@@ -15,16 +16,21 @@ from rollout.engine.admission import SchedulerLimits
 from rollout.engine.capacity import (
     DeviceMemory,
     check_row_state,
+    host_kv_pages,
     kv_dtype,
     kv_pages,
     no_room_for_steps,
+    staging_bytes,
     weight_bytes,
 )
-from rollout.engine.device import Device
-from rollout.engine.engine import Engine, EngineParts, Receiver
+from rollout.engine.device import CpuDevice, Device
+from rollout.engine.engine import Engine, EngineParts
 from rollout.engine.graphs import DecodeGraphs, Progress, capturable
 from rollout.engine.memory import SequenceMemory, pages_for
+from rollout.engine.offload import Offload
+from rollout.engine.page_mover import HostRoom, PageMover
 from rollout.engine.pages import PagePool
+from rollout.engine.parking import Parking
 from rollout.engine.pipeline import Pipeline
 from rollout.engine.rehearsal import StepNeeds, measure_steps
 from rollout.engine.routing import ExpertPages
@@ -34,6 +40,7 @@ from rollout.engine.scheduler import Scheduler
 from rollout.engine.slot import ALIGNMENT_WORDS, Slot
 from rollout.engine.step_record import routing_shape
 from rollout.engine.types import Command, Event, RoutingShape
+from rollout.engine.updates import Receiver
 from rollout.metrics.meter import Meter
 from rollout.models.adapters import AdapterSlots
 from rollout.models.batch import KVCache
@@ -105,10 +112,21 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     with torch.inference_mode():
         for cache in runner.kv.tensors:
             cache.zero_()  # a page may hold NaN, which masks don't hold back
-    parts = _build_parts(settings, runner.device, runner.model, engine.scheduler.version, runner.kv, runner.adapters)
+    room = None if runner.mover is None else runner.mover.room
+    lasting = _Lasting(runner.kv, runner.adapters, room)
+    parts = _build_parts(settings, runner.device, runner.model, engine.scheduler.version, lasting)
     if (old := engine.scheduler.memory.adapters) is not None and (new := parts.scheduler.memory.adapters) is not None:
         new.inherit(old)
     engine.adopt(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lasting:
+    """Memory that a fault leaves as it is: large, and nothing in it is counted on."""
+
+    kv: KVCache
+    adapters: AdapterSlots | None
+    room: HostRoom | None
 
 
 def _build_parts(
@@ -116,8 +134,7 @@ def _build_parts(
     device: Device,
     model: Decoder,
     version: int,
-    kv: KVCache | None = None,
-    adapters: AdapterSlots | None = None,
+    lasting: _Lasting | None = None,
     progress: Progress | None = None,
 ) -> EngineParts:
     engine, vocab = settings.engine, model.spec.vocab
@@ -127,19 +144,20 @@ def _build_parts(
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
-    adapters = adapters or _adapter_slots(engine, model, device)
+    adapters = _adapter_slots(engine, model, device) if lasting is None else lasting.adapters
     rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device, adapters is not None)
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
     slots = [Slot(device, words, engine.max_rows, vocab, engine.prefill_chunk_tokens, routing) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    kv_now = kv or _allocate_kv(model, _LEAST_PAGES, engine)
+    kv_now = _allocate_kv(model, _LEAST_PAGES, engine) if lasting is None else lasting.kv
     runner = Runner(device, model, kv_now, rows, engine.fused_experts, engine.deterministic, adapters)
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     try:
         graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
-        if kv is None:
+        if lasting is None:
             runner.kv = _planned_kv(settings, runner, slots, graph_rows)
             device.synchronize()
+        runner.mover = _mover(settings, runner, None if lasting is None else lasting.room)
         if graph_rows is not None:
             runner.graphs = DecodeGraphs(runner, context, graph_rows)
             runner.graphs.capture(slots, progress)
@@ -155,18 +173,34 @@ def _build_parts(
     )
     pool = PagePool(len(runner.kv.k[0]))
     session_pages = int(engine.session_share * pool.total)
-    experts = None if routing is None else ExpertPages(routing, len(runner.kv.k[0]), engine.page_size)
+    mover = runner.mover
+    room_pages, page_bytes = (0, 0) if mover is None else (mover.room.pages, mover.room.page_bytes)
+    experts = None if routing is None else ExpertPages(routing, len(runner.kv.k[0]), engine.page_size, room_pages)
     if experts is not None:
         log.info("experts of tokens are kept", extra={"host_bytes": experts.nbytes})
     table = None
     if adapters is not None and runner.loads is not None:
         table = AdapterTable(adapters, device, runner.loads, runner.compute, engine.max_adapters)
-    memory = SequenceMemory(pool, engine.page_size, engine.prefix_cache, experts, session_pages, table)
-    return EngineParts(
-        Scheduler(limits, memory, version, time.perf_counter, upload_words),
-        Pipeline(slots, engine.pipeline_depth),
-        runner,
-    )
+    parking = None if mover is None else Parking(pool, engine.page_size, room_pages, page_bytes)
+    memory = SequenceMemory(pool, engine.page_size, engine.prefix_cache, experts, session_pages, table, parking)
+    scheduler = Scheduler(limits, memory, version, time.perf_counter, upload_words)
+    offload = None if mover is None or parking is None else Offload(scheduler, parking, mover)
+    return EngineParts(scheduler, Pipeline(slots, engine.pipeline_depth), runner, offload)
+
+
+def _mover(settings: Settings, runner: Runner, room: HostRoom | None) -> PageMover | None:
+    """What takes pages to the host, with the memory for them there (`room`, if there is some already)."""
+    engine, device = settings.engine, runner.device
+    if room is None:
+        page_bytes = sum(tensor[0].nbytes for tensor in runner.kv.tensors)
+        pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes())
+        if pages == 0:
+            return None
+        began_s = time.perf_counter()
+        room = HostRoom(device, pages, page_bytes)
+        facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
+        log.info("KV of preempted sequences is kept on the host", extra=facts)
+    return PageMover(device, runner.kv, room, int(engine.host_kv_piece_mib * 2**20), runner.compute)
 
 
 def _adapter_slots(engine: EngineSettings, model: Decoder, device: Device) -> AdapterSlots | None:
@@ -222,7 +256,8 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
 def _planned_kv(settings: Settings, runner: Runner, slots: list[Slot], graph_rows: int | None) -> KVCache:
     """The KV pool, of what memory the largest steps leave; on a GPU these are run to find out."""
     engine, model, device = settings.engine, runner.model, runner.device
-    context, free_bytes, needs = context_limit(settings, model), device.free_bytes(), StepNeeds()
+    context, needs = context_limit(settings, model), StepNeeds()
+    free_bytes = device.free_bytes() - staging_bytes(engine)
     on_gpu = device.torch_device.type == "cuda"
     try:
         if on_gpu:

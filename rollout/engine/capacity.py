@@ -77,6 +77,27 @@ def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
     return torch.float8_e4m3fn
 
 
+def host_kv_pages(settings: EngineSettings, page_bytes: int, available_bytes: int) -> int:
+    """Pages of host memory for KV of preempted sequences, 0 if there are to be none.
+
+    Raises ValueError with the numbers when what is asked for holds no page, or is more than the machine has left.
+    """
+    asked = int(settings.host_kv_gib * _GIB)
+    if asked == 0 and settings.host_kv_gib == 0:
+        return 0
+    if asked < page_bytes:
+        raise ValueError(f"host_kv_gib = {settings.host_kv_gib} holds no page of {page_bytes} bytes: raise it")
+    if asked > available_bytes:
+        left = _gib(available_bytes)
+        raise ValueError(f"host_kv_gib = {settings.host_kv_gib}, and this machine has {left} of memory left: lower it")
+    return asked // page_bytes
+
+
+def staging_bytes(settings: EngineSettings) -> int:
+    """Device memory that KV passes through on its way to the host and back."""
+    return 2 * int(settings.host_kv_piece_mib * 2**20) if settings.host_kv_gib else 0
+
+
 def kv_pages(settings: EngineSettings, model: Decoder, dtype: torch.dtype, context: int, memory: DeviceMemory) -> int:
     """Pages of the KV pool, the dump page included.
 

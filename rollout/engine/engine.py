@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from rollout.engine.adapters import AdapterError, AdapterUpdate
 from rollout.engine.device import Event
 from rollout.engine.hold import Hold
 from rollout.engine.masks import MaskBuilder
+from rollout.engine.offload import Offload
 from rollout.engine.pipeline import Pipeline, StepInFlight
 from rollout.engine.plan import Plan
 from rollout.engine.rescue import rescue
@@ -35,6 +36,7 @@ from rollout.engine.types import (
     EndSession,
     EngineStatus,
     Failed,
+    OffloadStatus,
     Pause,
     PutAdapter,
     Rejected,
@@ -45,6 +47,7 @@ from rollout.engine.types import (
     SwapStatus,
 )
 from rollout.engine.types import Event as ServiceEvent
+from rollout.engine.updates import Receiver, StagedUpdate
 from rollout.metrics.meter import Meter, StepRecord
 
 log = logging.getLogger(__name__)
@@ -52,34 +55,6 @@ log = logging.getLogger(__name__)
 #: In the `error` of completions that end as cancelled because the worker does, not because somebody wanted it.
 _ENDS = "the worker ended before the completion did; continue_from goes on with it elsewhere"
 _SWAPS_SHOWN = 8  # in a status
-
-
-class StagedUpdate(Protocol):
-    """New weights, complete and checked, not yet in use."""
-
-    @property
-    def version(self) -> int:
-        """The weights version that they are."""
-
-    @property
-    def nbytes(self) -> int:
-        """What all of them take."""
-
-    def copy_into(self) -> object:
-        """Copy every parameter; runs on the compute stream."""
-
-
-class Receiver(Protocol):
-    """The worker's side of the weight bridge, as the loop sees it."""
-
-    def take_ready(self) -> StagedUpdate | AdapterUpdate | None:
-        """An update to apply now, or None."""
-
-    def applied(self, update: Any, pause_s: float) -> None:
-        """An update that `take_ready` gave is in use; the compute stream was busy with it for `pause_s`."""
-
-    def failed(self, update: Any, message: str) -> None:
-        """An update that `take_ready` gave is not in use."""
 
 
 @dataclass(slots=True)
@@ -99,6 +74,7 @@ class EngineParts:
     scheduler: Scheduler
     pipeline: Pipeline
     runner: Runner
+    offload: Offload | None = None  # where KV of preempted sequences is kept
 
 
 class Engine:
@@ -118,6 +94,7 @@ class Engine:
     ) -> None:
         self.inbox = inbox
         self.scheduler, self.pipeline, self.runner = parts.scheduler, parts.pipeline, parts.runner
+        self.offload = parts.offload
         self.meter = meter
         self.masks = MaskBuilder(mask_s, mask_threads)
         self.state: Literal["serving", "paused", "draining"] = "serving"
@@ -131,6 +108,7 @@ class Engine:
         self._quiet_tokens: list[int] = []  # pauses to confirm once no step is in flight
         self._end_tokens: list[int] = []  # shutdowns to confirm at the end
         self._swap: _Swap | None = None
+        self._waiting_since_s: float | None = None  # nothing can be launched before KV was moved
         self._command: Command | None = None  # being obeyed
         self.launching: Plan | None = None  # the step that is being launched, for whoever asks what failed
         self._started_s = time.perf_counter()
@@ -139,7 +117,8 @@ class Engine:
     def busy(self) -> bool:
         """True while a tick has something to do without a new command."""
         held = self._paused or self.hold.wanted
-        return self.pipeline.in_flight > 0 or self._swap is not None or not (self.scheduler.resting or held)
+        moving = self.offload is not None and self.offload.moving
+        return self.pipeline.in_flight > 0 or self._swap is not None or moving or not (self.scheduler.resting or held)
 
     @property
     def _paused(self) -> bool:
@@ -156,6 +135,7 @@ class Engine:
         """One turn: launch a step if there is one; commit the oldest if the pipeline is full or none was launched."""
         self._take_commands()
         self.scheduler.end_overdue()
+        moving = self.offload is not None and self.offload.turn()
         planned_s = time.perf_counter()
         held = self.hold.wanted
         plan = None if held else self.scheduler.plan()
@@ -171,6 +151,7 @@ class Engine:
         if held and self.pipeline.in_flight == 0 and self._swap is None:
             self.hold.grant()
         self._apply_if_ready()
+        self._wait_for_pages(moving and plan is None and not committed, idle)
         self._report()
         if committed:
             self.meter.finalized(time.perf_counter(), idle)
@@ -183,6 +164,16 @@ class Engine:
         done_s = time.perf_counter()
         self.pipeline.push(StepInFlight(plan, slot, planned_s, launching_s - planned_s, done_s - launching_s))
         self.launching = None
+
+    def _wait_for_pages(self, wait: bool, idle: bool) -> None:
+        """Wait for a copy of KV if there is nothing else to do; unless there is no work either, it holds the device."""
+        if not wait or self.offload is None:
+            self._waiting_since_s = None
+            return
+        since_s = self._waiting_since_s = self._waiting_since_s or time.perf_counter()
+        self.offload.wait()
+        if not idle:
+            self.meter.offload(since_s, time.perf_counter())
 
     def _commit_and_draw(self, plan: Plan) -> bool:
         """Make the masks of the step that was launched last, once those before it are committed, and draw its rows."""
@@ -389,7 +380,10 @@ class Engine:
         """Go on with parts that nothing was done with yet, in the state of before."""
         parts.scheduler.counters = self.scheduler.counters
         parts.scheduler.memory.sessions.counts = self.scheduler.memory.sessions.counts
+        if parts.offload is not None and self.offload is not None:
+            parts.offload.parking.counts = self.offload.parking.counts
         self.scheduler, self.pipeline, self.runner = parts.scheduler, parts.pipeline, parts.runner
+        self.offload = parts.offload
         self.launching = None
         self.scheduler.paused = self.state == "paused"
 
@@ -414,6 +408,7 @@ class Engine:
             pages_used=pool.used,
             pages_total=pool.total,
             sessions=scheduler.memory.sessions.status(),
+            offload=self._offload_status(),
             slots_in_flight=self.pipeline.in_flight,
             adapters=None if scheduler.memory.adapters is None else tuple(scheduler.memory.adapters.status()),
             tokens_per_s=tokens_per_s,
@@ -426,9 +421,13 @@ class Engine:
             swaps=tuple(SwapStatus(swap.version, now - swap.end_s, swap.end_s - swap.start_s) for swap in swaps),
         )
 
+    def _offload_status(self) -> OffloadStatus:
+        return OffloadStatus() if self.offload is None else self.offload.parking.status()
+
     def set_gauges(self) -> None:
         """Give the meter the values that it reads off at report time."""
         scheduler, pool, counters = self.scheduler, self.scheduler.memory.pool, self.scheduler.counters
+        offload = self._offload_status()
         self.meter.gauges(
             rows=scheduler.running,
             waiting=scheduler.waiting,
@@ -438,6 +437,11 @@ class Engine:
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             preemptions=counters.preemptions,
+            host_pages_used=offload.pages,
+            host_pages_total=offload.pages_total,
+            restores=offload.restored,
+            offload_bytes_out=offload.bytes_out,
+            offload_bytes_in=offload.bytes_in,
         )
 
     def check_integrity(self) -> None:

@@ -7,6 +7,7 @@ group share        a prefilled prompt: its full pages are shared, the page of it
                    the sequence's own, so that what it writes there is seen by nobody else), and only that last
                    token is computed again
 own pages          the rest of the prompt and one page more; after that a page at a time
+parked             what a preempted sequence had, and takes back instead of all this (see `parking`)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from rollout.engine.adapters import AdapterTable
 from rollout.engine.pages import PagePool, PrefixKeys
+from rollout.engine.parking import Parked, Parking, Place
 from rollout.engine.plan import Plan
 from rollout.engine.routing import ExpertPages
 from rollout.engine.sequence import Group, PromptShare, Sequence
@@ -50,14 +52,17 @@ class SequenceMemory:
         experts: ExpertPages | None = None,
         session_pages: int = 0,
         adapters: AdapterTable | None = None,
+        parking: Parking | None = None,
     ) -> None:
         self.pool = pool
+        self.parking = parking  # of preempted sequences, where their KV is kept
         self.sessions = Sessions(pool, page_size, session_pages)
         self.experts = experts  # that tokens took, where they are kept
         self.adapters = adapters
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
+        self._brought: dict[Sequence, tuple[list[int], np.ndarray]] = {}  # experts for pages that were brought back
 
     def adapter_ready(self, seq: Sequence) -> bool:
         """True if the adapter of `seq`, if it has one, lies in a slot; else it is on its way there or waits for one."""
@@ -67,8 +72,10 @@ class SequenceMemory:
     def try_admit(self, seq: Sequence, version: int, spare: int) -> bool:
         """Give `seq` the pages of its history and one more, if `spare` pages stay available after that.
 
-        On success pages, `kv_len` (tokens whose KV is there already), keys and copy source are set.
+        On success pages, `kv_len` (tokens whose KV is there already, or is being copied), keys and copy source are set.
         """
+        if seq.parked is not None:
+            return self._try_restore(seq, seq.parked, spare)
         tokens = seq.history()
         found = self._find(seq, tokens, version)
         most = pages_for(seq.prompt_len + seq.max_tokens - 1, self.page_size)
@@ -94,12 +101,69 @@ class SequenceMemory:
         seq.keys = found.keys
         seq.kv_len = seq.kv_uniform = found.tokens
         seq.kv_version, seq.kv_generation = version, seq.generation
-        if seq.group.adapter is not None:
-            assert self.adapters is not None
-            seq.adapter_slot = self.adapters.take(seq.group.adapter)
+        self._take_adapter(seq)
         if seq.group.session is not None:
             self.sessions.hand_over(seq.group.session, found.in_session)
         return True
+
+    def _try_restore(self, seq: Sequence, parked: Parked, spare: int) -> bool:
+        """Give a preempted sequence pages for its KV, and have what is not in the pool any more copied back."""
+        assert self.parking is not None
+        if self.available <= spare and not self.parking.sweep():
+            return False
+        found = self.parking.pages_left(parked)
+        held = [page for page in found if page is not None]
+        for page in held:
+            self.pool.retain(page)
+        known = seq.prompt_len + len(seq.tokens)
+        most = pages_for(seq.prompt_len + seq.max_tokens - 1, self.page_size)
+        wanted = min(pages_for(known, self.page_size) + 1, most) - len(held)
+        if not self._make_room(wanted + spare, held):
+            for page in held:
+                self.pool.release(page)
+            return False
+        own = [page for page in (self.pool.allocate() for _ in range(wanted)) if page is not None]
+        assert len(own) == wanted, "availability was checked"
+        missing = [i for i, page in enumerate(found) if page is None]
+        pages, rest = [*found, *own[len(missing) :]], own[: len(missing)]
+        for i, page in zip(missing, rest, strict=True):
+            pages[i] = page
+        seq.add_pages((page for page in pages if page is not None), self.page_size)
+        seq.prefill_tokens = seq.history()
+        seq.kv_len, seq.kv_uniform, seq.keys = parked.kv_len, parked.kv_uniform, parked.keys
+        same = parked.kv_generation == seq.generation
+        seq.kv_version = parked.kv_version if same else -1  # of several generations: nobody else may have it
+        seq.kv_generation = parked.kv_generation
+        self._take_adapter(seq)
+        self.parking.bring(seq, list(zip(missing, rest, strict=True)))
+        return True
+
+    def _take_adapter(self, seq: Sequence) -> None:
+        if seq.group.adapter is not None:
+            assert self.adapters is not None
+            seq.adapter_slot = self.adapters.take(seq.group.adapter)
+
+    def still_arriving(self, seq: Sequence) -> bool:
+        """Bring nothing more back for a sequence that leaves; True while copies under way write to its pages."""
+        return self.parking is not None and seq.parked is not None and self.parking.stop_bringing(seq.parked)
+
+    def forget_parked(self, seq: Sequence) -> None:
+        """The KV that a preempted sequence has, or is about to leave, is of no use."""
+        seq.keeps_kv = False
+        if self.parking is not None and seq.parked is not None and not seq.pages:
+            self.parking.drop(seq)
+
+    def pages_left_pool(self, places: list[Place], failed: bool) -> None:
+        """Copies to the host are complete, or have failed."""
+        assert self.parking is not None
+        if self.experts is not None and not failed:
+            self.experts.stow([place.page for place in places if place.page], [place.host for place in places])
+        self.parking.gone(places, failed)
+
+    @property
+    def making_room(self) -> bool:
+        """True while pages are on their way to the host, to be given to others."""
+        return self.parking is not None and (self.parking.going > 0 or self.parking.sweep())
 
     @property
     def available(self) -> int:
@@ -112,6 +176,8 @@ class SequenceMemory:
         Those that are `held` for the newcomer are not to be had.
         """
         if self.pool.available < pages and self.available - self.sessions.count(held) < pages:
+            if self.parking is not None:
+                self.parking.sweep()
             return False  # it would cost sessions their pages for nothing
         while self.pool.available < pages:
             if not self.sessions.evict_one():
@@ -161,9 +227,10 @@ class SequenceMemory:
         known = min(seq.kv_uniform, seq.prompt_len + len(seq.tokens))
         if seq.copy_source is not None:  # it ended before its first chunk: the page was not copied
             known -= known % self.page_size
-        # Its adapter may have changed while its last steps, of the weights of before, were in flight.
+        # Its adapter may have changed while its last steps, of the weights of before, were in flight; and what is
+        # parked is not there, or not yet.
         of_now = seq.kv_version == version and seq.kv_generation == seq.generation
-        if not of_now or seq.finish.reason == "error":
+        if not of_now or seq.finish.reason == "error" or seq.parked is not None:
             known = 0
         self.remember(seq, known, version)
         left = Held(seq.history()[:known], seq.pages, version, seq.keys, seq.kv_generation)
@@ -183,8 +250,27 @@ class SequenceMemory:
             self.pool.release(seq.copy_source)
             seq.copy_source = None
 
+    def chunk_launched(self, seq: Sequence, version: int) -> None:
+        """A step is in flight that computes more of the sequence's KV, up to `kv_len`."""
+        self.drop_copy_source(seq)
+        if seq.parked is not None:
+            self._restored(seq, seq.parked, version)
+        self.remember(seq, seq.kv_len, version)
+
+    def _restored(self, seq: Sequence, parked: Parked, version: int) -> None:
+        """The sequence goes on with what it has got back."""
+        assert self.parking is not None
+        if self.experts is not None:
+            hosts, pages = [host for host, _ in parked.brought], [page for _, page in parked.brought]
+            self._brought[seq] = pages, self.experts.stowed(hosts)
+        if seq.keys is not None and seq.kv_version == version:
+            for i in range(len(seq.keys)):
+                self.pool.remember(seq.keys[i], seq.pages[i])
+        self.parking.counts.restored += 1
+        self.parking.drop(seq)
+
     def release(self, seq: Sequence) -> None:
-        """Take all pages back, and the adapter's slot."""
+        """Take the adapter's slot and all pages back, or leave the pages to the parking."""
         self.drop_copy_source(seq)
         if seq.adapter_slot is not None:
             assert self.adapters is not None
@@ -192,8 +278,9 @@ class SequenceMemory:
             seq.adapter_slot = None
         if self.experts is not None and seq.routing is not None and not seq.finalized:
             seq.routing.keep(self.experts, seq.pages, seq.consumed)
-        for page in seq.pages:
-            self.pool.release(page)
+        if self.parking is None or not self.parking.keep(seq):
+            for page in seq.pages:
+                self.pool.release(page)
         seq.pages = []
         seq.kv_capacity = seq.kv_len = seq.kv_uniform = 0
         seq.prefill_tokens = seq.keys = None
@@ -214,6 +301,8 @@ class SequenceMemory:
         for chunk in plan.chunks:
             if chunk.copy is not None:
                 self.experts.copy(*chunk.copy)
+            if self._brought and chunk.seq in self._brought:
+                self.experts.put(*self._brought.pop(chunk.seq))
         self.experts.take(record)
 
     # --- group shares ---
@@ -250,5 +339,8 @@ class SequenceMemory:
         self.sessions.check()
         if self.adapters is not None:
             self.adapters.check_unused()
+        assert not self._brought, "experts that were brought back wait for a commit"
+        if self.parking is not None:
+            self.parking.check()
         used, held = self.pool.used, self.sessions.pages
         assert used == held, f"{used} pages are in use, {held} of them by sessions"

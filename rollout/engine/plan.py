@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from rollout.engine.sequence import Feature, Sequence
+from rollout.engine.sequence import Feature, Sequence, union_of
 from rollout.engine.tops import Scores
 
 
@@ -59,6 +59,21 @@ class Plan:
     def tokens(self) -> int:
         """Input tokens of the step."""
         return sum(chunk.length for chunk in self.chunks) if self.chunks else len(self.seqs)
+
+
+def decode_plan(seqs: list[Sequence], version: int, page_size: int) -> Plan:
+    """One token for each of these rows."""
+    new_pages = [0 if seq.kv_len % page_size else seq.pages[seq.kv_len // page_size] for seq in seqs]
+    longest = max(seq.kv_len for seq in seqs) + 1
+    return Plan("decode", seqs, union_of(seqs), version, longest, new_pages, [])
+
+
+def prefill_plan(chunks: list[PromptChunk], version: int) -> Plan:
+    """These pieces of prompts."""
+    seqs = [chunk.seq for chunk in chunks]
+    longest = max(chunk.start + chunk.length for chunk in chunks)
+    features = union_of(chunk.seq for chunk in chunks if chunk.final)
+    return Plan("prefill", seqs, features, version, longest, [], chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,10 @@ An entry lies where the KV of its token lies: same page, same place in it. Steps
 launch, so `ExpertPages` are a mirror of the KV pages, one commit behind: whoever shares, copies, caches or evicts a
 page has the entries of its tokens with it.
 
+Entries of KV that is on the host (`parking`) lie beside it, by its number there. They are put beside the pages that it
+comes back to at the commit of the first step that is launched with these: until then an earlier step may be committed
+that copied from one of them.
+
 A sequence that is preempted takes its entries along (`Routing.keep`): they are of the forwards that made its tokens.
 Its pages will have those of the forwards that compute its KV again.
 
@@ -33,8 +37,9 @@ def record_words(shape: RoutingShape | None, tokens: int) -> int:
 class ExpertPages:
     """The entries of all tokens whose KV is in the pool, by page. Host memory; it is taken as pages are first used."""
 
-    def __init__(self, shape: RoutingShape, pages: int, page_size: int) -> None:
+    def __init__(self, shape: RoutingShape, pages: int, page_size: int, host_pages: int = 0) -> None:
         self.shape = shape
+        self._stowed_HSW = np.zeros((host_pages, page_size, entry_words(shape)), np.int32)
         self._page_size = page_size
         self._words_PSW = np.zeros((pages, page_size, entry_words(shape)), np.int32)
         self._by_slot = self._words_PSW.reshape(pages * page_size, -1)
@@ -42,7 +47,7 @@ class ExpertPages:
     @property
     def nbytes(self) -> int:
         """What all pages take."""
-        return self._words_PSW.nbytes
+        return self._words_PSW.nbytes + self._stowed_HSW.nbytes
 
     def take(self, record_NW: np.ndarray) -> None:
         """Put the entries of a step that is being committed in their places. Padding is in the dump page."""
@@ -51,6 +56,18 @@ class ExpertPages:
     def copy(self, source: int, target: int) -> None:
         """A page's KV was copied to another one."""
         self._words_PSW[target] = self._words_PSW[source]
+
+    def stow(self, pages: list[int], hosts: list[int]) -> None:
+        """The KV of these pages is on the host, and the pages are about to be given up."""
+        self._stowed_HSW[hosts] = self._words_PSW[pages]
+
+    def stowed(self, hosts: list[int]) -> np.ndarray:
+        """A copy of the entries that lie beside KV on the host, by page."""
+        return self._stowed_HSW[hosts]
+
+    def put(self, pages: list[int], entries_NSW: np.ndarray) -> None:
+        """KV that was on the host is in these pages."""
+        self._words_PSW[pages] = entries_NSW
 
     def read(self, pages: list[int], start: int, end: int) -> np.ndarray:
         """Entries of positions start..end-1 of a sequence with these pages: uint8 or uint16 [end - start, L, K]."""

@@ -24,6 +24,7 @@ from rollout_kernels.step import begin_step
 
 from rollout.engine.device import Device, Event, Stream
 from rollout.engine.graphs import PLAIN, DecodeGraphs
+from rollout.engine.page_mover import PageMover
 from rollout.engine.plan import Plan, PromptChunk, StepOutput
 from rollout.engine.rows import LAST, LENGTH, RowState, most_setup_words, put_setup, setup_words
 from rollout.engine.sampler import Sampler
@@ -75,6 +76,7 @@ class Runner:
         self.sample = Sampler(rows, deterministic)
         self._exact_sums = deterministic  # a row's scores do not depend on the other rows
         self.graphs: DecodeGraphs | None = None  # captured decode steps, where the device has them
+        self.mover: PageMover | None = None  # of pages to the host and back, where they are offloaded
         self.h2d, self.compute, self.d2h = device.stream("h2d"), device.stream("compute"), device.stream("d2h")
 
     def launch(self, plan: Plan, slot: Slot) -> None:
@@ -141,6 +143,8 @@ class Runner:
         """Finish what is enqueued and end the streams."""
         for stream in self._streams:
             stream.close()
+        if self.mover is not None:
+            self.mover.close()
 
     @property
     def _streams(self) -> list[Stream]:

@@ -10,7 +10,7 @@ Rules that keep it right (tests/engine/test_invariants.py breaks each):
 - `_settle` is the one place where row and pages of a sequence go back: finalized or LEAVING, and refs 0.
 - A row whose last allowed token is in flight is not planned again.
 - Admission takes the prompt's pages and one more, never those of `max_tokens`; when pages run out, the lowest
-  priority, then the youngest, is preempted and starts again from its tokens.
+  priority, then the youngest, is preempted and starts again from its tokens, or from its KV where that is parked.
 - Prefill and decode steps alternate while there is both, so that no decode waits longer than one chunk.
 """
 
@@ -22,8 +22,9 @@ from rollout.engine.adapters import AdapterError
 from rollout.engine.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.memory import SequenceMemory
 from rollout.engine.outcome import NOT_FINITE, Counters, make_delta, make_request_done
-from rollout.engine.plan import Plan, PromptChunk, StepOutput, next_chunk
-from rollout.engine.sequence import Group, Sequence, State, union_of
+from rollout.engine.plan import Plan, PromptChunk, StepOutput, decode_plan, next_chunk, prefill_plan
+from rollout.engine.sequence import Group, Sequence, State
+from rollout.engine.shortage import Shortage
 from rollout.engine.tops import note_scores
 from rollout.engine.types import Event, Finish, FinishReason, Rejected, Request, RequestKey
 from rollout.engine.waiting import WaitingRoom
@@ -59,6 +60,7 @@ class Scheduler:
         self._arrivals = 0
         self._last_kind = "decode"
         self._upload_words = upload_words
+        self._shortage = Shortage(memory, self.decoding, self.prefilling, self.leaving, lambda seq: self._preempt(seq))
         self._refused: Sequence | None = None  # did not fit, with so many running and so many pages available
         self._refused_at = (0, 0)
 
@@ -132,13 +134,15 @@ class Scheduler:
         self._refused = None
         self._room.weights_changed(version)
         self.memory.weights_changed()
-        for seq in [seq for group in self.groups.values() for seq in group.sequences if not seq.finalized]:
+        for seq in self._unfinished():
             first = max(version, seq.group.request.min_version)  # that it can have a token of
             if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight are of the old version
                 self._finish(seq, Finish("stale"))
+            elif recompute or not seq.versions:
+                self.memory.forget_parked(seq)
         for seq in self.prefilling + self.decoding:
-            # What has launched nothing takes no old KV along, and log-probs of a prompt are of one version.
-            if recompute or not seq.row_ready or seq.scores_prompt:
+            # What has launched nothing takes no old KV along but its own, and log-probs of a prompt are of one version.
+            if recompute or not _has_own_kv(seq) or seq.scores_prompt:
                 self._take_off(seq)
 
     def put_adapter(self, name: str, version: int | None, weights: AdapterWeights, recompute: bool) -> None:
@@ -150,8 +154,11 @@ class Scheduler:
             return
         self._refused = None
         self._room.adapter_changed(adapter)
+        for seq in [seq for seq in self._unfinished() if seq.group.adapter is adapter]:
+            if recompute or not seq.versions:
+                self.memory.forget_parked(seq)
         for seq in [seq for seq in self.prefilling + self.decoding if seq.group.adapter is adapter]:
-            if recompute or not seq.row_ready or seq.scores_prompt:
+            if recompute or not _has_own_kv(seq) or seq.scores_prompt:
                 self._take_off(seq)
             else:
                 seq.kv_version = -1  # of several generations: nobody else may have it
@@ -166,6 +173,22 @@ class Scheduler:
         if users:
             raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
         table.drop(name)
+
+    def forget_parked(self) -> None:
+        """KV that was kept of preempted sequences is of no use: they are computed again."""
+        for seq in self._unfinished():
+            self.memory.forget_parked(seq)
+        for seq in [seq for seq in self.prefilling if seq.parked is not None]:
+            self._take_off(seq)
+
+    def came_back(self, seqs: list[Sequence]) -> None:
+        """No copy writes to the pages of these sequences any more."""
+        for seq in seqs:
+            if seq.finalized or seq.state is State.LEAVING:
+                self._settle(seq)
+
+    def _unfinished(self) -> list[Sequence]:
+        return [seq for group in self.groups.values() for seq in group.sequences if not seq.finalized]
 
     # --- plan --------------------------------------------------------------------------------------------------------
 
@@ -224,8 +247,9 @@ class Scheduler:
     def _note_admitted(self, seq: Sequence) -> None:
         group = seq.group
         seq.note_adapter()
-        self.counters.prompt_tokens += seq.prompt_len
-        self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
+        if seq.parked is None:
+            self.counters.prompt_tokens += seq.prompt_len
+            self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
         if group.admitted_s is None:
             group.admitted_s, group.cached_tokens = self.clock(), min(seq.kv_len, seq.prompt_len)
         self._room.started(seq)
@@ -235,42 +259,23 @@ class Scheduler:
         tokens, words = self.limits.chunk_tokens, self.limits.upload_words
         for seq in self.prefilling:
             assert seq.prefill_tokens is not None
+            if seq.parked is not None and seq.parked.missing:
+                continue
             length = min(len(seq.prefill_tokens) - seq.kv_len, tokens)
             needed = self._upload_words(seq, length)
             if length == 0 or (chunks and needed > words):
                 break
             tokens, words = tokens - length, words - needed
             chunks.append(next_chunk(seq, length, self.memory.page_size))
-        if not chunks:
-            return None
-        seqs = [chunk.seq for chunk in chunks]
-        longest = max(chunk.start + chunk.length for chunk in chunks)
-        features = union_of(chunk.seq for chunk in chunks if chunk.final)
-        return Plan("prefill", seqs, features, self.version, longest, [], chunks)
+        return prefill_plan(chunks, self.version) if chunks else None
 
     def _plan_decode(self) -> Plan | None:
         seqs = [seq for seq in self.decoding if seq.launched < seq.max_tokens]
         full = [seq for seq in seqs if seq.kv_len == seq.kv_capacity]
         if full:
-            for seq in sorted(full, key=lambda seq: seq.rank):
-                self._grow(seq)
+            self._shortage.grow(full)
             seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv_len < seq.kv_capacity]
-        if not seqs:
-            return None
-        ps = self.memory.page_size
-        new_pages = [0 if seq.kv_len % ps else seq.pages[seq.kv_len // ps] for seq in seqs]
-        longest = max(seq.kv_len for seq in seqs) + 1
-        return Plan("decode", seqs, union_of(seqs), self.version, longest, new_pages, [])
-
-    def _grow(self, seq: Sequence) -> None:
-        """One page more for `seq`, at the cost of others if need be; it may go without for this step."""
-        while seq.state is State.DECODE and not self.memory.try_grow(seq):
-            if self.memory.sharing:
-                self.memory.close_share(self.memory.sharing[-1])
-            elif self.leaving:
-                return  # pages are on their way back
-            else:
-                self._preempt(max(self.decoding + self.prefilling, key=lambda other: other.rank))
+        return decode_plan(seqs, self.version, self.memory.page_size) if seqs else None
 
     # --- launch and commit -------------------------------------------------------------------------------------------
 
@@ -295,8 +300,7 @@ class Scheduler:
         seq.row_ready = True
         seq.note_kv(chunk.start, chunk.start + chunk.length, version)
         seq.kv_len += chunk.length
-        self.memory.drop_copy_source(seq)
-        self.memory.remember(seq, seq.kv_len, version)
+        self.memory.chunk_launched(seq, version)
         if not chunk.final:
             return
         seq.launched += 1
@@ -402,6 +406,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self.counters.preemptions += 1
         seq.group.preemptions += 1
+        seq.keeps_kv = seq.row_ready or seq.parked is not None
         self._take_off(seq)
 
     def _take_off(self, seq: Sequence) -> None:
@@ -414,7 +419,7 @@ class Scheduler:
     def _settle(self, seq: Sequence) -> None:
         """Give row and pages back if nothing needs them; the only place that does."""
         assert 0 <= seq.inflight_refs <= 2
-        if seq.inflight_refs > 0:
+        if seq.inflight_refs > 0 or (seq.parked is not None and self.memory.still_arriving(seq)):
             return
         if seq.row:
             self._free_rows.append(seq.row)
@@ -438,3 +443,8 @@ class Scheduler:
         assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
         assert sorted(self._free_rows) == list(range(1, self.limits.max_rows + 1)), "a row is in use"
         assert self.waiting == 0 and not self.memory.sharing, "a queue or a share is left"
+
+
+def _has_own_kv(seq: Sequence) -> bool:
+    """A step was launched with it, or with what is being brought back to it."""
+    return seq.row_ready or (seq.parked is not None and bool(seq.versions))

@@ -5,7 +5,7 @@ Life of a sequence:
     WAITING --admit--> PREFILL --last chunk launched--> DECODE --finalize--> finalized
        ^                  |                                |
        |                  +---------- preempt -------------+
-       +---- refs == 0 ---- LEAVING <----------------------+
+       +---- refs == 0 ---- LEAVING <----------------------+        (its KV may be parked meanwhile: `parking`)
 
 Two fields make zombies harmless: `finalized` (its outcome is decided; nothing may be added) and `inflight_refs` (steps
 in flight that still name its row). Row and pages go back only when it is finalized or LEAVING and its refs are 0.
@@ -30,6 +30,7 @@ import numpy as np
 from rollout.constraints.matcher import Matcher
 from rollout.engine.adapters import Adapter, Slot
 from rollout.engine.pages import PrefixKeys
+from rollout.engine.parking import Parked
 from rollout.engine.routing import Routing
 from rollout.engine.sessions import Session
 from rollout.engine.tops import TopTokens
@@ -154,6 +155,7 @@ class Sequence:
         "group",
         "index",
         "inflight_refs",
+        "keeps_kv",
         "keys",
         "kv_capacity",
         "kv_generation",
@@ -169,6 +171,7 @@ class Sequence:
         "newest_version",
         "oldest_version",
         "pages",
+        "parked",
         "prefill_tokens",
         "priority",
         "prompt_len",
@@ -235,6 +238,8 @@ class Sequence:
         self.kv_version = -1
         self.kv_generation = 0  # of its adapter's weights when it was admitted
         self.kv_uniform = 0  # leading positions whose KV is all of kv_version
+        self.keeps_kv = False  # preempted, with KV that is worth keeping
+        self.parked: Parked | None = None  # its KV of before it was preempted, until a step is launched with it again
         self.recomputed: list[tuple[int, int]] = []  # (tokens, version): KV up to these was computed again
 
     @property
@@ -301,7 +306,8 @@ class Sequence:
     def note_kv(self, start: int, end: int, version: int) -> None:
         """KV of positions start..end-1 is being written by a prefill under `version`."""
         mark = (len(self.tokens), version)
-        if self.tokens and mark not in self.recomputed[-1:]:
+        again = self.tokens and not (self.parked is not None and start == self.consumed)
+        if again and mark not in self.recomputed[-1:]:
             self.recomputed.append(mark)
         if start == 0:
             self.kv_version, self.kv_uniform = version, end

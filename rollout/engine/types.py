@@ -346,6 +346,20 @@ class SessionStatus:
     evicted: int = 0  # sessions that lost their pages to rows or to other sessions
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadStatus:
+    """KV of preempted sequences on the host: now, and since start."""
+
+    sequences: int = 0  # preempted sequences whose KV is kept
+    pages: int = 0  # pages of host memory set aside for them
+    pages_total: int = 0  # there are; 0 without offloading
+    parked: int = 0  # since start: preempted sequences whose KV was kept
+    restored: int = 0  # those that went on with it
+    refused: int = 0  # preempted sequences for whose KV there was no room
+    bytes_out: int = 0  # copied to the host
+    bytes_in: int = 0  # copied back
+
+
 EngineState = Literal["serving", "paused", "draining", "asleep", "stale", "stalled"]
 
 
@@ -364,6 +378,7 @@ class EngineStatus:
     pages_used: int = 0
     pages_total: int = 0
     sessions: SessionStatus = SessionStatus()
+    offload: OffloadStatus = OffloadStatus()
     slots_in_flight: int = 0
     adapters: tuple[AdapterStatus, ...] | None = None  # None: this worker serves none
     tokens_per_s: float = 0.0

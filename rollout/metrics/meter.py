@@ -73,6 +73,11 @@ class Gauges:
     prompt_tokens: int = 0  # since start
     cached_tokens: int = 0  # since start, those of prompt_tokens that the prefix cache had
     preemptions: int = 0  # since start
+    host_pages_used: int = 0
+    host_pages_total: int = 0
+    restores: int = 0  # since start
+    offload_bytes_out: int = 0  # since start
+    offload_bytes_in: int = 0  # since start
     reclaimed: int = 0  # since start
 
 
@@ -158,7 +163,9 @@ class Meter:
         self._swap_records.append(SwapRecord(version, start_s, end_s))
 
     def offload(self, start_s: float, end_s: float) -> None:
-        """Count one move of weights or KV to or from host memory that held the compute stream."""
+        """Count one move of KV to or from host memory that held the compute stream; the newest one may be told again,
+        with a later end.
+        """
         self._idle.hold("offload", start_s, end_s)
 
     def mismatch(self, found: Mismatch) -> None:
@@ -309,6 +316,10 @@ class Meter:
             "kv/session_pct": _percent(gauges.session_pages, gauges.pages_total),
             "kv/prefix_hit_pct": _percent(gauges.cached_tokens, gauges.prompt_tokens),
             "kv/preemptions": gauges.preemptions,
+            "kv/restores": gauges.restores,
+            "kv/host_used_pct": _percent(gauges.host_pages_used, gauges.host_pages_total),
+            "kv/offloaded_bytes": gauges.offload_bytes_out,
+            "kv/brought_back_bytes": gauges.offload_bytes_in,
             "step/decode_ms": 1e3 * samples.decode.value(),
             "step/decode_ms_p50": 1e3 * decode_s.value(0.5),
             "step/decode_ms_p99": 1e3 * decode_s.value(0.99),

@@ -27,7 +27,7 @@ BUBBLES = {
     "host": "the stream waited for the host otherwise",
     "prefill": "the stream waited for a prefill to be launched",
     "swap": "a swap of the weights held the compute stream",
-    "offload": "moving weights or KV to and from host memory held the compute stream",
+    "offload": "no step could be launched before KV was moved to or from host memory",
 }
 
 METRICS = (
@@ -62,7 +62,15 @@ METRICS = (
         "%",
         "share of admitted prompt tokens whose KV was there, cached or shared, since start",
     ),
-    Metric("kv/preemptions", "count", "sequences that lost their pages and had to be computed again, since start"),
+    Metric(
+        "kv/preemptions",
+        "count",
+        "sequences that lost their pages to others, since start; without `host_kv_gib` all are computed again",
+    ),
+    Metric("kv/restores", "count", "preempted sequences that got their KV back from the host, since start"),
+    Metric("kv/host_used_pct", "%", "share of the host memory for KV of preempted sequences that is set aside, now"),
+    Metric("kv/offloaded_bytes", "bytes", "KV copied to the host, since start"),
+    Metric("kv/brought_back_bytes", "bytes", "KV copied back from the host, since start"),
     Metric("step/decode_ms", "ms", "time of a decode step on the compute stream, mean"),
     Metric("step/decode_ms_p50", "ms", "the same, median"),
     Metric("step/decode_ms_p99", "ms", "the same, 99th percentile"),

@@ -97,6 +97,7 @@ def status_reply(
             "total": status.pages_total,
         },
         "sessions": asdict(status.sessions),
+        "offload": asdict(status.offload),
         "slots": {"in_flight": status.slots_in_flight},
         "adapters": None if status.adapters is None else [asdict(adapter) for adapter in status.adapters],
         "tokens_per_s": status.tokens_per_s,
