@@ -6,7 +6,9 @@ import random
 import time
 from collections.abc import Callable
 
-from rollout.engine.device import CpuDevice, CpuEvent, CpuStream
+import torch
+
+from rollout.engine.device import CpuDevice, CpuEvent, CpuStream, _Ticket
 
 
 class LateStream(CpuStream):
@@ -37,6 +39,34 @@ class LateDevice(CpuDevice):
 def random_delays(seed: int, most_s: float = 0.002) -> LateDevice:
     rng = random.Random(seed)
     return LateDevice({name: lambda: rng.random() * most_s for name in ("h2d", "compute", "d2h")})
+
+
+class InlineStream:
+    """Runs everything at once: nothing is ever late, and runs are alike to the tick."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        with torch.inference_mode():
+            work()
+
+    def record(self, event: CpuEvent) -> None:
+        event.ticket = _Ticket()
+        event.ticket.fire()
+
+    def wait(self, event: CpuEvent) -> None:
+        assert event.query()
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class InlineDevice(CpuDevice):
+    """A device without threads."""
+
+    def stream(self, name: str) -> InlineStream:
+        return InlineStream()
 
 
 class DeafStream(LateStream):

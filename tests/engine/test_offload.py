@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from harness import Bench, load
-from streams import LateDevice, random_delays
+from streams import InlineDevice, LateDevice, random_delays
 from test_recomputed import replayed
 from test_swap import Mailbox, Update
 
@@ -268,6 +268,34 @@ def test_an_interrupted_prefill_goes_on_or_begins_anew_under_new_weights(model, 
         assert set(completion.versions) == {int(update)}
         assert replayed(hf_models, prompts["long"], completion) == completion.token_ids
         bench.close()
+
+
+# --- whose turn it is ---
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_somebody_gives_way_before_pages_are_short(model, prompt_of, monkeypatch, early):
+    """Every row that decodes has its page in time, though pages are copied before they are given to it."""
+    if not early:
+        monkeypatch.setattr("rollout.engine.shortage._SOON", 0)
+    bench = offloading(model, device=InlineDevice(), page_size=16, kv_pages=21, prefill_chunk_tokens=256)
+    scheduler, went_without = bench.engine.scheduler, 0
+    launched = scheduler.launched
+
+    def watched(plan):
+        nonlocal went_without
+        if plan.kind == "decode":
+            due = [seq for seq in scheduler.decoding if seq.launched < seq.max_tokens]
+            went_without += len(due) - len(plan.seqs)
+        launched(plan)
+
+    scheduler.launched = watched
+    for i in range(6):
+        bench.submit(f"r{i}", prompt_of(10 + 2 * i, i), 90)
+    bench.run()
+    assert counts(bench).restored == counts(bench).parked > 0
+    assert (went_without == 0) == early
+    bench.close()
 
 
 # --- pages that several share ---

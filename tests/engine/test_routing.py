@@ -70,11 +70,14 @@ def routing_of(bench: Bench, name: str, index: int = 0) -> np.ndarray:
     return np.concatenate(bench.completions[name, index].routing)
 
 
-@pytest.mark.parametrize("pages", [600, 75], ids=["roomy", "with preemptions"])
-def test_routing_is_that_of_transformers(family, pages):
+@pytest.mark.parametrize(
+    ("pages", "host_kv_gib"), [(600, 0.0), (75, 0.0), (75, 0.01)], ids=["roomy", "with preemptions", "offloaded"]
+)
+def test_routing_is_that_of_transformers(family, pages, host_kv_gib):
     """Chunks, a group, mixed batches with rows that don't ask, deltas, preemptions."""
     model, hf_model = family
-    bench = Bench(model, max_rows=5, kv_pages=pages, prefill_chunk_tokens=23, routing=True)
+    offload = {"host_kv_gib": host_kv_gib, "host_kv_piece_mib": 0.01}
+    bench = Bench(model, max_rows=5, kv_pages=pages, prefill_chunk_tokens=23, routing=True, **offload)
     prompts = {f"r{i}": prompt_of(length, i) for i, length in enumerate((3, 50, 17, 31, 4, 8))}
     for i, (name, prompt) in enumerate(prompts.items()):
         wanted = {0: 0, 1: len(prompt), 2: None}[i % 3]
@@ -83,6 +86,7 @@ def test_routing_is_that_of_transformers(family, pages):
             bench.engine.tick()  # the batch changes as they come and go
     bench.run()
     assert (bench.engine.scheduler.counters.preemptions > 0) == (pages == 75)
+    assert (bench.engine.status().offload.restored > 0) == (host_kv_gib > 0)
     for i, (name, prompt) in enumerate(prompts.items()):
         for index in range(2 if i == 1 else 1):
             done = bench.completions[name, index]
@@ -151,6 +155,23 @@ def test_constrained_rows_tell_theirs_after_the_draw(family):
     assert set(bench.tokens("bound")) <= set(range(3, 40))
     for name, prompt in prompts.items():
         assert_routed(hf_model, prompt, bench.tokens(name), routing_of(bench, name), 0)
+    bench.close()
+
+
+def test_pages_that_came_back_from_the_host_have_their_experts_for_others_too(family):
+    """A prefix hit on pages that a sequence got back, whose entries nobody told of before."""
+    model, hf_model = family
+    bench = Bench(model, kv_pages=40, routing=True, host_kv_gib=0.01)
+    prompts = [prompt_of(10, i) for i in range(6)]
+    for i, prompt in enumerate(prompts):
+        bench.submit(f"r{i}", prompt, 60)
+    bench.run()
+    assert bench.done["r5"].preemptions > 0 and bench.engine.status().offload.bytes_in > 0
+    longer = prompts[5] + bench.tokens("r5")[:40]
+    bench.submit("again", longer, 10, routing_from=0)
+    bench.run()
+    assert bench.done["again"].cached_tokens == 48
+    assert_routed(hf_model, longer, bench.tokens("again"), routing_of(bench, "again"), 0)
     bench.close()
 
 
