@@ -63,8 +63,7 @@ LAYOUT = (
             Panel("Decode step", ("step/decode_ms", "step/decode_ms_p50", "step/decode_ms_p99"), "ms"),
             Panel("Prefill step", ("step/prefill_ms",), "ms"),
             Panel("Host time of a step", ("step/bookkeeping_ms",), "ms"),
-            Panel("KV", ("kv/used_pct", "kv/session_pct", "kv/prefix_hit_pct", "kv/host_used_pct"), "%"),
-            Panel("KV moved, host", ("kv/offloaded_bytes", "kv/brought_back_bytes"), "bytes"),
+            Panel("KV", ("kv/used_pct", "kv/session_pct", "kv/prefix_hit_pct"), "%"),
         ),
     ),
     Section(
@@ -77,7 +76,15 @@ LAYOUT = (
                 "tokens",
             ),
             Panel("Ends", tuple(f"completion/finish_reason/{reason}" for reason in FINISH_REASONS), "count"),
-            Panel("Taken away", ("kv/preemptions", "kv/restores", "rollout/reclaimed_rows"), "count"),
+            Panel("Taken away", ("kv/preemptions", "rollout/reclaimed_rows"), "count"),
+        ),
+    ),
+    Section(
+        "KV on the host",
+        (
+            Panel("Host memory in use", ("kv/host_used_pct",), "%"),
+            Panel("Restored", ("kv/restores",), "count"),
+            Panel("Copied", ("kv/offloaded_bytes", "kv/brought_back_bytes"), "bytes"),
         ),
     ),
     Section(

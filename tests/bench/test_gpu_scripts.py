@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from rollout.bench.long_rows import growth
@@ -70,6 +71,26 @@ def test_the_benchmark_of_scores_measures_steps_and_a_prompt(monkeypatch, tmp_pa
     assert [row.get("asking") for row in rows] == [0, 1, 2, None, None]
     assert [row["scored"] for row in rows[3:]] == [False, True]
     assert all(row.get("steady_ms", row.get("prefill_ms")) > 0 for row in rows)
+
+
+def test_the_benchmark_of_offloading_runs_all_three(monkeypatch, tmp_path):
+    sizes = ("--shape", "toy", "--rows", "4", "--prompt", "8", "--tokens", "120", "--holds", "2", "--piece-mib", "0.02")
+    script = load_script("bench_offload")
+    _, rows = run(script, monkeypatch, tmp_path / "o.json", *sizes)
+    by_mode = {row["mode"]: row for row in rows}
+    assert list(by_mode) == ["offload", "recompute", "whole"]
+    assert by_mode["offload"]["restored"] == by_mode["offload"]["preemptions"] > 0 == by_mode["whole"]["preemptions"]
+    assert by_mode["offload"]["prefilled"] == 4 * 8 + by_mode["offload"]["restored"] < by_mode["recompute"]["prefilled"]
+    assert by_mode["offload"]["gib_out"] > 0 and by_mode["offload"]["moving_steps"] > 0
+
+
+def test_a_step_is_moving_while_a_piece_is_on_its_way():
+    script = load_script("bench_offload")
+    moves = [script.MoveRecord("in", 1, 4.0, 4.5), script.MoveRecord("out", 1, 1.0, 3.5)]
+    begin, end = np.array([0.0, 0.5, 2.0, 3.6, 4.4, 4.6]), np.array([0.9, 1.5, 3.0, 3.9, 5.0, 9.0])
+    assert script.moving(begin, end, moves).tolist() == [False, True, True, False, True, False]
+    rows, moved = np.array([2, 2, 3, 2]), np.array([False, True, False, False])
+    assert script.nearest_ratio(np.array([1.0, 3.0, 9.0, 2.0]), rows, moved) == 3.0
 
 
 def test_the_stop_token_is_new_to_every_row(pipeline):
