@@ -135,7 +135,8 @@ class Engine:
         """One turn: launch a step if there is one; commit the oldest if the pipeline is full or none was launched."""
         self._take_commands()
         self.scheduler.end_overdue()
-        moving = self.offload is not None and self.offload.turn()
+        if self.offload is not None:
+            self.offload.turn()
         planned_s = time.perf_counter()
         held = self.hold.wanted
         plan = None if held else self.scheduler.plan()
@@ -151,7 +152,7 @@ class Engine:
         if held and self.pipeline.in_flight == 0 and self._swap is None:
             self.hold.grant()
         self._apply_if_ready()
-        self._wait_for_pages(moving and plan is None and not committed, idle)
+        self._wait_for_pages(plan is None and not committed, idle)
         self._report()
         if committed:
             self.meter.finalized(time.perf_counter(), idle)
@@ -165,13 +166,14 @@ class Engine:
         self.pipeline.push(StepInFlight(plan, slot, planned_s, launching_s - planned_s, done_s - launching_s))
         self.launching = None
 
-    def _wait_for_pages(self, wait: bool, idle: bool) -> None:
+    def _wait_for_pages(self, nothing_else: bool, idle: bool) -> None:
         """Wait for a copy of KV if there is nothing else to do; unless there is no work either, it holds the device."""
-        if not wait or self.offload is None:
+        if not nothing_else or self.offload is None or not self.offload.moving:
             self._waiting_since_s = None
             return
-        since_s = self._waiting_since_s = self._waiting_since_s or time.perf_counter()
+        since_s = self._waiting_since_s or time.perf_counter()
         self.offload.wait()
+        self._waiting_since_s = None if idle else since_s
         if not idle:
             self.meter.offload(since_s, time.perf_counter())
 

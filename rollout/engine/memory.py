@@ -175,14 +175,14 @@ class SequenceMemory:
 
         Those that are `held` for the newcomer are not to be had.
         """
-        if self.pool.available < pages and self.available - self.sessions.count(held) < pages:
-            if self.parking is not None:
-                self.parking.sweep()
-            return False  # it would cost sessions their pages for nothing
-        while self.pool.available < pages:
-            if not self.sessions.evict_one():
-                return False
-        return True
+        if self.pool.available >= pages:
+            return True
+        room = self.available - self.sessions.count(held) >= pages  # or it would cost sessions theirs for nothing
+        while room and self.pool.available < pages:
+            room = self.sessions.evict_one()
+        if not room and self.parking is not None:
+            self.parking.sweep()  # after that: what sessions have let go may be used by preempted sequences alone
+        return room
 
     def _find(self, seq: Sequence, tokens: np.ndarray, version: int) -> Found:
         """What `seq` need not compute: its group's prompt; or what its session holds, or the cache, if that is more."""

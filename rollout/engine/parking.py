@@ -16,6 +16,7 @@ Invariants:
 - A place refers to its page once, however many sequences hold it, until the copy on the host is complete.
 - Host room is not used again before no copy reads or writes it.
 - Only pages that no step in flight names are sent: who may write a page refers to it until its steps are committed.
+- A sequence may take a page back, and write to it, while it is being copied: that copy is never used.
 """
 
 from __future__ import annotations
@@ -171,6 +172,8 @@ class Parking:
             place.holders -= 1
             if place.holders == 0 and not place.flying:
                 self._give_up(place)
+            elif place.holders == 0:  # who took the page back writes to it: what arrives is nobody's
+                self._forget_page(place)
 
     # --- places ------------------------------------------------------------------------------------------------------
 
@@ -195,14 +198,20 @@ class Parking:
     def _give_up(self, place: Place) -> None:
         """Nobody holds the place and no copy reads or writes its room."""
         if place.page is not None:
-            del self._by_page[place.page]
-            self._kept.pop(place.page, None)
+            self._forget_page(place)
             self._pool.release(place.page)
             place.page = None
         if place.going:
             place.going = False
             self.going -= 1
         self._free.append(place.host)
+
+    def _forget_page(self, place: Place) -> None:
+        """Whoever parks the page from now on makes a new place of it."""
+        assert place.page is not None
+        if self._by_page.get(place.page) is place:
+            del self._by_page[place.page]
+            self._kept.pop(place.page, None)
 
     # --- copies ------------------------------------------------------------------------------------------------------
 

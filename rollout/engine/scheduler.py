@@ -231,7 +231,7 @@ class Scheduler:
             if self._refused is seq and running >= self._refused_at[0] and available <= self._refused_at[1]:
                 return  # nothing came free since it did not fit
             if not self.memory.try_admit(seq, self.version, spare=running):
-                self._refused, self._refused_at = seq, (running, available)
+                self._refused, self._refused_at = seq, (running, self.memory.available)  # sessions may have lost theirs
                 if running or not self.memory.sharing:
                     return
                 self.memory.close_share(self.memory.sharing[0])  # nothing runs that could give pages back

@@ -5,7 +5,7 @@
 An idle stretch lies between two steps. Of it
 
     swap      is what a swap of the weights held the stream for
-    offload   is what moving weights or KV to and from host memory held it for
+    offload   is what moving KV to and from host memory held it for, unless a swap did meanwhile
     no_work   is what passed while the engine had nothing to launch: no request, or paused
     prefill   is the rest, if the step that ends the stretch is a prefill: packing it and its launches
     bubble    is the rest before a decode step: the host was late
@@ -18,6 +18,7 @@ Times are seconds of the meter's clock.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -94,7 +95,7 @@ class IdleCauses:
             waiting = max(idle[0], self._no_work_since_s), min(idle[1], max(self._no_work_since_s, planned_s))
         waited_s = 0.0 if waiting is None else max(0.0, waiting[1] - waiting[0])
         held_s = 0.0
-        for holder, span in self._holds.items():
+        for holder, span in self._disjoint_holds():
             taken_s = _overlap(idle, span)
             self._add(holder, taken_s)
             held_s += taken_s
@@ -105,6 +106,16 @@ class IdleCauses:
         self._add(cause, rest_s)
         if not held_s and not waited_s:
             self._last_rest = (cause, idle)
+
+    def _disjoint_holds(self) -> Iterator[tuple[str, Span]]:
+        """The holds, an offload without what a swap held meanwhile; some may be empty."""
+        swap = self._holds.get("swap")
+        for holder, (start_s, end_s) in self._holds.items():
+            if swap is None or holder == "swap":
+                yield holder, (start_s, end_s)
+            else:
+                yield holder, (start_s, min(end_s, swap[0]))
+                yield holder, (max(start_s, swap[1]), end_s)
 
     def _add(self, cause: str, seconds: float) -> None:
         setattr(self.times, cause, getattr(self.times, cause) + seconds)

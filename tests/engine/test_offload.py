@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
-from harness import Bench, load
+from harness import Bench, Completion, load
 from streams import InlineDevice, LateDevice, random_delays
 from test_recomputed import replayed
 from test_swap import Mailbox, Update
@@ -14,7 +15,6 @@ from test_swap import Mailbox, Update
 from rollout.engine.build import rebuild_engine
 from rollout.engine.types import Cancel, StopAt
 
-SAMPLED = {"temperature": 1.0, "seed": 7}
 PAGE = 4
 
 
@@ -41,23 +41,28 @@ def watch_prefills(bench: Bench) -> list[int]:
     return sizes
 
 
-def submit_six(bench: Bench, prompt_of, tokens: int = 60) -> None:
+def submit_six(bench: Bench, prompt_of) -> None:
     """More than the pool of 39 pages holds: 6 * 70 tokens."""
     for i in range(6):
-        bench.submit(f"r{i}", prompt_of(10, i), tokens, sampling={"temperature": 1.0, "seed": i})
+        bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
 
 
 def counts(bench: Bench):
     return bench.engine.scheduler.memory.parking.counts
 
 
-def assert_as_if_undisturbed(bench: Bench, model, prompt_of, tokens: int = 60) -> None:
-    roomy = Bench(model, kv_pages=600)
-    submit_six(roomy, prompt_of, tokens)
-    roomy.run()
-    roomy.close()
+_undisturbed: dict[str, Completion] = {}  # of the first checkpoint, whose weights `model` has; made once
+
+
+def assert_as_if_undisturbed(bench: Bench, model, prompt_of) -> None:
+    if not _undisturbed:
+        roomy = Bench(model, kv_pages=600)
+        submit_six(roomy, prompt_of)
+        roomy.run()
+        roomy.close()
+        _undisturbed.update({name: completion for (name, _), completion in roomy.completions.items()})
     for i in range(6):
-        mine, theirs = bench.completions[f"r{i}", 0], roomy.completions[f"r{i}", 0]
+        mine, theirs = bench.completions[f"r{i}", 0], _undisturbed[f"r{i}"]
         assert mine.token_ids == theirs.token_ids
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
         assert mine.raw_logprobs == pytest.approx(theirs.raw_logprobs, abs=1e-4)
@@ -96,11 +101,11 @@ def test_late_streams_change_nothing(model, prompt_of, seed):
     device = LateDevice({name: lambda: rng.random() * 0.001 for name in ("h2d", "compute", "d2h", "kv_out", "kv_in")})
     piece_pages = (1, 2, 7, 100)[seed]
     bench = offloading(model, piece_pages=piece_pages, device=device, pipeline_depth=1 + seed % 2)
-    submit_six(bench, prompt_of, 50)
+    submit_six(bench, prompt_of)
     bench.run()
     assert counts(bench).restored > 0
     bench.close()
-    assert_as_if_undisturbed(bench, model, prompt_of, 50)
+    assert_as_if_undisturbed(bench, model, prompt_of)
 
 
 @pytest.mark.parametrize("direction", ["out", "back"])
@@ -383,7 +388,8 @@ def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short
 
 def test_what_comes_back_at_once_is_not_copied(model, prompt_of, greedy):
     """Pages that are still in the pool are taken back as they are."""
-    bench = offloading(model, device=LateDevice({"kv_out": lambda: 0.02}), piece_pages=1)
+    bus = threading.Event()
+    bench = offloading(model, device=LateDevice({"kv_out": lambda: (bus.wait(10), 0.0)[1]}), piece_pages=1)
     submitted = {f"r{i}": prompt_of(10, i) for i in range(4)}
     for name, prompt in submitted.items():
         bench.submit(name, prompt, 60)
@@ -391,8 +397,11 @@ def test_what_comes_back_at_once_is_not_copied(model, prompt_of, greedy):
         bench.engine.tick()
     for name in ("r0", "r1", "r2"):
         bench.engine.inbox.put(Cancel(("c", name)))
+    while not counts(bench).restored:
+        bench.engine.tick()
+    bus.set()
     bench.run()
-    assert counts(bench).restored == 1 and counts(bench).pages_in <= 2
+    assert counts(bench).restored == 1 and counts(bench).pages_in == 0
     assert bench.tokens("r3") == greedy(submitted["r3"], 60)
     bench.close()
 
@@ -587,7 +596,7 @@ def test_waiting_for_pages_is_told_as_such(model, prompt_of):
 # --- random schedules ---
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_traffic_leaks_nothing_and_changes_no_token(model, prompt_of, seed):
     """Groups, priorities, cancels, stops, sessions and late streams; every completion equals its run alone."""
     rng = random.Random(seed)
@@ -636,7 +645,7 @@ def test_random_traffic_leaks_nothing_and_changes_no_token(model, prompt_of, see
     alone.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_updates_leave_every_token_to_the_kv_it_says_it_had(folders, hf_models, prompt_of, seed):
     rng = random.Random(100 + seed)
     models, mailbox = [load(folder) for folder in folders], Mailbox()

@@ -144,6 +144,22 @@ def test_an_offload_takes_its_part_beside_a_swap():
     assert causes(idle) == {"offload": 0.3, "bubble": 0.3}
 
 
+@pytest.mark.parametrize(
+    ("offload", "expected"),
+    [((11.0, 12.5), 1.0), ((12.5, 13.5), 0.5), ((12.0, 13.0), 0.0), ((11.5, 13.5), 1.0), ((12.2, 12.4), 0.0)],
+)
+@pytest.mark.parametrize("resting", [False, True])
+def test_what_a_swap_and_an_offload_both_held_counts_once(offload, expected, resting):
+    idle = running()
+    if resting:
+        idle.no_work(10.0)
+    idle.hold("offload", *offload)
+    idle.hold("swap", 12.0, 13.0)
+    idle.step("decode", 14.0, 14.0, 15.0)
+    rest = {"no_work" if resting else "bubble": pytest.approx(3.0 - expected)}
+    assert causes(idle) == rest | {"swap": 1.0} | ({"offload": expected} if expected else {})
+
+
 class Clock:
     now = 100.0
 

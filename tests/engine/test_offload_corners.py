@@ -1,0 +1,95 @@
+"""Offloading where two things meet: a return during a copy, a session that shares pages, a pause during a wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from streams import LateDevice
+from test_offload import counts, offloading
+
+from rollout.engine.types import Cancel, Pause, Resume
+
+
+def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_of, greedy):
+    """A sequence returns while its half full page is being copied, writes to it, and gives way again meanwhile."""
+    bench = offloading(model, piece_pages=1, page_size=8, kv_pages=22, prefix_cache=False)
+    out, copied, over = bench.engine.runner.mover.out, threading.Event(), threading.Event()
+    copy = out._copy
+    out._copy = lambda *of: (copy(*of), copied.set(), over.wait(60))
+    prompts = [prompt_of(10 + 5 * (i == 3), i) for i in range(4)]
+    for i, prompt in enumerate(prompts):
+        bench.submit(f"r{i}", prompt, 60)
+    while not counts(bench).parked:
+        bench.engine.tick()
+    (seq,) = bench.engine.scheduler.groups["c", "r3"].sequences
+    assert seq.parked is not None and seq.parked.kv_len % 8, "its last page is not half full"
+    half_full = seq.parked.places[-1].page
+    for name in ("r0", "r1"):
+        bench.engine.inbox.put(Cancel(("c", name)))
+    bench.engine.tick()
+    copied.wait()
+    while not counts(bench).restored:
+        bench.engine.tick()
+    for _ in range(4):
+        bench.engine.tick()
+    for i in range(6):
+        bench.submit(f"h{i}", prompt_of(4, i), 30, priority=1)
+    while counts(bench).parked == 1:
+        bench.engine.tick()
+    assert seq.parked is not None and out.flying[0].cargo[0].page == half_full, "it did not give way meanwhile"
+    over.set()
+    bench.run()
+    assert counts(bench).restored == counts(bench).parked > 1
+    assert bench.tokens("r3") == greedy(prompts[3], 60)
+    bench.close()
+
+
+def test_pages_that_a_session_and_a_parked_sequence_share_are_had_by_whoever_needs_them(model, prompt_of, greedy):
+    """Nothing runs, and the first needs nearly the whole pool: the session lets go, then the pages are copied."""
+    bench = offloading(model)
+    bench.submit("turn", prompt_of(40), 58, session=("c", "talk"), session_lease_s=1e6)
+    while not bench.engine.scheduler.decoding:
+        bench.engine.tick()
+    bench.submit("other", prompt_of(40), 70)
+    while not counts(bench).parked:
+        bench.engine.tick()
+    (other,) = bench.engine.scheduler.groups["c", "other"].sequences
+    assert other.parked is not None and not any(place.going for place in other.parked.places[:9]), "nothing is shared"
+    bench.submit("high", prompt_of(130, 1), 4, priority=1)
+    bench.run(5000)
+    assert list(bench.done) == ["turn", "high", "other"]
+    assert bench.tokens("high") == greedy(prompt_of(130, 1), 4)
+    assert bench.tokens("other") == greedy(prompt_of(40), 70)
+    bench.close()
+
+
+def test_a_pause_is_not_told_as_waiting_for_pages(model, prompt_of):
+    """KV comes back while generation is paused; who waits for the rest of it waits since the pause was over."""
+    pieces = threading.Semaphore(0)  # that may come back; a tick waits for one at most
+    late = LateDevice({"kv_in": lambda: (pieces.acquire(), 0.0)[1]})
+    bench = offloading(model, device=late, piece_pages=1, prefix_cache=False)
+    for i in range(4):
+        bench.submit(f"r{i}", prompt_of(10, i), 60)
+    while counts(bench).pages_out < 8:
+        bench.engine.tick()
+    for i in range(3):
+        bench.engine.inbox.put(Cancel(("c", f"r{i}")))
+    mover, parking = bench.engine.runner.mover, bench.engine.scheduler.memory.parking
+    while not counts(bench).pages_in:
+        if mover.back.flying or parking._incoming:
+            pieces.release()
+        bench.engine.tick()
+    told, tell = [], bench.engine.meter.offload
+    bench.engine.meter.offload = lambda start_s, end_s: (told.append(start_s), tell(start_s, end_s))
+    bench.engine.inbox.put(Pause("keep", 1))
+    for _ in range(2):
+        pieces.release()
+        bench.engine.tick()
+    assert not told
+    over_s = time.perf_counter()
+    bench.engine.inbox.put(Resume(2))
+    pieces.release(100)
+    bench.run()
+    assert told and min(told) >= over_s and len(set(told)) == 1
+    bench.close()
