@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+from offloading import counts, offloading
 from streams import LateDevice
-from test_offload import counts, offloading
 
 from rollout.engine.types import Cancel, Pause, Resume
 

@@ -1,0 +1,54 @@
+"""Engines with less room than their requests need, and room on the host; what six of these say without any of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Bench, Completion
+
+PAGE = 4
+
+
+def offloading(model, host_pages: int = 512, piece_pages: int = 3, device=None, receiver=None, **engine) -> Bench:
+    """An engine with room for so many pages on the host, copied so many at a time."""
+    page_size = engine.setdefault("page_size", PAGE)
+    page_bytes = model.spec.kv_bytes_per_token(torch.float32) * page_size
+    fields = {"host_kv_gib": host_pages * page_bytes / 2**30, "host_kv_piece_mib": piece_pages * page_bytes / 2**20}
+    return Bench(model, device, receiver, **{"kv_pages": 40, **fields, **engine})
+
+
+def watch_prefills(bench: Bench) -> list[int]:
+    """Gets the input tokens of every prefill step from now on."""
+    sizes, launched = [], bench.engine.scheduler.launched
+    bench.engine.scheduler.launched = lambda plan: (
+        plan.kind == "prefill" and sizes.append(plan.tokens),
+        launched(plan),
+    )
+    return sizes
+
+
+def submit_six(bench: Bench, prompt_of) -> None:
+    """More than the pool of 39 pages holds: 6 * 70 tokens."""
+    for i in range(6):
+        bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
+
+
+def counts(bench: Bench):
+    return bench.engine.scheduler.memory.parking.counts
+
+
+_undisturbed: dict[str, Completion] = {}  # of the first checkpoint, whose weights `model` has; made once
+
+
+def assert_as_if_undisturbed(bench: Bench, model, prompt_of) -> None:
+    if not _undisturbed:
+        roomy = Bench(model, kv_pages=600)
+        submit_six(roomy, prompt_of)
+        roomy.run()
+        roomy.close()
+        _undisturbed.update({name: completion for (name, _), completion in roomy.completions.items()})
+    for i in range(6):
+        mine, theirs = bench.completions[f"r{i}", 0], _undisturbed[f"r{i}"]
+        assert mine.token_ids == theirs.token_ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert mine.raw_logprobs == pytest.approx(theirs.raw_logprobs, abs=1e-4)
