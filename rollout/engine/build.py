@@ -15,6 +15,7 @@ from rollout.engine.adapters import AdapterTable
 from rollout.engine.admission import SchedulerLimits
 from rollout.engine.capacity import (
     DeviceMemory,
+    adapter_host_bytes,
     check_row_state,
     host_kv_pages,
     kv_dtype,
@@ -193,7 +194,8 @@ def _mover(settings: Settings, runner: Runner, room: HostRoom | None) -> PageMov
     engine, device = settings.engine, runner.device
     if room is None:
         page_bytes = sum(tensor[0].nbytes for tensor in runner.kv.tensors)
-        pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes())
+        adapter_bytes = adapter_host_bytes(engine, runner.model)
+        pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes)
         if pages == 0:
             return None
         began_s = time.perf_counter()

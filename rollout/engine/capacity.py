@@ -17,6 +17,7 @@ from rollout.config import EngineSettings
 from rollout.engine.memory import pages_for
 from rollout.engine.rehearsal import StepNeeds
 from rollout.engine.rows import RowState
+from rollout.models.adapters import AdapterSlots
 from rollout.models.decoder import Decoder
 
 _GIB = 2**30
@@ -77,19 +78,31 @@ def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
     return torch.float8_e4m3fn
 
 
-def host_kv_pages(settings: EngineSettings, page_bytes: int, available_bytes: int) -> int:
+def adapter_host_bytes(settings: EngineSettings, model: Decoder) -> int:
+    """Host memory that adapters may take in time: those that are known are there, with a slot or without."""
+    if not settings.adapter_slots:
+        return 0
+    each = AdapterSlots.bytes_for(model.spec, 1, settings.adapter_rank, model.embed.dtype)
+    return settings.max_adapters * each
+
+
+def host_kv_pages(settings: EngineSettings, page_bytes: int, available_bytes: int, adapter_bytes: int = 0) -> int:
     """Pages of host memory for KV of preempted sequences, 0 if there are to be none.
 
-    Raises ValueError with the numbers when what is asked for holds no page, or is more than the machine has left.
+    Raises ValueError with the numbers when what is asked for holds no page, or is more than the machine has left
+    beside `adapter_bytes`, which are not taken yet.
     """
     asked = int(settings.host_kv_gib * _GIB)
     if asked == 0 and settings.host_kv_gib == 0:
         return 0
     if asked < page_bytes:
         raise ValueError(f"host_kv_gib = {settings.host_kv_gib} holds no page of {page_bytes} bytes: raise it")
-    if asked > available_bytes:
-        left = _gib(available_bytes)
-        raise ValueError(f"host_kv_gib = {settings.host_kv_gib}, and this machine has {left} of memory left: lower it")
+    if asked > available_bytes - adapter_bytes:
+        left, lower = f"{_gib(available_bytes)} of memory left", "lower it"
+        if adapter_bytes:
+            left += f", of which max_adapters = {settings.max_adapters} adapters may take {_gib(adapter_bytes)}"
+            lower = "lower one of them"
+        raise ValueError(f"host_kv_gib = {settings.host_kv_gib}, and this machine has {left}: {lower}")
     return asked // page_bytes
 
 
