@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Container
 from dataclasses import dataclass
 
 from rollout.engine.sequence import Group
@@ -21,7 +22,12 @@ class SchedulerLimits:
 
 
 def refusal(
-    request: Request, limits: SchedulerLimits, pool_tokens: int, waiting: int, session_busy: bool = False
+    request: Request,
+    limits: SchedulerLimits,
+    pool_tokens: int,
+    waiting: int,
+    adapters: Container[str] = (),
+    session_busy: bool = False,
 ) -> Rejected | None:
     """Why a request can't be taken, or None if it can."""
     total, most = len(request.prompt) + request.max_tokens, min(limits.max_context, pool_tokens)
@@ -40,6 +46,9 @@ def refusal(
     if session_busy:
         message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"
         return Rejected(request.key, "bad_request", message, "session")
+    if request.adapter is not None and request.adapter not in adapters:
+        message = f"adapter {request.adapter!r:.200} is not loaded: load it first"
+        return Rejected(request.key, "bad_request", message, "adapter")
     return None
 
 

@@ -16,7 +16,6 @@ from queue import Empty, SimpleQueue
 from typing import Literal
 
 from rollout.engine.adapters import AdapterError, AdapterUpdate
-from rollout.engine.device import Event
 from rollout.engine.hold import Hold
 from rollout.engine.masks import MaskBuilder
 from rollout.engine.offload import Offload
@@ -27,6 +26,7 @@ from rollout.engine.runner import Runner
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import Feature
 from rollout.engine.slot import Slot
+from rollout.engine.snapshot import set_gauges, snapshot
 from rollout.engine.types import (
     Cancel,
     Command,
@@ -36,7 +36,6 @@ from rollout.engine.types import (
     EndSession,
     EngineStatus,
     Failed,
-    OffloadStatus,
     Pause,
     PutAdapter,
     Rejected,
@@ -44,27 +43,15 @@ from rollout.engine.types import (
     Shutdown,
     StopAt,
     Submit,
-    SwapStatus,
 )
 from rollout.engine.types import Event as ServiceEvent
-from rollout.engine.updates import Receiver, StagedUpdate
+from rollout.engine.updates import Receiver, Swap
 from rollout.metrics.meter import Meter, StepRecord
 
 log = logging.getLogger(__name__)
 
 #: In the `error` of completions that end as cancelled because the worker does, not because somebody wanted it.
 _ENDS = "the worker ended before the completion did; continue_from goes on with it elsewhere"
-_SWAPS_SHOWN = 8  # in a status
-
-
-@dataclass(slots=True)
-class _Swap:
-    """A weights update that is enqueued on the compute stream."""
-
-    update: StagedUpdate
-    start: Event
-    end: Event
-    held_since_s: float | None  # `time.perf_counter()`; for an update in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +94,11 @@ class Engine:
         self._drain_until_s = float("inf")
         self._quiet_tokens: list[int] = []  # pauses to confirm once no step is in flight
         self._end_tokens: list[int] = []  # shutdowns to confirm at the end
-        self._swap: _Swap | None = None
+        self._swap: Swap | None = None
         self._waiting_since_s: float | None = None  # nothing can be launched before KV was moved
         self._command: Command | None = None  # being obeyed
         self.launching: Plan | None = None  # the step that is being launched, for whoever asks what failed
-        self._started_s = time.perf_counter()
+        self.started_s = time.perf_counter()
 
     @property
     def busy(self) -> bool:
@@ -240,7 +227,7 @@ class Engine:
                 self._take_adapter(update, self._receiver)
                 return
             held_since_s = self.hold.granted_s if self.hold.granted else None
-            self._swap = _Swap(update, self.runner.device.event(), self.runner.device.event(), held_since_s)
+            self._swap = Swap(update, self.runner.device.event(), self.runner.device.event(), held_since_s)
             self.runner.enqueue(update.copy_into, self._swap.start, self._swap.end)
             self.scheduler.weights_changed(update.version, self._recompute_on_swap)
             self.hold.clear()
@@ -393,58 +380,11 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """A snapshot of now."""
-        scheduler, pool = self.scheduler, self.scheduler.memory.pool
-        now = time.perf_counter()
-        active_pct, tokens_per_s = self.meter.rates(now)
-        swaps = reversed(self.meter.recent_swaps()[-_SWAPS_SHOWN:])
-        return EngineStatus(
-            state="stale" if self.state == "serving" and self.hold.stale else self.state,
-            stale=self.hold.stale,
-            weights_version=scheduler.version,
-            rows_running=scheduler.running,
-            rows_max=scheduler.limits.max_rows,
-            queue_waiting=scheduler.waiting,
-            queue_max=scheduler.limits.max_queue,
-            pages_free=pool.free,
-            pages_cached=pool.cached,
-            pages_used=pool.used,
-            pages_total=pool.total,
-            sessions=scheduler.memory.sessions.status(),
-            offload=self._offload_status(),
-            slots_in_flight=self.pipeline.in_flight,
-            adapters=None if scheduler.memory.adapters is None else tuple(scheduler.memory.adapters.status()),
-            tokens_per_s=tokens_per_s,
-            gpu_active_pct=active_pct,
-            preemptions=scheduler.counters.preemptions,
-            uptime_s=now - self._started_s,
-            tokens=scheduler.counters.tokens,
-            tokens_by_second=self.meter.tokens_by_second(now),
-            idle_pct=self.meter.idle_shares(now),
-            swaps=tuple(SwapStatus(swap.version, now - swap.end_s, swap.end_s - swap.start_s) for swap in swaps),
-        )
-
-    def _offload_status(self) -> OffloadStatus:
-        return OffloadStatus() if self.offload is None else self.offload.parking.status()
+        return snapshot(self)
 
     def set_gauges(self) -> None:
         """Give the meter the values that it reads off at report time."""
-        scheduler, pool, counters = self.scheduler, self.scheduler.memory.pool, self.scheduler.counters
-        offload = self._offload_status()
-        self.meter.gauges(
-            rows=scheduler.running,
-            waiting=scheduler.waiting,
-            pages_used=pool.used,
-            pages_total=pool.total,
-            session_pages=scheduler.memory.sessions.pages,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            preemptions=counters.preemptions,
-            host_pages_used=offload.pages,
-            host_pages_total=offload.pages_total,
-            restores=offload.restored,
-            offload_bytes_out=offload.bytes_out,
-            offload_bytes_in=offload.bytes_in,
-        )
+        set_gauges(self)
 
     def check_integrity(self) -> None:
         """Assert that nothing leaked; only when drained."""

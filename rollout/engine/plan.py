@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,27 @@ def next_chunk(seq: Sequence, length: int, page_size: int) -> PromptChunk:
     final = seq.kv_len + length == len(seq.prefill_tokens)
     scored = max(0, min(length, seq.prompt_len - 1 - seq.kv_len)) if seq.scores_prompt else 0
     return PromptChunk(seq, seq.kv_len, length, not seq.row_ready, final, copy, scored)
+
+
+def next_chunks(
+    seqs: list[Sequence], tokens: int, words: int, upload_words: Callable[[Sequence, int], int], page_size: int
+) -> list[PromptChunk]:
+    """What a step takes of these prompts, in their order: so many tokens, and words of what is uploaded, at most.
+
+    Those whose KV is still being brought back wait, and hold nobody up.
+    """
+    chunks: list[PromptChunk] = []
+    for seq in seqs:
+        assert seq.prefill_tokens is not None
+        if seq.parked is not None and seq.parked.missing:
+            continue
+        length = min(len(seq.prefill_tokens) - seq.kv_len, tokens)
+        needed = upload_words(seq, length)
+        if length == 0 or (chunks and needed > words):
+            break
+        tokens, words = tokens - length, words - needed
+        chunks.append(next_chunk(seq, length, page_size))
+    return chunks
 
 
 @dataclass(frozen=True, slots=True)

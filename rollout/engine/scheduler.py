@@ -18,15 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollout.engine.adapters import AdapterError
 from rollout.engine.admission import Deadlines, SchedulerLimits, refusal
+from rollout.engine.changes import Changes
 from rollout.engine.memory import SequenceMemory
 from rollout.engine.outcome import NOT_FINITE, Counters, make_delta, make_request_done
-from rollout.engine.plan import Plan, PromptChunk, StepOutput, decode_plan, next_chunk, prefill_plan
+from rollout.engine.plan import Plan, PromptChunk, StepOutput, decode_plan, next_chunks, prefill_plan
 from rollout.engine.sequence import Group, Sequence, State
 from rollout.engine.shortage import Shortage
 from rollout.engine.tops import note_scores
-from rollout.engine.types import Event, Finish, FinishReason, Rejected, Request, RequestKey
+from rollout.engine.types import Event, Finish, FinishReason, Request, RequestKey
 from rollout.engine.waiting import WaitingRoom
 from rollout.models.adapters import AdapterWeights
 
@@ -54,13 +54,15 @@ class Scheduler:
         self.leaving: list[Sequence] = []
         self.waiting = 0  # sequences with no row, those that wait for their leader included
         self.paused = False
-        self._room = WaitingRoom(memory)
+        self._room = room = WaitingRoom(memory)
         self._free_rows = list(range(limits.max_rows, 0, -1))
         self._deadlines = Deadlines()
         self._arrivals = 0
         self._last_kind = "decode"
         self._upload_words = upload_words
-        self._shortage = Shortage(memory, self.decoding, self.prefilling, self.leaving, lambda seq: self._preempt(seq))
+        decoding, prefilling = self.decoding, self.prefilling
+        self._shortage = Shortage(memory, decoding, prefilling, self.leaving, lambda seq: self._preempt(seq))
+        self._changes = Changes(memory, room, self.groups, decoding, prefilling, self._take_off, self._finish)
         self._refused: Sequence | None = None  # did not fit, with so many running and so many pages available
         self._refused_at = (0, 0)
 
@@ -71,16 +73,11 @@ class Scheduler:
         assert request.key not in self.groups, "the service keeps keys unique"
         pool_tokens = self.memory.pool.total * self.memory.page_size
         busy = self.memory.sessions.turn_of(request) in self.groups
-        if (rejected := refusal(request, self.limits, pool_tokens, self.waiting, busy)) is not None:
+        known = {} if self.memory.adapters is None else self.memory.adapters.known
+        if (rejected := refusal(request, self.limits, pool_tokens, self.waiting, known, busy)) is not None:
             self.events.append(rejected)
             return
-        adapter = None
-        if request.adapter is not None:
-            known = {} if self.memory.adapters is None else self.memory.adapters.known
-            if (adapter := known.get(request.adapter)) is None:
-                message = f"adapter {request.adapter!r:.200} is not loaded: load it first"
-                self.events.append(Rejected(request.key, "bad_request", message, "adapter"))
-                return
+        adapter = None if request.adapter is None else known[request.adapter]
         now = self.clock()
         session = self.memory.sessions.begin(request)
         group = Group(request, arrived_s=now, unfinished=request.n, session=session, adapter=adapter)
@@ -132,63 +129,26 @@ class Scheduler:
         """Steps planned from now on run under `version`; with `recompute` running rows start again."""
         self.version = version
         self._refused = None
-        self._room.weights_changed(version)
-        self.memory.weights_changed()
-        for seq in self._unfinished():
-            first = max(version, seq.group.request.min_version)  # that it can have a token of
-            if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight are of the old version
-                self._finish(seq, Finish("stale"))
-            elif recompute or not seq.versions:
-                self.memory.forget_parked(seq)
-        for seq in self.prefilling + self.decoding:
-            # What has launched nothing takes no old KV along but its own, and log-probs of a prompt are of one version.
-            if recompute or not _has_own_kv(seq) or seq.scores_prompt:
-                self._take_off(seq)
+        self._changes.weights(version, recompute)
 
     def put_adapter(self, name: str, version: int | None, weights: AdapterWeights, recompute: bool) -> None:
         """Have an adapter; steps planned from now on run with it. Raises AdapterError where it cannot be taken."""
-        assert self.memory.adapters is not None
-        old = self.memory.adapters.known.get(name)
-        adapter = self.memory.adapters.put(name, version, weights)
-        if old is None:
-            return
         self._refused = None
-        self._room.adapter_changed(adapter)
-        for seq in [seq for seq in self._unfinished() if seq.group.adapter is adapter]:
-            if recompute or not seq.versions:
-                self.memory.forget_parked(seq)
-        for seq in [seq for seq in self.prefilling + self.decoding if seq.group.adapter is adapter]:
-            if recompute or not _has_own_kv(seq) or seq.scores_prompt:
-                self._take_off(seq)
-            else:
-                seq.kv_version = -1  # of several generations: nobody else may have it
-                seq.note_adapter()
+        self._changes.put_adapter(name, version, weights, recompute)
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter. Raises AdapterError where there is none, or a request names it."""
-        table = self.memory.adapters
-        if table is None or name not in table.known:
-            raise AdapterError(f"adapter {name!r:.200} is not loaded")
-        users = sum(group.adapter is table.known[name] for group in self.groups.values())
-        if users:
-            raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
-        table.drop(name)
+        self._changes.drop_adapter(name)
 
     def forget_parked(self) -> None:
         """KV that was kept of preempted sequences is of no use: they are computed again."""
-        for seq in self._unfinished():
-            self.memory.forget_parked(seq)
-        for seq in [seq for seq in self.prefilling if seq.parked is not None]:
-            self._take_off(seq)
+        self._changes.forget_parked()
 
     def came_back(self, seqs: list[Sequence]) -> None:
         """No copy writes to the pages of these sequences any more."""
         for seq in seqs:
             if seq.finalized or seq.state is State.LEAVING:
                 self._settle(seq)
-
-    def _unfinished(self) -> list[Sequence]:
-        return [seq for group in self.groups.values() for seq in group.sequences if not seq.finalized]
 
     # --- plan --------------------------------------------------------------------------------------------------------
 
@@ -255,18 +215,8 @@ class Scheduler:
         self._room.started(seq)
 
     def _plan_prefill(self) -> Plan | None:
-        chunks: list[PromptChunk] = []
-        tokens, words = self.limits.chunk_tokens, self.limits.upload_words
-        for seq in self.prefilling:
-            assert seq.prefill_tokens is not None
-            if seq.parked is not None and seq.parked.missing:
-                continue
-            length = min(len(seq.prefill_tokens) - seq.kv_len, tokens)
-            needed = self._upload_words(seq, length)
-            if length == 0 or (chunks and needed > words):
-                break
-            tokens, words = tokens - length, words - needed
-            chunks.append(next_chunk(seq, length, self.memory.page_size))
+        most = self.limits.chunk_tokens, self.limits.upload_words
+        chunks = next_chunks(self.prefilling, *most, self._upload_words, self.memory.page_size)
         return prefill_plan(chunks, self.version) if chunks else None
 
     def _plan_decode(self) -> Plan | None:
@@ -443,8 +393,3 @@ class Scheduler:
         assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
         assert sorted(self._free_rows) == list(range(1, self.limits.max_rows + 1)), "a row is in use"
         assert self.waiting == 0 and not self.memory.sharing, "a queue or a share is left"
-
-
-def _has_own_kv(seq: Sequence) -> bool:
-    """A step was launched with it, or with what is being brought back to it."""
-    return seq.row_ready or (seq.parked is not None and bool(seq.versions))

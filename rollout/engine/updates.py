@@ -1,10 +1,12 @@
-"""The worker's side of the weight bridge, as the loop sees it."""
+"""The worker's side of the weight bridge, as the loop sees it, and an update that the loop has begun."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollout.engine.adapters import AdapterUpdate
+from rollout.engine.device import Event
 
 
 class StagedUpdate(Protocol):
@@ -33,3 +35,13 @@ class Receiver(Protocol):
 
     def failed(self, update: Any, message: str) -> None:
         """An update that `take_ready` gave is not in use."""
+
+
+@dataclass(slots=True)
+class Swap:
+    """A weights update that is enqueued on the compute stream."""
+
+    update: StagedUpdate
+    start: Event
+    end: Event
+    held_since_s: float | None  # `time.perf_counter()`; for an update in place

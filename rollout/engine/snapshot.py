@@ -1,0 +1,71 @@
+"""An engine in numbers, read on its own thread between two ticks: its status, and the gauges of its meter."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rollout.engine.types import EngineStatus, OffloadStatus, SwapStatus
+
+if TYPE_CHECKING:
+    from rollout.engine.engine import Engine
+
+_SWAPS_SHOWN = 8
+
+
+def snapshot(engine: Engine) -> EngineStatus:
+    """What the engine is at now."""
+    scheduler, pool, meter = engine.scheduler, engine.scheduler.memory.pool, engine.meter
+    adapters, now = scheduler.memory.adapters, time.perf_counter()
+    active_pct, tokens_per_s = meter.rates(now)
+    swaps = reversed(meter.recent_swaps()[-_SWAPS_SHOWN:])
+    return EngineStatus(
+        state="stale" if engine.state == "serving" and engine.hold.stale else engine.state,
+        stale=engine.hold.stale,
+        weights_version=scheduler.version,
+        rows_running=scheduler.running,
+        rows_max=scheduler.limits.max_rows,
+        queue_waiting=scheduler.waiting,
+        queue_max=scheduler.limits.max_queue,
+        pages_free=pool.free,
+        pages_cached=pool.cached,
+        pages_used=pool.used,
+        pages_total=pool.total,
+        sessions=scheduler.memory.sessions.status(),
+        offload=_offload_status(engine),
+        slots_in_flight=engine.pipeline.in_flight,
+        adapters=None if adapters is None else tuple(adapters.status()),
+        tokens_per_s=tokens_per_s,
+        gpu_active_pct=active_pct,
+        preemptions=scheduler.counters.preemptions,
+        uptime_s=now - engine.started_s,
+        tokens=scheduler.counters.tokens,
+        tokens_by_second=meter.tokens_by_second(now),
+        idle_pct=meter.idle_shares(now),
+        swaps=tuple(SwapStatus(swap.version, now - swap.end_s, swap.end_s - swap.start_s) for swap in swaps),
+    )
+
+
+def set_gauges(engine: Engine) -> None:
+    """Give the meter the values that it reads off at report time."""
+    scheduler, pool, counters = engine.scheduler, engine.scheduler.memory.pool, engine.scheduler.counters
+    offload = _offload_status(engine)
+    engine.meter.gauges(
+        rows=scheduler.running,
+        waiting=scheduler.waiting,
+        pages_used=pool.used,
+        pages_total=pool.total,
+        session_pages=scheduler.memory.sessions.pages,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        preemptions=counters.preemptions,
+        host_pages_used=offload.pages,
+        host_pages_total=offload.pages_total,
+        restores=offload.restored,
+        offload_bytes_out=offload.bytes_out,
+        offload_bytes_in=offload.bytes_in,
+    )
+
+
+def _offload_status(engine: Engine) -> OffloadStatus:
+    return OffloadStatus() if engine.offload is None else engine.offload.parking.status()
