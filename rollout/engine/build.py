@@ -29,6 +29,7 @@ from rollout.engine.engine import Engine, EngineParts
 from rollout.engine.graphs import DecodeGraphs, Progress, capturable
 from rollout.engine.memory import SequenceMemory, pages_for
 from rollout.engine.offload import Offload
+from rollout.engine.packing import PADDING_WORDS, slot_words, upload_words
 from rollout.engine.page_mover import HostRoom, PageMover
 from rollout.engine.pages import PagePool
 from rollout.engine.parking import Parking
@@ -36,7 +37,7 @@ from rollout.engine.pipeline import Pipeline
 from rollout.engine.rehearsal import StepNeeds, measure_steps
 from rollout.engine.routing import ExpertPages
 from rollout.engine.rows import RowState
-from rollout.engine.runner import PADDING_WORDS, Runner, slot_words, upload_words
+from rollout.engine.runner import Runner
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.slot import ALIGNMENT_WORDS, Slot
 from rollout.engine.step_record import routing_shape

@@ -24,11 +24,12 @@ from rollout_kernels.step import begin_step
 
 from rollout.engine.device import Device, Event, Stream
 from rollout.engine.graphs import PLAIN, DecodeGraphs
+from rollout.engine.packing import chunk_tokens, put_scored, put_scored_at, put_tops
 from rollout.engine.page_mover import PageMover
-from rollout.engine.plan import Plan, PromptChunk, StepOutput
-from rollout.engine.rows import LAST, LENGTH, RowState, most_setup_words, put_setup, setup_words
+from rollout.engine.plan import Plan, StepOutput
+from rollout.engine.rows import LAST, LENGTH, RowState, put_setup
 from rollout.engine.sampler import Sampler
-from rollout.engine.scores import SCORED_AT_ONCE, StepScores
+from rollout.engine.scores import StepScores
 from rollout.engine.sequence import Feature, Sequence
 from rollout.engine.slot import Slot, Upload
 from rollout.engine.step_record import StepRecord
@@ -43,13 +44,7 @@ Forward = Callable[[Upload, StepRecord | None], tuple[torch.Tensor, torch.Tensor
 #: What a launch enqueues on the compute stream.
 Step = Callable[[Upload, Slot], None]
 
-#: int32 words of an upload. A token: id, position, chunk. A chunk: rows, ends, lengths, samples, tops, copy, alignment.
-_TOKEN_WORDS = 6
-_SCORED_WORDS = 4  # of a token that is scored, more: its place and the next token's id
-_CHUNK_WORDS = 22
-_TOP, _ADAPTER = Feature.TOP.value, Feature.ADAPTER.value  # flags of an enum are slow to test
-#: What padding of the scored tokens adds to an upload at the most.
-PADDING_WORDS = _SCORED_WORDS * SCORED_AT_ONCE
+_ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
 
 
 class Runner:
@@ -156,7 +151,7 @@ class Runner:
         rows = len(plan.seqs)
         size = self.graphs.size_for(rows, plan.features) if self.graphs is not None else None
         self.stage_decode(slot, plan.seqs, size or rows, plan.new_pages)
-        _put_tops(slot, plan)
+        put_tops(slot, plan)
         if self.graphs is None or size is None:
             forward: Forward = functools.partial(self._decode, plan.max_context, bool(plan.features.value & _ADAPTER))
         elif plan.features & ~PLAIN:
@@ -184,10 +179,10 @@ class Runner:
         layout = self.stage_prefill(
             slot,
             [(chunk.seq.row, chunk.start, chunk.length, chunk.final) for chunk in chunks],
-            np.concatenate([_chunk_tokens(chunk) for chunk in chunks]),
+            np.concatenate([chunk_tokens(chunk) for chunk in chunks]),
         )
-        _put_tops(slot, plan)
-        _put_scored(slot, chunks)
+        put_tops(slot, plan)
+        put_scored(slot, chunks)
         forward = functools.partial(self._prefill, plan.max_context, layout, slot.scores, adapted)
         return functools.partial(self._step, forward, plan.features)
 
@@ -230,7 +225,7 @@ class Runner:
         layout = self.stage_prefill(slot, [(0, 0, length, True) for length in lengths], tokens)
         if features & Feature.TOP:
             slot.put("top_at", slot.scores.want_tops(range(len(lengths))))
-            _put_scored_at(slot, np.arange(len(tokens)), tokens)
+            put_scored_at(slot, np.arange(len(tokens)), tokens)
         forward = functools.partial(self._prefill, max_context, layout, slot.scores, self._adapted(features))
         self._on_padding(slot, forward, features, len(lengths))
 
@@ -365,46 +360,3 @@ class Runner:
         source_N, target_N = copies_N2.unbind(1)
         for cache in self.kv.tensors:
             cache.index_copy_(0, target_N, cache.index_select(0, source_N))
-
-
-def upload_words(seq: Sequence, length: int) -> int:
-    """Upper bound on the int32 words that a prefill chunk of `length` tokens adds to an upload."""
-    words = (_TOKEN_WORDS + _SCORED_WORDS * seq.scores_prompt) * length + _CHUNK_WORDS
-    if not seq.row_ready:
-        assert seq.prefill_tokens is not None
-        words += setup_words(seq, len(seq.prefill_tokens)) + 2
-    return words
-
-
-def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int) -> int:
-    """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
-    largest = (_TOKEN_WORDS + _SCORED_WORDS) * chunk_tokens + _CHUNK_WORDS + most_setup_words(max_pages, max_context)
-    return max(6 * max_rows, largest) + 64 * max_rows + PADDING_WORDS + 1024
-
-
-def _put_tops(slot: Slot, plan: Plan) -> None:
-    if plan.features.value & _TOP:
-        places = [i for i, seq in enumerate(plan.sampled) if seq.tops is not None]
-        slot.put("top_at", slot.scores.want_tops(places))
-
-
-def _put_scored(slot: Slot, chunks: Sequences[PromptChunk]) -> None:
-    at, targets, begin = [], [], 0
-    for chunk in chunks:
-        if chunk.scored:
-            at.append(np.arange(begin, begin + chunk.scored))
-            targets.append(chunk.seq.group.request.prompt[chunk.start + 1 : chunk.start + 1 + chunk.scored])
-        begin += chunk.length
-    if at:
-        _put_scored_at(slot, np.concatenate(at), np.concatenate(targets))
-
-
-def _put_scored_at(slot: Slot, at: np.ndarray, targets: np.ndarray) -> None:
-    padded_at, padded_targets = slot.scores.want_prompt(at, targets)
-    slot.put("scored_at", padded_at)
-    slot.put("scored_targets", padded_targets)
-
-
-def _chunk_tokens(chunk: PromptChunk) -> np.ndarray:
-    assert chunk.seq.prefill_tokens is not None
-    return chunk.seq.prefill_tokens[chunk.start : chunk.start + chunk.length].astype(np.int64)

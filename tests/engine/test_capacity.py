@@ -19,6 +19,7 @@ from rollout.engine.rehearsal import ALL_FEATURES, StepNeeds, largest_chunks, re
 from rollout.engine.rows import RowState
 from rollout.engine.sequence import Feature
 from rollout.models import load_model
+from rollout.models.adapters import AdapterSlots, random_adapter
 from rollout.models.fused import FusedDecoder
 
 GIB = 2**30
@@ -161,3 +162,52 @@ def test_a_forward_alone_is_captured_at_few_sizes_that_hold_every_step():
     few = forward_sizes(sizes)
     assert set(few) <= set(sizes) and few[-1] == 200 and len(few) < len(sizes) / 3
     assert all(b <= 2 * a for a, b in zip(few, few[1:], strict=False))
+
+
+def test_slots_of_adapters_and_the_buffers_of_offloading_are_not_planned_twice(model, monkeypatch):
+    """The pool gets what both leave, down to the page."""
+    device, page = Small(0), page_bytes(model)
+
+    class Taking(AdapterSlots):
+        """As on a GPU, where what is allocated is free no more."""
+
+        def __init__(self, *of) -> None:
+            super().__init__(*of)
+            device.free -= self.nbytes
+
+    monkeypatch.setattr("rollout.engine.build.AdapterSlots", Taking)
+    slots = AdapterSlots.bytes_for(model.spec, 2, 16, torch.float32)
+    both = {
+        "adapter_slots": 2,
+        "adapter_rank": 16,
+        "host_kv_gib": 8 * page / GIB,
+        "host_kv_piece_mib": 3 * page / 2**20,
+    }
+    for fields, taken in ((both, slots + 6 * page), ({}, 0)):
+        device.free = taken + 201 * page
+        bench = Bench(model, device, kv_pages=None, page_size=16, max_rows=4, kv_memory_fraction=0.5, **fields)
+        assert len(bench.engine.runner.kv.k[0]) == 100
+        if fields:
+            mover = bench.engine.runner.mover
+            staged = sum(lane.staging_NW.nbytes for lane in (mover.out, mover.back))
+            assert (bench.engine.runner.adapters.nbytes, staged) == (slots, 6 * page)
+        bench.close()
+
+
+def test_host_memory_for_kv_leaves_room_for_adapters(model, monkeypatch):
+    """Those that are loaded later, too: each as large as a slot."""
+    page = page_bytes(model)
+    fields = {"host_kv_gib": 8 * page / GIB, "adapter_slots": 1, "adapter_rank": 16, "max_adapters": 5}
+    needed = 5 * AdapterSlots.bytes_for(model.spec, 1, 16, torch.float32)
+    assert random_adapter(model.spec, 16, torch.float32, 0).nbytes * 5 == needed
+    left = 8 * page
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: left)
+    bench = Bench(model, Small(GIB), page_size=16, host_kv_gib=fields["host_kv_gib"])
+    bench.close()
+    left = 8 * page + needed
+    bench = Bench(model, Small(GIB), page_size=16, **fields)
+    assert bench.engine.runner.mover.room.pages == 8
+    bench.close()
+    left -= 1
+    with pytest.raises(ValueError, match=r"host_kv_gib = .* of which max_adapters = 5 adapters may take .* lower one"):
+        Bench(model, Small(GIB), page_size=16, **fields)

@@ -246,7 +246,7 @@ def test_an_adapter_is_unloaded_once_what_was_parked_with_it_has_ended(model, ad
     (failed,) = [event for event in bench.events if isinstance(event, Failed)]
     assert failed.token == 1 and f"{len(waiting)} unfinished" in failed.message
     assert Done(2) in bench.events and Done(3) in bench.events
-    for name in waiting:
+    for name in prompts:
         again = prompts[name] + bench.tokens(name)
         bench.submit(f"{name} again", again, 12, adapter="a0")
         bench.run()

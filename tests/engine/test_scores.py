@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout.constraints.matcher import AllowList
 from rollout.engine import scores as scores_module
 from rollout.engine.device import CpuDevice
-from rollout.engine.runner import PADDING_WORDS, upload_words
+from rollout.engine.packing import PADDING_WORDS, upload_words
 from rollout.engine.slot import ALIGNMENT_WORDS
 from rollout.engine.types import Cancel, Prior, StopAt
 
