@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import make_checkpoint
 from harness import Bench, load
+
+from rollout.engine.types import PutAdapter
+from rollout.models.peft_tensors import load_peft_folder
+from tests.peft_adapters import make_adapter, merged
 
 pytestmark = pytest.mark.gpu
 
@@ -70,4 +75,30 @@ def test_copying_allocates_and_synchronises_nothing(folders):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    bench.close()
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_offloaded_rows_come_back_with_their_adapters(tmp_path, prompt_of, captured):
+    base = make_checkpoint("qwen3", tmp_path / "base")
+    model, references = load(tmp_path / "base", "cuda"), []
+    bench = cuda_bench(
+        model, cuda_graphs=captured, kv_pages=40, adapter_slots=2, adapter_rank=16, host_kv_gib=0.01, page_size=4
+    )
+    for i in range(2):
+        folder = make_adapter(base, tmp_path / str(i), i)
+        weights = load_peft_folder(folder, model.spec, 16, torch.float32, True)
+        bench.engine.inbox.put(PutAdapter(f"a{i}", weights))
+        references.append(merged(base, folder))
+    for i in range(6):
+        bench.submit(f"r{i}", prompt_of(10, i), 60, adapter=f"a{i % 2}")
+    bench.run()
+    status = bench.engine.status().offload
+    assert status.restored == status.parked > 0 and status.bytes_in > 0
+    for i in range(6):
+        prompt, got = prompt_of(10, i), bench.tokens(f"r{i}")
+        with torch.no_grad():
+            logits = references[i % 2](torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
+        took = logits[torch.arange(len(got)), torch.tensor(got)]
+        assert (logits.max(-1).values - took).max() < 5e-3 and bench.completions[f"r{i}", 0].recomputed == ()
     bench.close()
