@@ -151,6 +151,23 @@ def test_an_adapter_changes_while_kv_that_it_made_is_parked(model, adapters, kv_
     bench.close()
 
 
+def test_what_is_parked_with_another_adapter_does_not_notice(model, adapters):
+    """Nor do rows that run with it, where rows of the one that changes are computed again."""
+    bench = bench_of(model, adapters, 2, kv_on_swap="recompute")
+    prompts = six(bench, ["a0", "a1"])
+    until(bench, lambda: any(seq.group.adapter.name == "a1" for seq in parked(bench)))
+    change(bench, adapters, which=2)
+    bench.run()
+    for i, (name, prompt) in enumerate(prompts.items()):
+        completion = bench.completions[name, 0]
+        if i % 2:
+            assert completion.recomputed == () and versions_of(bench, name) == [0] * 60
+            greedy_is(adapters[1][1], prompt, completion.token_ids)
+        else:
+            assert completion.recomputed
+    bench.close()
+
+
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
 def test_an_adapter_changes_while_kv_comes_back(model, adapters, kv_on_swap):
     bench = bench_of(model, adapters, device=LateDevice({"kv_in": lambda: 0.05}), kv_on_swap=kv_on_swap)
