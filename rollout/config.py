@@ -62,9 +62,7 @@ class EngineSettings(_Section):
     )
     prefill_chunk_tokens: int = Field(2048, ge=1, description="prompt tokens in one prefill step")
     cuda_graphs: bool = Field(True, description="capture decode steps as CUDA graphs; experts only with fused_experts")
-    fused_experts: bool = Field(
-        False, description="experts by the warp-decode kernels, in bf16 or f16 on a GPU; not proven there yet"
-    )
+    fused_experts: bool = Field(True, description="experts by the warp-decode kernels, in bf16 or f16 on a GPU")
     expert_dtype: Literal["auto", "mxfp8", "fp8_row", "fp8_block"] = Field(
         "auto",
         description="how weights of experts are kept: auto in the model's type; else as e4m3 codes with a scale for 32 "
@@ -73,7 +71,7 @@ class EngineSettings(_Section):
     deterministic: bool = Field(
         False,
         description="a completion is the same bit for bit whatever runs beside it and however its context came about; "
-        "prompts and steps take longer; needs a GPU and the fused kernels, not proven there yet",
+        "prompts and steps take longer; needs a GPU and the fused kernels",
     )
     routing: bool = Field(
         False,
@@ -162,7 +160,7 @@ class EngineSettings(_Section):
     @model_validator(mode="after")
     def _codes_need_their_kernels(self) -> EngineSettings:
         if self.expert_dtype != "auto" and not self.fused_experts:
-            raise ValueError(f"expert_dtype = {self.expert_dtype} needs fused_experts: set it too, or use auto")
+            raise ValueError(f"expert_dtype = {self.expert_dtype} needs fused_experts: leave that on, or use auto")
         return self
 
 

@@ -213,7 +213,6 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
         "page_size": _PAGE,
         "kv_pages": args.rows * (context // _PAGE + 2) + 8,
         "apply": args.apply,
-        "fused_experts": True if args.fused_experts else None,
         "wandb": False,
     }
     with start_worker(checkpoint, log_file=folder / "worker.log", **settings) as worker:
@@ -258,7 +257,6 @@ def main() -> int:
     parser.add_argument("--device", default=None, help="cuda:N or cpu, of both; absent: cuda:0 where there is one")
     parser.add_argument("--worker-device", default=None, help="where it is another one")
     parser.add_argument("--trainer-device", default=None, help="where it is another one")
-    parser.add_argument("--fused-experts", action="store_true", help="the worker's experts by the fused kernels")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for any one thing")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
