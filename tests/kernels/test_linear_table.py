@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from linear_cases import operands, relative
 from rollout_kernels.linear_table import _DETERMINISTIC, _FAST, linear_config
 from rollout_kernels.triton_gemv import MOST_ROWS as MOST_GEMV_ROWS
 from rollout_kernels.triton_gemv import GemvConfig
-from rollout_kernels.triton_linear import LinearConfig
+from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 
 SHAPES = sorted({*_DETERMINISTIC, *_FAST})
 
@@ -43,3 +45,24 @@ def test_the_deterministic_column_never_gives_way_to_cublas():
         assert None not in configs and len({config.split for config in configs}) == 1
         assert all(isinstance(config, LinearConfig) and not config.streamed for config in configs)
     assert linear_config(1024, 100, "parts", 1, deterministic=True) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_configuration_of_the_table_gives_the_product(shape):
+    """At the row counts where one configuration follows another; tails of tiles and odd numbers of rows included."""
+    outputs, inputs, kind = shape
+    run = {"parts": linear_parts, "whole": linear, "silu": gate_up_silu}[kind]
+    bands = {most for column in (_FAST, _DETERMINISTIC) for most, _ in column.get(shape, ())}
+    x_all, w, exact = operands(max(bands), outputs, inputs)
+    for rows in sorted({rows for most in bands for rows in (most, most - 1, most // 2 + 1) if rows > 0}):
+        expected = exact[:rows]
+        if kind == "silu":
+            gate, up = expected.chunk(2, dim=1)
+            expected = torch.nn.functional.silu(gate) * up
+        for deterministic in (True, False):
+            config = linear_config(*shape, rows, deterministic)
+            if config is not None:
+                got = run(x_all[:rows], w, config)
+                whole = got.double().sum(0) if kind == "parts" else got
+                assert relative(whole, expected) < (1e-5 if kind == "parts" else 5e-3), (rows, config)
