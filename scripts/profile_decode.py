@@ -1,6 +1,6 @@
 """Where the time of a decode step goes: kernels of a captured step by name, from the profiler, on a CUDA machine.
 
-    PYTHONPATH=.:kernels python scripts/profile_decode.py --shape qwen3-8b --rows 1 128
+    PYTHONPATH=.:kernels python scripts/profile_decode.py --shape qwen3-8b --rows 1 128 --out FILE
 
 Prints, for each number of rows, microseconds a step and launches a step of every kernel; overlapping launches count
 twice, so the sum may exceed the span. Then the time line of one layer: when each kernel began after all before it had
@@ -11,10 +11,12 @@ KV and activations are left out of the floors.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from collections import defaultdict
+from pathlib import Path
 from queue import SimpleQueue
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from rollout.bench.cuda_timing import read_bandwidth
 from rollout.bench.layer_timeline import KernelTime, layer_timeline
 from rollout.bench.peers.ours_engine import load_random
 from rollout.bench.profiled_steps import profile_steps
+from rollout.bench.results import write_results
 from rollout.bench.shapes import SHAPES
 from rollout.config import EngineSettings, Settings
 from rollout.engine.build import build_engine
@@ -34,41 +37,40 @@ from rollout.progress import stage
 
 _STEPS = 10
 _ATTENTION = "_decode_kernel"
+_PRODUCTS = ("_linear_kernel", "_stream_kernel", "_gemv_kernel", "nvjet")
 
 
-def weight_bytes(model: Decoder, distinct: float) -> list[tuple[str, float]]:
-    """What a layer reads of its weights after its attention and until that of the next, in order: kernel and bytes.
+def weight_bytes(model: Decoder, distinct: float) -> list[tuple[tuple[str, ...], float]]:
+    """What a layer reads of its weights after its attention and until that of the next: kernels that may, and bytes.
 
-    Of mixtures of experts, `distinct` a layer are read.
+    In order. Of mixtures of experts, `distinct` a layer are read.
     """
     layer = cast(DecoderLayer, model.layers[0])
-    linear, attention, mlp = "_linear_kernel", layer.attention, layer.mlp
-    o = (linear, attention.o_proj.weight.nbytes)
-    qkv = (linear, attention.qkv_proj.weight.nbytes)
+    attention, mlp = layer.attention, layer.mlp
+    o = (_PRODUCTS, attention.o_proj.weight.nbytes)
+    qkv = (_PRODUCTS, attention.qkv_proj.weight.nbytes)
     if isinstance(mlp, DenseMLP):
-        return [o, (linear, mlp.gate_up_proj.weight.nbytes), (linear, mlp.down_proj.weight.nbytes), qkv]
+        return [o, (_PRODUCTS, mlp.gate_up_proj.weight.nbytes), (_PRODUCTS, mlp.down_proj.weight.nbytes), qkv]
     assert isinstance(mlp, SparseMLP)
     share = distinct / mlp.moe.experts
-    router = [(name, mlp.router.nbytes) for name in ("_norm_router_kernel", "_router_kernel")]
-    experts = [("_gate_up_kernel", mlp.gate_up.nbytes * share), ("_down_kernel", mlp.down.nbytes * share)]
-    return [o, *router, *experts, qkv]
+    router = (("_norm_router_kernel", *_PRODUCTS), mlp.router.nbytes)
+    experts = [(("_gate_up_kernel",), mlp.gate_up.nbytes * share), (("_down_kernel",), mlp.down.nbytes * share)]
+    return [o, router, *experts, qkv]
 
 
-def print_layer(timeline: list[KernelTime], weights: list[tuple[str, float]], bandwidth: float) -> None:
-    """The time line of a layer; `weights` are matched to kernels of that name, in order."""
-    print(f"one layer, {sum(kernel.adds_us for kernel in timeline):.1f} us: gap, runs, adds, floor of its weights")
-    left = list(weights)
+def with_floors(
+    timeline: list[KernelTime], weights: list[tuple[tuple[str, ...], float]], bandwidth: float
+) -> list[dict[str, str | float]]:
+    """The time line, each kernel with the time that reading its weights takes."""
+    left, rows = list(weights), []
     for kernel in timeline:
-        match = next((entry for entry in left if entry[0] == kernel.name), None)
-        floor = 0.0
-        if match is not None:
-            left.remove(match)
-            floor = match[1] / bandwidth * 1e6
-        print(f"{kernel.gap_us:7.2f} {kernel.duration_us:7.2f} {kernel.adds_us:7.2f} {floor:7.2f}  {kernel.name[:60]}")
+        reads = left.pop(0)[1] if left and kernel.name.startswith(left[0][0]) else 0.0
+        rows.append({**dataclasses.asdict(kernel), "floor_us": reads / bandwidth * 1e6})
+    return rows
 
 
-def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> None:
-    """Profile some steady steps of `rows` rows and print them."""
+def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> dict[str, Any]:
+    """Profile some steady steps of `rows` rows and print them; returns the time line of a layer."""
     rng = np.random.default_rng(0)
     for i in range(rows):
         tokens = rng.integers(0, 150_000, prompt).astype(np.int32)
@@ -100,11 +102,17 @@ def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> No
     assert graphs is not None
     chosen = graphs.experts.get(graphs.size_for(rows) or 0, [])
     distinct = statistics.mean(experts_TK[:rows].unique().numel() for experts_TK in chosen) if chosen else 0.0
-    print_layer(layer_timeline(events, _STEPS, _ATTENTION), weight_bytes(engine.runner.model, distinct), bandwidth)
+    timeline = layer_timeline(events, _STEPS, _ATTENTION)
+    layer = with_floors(timeline, weight_bytes(engine.runner.model, distinct), bandwidth)
+    layer_us = sum(kernel.adds_us for kernel in timeline)
+    print(f"one layer, {layer_us:.1f} us: gap, runs, adds, floor of its weights")
+    for kernel in layer:
+        print("{gap_us:7.2f} {duration_us:7.2f} {adds_us:7.2f} {floor_us:7.2f}  {name:.60}".format_map(kernel))
     for i in range(rows):
         engine.inbox.put(Cancel(("p", f"{rows}/{i}")))
     while engine.busy or not engine.inbox.empty():
         engine.tick()
+    return {"rows": rows, "step_us": span / _STEPS, "layer_us": layer_us, "distinct_experts": distinct, "layer": layer}
 
 
 def main() -> None:
@@ -113,6 +121,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--out", type=Path, help="the time lines as JSON")
     args = parser.parse_args()
     device = make_device("cuda")
     bandwidth = read_bandwidth()
@@ -124,8 +133,11 @@ def main() -> None:
     )
     with stage("preparing decode steps") as advance:
         engine = build_engine(settings, device, model, SimpleQueue(), lambda events: None, progress=advance)
+    measured: list[dict[str, Any]] = []
     for rows in args.rows:
-        profile_rows(engine, rows, args.prompt, bandwidth)
+        measured.append({"shape": args.shape, **profile_rows(engine, rows, args.prompt, bandwidth)})
+        if args.out is not None:
+            write_results(args.out, measured, read_tbps=bandwidth / 1e12)
 
 
 if __name__ == "__main__":
