@@ -7,9 +7,11 @@ steps may be a step off.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 
+log = logging.getLogger(__name__)
 _KEPT = 256  # rows that nobody has taken
 
 
@@ -41,14 +43,19 @@ class ByVersion:
     def __init__(self, version: int, begin: Reading) -> None:
         self._version, self._begin, self._pause_s = version, begin, 0.0
         self._ended: deque[VersionRow] = deque(maxlen=_KEPT)
+        self._dropped = 0  # since the last look
 
     def swapped(self, version: int, now: Reading, pause_s: float) -> None:
         """Another version serves from now on."""
+        self._dropped += len(self._ended) == _KEPT
         self._ended.append(self._row(now))
         self._version, self._begin, self._pause_s = version, now, pause_s
 
     def take(self, now: Reading | None = None) -> tuple[VersionRow, ...]:
         """The rows since the last look, oldest first; with `now`, at the end, also that of the version that serves."""
+        if self._dropped:
+            log.warning("rows of %d weights versions were dropped: more than %d in a report", self._dropped, _KEPT)
+            self._dropped = 0
         rows = (*self._ended, *([] if now is None else [self._row(now)]))
         self._ended.clear()
         return rows
