@@ -95,6 +95,19 @@ class EngineSettings(_Section):
         "",
         description="adapters to load at start: name=folder, several separated by commas; folders as PEFT writes them",
     )
+    sleep: bool = Field(
+        False,
+        description="offer sleep and wake: weights and KV lie in memory that can be given back to the device and had "
+        "again at the same addresses; not proven on a GPU yet",
+    )
+    sleep_rows: Literal["keep", "abort"] = Field(
+        "keep",
+        description="what a sleep that does not say it does with completions: keep makes them wait and computes their "
+        "KV anew after the wake, abort ends them as cancelled",
+    )
+    sleep_requests: Literal["wait", "refuse"] = Field(
+        "wait", description="what becomes of requests that come during a sleep that does not say it"
+    )
     cuda_graph_rows: int = Field(
         256, ge=1, le=4096, description="rows up to which decode steps are captured; larger ones are launched singly"
     )

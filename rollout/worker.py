@@ -30,11 +30,12 @@ import torch
 from rollout.adapter_sources import adapter_folders, adapter_target, read_adapters
 from rollout.announce import say, write_whole
 from rollout.config import Settings
-from rollout.engine.build import build_engine, kept_routing, longest_sequence, rebuild_engine
+from rollout.engine.build import build_engine, kept_routing, longest_sequence, rebuild_engine, sleeping_memory
 from rollout.engine.device import Device, make_device
 from rollout.engine.engine import Engine
 from rollout.engine.last_steps import last_steps, running_requests
-from rollout.engine.types import Command, EngineState, EngineStatus, PutAdapter, Shutdown
+from rollout.engine.snapshot import state_of
+from rollout.engine.types import Command, EngineStatus, PutAdapter, Shutdown
 from rollout.engine.views import EngineViews
 from rollout.logs import set_up, worker_name
 from rollout.metrics import JsonlSink, MetricsThread, Sink, WandbSink, write_timeline
@@ -87,17 +88,21 @@ class Worker:
             self.prompts.start()  # loads while the engine is built; the first prompt waits for it, the worker does not
         model, version = loaded.model, settings.weights.initial_version
         target = adapter_target(settings.engine, model, self._adapter_version)
-        self.receiver = WeightReceiver(trainer_views(loaded), version, settings.weights, settings.security, target)
+        device = make_device(settings.model.device)
+        memory = sleeping_memory(settings, device, model)  # before anybody has views of the weights
+        views, room = trainer_views(loaded), None if memory is None else memory.room
+        self.receiver = WeightReceiver(views, version, settings.weights, settings.security, target, room)
         first_adapters = read_adapters(settings.engine, model)
         with stage("preparing decode steps") as advance:
             self.engine = build_engine(
                 settings,
-                make_device(settings.model.device),
+                device,
                 model,
                 inbox,
                 lambda events: self.server.outbox.put(events),
                 self.receiver,
                 advance,
+                memory,
             )
         self.engine.hold = self.receiver.hold
         self.server = Server(
@@ -110,6 +115,7 @@ class Worker:
                 sparse=loaded.spec.moe is not None,
                 routing=kept_routing(settings.engine, model),
                 adapters=settings.engine.adapter_slots > 0,
+                sleep=settings.engine.sleep,
             ),
             inbox=inbox,
             status=self.latest_status,
@@ -154,7 +160,8 @@ class Worker:
         silent_s = time.perf_counter() - self.last_tick_s
         return replace(
             self.status,
-            state="stalled" if silent_s > self.settings.engine.stall_s else self._state(),
+            state="stalled" if silent_s > self.settings.engine.stall_s else state_of(self.engine),
+            sleep=self.engine.sleeper.status(),
             stale=self.receiver.hold.stale,
             weights_version=self.engine.scheduler.version,
             last_tick_s=silent_s,
@@ -171,15 +178,11 @@ class Worker:
         adapter = None if table is None else table.known.get(name)
         return None if adapter is None else adapter.version
 
-    def _state(self) -> EngineState:
-        stale = self.engine.state == "serving" and self.receiver.hold.stale != ""
-        return "stale" if stale else self.engine.state
-
     def problems(self) -> tuple[str, ...]:
         """What has ended that generation can do without, a sentence each."""
         threads = {"the weight receiver": self.receiver.alive, "the metrics thread": self.metrics.alive}
         ended = tuple(f"{name} has ended" for name, alive in threads.items() if not alive)
-        stale = (self.receiver.hold.stale,) if self.receiver.hold.stale else ()
+        stale = (hold.stale,) if (hold := self.receiver.hold).stale and not hold.dropped else ()
         text = () if self.prompts is None or self.prompts.problem is None else (self.prompts.problem,)
         hung = self.engine.masks.left_behind
         masks = (f"{hung} constraints have hung a thread each",) if hung else ()

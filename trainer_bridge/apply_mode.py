@@ -16,7 +16,7 @@ import torch
 from trainer_bridge.landing import InPlaceLanding, StagedLanding
 from trainer_bridge.manifest import Manifest
 from trainer_bridge.parameter_map import Fit
-from trainer_bridge.staging import Copy, DeviceShadow, HostStaging, InPlaceUpdate, StagedUpdate, plan_copies
+from trainer_bridge.staging import Allocate, Copy, DeviceShadow, HostStaging, InPlaceUpdate, StagedUpdate, plan_copies
 
 #: Share of the device's free memory, beside the weights, that a shadow may take: the rest is KV.
 SHADOW_SHARE = 1 / 3
@@ -32,14 +32,19 @@ _log = logging.getLogger(__name__)
 class ApplyMode:
     """Makes the landings and updates of one mode. Owned by the receiver's thread.
 
-    `asked` is the setting `weights.apply`.
+    `asked` is the setting `weights.apply`; `allocate` makes memory for a shadow.
     """
 
-    def __init__(self, asked: Literal["auto", "staged", "in_place"], views: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        asked: Literal["auto", "staged", "in_place"],
+        views: Mapping[str, torch.Tensor],
+        allocate: Allocate | None = None,
+    ) -> None:
         self._views = views
         self._cuda = next((view.device for view in views.values() if view.is_cuda), None)
         nbytes = _parameter_bytes(views)
-        self.shadow = None if asked == "in_place" else _shadow(nbytes, self._cuda)
+        self.shadow = None if asked == "in_place" else _shadow(nbytes, self._cuda, allocate)
         fits = self.shadow is not None or nbytes <= HOST_SHARE * _free_host_bytes()
         self.in_place = asked == "in_place" or (asked == "auto" and not fits)
         self.name = "in_place" if self.in_place else "staged"
@@ -95,10 +100,10 @@ def _parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
     return sum(storages.values()) + 64 * len(views)
 
 
-def _shadow(nbytes: int, device: torch.device | None) -> DeviceShadow | None:
+def _shadow(nbytes: int, device: torch.device | None, allocate: Allocate | None) -> DeviceShadow | None:
     if device is None or nbytes > SHADOW_SHARE * torch.cuda.mem_get_info(device)[0]:
         return None
-    return DeviceShadow(nbytes, device)
+    return DeviceShadow(nbytes, device, allocate)
 
 
 def _free_host_bytes() -> float:

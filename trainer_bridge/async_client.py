@@ -29,6 +29,7 @@ from trainer_bridge.report import Mismatch, TrainerLogprobs, read_mismatch, repo
 from trainer_bridge.results import Chunk, Completion, GenerateResult
 from trainer_bridge.resume import ResumePolicy
 from trainer_bridge.session import AsyncSession, end_session
+from trainer_bridge.sleep_fields import sleep_fields
 from trainer_bridge.stream import StreamView
 from trainer_bridge.waits import next_chunk, until_cancelled, until_done
 
@@ -197,6 +198,24 @@ class AsyncRolloutClient:
     async def resume(self, *, endpoint: str | None = None) -> None:
         """Generate again after `pause`."""
         await self.control("resume", endpoint=endpoint)
+
+    async def sleep(
+        self,
+        level: Literal[1, 2] = 1,
+        *,
+        mode: Literal["keep", "abort"] | None = None,
+        requests: Literal["wait", "refuse"] | None = None,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Have the device's memory given back until `wake`; docs/protocol.md. For each `level`, `bytes`, `seconds`."""
+        return await self.control(
+            "sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests)
+        )
+
+    async def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """End `sleep`. Raises `Unavailable` where the device has too little memory: then it sleeps on."""
+        return await self.control("wake", endpoint=endpoint, timeout_s=timeout_s)
 
     async def load_adapter(
         self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None

@@ -360,7 +360,8 @@ class WeightPublisher:
 def _is_behind(status: dict[str, Any], version: int) -> bool:
     """Whether a worker has older weights, and nobody is bringing it others."""
     served = status.get("version")
-    return type(served) is int and served < version and status.get("state") in ("idle", "stale")
+    older = type(served) is int and (served < version or (served == version and status.get("dropped") is True))
+    return older and status.get("state") in ("idle", "stale")
 
 
 def _note_grant(peer: Peer, reply: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ Invariants:
   update that is whole.
 - A `begin` that comes while an update is ready or being applied waits: the staging memory holds one update at a time,
   is allocated once, and is not written while it may be read.
+- An update begins only while the door is open (`Hold.door`), and is inside until nothing of it is left to be done.
 - Every control message gets exactly one reply.
 """
 
@@ -42,6 +43,7 @@ from trainer_bridge.errors import BadRequest, InternalError, NotFound, RolloutEr
 from trainer_bridge.landing import StagedLanding
 from trainer_bridge.manifest import Manifest, from_wire
 from trainer_bridge.parameter_map import Fit, ParameterMap
+from trainer_bridge.staging import Allocate
 from trainer_bridge.transports import Incoming, TransportReceiver, make_receivers
 from trainer_bridge.wake import Wake
 from trainer_bridge.weight_messages import Applied, Commit, Reply, check_fields, error_reply, read_token
@@ -59,7 +61,8 @@ class WeightReceiver:
     """Receives updates for `views`, a map of Hugging Face names to views of the model's parameters.
 
     `version` is the version of the weights that `views` hold now. The socket is bound on return (`endpoint`); raises
-    ValueError when it cannot be, or must not be without CURVE.
+    ValueError when it cannot be, or must not be without CURVE. `allocate` makes memory of the device for updates that
+    wait there.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class WeightReceiver:
         settings: WeightsSettings,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
         adapters: AdapterTarget | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         self._adapters = adapters  # what they must fit, where they are served
         self._map = ParameterMap(views)
@@ -83,7 +87,7 @@ class WeightReceiver:
             wake=lambda: self._post(lambda: None),
         )
         self.endpoint: str = self._receivers["zmq"].endpoint  # type: ignore[attr-defined]
-        self._mode = ApplyMode(settings.apply, views)
+        self._mode = ApplyMode(settings.apply, views, allocate)
         self.hold = Hold()  # asked for while an update is written in place
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ready: deque[Update | AdapterUpdate] = deque()
@@ -189,6 +193,8 @@ class WeightReceiver:
             except Exception as error:  # a fault of ours must not end the thread: the old weights serve on
                 _log.exception("the weight receiver failed")
                 self._reject(InternalError(f"the worker failed while it received weights: {error!r:.200}"))
+            if self._incoming is None and self._committed is None:
+                self.hold.door.leave()
 
     def _poll_ms(self) -> int | None:
         if (self._waiting and self._committed is None and self._incoming is None) or self._commit is not None:
@@ -238,6 +244,8 @@ class WeightReceiver:
                 raise Unavailable("too many updates wait for their turn; publish this one again later")
             self._waiting[name] = (header, reply)
             return
+        if not self.hold.door.enter():
+            raise Unavailable("this worker is asleep, or about to be: wake it, then publish")
         begun_s = time.monotonic()
         manifest, receiver, options = self._check_begin(header, adapter)
         fit = Fit((), ())
@@ -285,7 +293,8 @@ class WeightReceiver:
         if type(header["version"]) is not int or header["version"] != manifest.version:
             raise WeightsRejected(f"version must be the manifest's, {manifest.version}", field="version")
         served = self._version if adapter is None else adapter.version
-        if served is not None and manifest.version <= served:
+        again = adapter is None and self.hold.dropped  # the version that it had is as good as a newer one
+        if served is not None and manifest.version <= served - again:
             raise WeightsRejected(
                 f"version {manifest.version} is not newer than version {served}, which is served; "
                 "publish with a version that grows",
@@ -366,7 +375,7 @@ class WeightReceiver:
 
     def _status(self, header: Mapping[str, Any], reply: Reply) -> None:
         incoming = self._incoming
-        state = "stale" if self.hold.stale else "idle"
+        state = "asleep" if self.hold.door.closed else "stale" if self.hold.stale else "idle"
         state = "receiving" if incoming else "ready" if self._ready else "applying" if self._committed else state
         reply(
             {
@@ -378,6 +387,7 @@ class WeightReceiver:
                 "transports": list(self._receivers),
                 "apply": self._mode.name,
                 "stale": self.hold.stale or None,
+                "dropped": self.hold.dropped,
                 "endpoint": self.endpoint,
             }
         )

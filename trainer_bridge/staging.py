@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -30,6 +30,8 @@ def typed_view(stream: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     return stream[entry.offset : entry.end].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
+#: Makes memory of a device: uint8 [bytes].
+Allocate = Callable[[int], torch.Tensor]
 #: (view of a parameter, staged tensor that goes there)
 Copy = tuple[torch.Tensor, torch.Tensor]
 
@@ -70,13 +72,16 @@ class HostStaging:
 
 
 class DeviceShadow:
-    """Memory on a GPU for a whole update, filled in pieces beside what the GPU does. Owned by the receiver's thread."""
+    """Memory on a GPU for a whole update, filled in pieces beside what the GPU does. Owned by the receiver's thread.
+
+    `allocate` makes it, by default torch does.
+    """
 
     #: Bytes of a copy: small, so that no step's upload of its own waits long behind one.
     PIECE_BYTES = 4 << 20
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, nbytes: int, device: torch.device, allocate: Allocate | None = None) -> None:
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device) if allocate is None else allocate(nbytes)
         self._stream = torch.cuda.Stream(device)
         self._done = torch.cuda.Event()
         self.memory = self._buffer[:0]

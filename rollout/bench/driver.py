@@ -12,7 +12,7 @@ import numpy as np
 from rollout.config import Settings
 from rollout.engine.build import build_engine
 from rollout.engine.device import Device
-from rollout.engine.engine import Engine
+from rollout.engine.engine import Engine, Receiver
 from rollout.engine.types import (
     Cancel,
     Delta,
@@ -48,9 +48,11 @@ def random_prompt(vocab: int, length: int, seed: int) -> list[int]:
 class Driver:
     """An engine, ticked by hand."""
 
-    def __init__(self, settings: Settings, device: Device, model: Decoder) -> None:
+    def __init__(self, settings: Settings, device: Device, model: Decoder, receiver: Receiver | None = None) -> None:
         with stage("preparing decode steps") as advance:
-            self.engine: Engine = build_engine(settings, device, model, SimpleQueue(), self._take, progress=advance)
+            self.engine: Engine = build_engine(
+                settings, device, model, SimpleQueue(), self._take, receiver, progress=advance
+            )
         self.completions: dict[str, Completion] = defaultdict(Completion)
 
     def submit(

@@ -153,6 +153,14 @@ class AdapterTable:
         assert slot.refs > 0, f"adapter slot {slot.number} is given back more often than it was taken"
         slot.refs -= 1
 
+    def unload_all(self) -> None:
+        """What lies in slots is lost; no sequence has one."""
+        self.wait()
+        for slot in self._slots:
+            assert slot.refs == 0, "an adapter slot is in use"
+            if slot.adapter is not None:
+                slot.adapter.slot, slot.adapter = None, None
+
     def status(self) -> Iterator[AdapterStatus]:
         """Every adapter."""
         for adapter in self.known.values():

@@ -35,10 +35,12 @@ from rollout.engine.pages import PagePool
 from rollout.engine.parking import Parking
 from rollout.engine.pipeline import Pipeline
 from rollout.engine.rehearsal import StepNeeds, measure_steps
+from rollout.engine.releasable import ReleasableMemory
 from rollout.engine.routing import ExpertPages
 from rollout.engine.rows import RowState
 from rollout.engine.runner import Runner
 from rollout.engine.scheduler import Scheduler
+from rollout.engine.sleep import Sleeper
 from rollout.engine.slot import ALIGNMENT_WORDS, Slot
 from rollout.engine.step_record import routing_shape
 from rollout.engine.types import Command, Event, RoutingShape
@@ -77,24 +79,40 @@ def build_engine(
     emit: Callable[[list[Event]], None],
     receiver: Receiver | None = None,
     progress: Progress | None = None,
+    memory: ReleasableMemory | None = None,
 ) -> Engine:
     """An engine that is ready to tick. `emit` takes the events of a tick, on the loop's thread, and must not block.
 
-    `progress` is told (done, in all) while decode steps are captured as CUDA graphs. Raises ValueError with the numbers
-    when rows, steps or KV don't fit into the device's memory beside the weights.
+    `progress` is told (done, in all) while decode steps are captured as CUDA graphs. `memory` is what `sleeping_memory`
+    gave; without it that is called here. Raises ValueError with the numbers when rows, steps or KV don't fit into the
+    device's memory beside the weights.
     """
-    version = settings.weights.initial_version
+    version, engine = settings.weights.initial_version, settings.engine
+    memory = memory or sleeping_memory(settings, device, model)
     return Engine(
-        _build_parts(settings, device, model, version, progress=progress),
+        _build_parts(settings, device, model, version, progress=progress, memory=memory),
         Meter(version=version),
         inbox,
         emit,
         receiver,
-        recompute_on_swap=settings.engine.kv_on_swap == "recompute",
+        recompute_on_swap=engine.kv_on_swap == "recompute",
         drain_s=settings.service.drain_s,
-        mask_s=settings.engine.mask_s,
-        mask_threads=settings.engine.mask_threads,
+        mask_s=engine.mask_s,
+        mask_threads=engine.mask_threads,
+        sleeper=Sleeper(memory, engine.sleep_rows, engine.sleep_requests),
     )
+
+
+def sleeping_memory(settings: Settings, device: Device, model: Decoder) -> ReleasableMemory | None:
+    """Memory that goes when the worker sleeps, with the model's weights in it; None for one that cannot sleep.
+
+    Views of the weights that were taken before are of other memory.
+    """
+    if not settings.engine.sleep:
+        return None
+    memory = ReleasableMemory(device)
+    memory.take_over(model.parameters(), kept=True)
+    return memory
 
 
 def rebuild_engine(engine: Engine, settings: Settings) -> None:
@@ -105,6 +123,8 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     """
     if engine.swapping:
         raise RuntimeError("the weights were being changed; only a new process has whole ones")
+    if engine.sleeper.memory is not None and engine.sleeper.memory.released:
+        raise RuntimeError("the memory is given back; only a new process has some")
     runner = engine.runner
     runner.close()  # what was launched has ended: nothing writes to the KV any more
     runner.device.synchronize()  # a broken CUDA context raises here
@@ -138,6 +158,7 @@ def _build_parts(
     version: int,
     lasting: _Lasting | None = None,
     progress: Progress | None = None,
+    memory: ReleasableMemory | None = None,
 ) -> EngineParts:
     engine, vocab = settings.engine, model.spec.vocab
     _check_experts(engine, model)
@@ -146,7 +167,7 @@ def _build_parts(
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
-    adapters = _adapter_slots(engine, model, device) if lasting is None else lasting.adapters
+    adapters = _adapter_slots(engine, model, device, memory) if lasting is None else lasting.adapters
     rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device, adapters is not None)
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
     slots = [Slot(device, words, engine.max_rows, vocab, engine.prefill_chunk_tokens, routing) for _ in range(_SLOTS)]
@@ -157,7 +178,7 @@ def _build_parts(
     try:
         graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
         if lasting is None:
-            runner.kv = _planned_kv(settings, runner, slots, graph_rows)
+            runner.kv = _planned_kv(settings, runner, slots, graph_rows, memory)
             device.synchronize()
         runner.mover = _mover(settings, runner, None if lasting is None else lasting.room)
         if graph_rows is not None:
@@ -184,8 +205,8 @@ def _build_parts(
     if adapters is not None and runner.loads is not None:
         table = AdapterTable(adapters, device, runner.loads, runner.compute, engine.max_adapters)
     parking = None if mover is None else Parking(pool, engine.page_size, room_pages, page_bytes)
-    memory = SequenceMemory(pool, engine.page_size, engine.prefix_cache, experts, session_pages, table, parking)
-    scheduler = Scheduler(limits, memory, version, time.perf_counter, upload_words)
+    books = SequenceMemory(pool, engine.page_size, engine.prefix_cache, experts, session_pages, table, parking)
+    scheduler = Scheduler(limits, books, version, time.perf_counter, upload_words)
     offload = None if mover is None or parking is None else Offload(scheduler, parking, mover)
     return EngineParts(scheduler, Pipeline(slots, engine.pipeline_depth), runner, offload)
 
@@ -206,7 +227,9 @@ def _mover(settings: Settings, runner: Runner, room: HostRoom | None) -> PageMov
     return PageMover(device, runner.kv, room, int(engine.host_kv_piece_mib * 2**20), runner.compute)
 
 
-def _adapter_slots(engine: EngineSettings, model: Decoder, device: Device) -> AdapterSlots | None:
+def _adapter_slots(
+    engine: EngineSettings, model: Decoder, device: Device, memory: ReleasableMemory | None
+) -> AdapterSlots | None:
     """Device memory for adapters, if any are served. Raises ValueError with the numbers where there is too little."""
     if not engine.adapter_slots:
         return None
@@ -217,6 +240,9 @@ def _adapter_slots(engine: EngineSettings, model: Decoder, device: Device) -> Ad
             f"{needed / 2**30:.2f} GiB and there are {device.free_bytes() / 2**30:.2f} GiB: lower one of them"
         )
     slots = AdapterSlots(model.spec, engine.adapter_slots, engine.adapter_rank, model.embed.dtype, model.embed.device)
+    if memory is not None:
+        tensors = (tensor for b in slots.buffers.values() for tensor in (b.a_SAK, b.b_SNR))
+        memory.take_over(tensors, kept=False)  # they are loaded again from the host
     log.info("slots for adapters", extra={"slots": slots.slots, "rank": slots.rank, "bytes": slots.nbytes})
     return slots
 
@@ -256,7 +282,9 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
     check_deterministic(model.spec)
 
 
-def _planned_kv(settings: Settings, runner: Runner, slots: list[Slot], graph_rows: int | None) -> KVCache:
+def _planned_kv(
+    settings: Settings, runner: Runner, slots: list[Slot], graph_rows: int | None, memory: ReleasableMemory | None
+) -> KVCache:
     """The KV pool, of what memory the largest steps leave; on a GPU these are run to find out."""
     engine, model, device = settings.engine, runner.model, runner.device
     context, needs = context_limit(settings, model), StepNeeds()
@@ -268,12 +296,13 @@ def _planned_kv(settings: Settings, runner: Runner, slots: list[Slot], graph_row
             needs = measure_steps(runner, slots, engine.max_rows, chunk_tokens, context, graph_rows)
     except torch.OutOfMemoryError as error:
         raise no_room_for_steps(engine, model, free_bytes) from error
-    memory = DeviceMemory(weight_bytes(model), free_bytes, needs)
-    pages = kv_pages(engine, model, kv_dtype(engine, model), context, memory)
+    there = DeviceMemory(weight_bytes(model), free_bytes, needs)
+    pages = kv_pages(engine, model, kv_dtype(engine, model), context, there)
     if on_gpu:
-        log.info("%s", memory, extra={"kv_pages": pages, "page_size": engine.page_size})
-    return _allocate_kv(model, pages, engine)
+        log.info("%s", there, extra={"kv_pages": pages, "page_size": engine.page_size})
+    return _allocate_kv(model, pages, engine, memory)
 
 
-def _allocate_kv(model: Decoder, pages: int, engine: EngineSettings) -> KVCache:
-    return KVCache.allocate(model.spec, pages, engine.page_size, kv_dtype(engine, model), model.embed.device)
+def _allocate_kv(model: Decoder, pages: int, engine: EngineSettings, memory: ReleasableMemory | None = None) -> KVCache:
+    zeros = None if memory is None else memory.zeros
+    return KVCache.allocate(model.spec, pages, engine.page_size, kv_dtype(engine, model), model.embed.device, zeros)

@@ -16,15 +16,18 @@ from queue import Empty, SimpleQueue
 from typing import Literal
 
 from rollout.engine.adapters import AdapterError, AdapterUpdate
+from rollout.engine.admission import turned_away
 from rollout.engine.hold import Hold
 from rollout.engine.masks import MaskBuilder
 from rollout.engine.offload import Offload
+from rollout.engine.orders import Sleep, Wake
 from rollout.engine.pipeline import Pipeline, StepInFlight
 from rollout.engine.plan import Plan
 from rollout.engine.rescue import rescue
 from rollout.engine.runner import Runner
 from rollout.engine.scheduler import Scheduler
 from rollout.engine.sequence import Feature
+from rollout.engine.sleep import Sleeper
 from rollout.engine.slot import Slot
 from rollout.engine.snapshot import set_gauges, snapshot
 from rollout.engine.types import (
@@ -78,16 +81,18 @@ class Engine:
         drain_s: float = 30.0,
         mask_s: float = 1.0,
         mask_threads: int = 1,
+        sleeper: Sleeper | None = None,
     ) -> None:
         self.inbox = inbox
         self.scheduler, self.pipeline, self.runner = parts.scheduler, parts.pipeline, parts.runner
         self.offload = parts.offload
         self.meter = meter
         self.masks = MaskBuilder(mask_s, mask_threads)
+        self.sleeper = sleeper or Sleeper()
         self.state: Literal["serving", "paused", "draining"] = "serving"
         self.stopped = False
         self._emit = emit
-        self._receiver = receiver
+        self._receiver, self.takes_weights = receiver, receiver is not None
         self.hold = Hold()  # the weight receiver's own takes its place
         self._recompute_on_swap = recompute_on_swap
         self._drain_s = drain_s
@@ -109,7 +114,7 @@ class Engine:
 
     @property
     def _paused(self) -> bool:
-        return self.scheduler.paused
+        return self.scheduler.paused or self.sleeper.wanted
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a command comes, and obey it; for when there is nothing else to do."""
@@ -126,7 +131,7 @@ class Engine:
             self.offload.turn()
         planned_s = time.perf_counter()
         held = self.hold.wanted
-        plan = None if held else self.scheduler.plan()
+        plan = None if held or self.sleeper.wanted else self.scheduler.plan()
         if plan is not None:
             self._launch(plan, self.pipeline.acquire(), planned_s)
         committed = plan is not None and plan.held and self._commit_and_draw(plan)
@@ -140,6 +145,8 @@ class Engine:
             self.hold.grant()
         self._apply_if_ready()
         self._wait_for_pages(plan is None and not committed, idle)
+        if self.sleeper.wanted:
+            self.sleeper.turn(self)
         self._report()
         if committed:
             self.meter.finalized(time.perf_counter(), idle)
@@ -211,7 +218,7 @@ class Engine:
 
     def _apply_if_ready(self) -> None:
         """Weights change here, between two steps, and nowhere else."""
-        if self._receiver is None:
+        if self._receiver is None or self.sleeper.asleep:
             return
         swap = self._swap
         if swap is not None and self.pipeline.in_flight == 0:
@@ -261,12 +268,8 @@ class Engine:
     def _change(self, command: Command) -> None:
         scheduler = self.scheduler
         match command:
-            case Submit(request) if self.state == "draining":
-                message = "the worker is draining: send the request to another one"
-                scheduler.events.append(Rejected(request.key, "unavailable", message))
-            case Submit(request) if request.min_version > scheduler.version and self._receiver is None:
-                message = f"this worker takes no weights: version {request.min_version} can never come"
-                scheduler.events.append(Rejected(request.key, "unavailable", message, "min_version"))
+            case Submit(request) if (rejected := turned_away(self, request)) is not None:
+                scheduler.events.append(rejected)
             case Submit(request):
                 scheduler.submit(request)
             case Cancel(key):
@@ -290,6 +293,8 @@ class Engine:
                 self._adapt(token, lambda: scheduler.put_adapter(adapter, version, weights, self._recompute_on_swap))
             case DropAdapter(adapter, token):
                 self._adapt(token, lambda: scheduler.drop_adapter(adapter))
+            case Sleep() | Wake():
+                self.sleeper.obey(command, self)
             case EndSession(client, name, token):
                 scheduler.memory.sessions.end(client, name)
                 scheduler.events += [Done(token)] if token is not None else []
@@ -310,7 +315,8 @@ class Engine:
         if token is not None:
             self._end_tokens.append(token)
         self._drain_until_s = min(self._drain_until_s, time.perf_counter() + self._drain_s)
-        if mode == "now":
+        self.sleeper.end(self)
+        if mode == "now" or self.sleeper.asleep:  # what cannot run could never finish
             self.scheduler.end_all("cancelled", _ENDS)
         self.scheduler.end_early("cancelled", _ENDS)  # no trainer waits with its weights for a worker that ends
 
@@ -354,6 +360,7 @@ class Engine:
             events.append(Rejected(lost, "internal", message))
         if isinstance(command, (PutAdapter, DropAdapter)) and command.token is not None:
             events.append(Failed(command.token, message, code="internal"))
+        events += self.sleeper.fail(self, message)
         if self.state == "draining":
             events += [Done(token) for token in self._end_tokens]
         self._tell(events)

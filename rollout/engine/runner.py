@@ -129,6 +129,14 @@ class Runner:
         self.compute.run(work)
         self.compute.record(end)
 
+    def finish(self) -> None:
+        """Return when all that is enqueued is done. Raises DeviceError if any of it failed."""
+        for stream in self._streams:
+            done = self.device.event()
+            stream.record(done)
+            done.synchronize()
+        self.check()
+
     def check(self) -> None:
         """Raise DeviceError if work on a stream failed."""
         for stream in self._streams:

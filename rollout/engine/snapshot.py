@@ -5,12 +5,19 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from rollout.engine.types import EngineStatus, OffloadStatus, SwapStatus
+from rollout.engine.types import EngineState, EngineStatus, OffloadStatus, SwapStatus
 
 if TYPE_CHECKING:
     from rollout.engine.engine import Engine
 
 _SWAPS_SHOWN = 8
+
+
+def state_of(engine: Engine) -> EngineState:
+    """The state by name; any thread may ask."""
+    if engine.sleeper.wanted and engine.state != "draining":
+        return "asleep"
+    return "stale" if engine.state == "serving" and engine.hold.stale else engine.state
 
 
 def snapshot(engine: Engine) -> EngineStatus:
@@ -20,7 +27,7 @@ def snapshot(engine: Engine) -> EngineStatus:
     active_pct, tokens_per_s = meter.rates(now)
     swaps = reversed(meter.recent_swaps()[-_SWAPS_SHOWN:])
     return EngineStatus(
-        state="stale" if engine.state == "serving" and engine.hold.stale else engine.state,
+        state=state_of(engine),
         stale=engine.hold.stale,
         weights_version=scheduler.version,
         rows_running=scheduler.running,
@@ -33,6 +40,7 @@ def snapshot(engine: Engine) -> EngineStatus:
         pages_total=pool.total,
         sessions=scheduler.memory.sessions.status(),
         offload=_offload_status(engine),
+        sleep=engine.sleeper.status(),
         slots_in_flight=engine.pipeline.in_flight,
         adapters=None if adapters is None else tuple(adapters.status()),
         tokens_per_s=tokens_per_s,

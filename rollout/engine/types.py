@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from rollout.constraints.matcher import Constraint
+from rollout.engine.orders import Sleep, SleepStatus, Wake
 
 if TYPE_CHECKING:
     from rollout.models.adapters import AdapterWeights
@@ -122,7 +123,6 @@ class Request:
     top_logprobs: int = 0  # likeliest tokens to tell at each position, up to MAX_TOP_LOGPROBS
     prompt_logprobs: bool = False  # the prompt is computed as a whole, and its log-probs are told
     adapter: str | None = None  # name of the low-rank adapter that its rows take
-
     routing_from: int | None = None  # position in prompt and completion from which experts are told; None: of none
 
 
@@ -212,7 +212,7 @@ class DropAdapter:
     token: int
 
 
-Command = Submit | Cancel | StopAt | Pause | Resume | Shutdown | EndSession | PutAdapter | DropAdapter
+Command = Submit | Cancel | StopAt | Pause | Resume | Shutdown | EndSession | PutAdapter | DropAdapter | Sleep | Wake
 
 
 # --- events: engine -> service ---------------------------------------------------------------------------------------
@@ -284,6 +284,7 @@ class Done:
     """A control command took effect."""
 
     token: int
+    facts: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # what it came to, for the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,7 @@ class Failed:
     token: int
     message: str
     field: str | None = None
-    code: Literal["bad_request", "internal"] = "bad_request"
+    code: Literal["bad_request", "unavailable", "internal"] = "bad_request"
 
 
 Event = Delta | RequestDone | Rejected | Done | Failed
@@ -379,6 +380,7 @@ class EngineStatus:
     pages_total: int = 0
     sessions: SessionStatus = SessionStatus()
     offload: OffloadStatus = OffloadStatus()
+    sleep: SleepStatus | None = None  # None: it is awake
     slots_in_flight: int = 0
     adapters: tuple[AdapterStatus, ...] | None = None  # None: this worker serves none
     tokens_per_s: float = 0.0

@@ -8,6 +8,7 @@ Legend: T tokens of the step, B rows, P pages (of the cache, or of a row), S pag
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,18 +116,30 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, spec: ModelSpec, pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+        cls,
+        spec: ModelSpec,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
     ) -> KVCache:
         """Allocate `pages` pages of `page_size` tokens, zeroed: what is masked still has to be finite.
 
-        `dtype` is the model's, or `torch.float8_e4m3fn` for codes and scales.
+        `dtype` is the model's, or `torch.float8_e4m3fn` for codes and scales. `zeros` makes the tensors, by default
+        torch does, on `device`.
         """
         coded = dtype == torch.float8_e4m3fn
         shape = (pages, page_size, spec.kv_heads, spec.head_dim)
 
         def pool(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-            return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
+            make = zeros or functools.partial(_zeros, device)
+            return [make(shape, dtype) for _ in range(spec.layers)]
 
         k, v = (pool(shape, torch.uint8 if coded else dtype) for _ in range(2))
         scales = pool((pages, 2, spec.kv_heads, page_size), torch.float32) if coded else []
         return cls(k=k, v=v, page_size=page_size, scales=scales)
+
+
+def _zeros(device: torch.device | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -38,6 +38,7 @@ def default_capabilities(
     grammars: bool = False,
     routing: bool = False,
     adapters: bool = False,
+    sleep: bool = False,
 ) -> tuple[str, ...]:
     """What `status.capabilities` lists: the ops, and what of `generate` is not a matter of course."""
     offered = ["generate", "cancel", "attach", "ack", "report", "status", "ping", "pause", "resume", "shutdown"]
@@ -53,6 +54,8 @@ def default_capabilities(
         offered.append("return_routing")
     if adapters:
         offered += ["adapter", "load_adapter", "unload_adapter"]
+    if sleep:
+        offered += ["sleep", "wake"]
     if text is not None:
         offered += ["text", "return_text", "stop.strings"]
         if text.has_chat_template:

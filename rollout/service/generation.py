@@ -290,7 +290,8 @@ class Generation:
         self.check_alive()
         status = self._status()
         state = "draining" if self.draining else status.state
-        if state in _UNAVAILABLE:
+        waits = state == "asleep" and status.sleep is not None and status.sleep.requests == "wait"
+        if state in _UNAVAILABLE and not waits:
             message = _UNAVAILABLE[state]
             raise ServiceError("unavailable", f"{message} ({status.stale})" if state == "stale" else message)
         if client not in self._by_client and len(self._by_client) >= self._settings.max_clients:

@@ -98,6 +98,7 @@ def status_reply(
         },
         "sessions": asdict(status.sessions),
         "offload": asdict(status.offload),
+        "sleep": None if status.sleep is None else asdict(status.sleep),
         "slots": {"in_flight": status.slots_in_flight},
         "adapters": None if status.adapters is None else [asdict(adapter) for adapter in status.adapters],
         "tokens_per_s": status.tokens_per_s,

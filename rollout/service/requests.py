@@ -41,9 +41,6 @@ MAX_TRACE_STEPS = 2000
 MAX_PATH_CHARS = 4096
 MIN_TEMPERATURE = 1e-3
 
-#: Ops of the protocol that this worker does not offer.
-LATER_OPS = ("sleep", "wake")
-
 
 def _prompt(value: Any) -> str | np.ndarray:
     return value if isinstance(value, str) else token_id_array(value)
@@ -237,6 +234,21 @@ class Shutdown(Header):
     mode: Literal["drain", "now"] = "drain"
 
 
+class Sleep(Header):
+    """Give the device's memory back until `wake`."""
+
+    op: Literal["sleep"]
+    level: int = Field(1, ge=1, le=2)
+    mode: Literal["keep", "abort"] | None = None
+    requests: Literal["wait", "refuse"] | None = None
+
+
+class Wake(Header):
+    """Have the memory again and go on."""
+
+    op: Literal["wake"]
+
+
 class Weights(Header):
     """A control message of the weight bridge; its other fields are the bridge's own and checked there."""
 
@@ -259,6 +271,8 @@ AnyRequest = (
     | Pause
     | Resume
     | Shutdown
+    | Sleep
+    | Wake
     | Weights
 )
 
@@ -277,6 +291,8 @@ _OPS: dict[str, type[AnyRequest]] = {
     "pause": Pause,
     "resume": Resume,
     "shutdown": Shutdown,
+    "sleep": Sleep,
+    "wake": Wake,
     "weights": Weights,
 }
 
@@ -287,8 +303,6 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
     if type(version) is not int or version != PROTOCOL_VERSION:
         raise ServiceError("bad_message", f"set 'v' to {PROTOCOL_VERSION}, the protocol version of this worker", "v")
     op = header.get("op")
-    if isinstance(op, str) and op in LATER_OPS:
-        raise bad_request(f"this worker does not offer '{op}'; 'capabilities' in its status lists what it does", "op")
     if not isinstance(op, str) or op not in _OPS:
         raise bad_request(f"set 'op' to one of {', '.join(_OPS)}", "op")
     try:

@@ -18,3 +18,4 @@ class ServedModel:
     sparse: bool = False  # it has experts
     routing: RoutingShape | None = None  # what is kept of those that tokens take
     adapters: bool = False  # requests can name them
+    sleep: bool = False  # its memory can be given back

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import zmq
 
 from rollout.config import SecuritySettings, ServiceSettings
+from rollout.engine.orders import Sleep, Wake
 from rollout.engine.types import (
     Command,
     Done,
@@ -108,7 +109,9 @@ class Server:
         grammars = self._constraints.grammars
         if capabilities is None:
             routing = model.routing is not None
-            capabilities = default_capabilities(text, receiver, views, grammars, routing, adapters is not None)
+            capabilities = default_capabilities(
+                text, receiver, views, grammars, routing, adapters is not None, model.sleep
+            )
         self._capabilities = tuple(capabilities)
         self._intake = Intake(settings, model, text, stop_check_every, grammars)
         self._text = text
@@ -317,6 +320,12 @@ class Server:
                 self._inbox.put(Pause(message.mode, self._control(peer)))
             case requests.Resume():
                 self._inbox.put(Resume(self._control(peer)))
+            case requests.Sleep():
+                self._check_sleeps("sleep")
+                self._inbox.put(Sleep(message.level, self._control(peer), message.mode, message.requests))
+            case requests.Wake():
+                self._check_sleeps("wake")
+                self._inbox.put(Wake(self._control(peer)))
             case requests.Shutdown():
                 self._shut_down(message.mode, self._control(peer))
             case requests.Weights():
@@ -361,7 +370,15 @@ class Server:
         if isinstance(event, Failed):
             self._send_error(peer, ServiceError(event.code, event.message, event.field))
         else:
-            self._reply(peer, ok_reply(peer.id))
+            self._reply(peer, ok_reply(peer.id) | dict(event.facts))
+
+    def _check_sleeps(self, op: str) -> None:
+        if not self._model.sleep:
+            raise bad_request(
+                f"this worker does not offer '{op}'; start it with 'engine.sleep' ('capabilities' in its status lists "
+                "what it does)",
+                "op",
+            )
 
     def _load_adapter(self, peer: Peer, message: requests.LoadAdapter) -> None:
         def put(weights: AdapterWeights) -> None:

@@ -29,7 +29,7 @@ _CAUSES = (
 )
 _SHOWN_FROM_PCT = 0.05  # offloads, which most workers never do
 _ASCII_SIGNS = {"█": "#", "▓": "!", "▒": "p", "░": "s", "·": "."}
-_STATE_STYLES = {"serving": "green", "paused": "yellow", "draining": "yellow"}
+_STATE_STYLES = {"serving": "green", "paused": "yellow", "asleep": "yellow", "draining": "yellow"}
 
 
 def frame(

@@ -93,6 +93,13 @@ def test_a_step_is_moving_while_a_piece_is_on_its_way():
     assert script.nearest_ratio(np.array([1.0, 3.0, 9.0, 2.0]), rows, moved) == 3.0
 
 
+def test_the_benchmark_of_sleep_wakes_at_both_levels(monkeypatch, tmp_path):
+    few = ("--shape", "toy", "--rows", "3", "--prompt", "20", "--new", "120", "--steps", "8", "--kv-pages", "60")
+    status, rows = run(load_script("bench_sleep"), monkeypatch, tmp_path / "sleep.json", *few, "--repeat", "1")
+    assert status == 0 and [row["level"] for row in rows] == [1, 2]
+    assert all(row["same"] and row["step_after_ms"] > 0 and row["wake_s"] > 0 for row in rows)
+
+
 def test_the_stop_token_is_new_to_every_row(pipeline):
     rows = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9, 9, 9, 8, 8, 9]]
     assert pipeline.stop_tokens(rows) == (5, [6, 8])

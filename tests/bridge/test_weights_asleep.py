@@ -1,0 +1,115 @@
+"""The door of a worker that sleeps: no update begins while it is shut, and one that has begun is inside to its end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from weights_harness import Worker, new_tensors, serves, wait_for
+
+from trainer_bridge import publisher as publisher_module
+from trainer_bridge.errors import Unavailable, WeightsRejected
+from trainer_bridge.manifest import pack
+from trainer_bridge.publisher import WeightPublisher
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("transport", ["zmq", "shm", "nccl", "disk"])
+def test_a_worker_that_is_asleep_refuses_an_update_and_takes_it_after_the_wake(apply, transport, tmp_path) -> None:
+    with (
+        Worker(apply=apply) as worker,
+        WeightPublisher(worker.endpoint, transport=transport, folder=str(tmp_path), bucket_bytes=64) as publisher,
+    ):
+        before = worker.model.snapshot()
+        door = worker.receiver.hold.door
+        door.shut()
+        assert door.empty
+        tensors = new_tensors(worker.model, 1)
+        with pytest.raises(Unavailable, match="asleep.*wake it"):
+            publisher.publish(tensors, 1).applied(20)
+        assert all(torch.equal(before[name], now) for name, now in worker.model.snapshot().items())
+        assert door.empty and not worker.receiver.hold.wanted
+        assert worker.status()["state"] == "asleep"
+        door.open()
+        assert worker.status()["state"] == "idle"
+        publisher.publish(tensors, 1).applied(20)
+        assert serves(worker.model, tensors)
+        wait_for(lambda: door.empty, "the door to be empty")
+
+
+def test_an_update_is_inside_from_its_begin_until_it_is_in_use() -> None:
+    with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=64) as publisher:
+        worker.gate.clear()
+        door = worker.receiver.hold.door
+        handle = publisher.publish(new_tensors(worker.model, 1), 1)
+        wait_for(lambda: worker.status()["state"] == "ready", "a whole update")
+        door.shut()
+        assert not door.empty
+        with WeightPublisher(worker.endpoint) as late:
+            waiting = late.publish(new_tensors(worker.model, 2), 2)  # its begin waits for the first to be applied
+            worker.gate.set()
+            handle.applied(20)
+            with pytest.raises(Unavailable, match="asleep"):
+                waiting.applied(20)
+        wait_for(lambda: door.empty, "the door to be empty")
+        assert worker.receiver.version == 1
+
+
+@pytest.mark.parametrize("how", ["aborted", "silent", "newer"])
+def test_an_update_that_comes_to_nothing_leaves(how: str) -> None:
+    with Worker(idle_s=0.2 if how == "silent" else 20.0) as worker:
+        door = worker.receiver.hold.door
+        begin = _begin(worker, version=1)
+        assert begin["op"] == "ok" and not door.empty
+        if how == "aborted":
+            assert worker.control(action="abort", token=begin["token"])["op"] == "ok"
+        elif how == "newer":
+            door.shut()
+            assert _begin(worker, version=2)["code"] == "unavailable" and not door.empty, "the first goes on"
+            assert worker.control(action="abort", token=begin["token"])["op"] == "ok"
+        wait_for(lambda: door.empty, "the door to be empty")
+
+
+def _begin(worker: Worker, version: int) -> dict:
+    """A begin by hand, after which no byte comes."""
+    rows = [
+        (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for name, tensor in new_tensors(worker.model, version).items()
+    ]
+    manifest = pack(version, rows, 64).to_wire()
+    return worker.control(action="begin", version=version, manifest=manifest, transport="zmq", options={})
+
+
+def test_weights_that_were_dropped_are_cured_by_an_update_in_place() -> None:
+    with Worker(apply="in_place") as worker, WeightPublisher(worker.endpoint, bucket_bytes=64) as publisher:
+        hold = worker.receiver.hold
+        hold.lost("dropped")
+        assert hold.granted and hold.wanted and hold.dropped and worker.status()["stale"] == "dropped"
+        with pytest.raises(WeightsRejected):
+            publisher.publish({"embed.weight": new_tensors(worker.model, 1)["embed.weight"]}, 1).applied(20)
+        assert hold.dropped and hold.stale == "dropped" and hold.wanted
+        tensors = new_tensors(worker.model, 1)
+        publisher.publish(tensors, 1).applied(20)
+        assert serves(worker.model, tensors) and not (hold.stale or hold.dropped or hold.wanted)
+
+
+def test_the_version_that_was_dropped_may_come_again_and_a_publisher_that_keeps_it_sends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "_WATCH_S", 0.02)
+    with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=64, keep=True) as publisher:
+        tensors = new_tensors(worker.model, 1)
+        publisher.publish(tensors, 2).applied(20)
+        hold = worker.receiver.hold
+        hold.door.shut()
+        for parameter in worker.model.parameters.values():
+            parameter.fill_(float("nan"))
+        hold.lost("dropped")
+        for _ in range(5):
+            assert worker.status()["state"] == "asleep" and len(worker.updates) == 1
+        with pytest.raises(WeightsRejected, match="not newer"), WeightPublisher(worker.endpoint) as other:
+            hold.door.open()
+            other.publish(new_tensors(worker.model, 2), 1).applied(20)
+        wait_for(lambda: not hold.stale, "the weights of before")
+        assert serves(worker.model, tensors) and worker.receiver.version == 2
+        with WeightPublisher(worker.endpoint) as other, pytest.raises(WeightsRejected, match="not newer"):
+            other.publish(new_tensors(worker.model, 2), 2).applied(20)

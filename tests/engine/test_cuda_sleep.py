@@ -1,0 +1,194 @@
+"""Sleep and wake on a GPU: the driver has the memory meanwhile, graphs replay at the same addresses, all or nothing."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_harness import assert_steady, load_bf16
+from harness import load
+from sleeping import Sleeping
+from test_swap import Mailbox, Update
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rollout.engine.cuda_pages import CudaPages
+from rollout.engine.device import make_device
+from rollout.engine.releasable import ReleasableMemory
+from rollout.engine.types import Done, Failed
+from rollout.models.fused import FusedDecoder
+from trainer_bridge.staging import DeviceShadow
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+#: KV of about a GiB in four tensors.
+LARGE = {"page_size": 64, "kv_pages": 43_000}
+SAMPLED = {"temperature": 1.0, "seed": 11}
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def bench_of(model, receiver=None, **engine) -> Sleeping:
+    return Sleeping(model, make_device("cuda"), receiver, **engine)
+
+
+def some_tokens(bench: Sleeping, prompt_of, name: str) -> list[list[int]]:
+    """Of requests that run by themselves, with and without changed logits: captured steps of both kinds."""
+    for i, sampling in enumerate(({"temperature": 0.0}, SAMPLED, {**SAMPLED, "top_k": 7})):
+        bench.submit(f"{name}{i}", prompt_of(9 + i, i), 40, sampling=sampling)
+    bench.run()
+    return [bench.tokens(f"{name}{i}") for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory) -> Path:
+    """A checkpoint of sizes that the fused kernels take."""
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=1031,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    folder = tmp_path_factory.mktemp("fused")
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_driver_has_weights_and_kv_while_it_sleeps(folders, level):
+    gc.collect()
+    bench = bench_of(load(folders[0], "cuda"), Mailbox(), **LARGE)
+    memory = bench.sleeper.memory
+    assert memory.nbytes > 0.9e9
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        before = free_bytes()
+        slept = bench.sleep(level)
+        asleep = free_bytes()
+        assert isinstance(slept, Done) and asleep - before >= 0.95 * memory.nbytes
+        assert abs(slept.facts["bytes"] - (asleep - before)) < 64 * MIB
+        assert isinstance(bench.wake(), Done)
+        assert abs(free_bytes() - before) < 64 * MIB
+    bench.close()
+
+
+def test_memory_is_the_drivers_once_nothing_lies_in_it(folders):
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = free_bytes()
+    bench = bench_of(load(folders[0], "cuda"), **LARGE)
+    there = free_bytes()
+    assert before - there > 0.9e9
+    bench.close()
+    del bench
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert free_bytes() - there > 0.9e9
+
+
+@pytest.mark.parametrize("in_bf16", [True, False], ids=["bf16", "float32"])
+def test_captured_steps_replay_at_the_same_addresses(folders, fused, prompt_of, in_bf16):
+    bench = bench_of(load_bf16(fused) if in_bf16 else load(folders[0], "cuda"))
+    assert isinstance(bench.engine.runner.forward, FusedDecoder) == in_bf16
+    graphs, kv = bench.engine.runner.graphs, bench.engine.runner.kv
+    places = [tensor.data_ptr() for tensor in (*kv.tensors, *bench.engine.runner.model.parameters())]
+    before = some_tokens(bench, prompt_of, "before")
+    for i in range(2):
+        assert isinstance(bench.sleep(), Done)
+        torch.empty(64 * MIB, dtype=torch.uint8, device="cuda").fill_(255)  # somebody else has it meanwhile
+        assert isinstance(bench.wake(), Done)
+        assert bench.engine.runner.graphs is graphs and graphs is not None
+        now = [tensor.data_ptr() for tensor in (*kv.tensors, *bench.engine.runner.model.parameters())]
+        assert now == places and not any(cache.any() for cache in kv.tensors)
+        assert some_tokens(bench, prompt_of, f"after{i}") == before
+    bench.submit("steady", prompt_of(12), 300)
+    assert_steady(bench)
+    bench.close()
+
+
+def test_rows_that_slept_have_the_tokens_of_rows_that_did_not(folders, prompt_of):
+    tokens = []
+    for sleeps in (False, True):
+        bench = bench_of(load(folders[0], "cuda"))
+        for i in range(5):
+            bench.submit(f"r{i}", prompt_of(9 + 7 * i, i), 60, sampling=SAMPLED)
+        bench.ticks(25)
+        if sleeps:
+            assert isinstance(bench.sleep(), Done) and bench.engine.scheduler.running == 0
+            assert isinstance(bench.wake(), Done)
+        bench.run()
+        tokens.append([bench.tokens(f"r{i}") for i in range(5)])
+        bench.close()
+    assert tokens[0] == tokens[1]
+
+
+def test_after_level_2_a_whole_update_cures_it(folders, prompt_of):
+    mailbox = Mailbox()
+    bench = bench_of(load(folders[0], "cuda"), mailbox)
+    model = bench.engine.runner.model
+    bench.sleep(2)
+    bench.wake()
+    assert not any(parameter.any() for parameter in model.parameters())
+    bench.submit("waits", prompt_of(9), 20)
+    bench.ticks(5)
+    assert bench.engine.status().state == "stale" and not bench.tokens("waits")
+    mailbox.ready = Update(1, load(folders[1], "cuda"), model)
+    bench.run()
+    other = bench_of(load(folders[1], "cuda"))
+    other.submit("same", prompt_of(9), 20)
+    other.run()
+    assert bench.tokens("waits") == other.tokens("same")
+    bench.close(), other.close()
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_wake_while_somebody_else_has_the_memory_leaves_all_of_it_asleep(folders, prompt_of, monkeypatch, looks):
+    """It looks first; and where that says there is room (others may be quicker), the driver refuses at some block."""
+    gc.collect()
+    bench = bench_of(load(folders[0], "cuda"), **LARGE)
+    before = some_tokens(bench, prompt_of, "before")
+    bench.sleep()
+    torch.cuda.empty_cache()
+    other = torch.empty(free_bytes() - 600 * MIB, dtype=torch.uint8, device="cuda")
+    asleep = free_bytes()
+    if not looks:
+        monkeypatch.setattr(CudaPages, "free_bytes", lambda self: 1 << 60)
+    for _ in range(2):
+        answer = bench.wake()
+        assert isinstance(answer, Failed) and answer.code == "unavailable"
+        assert ("0.00 GiB are missing" in answer.message) != looks
+        assert abs(free_bytes() - asleep) < 32 * MIB and bench.sleeper.asleep
+    monkeypatch.undo()
+    del other
+    assert isinstance(bench.wake(), Done)
+    assert some_tokens(bench, prompt_of, "after") == before
+    bench.close()
+
+
+def test_what_is_kept_comes_back_whole_and_a_shadow_goes_on_after_it():
+    memory = ReleasableMemory(make_device("cuda"))
+    weights = [torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (100 * MIB, 7, 90 * MIB, 1 << 20)]
+    values = [weight.clone() for weight in weights]
+    memory.take_over(weights, kept=True)
+    shadow = DeviceShadow(4 * MIB, torch.device("cuda", 0), memory.room)
+    host = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8).pin_memory()
+    for _ in range(2):
+        assert all(torch.equal(weight, value) for weight, value in zip(weights, values, strict=True))
+        shadow.reserve(4 * MIB)
+        shadow.upload(host, 0, 4 * MIB)
+        shadow.wait()
+        assert torch.equal(shadow.memory.cpu(), host)
+        memory.save()
+        memory.release()
+        memory.restore()
+        assert not shadow.memory.any()

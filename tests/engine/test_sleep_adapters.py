@@ -1,0 +1,41 @@
+"""Adapters across a sleep: rows have the tokens of a run that never slept, slots hold nothing that is stale."""
+
+from __future__ import annotations
+
+import pytest
+from harness import load
+from sleeping import Sleeping, strict
+
+from rollout.engine.types import Done, PutAdapter
+from rollout.models.adapters import random_adapter
+
+__all__ = ["strict"]
+pytestmark = pytest.mark.usefixtures("strict")
+
+
+@pytest.mark.parametrize("sleeps", [(2, 9, 20), (1, 3, 4)])
+def test_rows_of_several_adapters_have_the_tokens_of_a_run_that_never_slept(folders, prompt_of, sleeps):
+    tokens = []
+    for at in ((), sleeps):
+        model = load(folders[0])
+        bench = Sleeping(model, adapter_slots=2, adapter_rank=16)
+        for i in range(3):  # more than there are slots
+            weights = random_adapter(model.spec, 16, model.embed.dtype, i, 0.3)
+            bench.engine.inbox.put(PutAdapter(f"a{i}", weights, token=i))
+        for i in range(5):
+            bench.submit(f"r{i}", prompt_of(12), 25, adapter=f"a{i % 3}" if i < 4 else None)
+        for ticks in at:
+            bench.ticks(ticks)
+            assert isinstance(bench.sleep(), Done)
+            table = bench.engine.scheduler.memory.adapters
+            assert not any(adapter.slot for adapter in table.known.values())
+            if ticks == 9:  # a newer version of one comes meanwhile, the same weights
+                again = random_adapter(model.spec, 16, model.embed.dtype, 1, 0.3)
+                bench.engine.inbox.put(PutAdapter("a1", again, token=77))
+                bench.ticks(2)
+                assert bench.answer(77) == Done(77)
+            assert isinstance(bench.wake(), Done)
+        bench.run()
+        tokens.append([bench.tokens(f"r{i}") for i in range(5)])
+        bench.close()
+    assert tokens[0] == tokens[1] and len({tuple(some) for some in tokens[0]}) == 4, "each adapter has its own"

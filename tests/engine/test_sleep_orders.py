@@ -1,0 +1,293 @@
+"""Orders to sleep and wake one after the other, beside updates, ends and faults; memory that is not to be had."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from harness import load
+from sleeping import Sleeping, strict
+from streams import LateDevice, random_delays
+from test_hold import InPlace
+from test_sleep import never_slept, outcome, submit_some
+from test_swap import Mailbox, Update
+
+from rollout.engine.build import rebuild_engine
+from rollout.engine.device import CpuDevice
+from rollout.engine.orders import Sleep, Wake
+from rollout.engine.types import Cancel, Done, Failed, Pause, Resume, Shutdown
+
+__all__ = ["never_slept", "strict"]
+pytestmark = pytest.mark.usefixtures("strict")
+
+
+# --- orders ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_without_such_memory_refuses(model):
+    bench = Sleeping(model, sleep=False)
+    for answer in (bench.sleep(), bench.wake()):
+        assert isinstance(answer, Failed) and (answer.code, answer.field) == ("bad_request", "op")
+    assert bench.sleeper.memory is None and bench.sleeper.status() is None
+    bench.close()
+
+
+def test_waking_what_is_awake_changes_nothing(model, prompt_of, greedy):
+    bench = Sleeping(model)
+    bench.submit("a", prompt_of(9), 20)
+    bench.ticks(6)
+    rows = bench.engine.scheduler.running
+    answer = bench.wake()
+    assert isinstance(answer, Done) and (answer.facts["level"], answer.facts["bytes"]) == (0, 0)
+    assert bench.engine.scheduler.running == rows == 1
+    bench.run()
+    assert bench.tokens("a") == greedy(prompt_of(9), 20) and not bench.completions["a", 0].recomputed
+    bench.close()
+
+
+def test_orders_are_obeyed_in_turn(model, prompt_of, greedy):
+    bench = Sleeping(model, LateDevice({"compute": lambda: 0.002}), Mailbox())
+    bench.submit("a", prompt_of(9), 30)
+    bench.ticks(6)
+    tokens = [bench.order(Sleep, 1), bench.order(Wake), bench.order(Sleep, 1), bench.order(Sleep, 2)]
+    levels = [bench.obeyed(token).facts["level"] if bench.answer(token) is None else bench.answer(token).facts["level"]
+              for token in tokens]  # fmt: skip
+    assert levels == [1, 1, 1, 2] and bench.sleeper.asleep
+    order = [event.token for event in bench.events if isinstance(event, Done)]
+    assert order == tokens
+    tokens = [bench.order(Wake), bench.order(Wake)]
+    assert [bench.obeyed(tokens[1]).facts["level"], bench.answer(tokens[0]).facts["level"]] == [0, 2]
+    bench.engine.inbox.put(Cancel(("c", "a")))
+    bench.run()
+    bench.close()
+
+
+def test_a_wake_that_finds_too_little_leaves_all_of_it_asleep_and_a_later_one_succeeds(model, prompt_of, never_slept):
+    bench = Sleeping(model)
+    submit_some(bench, prompt_of)
+    bench.ticks(10)
+    bench.sleep()
+    bench.pages.short_after = 3
+    for _ in range(2):
+        answer = bench.wake()
+        assert isinstance(answer, Failed) and answer.code == "unavailable" and "GiB are missing" in answer.message
+        assert not bench.pages.backed and bench.sleeper.asleep and bench.engine.status().state == "asleep"
+        bench.ticks(2)
+    bench.pages.short_after = None
+    assert isinstance(bench.wake(), Done)
+    bench.run()
+    assert outcome(bench) == never_slept
+    bench.close()
+
+
+def test_weights_that_the_host_cannot_keep_leave_it_awake(model, prompt_of, greedy, monkeypatch):
+    bench = Sleeping(model)
+    bench.submit("a", prompt_of(9), 20)
+    bench.ticks(6)
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 0)
+    answer = bench.sleep()
+    assert isinstance(answer, Failed) and answer.code == "unavailable" and "level 2" in answer.message
+    assert bench.engine.status().state == "serving" and bench.engine.hold.door.enter()
+    bench.engine.hold.door.leave()
+    bench.run()
+    assert bench.tokens("a") == greedy(prompt_of(9), 20)
+    bench.close()
+
+
+def test_what_is_paused_stays_so_and_a_resume_amid_the_sleep_launches_nothing(model, prompt_of, greedy):
+    bench = Sleeping(model)
+    bench.submit("a", prompt_of(9), 20)
+    bench.ticks(6)
+    bench.engine.inbox.put(Pause("keep", 1))
+    bench.sleep()
+    bench.wake()
+    bench.ticks(4)
+    assert bench.engine.status().state == "paused" and bench.engine.scheduler.running == 0
+    bench.sleep()
+    bench.engine.inbox.put(Resume(2))
+    bench.ticks(4)
+    assert bench.engine.pipeline.in_flight == 0 and bench.engine.status().state == "asleep"
+    bench.wake()
+    assert bench.engine.status().state == "serving"
+    bench.run()
+    assert bench.tokens("a") == greedy(prompt_of(9), 20)
+    bench.close()
+
+
+# --- updates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_swap_that_is_under_way_is_over_before_it_sleeps(model, folders, prompt_of, greedy, at_once):
+    mailbox = Mailbox()
+    bench = Sleeping(model, LateDevice({"compute": lambda: 0.002}), mailbox)
+    bench.submit("a", prompt_of(9), 20)
+    bench.ticks(4)
+    mailbox.ready = Update(1, load(folders[1]), model)
+    if not at_once:
+        bench.engine.tick()
+        assert bench.engine.swapping
+    assert isinstance(bench.sleep(), Done)
+    assert [version for version, _ in mailbox.done] == [1]
+    mailbox.ready = Update(2, load(folders[0]), model)
+    bench.ticks(5)
+    assert mailbox.ready is not None, "nothing is applied while it sleeps"
+    mailbox.ready = None
+    bench.wake()
+    bench.submit("b", prompt_of(9), 9)
+    bench.run()
+    assert bench.tokens("b") == greedy(prompt_of(9), 9, 1)
+    bench.close()
+
+
+def test_it_waits_for_an_update_that_is_being_received_and_lets_no_other_in(model, folders, prompt_of):
+    mailbox = Mailbox()
+    bench = Sleeping(model, None, mailbox)
+    hold = bench.engine.hold
+    bench.submit("a", prompt_of(9), 40)
+    bench.ticks(6)
+    assert hold.door.enter()
+    granted = []
+    hold.request(lambda: granted.append(1))  # in place
+    token = bench.order(Sleep, 1)
+    bench.ticks(10)
+    assert bench.answer(token) is None and granted and not bench.sleeper.asleep and not hold.door.enter()
+    assert bench.engine.pipeline.in_flight == 0 and not bench.engine.busy, "it rests meanwhile"
+    Update(1, load(folders[1]), model).copy_into()
+    mailbox.ready = InPlace(1)
+    bench.ticks(3)
+    assert mailbox.done and bench.answer(token) is None
+    hold.door.leave()
+    assert isinstance(bench.obeyed(token), Done)
+    bench.wake()
+    assert hold.door.enter()
+    hold.door.leave()
+    bench.run()
+    assert set(bench.completions["a", 0].versions) == {0, 1}
+    bench.close()
+
+
+def test_what_was_stale_before_is_so_after_it(model, folders, prompt_of):
+    mailbox = Mailbox()
+    bench = Sleeping(model, None, mailbox)
+    bench.engine.hold.request(lambda: None)
+    bench.ticks(3)
+    bench.engine.hold.fail("version 1 came in part")
+    bench.sleep()
+    bench.wake()
+    assert bench.engine.status().stale == "version 1 came in part" and bench.engine.status().state == "stale"
+    mailbox.ready = Update(2, load(folders[1]), model)
+    bench.submit("a", prompt_of(9), 5)
+    bench.run()
+    assert set(bench.completions["a", 0].versions) == {2}
+    bench.close()
+
+
+# --- ends and faults -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+@pytest.mark.parametrize("mode", ["drain", "now"])
+def test_a_worker_that_ends_hands_back_what_waited(model, prompt_of, greedy, mode, asleep):
+    bench = Sleeping(model, None, Mailbox())
+    bench.submit("a", prompt_of(9), 20)
+    bench.ticks(6)
+    token = bench.order(Sleep, 1)
+    if asleep:
+        bench.obeyed(token)
+    else:
+        bench.engine.hold.door.enter()  # an update that it would wait for
+        bench.ticks(3)
+    bench.submit("waits", prompt_of(9), 5)
+    bench.engine.inbox.put(Shutdown(mode, 7))
+    late = bench.order(Sleep, 1)
+    for _ in range(200):
+        bench.engine.tick()
+        if bench.engine.stopped:
+            break
+    assert bench.engine.stopped and bench.answer(7) == Done(7)
+    assert bench.answer(late).code == "unavailable"
+    done = bench.completions["a", 0]
+    assert done.token_ids == greedy(prompt_of(9), 20)[: len(done.token_ids)] and len(done.token_ids) > 0
+    if asleep or mode == "now":
+        assert done.finish.reason == bench.completions["waits", 0].finish.reason == "cancelled"
+    else:
+        assert bench.answer(token).code == "unavailable" and len(done.token_ids) == 20
+    bench.close()
+
+
+def test_after_a_fault_before_it_slept_it_is_awake_and_whole(model, prompt_of, greedy):
+    bench = Sleeping(model, None, Mailbox())
+    bench.submit("a", prompt_of(9), 20)
+    bench.ticks(6)
+    bench.engine.hold.door.enter()
+    token = bench.order(Sleep, 1)
+    bench.ticks(2)
+    bench.engine.fail("broken")
+    answer = bench.answer(token)
+    assert isinstance(answer, Failed) and answer.code == "internal"
+    bench.engine.hold.door.leave()
+    rebuild_engine(bench.engine, bench.settings)
+    bench.submit("b", prompt_of(9), 20)
+    bench.run()
+    assert bench.tokens("b") == greedy(prompt_of(9), 20)
+    assert isinstance(bench.sleep(), Done) and not bench.pages.backed
+    bench.wake()
+    bench.submit("c", prompt_of(9), 20)
+    bench.run()
+    assert bench.tokens("c") == greedy(prompt_of(9), 20)
+    bench.close()
+
+
+def test_an_engine_that_fails_asleep_is_not_built_anew(model):
+    bench = Sleeping(model)
+    bench.sleep()
+    bench.engine.fail("broken")
+    with pytest.raises(RuntimeError, match="given back"):
+        rebuild_engine(bench.engine, bench.settings)
+    bench.close(check=False)
+
+
+# --- any mixture -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mixture_of_orders_updates_and_requests_has_the_right_tokens_and_loses_nothing(
+    model, folders, prompt_of, greedy, seed
+):
+    rng, mailbox = random.Random(seed), Mailbox()
+    offload = {"host_kv_gib": 0.001, "host_kv_piece_mib": 0.004} if seed % 2 else {}
+    pages, depth = rng.choice((40, 256)), rng.choice((1, 2))
+    bench = Sleeping(model, random_delays(seed, 0.0005), mailbox, kv_pages=pages, pipeline_depth=depth, **offload)
+    same, version, tokens, sent = load(folders[0]), 0, [], {}
+    for i in range(60):
+        what = rng.choice(("request", "request", "group", "turn", "sleep", "wake", "wake", "update", "cancel", "tick"))
+        if what in ("request", "group", "turn"):
+            name, length = f"r{i}", rng.randint(1, 40)
+            fields = {"n": 3} if what == "group" else {}
+            if what == "turn":
+                fields = {"session": ("c", f"s{i % 3}"), "session_lease_s": 1e6}
+            sent[name] = length, rng.randint(1, 20)
+            bench.submit(name, prompt_of(length, length), sent[name][1], **fields)
+        elif what in ("sleep", "wake"):
+            more = {"mode": rng.choice((None, None, "abort"))} if what == "sleep" else {}
+            order, level = (Sleep, [rng.randint(1, 2)]) if what == "sleep" else (Wake, [])
+            tokens.append(bench.order(order, *level, **more))
+        elif what == "cancel" and sent:
+            bench.engine.inbox.put(Cancel(("c", rng.choice(list(sent)))))
+        elif what == "update" and mailbox.ready is None and not bench.sleeper.wanted:
+            version += 1
+            mailbox.ready = Update(version, same, model)
+        bench.ticks(rng.randint(0, 6))
+    tokens.append(bench.order(Wake))
+    answers = [bench.obeyed(token) if bench.answer(token) is None else bench.answer(token) for token in tokens]
+    assert all(isinstance(answer, Done) for answer in answers) and not bench.sleeper.wanted
+    mailbox.ready = Update(version + 1, same, model)
+    bench.run()
+    for (name, _), done in bench.completions.items():
+        length, most = sent[name]
+        assert done.finish.reason in ("length", "cancelled")
+        assert done.token_ids == greedy(prompt_of(length, length), most)[: len(done.token_ids)]
+        assert done.finish.reason == "cancelled" or len(done.token_ids) == most
+    bench.engine.scheduler.memory.sessions.end("c")
+    bench.close()
