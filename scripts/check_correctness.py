@@ -71,10 +71,8 @@ class Work:
     long_new: int
 
 
-_WORK = {
-    "small": Work((40, 61, 90, 133, 200, 301, 450, 700), 160, 8, (4000, 8000), 128),
-    "toy": Work((13, 21, 34, 60), 48, 4, (300,), 24),
-}
+_WORK = {size: Work((40, 61, 90, 133, 200, 301, 450, 700), 160, 8, (4000, 8000), 128) for size in SIZES}
+_WORK["toy"] = Work((13, 21, 34, 60), 48, 4, (300,), 24)
 
 
 def run_engine(model: Decoder, device: str, max_rows: int, context: int, chunk: int = 512) -> Driver:

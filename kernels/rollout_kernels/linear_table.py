@@ -47,14 +47,20 @@ _FAST: dict[tuple[int, int, Kind], Bands] = {
         (8, _PIPELINED),
         *_streamed(2, (32, 128, 128, 5, 96), (MOST_ROWS, 128, 64, 6, 96)),
     ),
-    (4096, 4096, "parts"): _streamed(2, (8, 64, 128, 11, 132), (32, 64, 128, 8, 128), (MOST_ROWS, 64, 64, 8, 132)),
+    (4096, 4096, "parts"): (
+        (1, GemvConfig(1, neurons=1, at_once=16, num_warps=4)),
+        *_streamed(2, (8, 64, 128, 11, 132), (32, 64, 128, 8, 128), (MOST_ROWS, 64, 64, 8, 132)),
+    ),
     (24576, 4096, "silu"): (
         (1, GemvConfig(1, neurons=1, at_once=8, num_warps=4)),
         (8, _PIPELINED),
         *_streamed(1, (32, 256, 64, 5, 132)),
         _GATE_UP_128,
     ),
-    (4096, 12288, "parts"): _streamed(2, (8, 64, 128, 11, 132), (32, 64, 128, 8, 128), (MOST_ROWS, 64, 64, 8, 132)),
+    (4096, 12288, "parts"): (
+        (1, GemvConfig(3, neurons=2, at_once=4, num_warps=8)),
+        *_streamed(2, (8, 64, 128, 11, 132), (32, 64, 128, 8, 128), (MOST_ROWS, 64, 64, 8, 132)),
+    ),
     (151936, 4096, "whole"): (
         (2, GemvConfig(1, neurons=1, at_once=16, num_warps=4)),
         *_streamed(1, (8, 64, 64, 10, 132), (64, 128, 128, 5, 96)),

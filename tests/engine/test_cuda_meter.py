@@ -46,7 +46,7 @@ def test_the_meter_and_the_profiler_see_the_same_activity(depth):
     events = profile_steps(some_steps)
     steps = meter.recent_steps()[-(meter.steps - before) :]
     seen = summarise(events, len(steps))
-    assert len(steps) == STEPS and seen.kernels > 12 * 28
+    assert len(steps) == STEPS and seen.kernels > 8 * 28
     active = sum(step.end_s - step.start_s for step in steps) / (steps[-1].end_s - steps[0].start_s)
     assert seen.kernel_share <= seen.active_share
     if depth == 2:
