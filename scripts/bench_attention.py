@@ -1,7 +1,7 @@
 """Measure the Triton attention kernels on a CUDA machine: microseconds a layer beside the floor, and tuning sweeps.
 
     PYTHONPATH=.:kernels python scripts/bench_attention.py docs/results/attention.json [--sweep]
-        [--kinds decode prefill] [--heads 32/8 32/4] [--shapes 1x1K 32x4K mix] [--page-size 16] [--window 4096] [--fp8]
+        [--kinds decode prefill] [--heads 32/8 32/4] [--shapes 1x256 32x4K mix] [--page-size 16] [--window 4096] [--fp8]
 
 Decode: one query a row over `rows x context` tokens of KV in shuffled pages, bf16 or e4m3 codes with scales. A captured
 graph goes through so many layers' caches that none is read from the L2 cache. The floor of a layer is the bytes of
@@ -51,7 +51,8 @@ def lengths(shape: str) -> list[int]:
         normal = torch.randn(32, generator=torch.Generator().manual_seed(0)).mul(0.8).add(math.log(3000)).exp()
         return [min(16384, int(n)) for n in normal]
     rows, context = shape.split("x")
-    return [int(context.removesuffix("K")) * 1024] * int(rows)
+    tokens = int(context.removesuffix("K")) * (1024 if context.endswith("K") else 1)
+    return [tokens] * int(rows)
 
 
 class Problem:
@@ -104,10 +105,11 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def decode_candidates() -> Iterator[DecodeConfig]:
-    """Configurations that differ in the kernel itself; shares a multiprocessor are swept besides."""
+    """Configurations that differ in the kernel itself; shares, and their least size, are swept besides."""
     grid = [(32, w, s) for w, s in itertools.product((2, 4), (3, 4, 6))]
     grid += [(64, w, s) for w, s in itertools.product((2, 4, 8), (2, 3, 4))]
     grid += [(128, w, s) for w, s in itertools.product((4, 8), (2, 3))]
+    grid += [(256, 8, s) for s in (1, 2)]
     for (block_n, warps, stages), fused in itertools.product(grid, (True, False)):
         yield DecodeConfig(block_n=block_n, num_warps=warps, num_stages=stages, fused=fused)
     yield DecodeConfig(combine_stages=3)
@@ -214,8 +216,9 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
         problem = Problem(lens, heads, kv_heads, args.page_size, layers, args.fp8)
         timed = []
         for config, error in good:
-            for per_sm in (1, 2, 3, 4, 6) if args.sweep else (config.programs_per_sm,):
-                config = dataclasses.replace(config, programs_per_sm=per_sm)
+            several = ((1, 2, 3, 4, 6), (1, 2, 4)) if args.sweep else ((config.programs_per_sm,), (config.min_tiles,))
+            for per_sm, min_tiles in itertools.product(*several):
+                config = dataclasses.replace(config, programs_per_sm=per_sm, min_tiles=min_tiles)
                 us, plan_us = time_decode(problem, config, args.window)
                 timed.append({"us": us, "plan_us": plan_us, "error": error, **dataclasses.asdict(config)})
         timed.sort(key=lambda entry: entry["us"])
@@ -243,6 +246,7 @@ def _short(entry: dict) -> str:
     kind = "fused" if entry["fused"] else "two"
     return (
         f"n{entry['block_n']} w{entry['num_warps']} s{entry['num_stages']} p{entry['programs_per_sm']} {kind}"
+        f" t{entry['min_tiles']}"
         f"{' chunk' if entry['chunk'] else ''}{' r' + str(entry['max_registers']) if entry['max_registers'] else ''}"
         f"{' c' + str(entry['combine_stages']) if entry['combine_stages'] > 1 else ''}"
     )
@@ -305,7 +309,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try all configurations, not the defaults only")
     parser.add_argument("--kinds", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     parser.add_argument("--heads", nargs="+", default=["32/8", "32/4"])
-    parser.add_argument("--shapes", nargs="+", help="decode shapes: rows x K of context, or mix")
+    parser.add_argument("--shapes", nargs="+", help="decode shapes: rows x tokens of context (K for 1,024), or mix")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--window", type=int)
     parser.add_argument("--fp8", action="store_true", help="KV as e4m3 codes with scales")
