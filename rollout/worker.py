@@ -182,7 +182,7 @@ class Worker:
         """What has ended that generation can do without, a sentence each."""
         threads = {"the weight receiver": self.receiver.alive, "the metrics thread": self.metrics.alive}
         ended = tuple(f"{name} has ended" for name, alive in threads.items() if not alive)
-        stale = (hold.stale,) if (hold := self.receiver.hold).stale and not hold.dropped else ()
+        stale = (hold.stale,) if (hold := self.receiver.hold).failed else ()
         text = () if self.prompts is None or self.prompts.problem is None else (self.prompts.problem,)
         hung = self.engine.masks.left_behind
         masks = (f"{hung} constraints have hung a thread each",) if hung else ()

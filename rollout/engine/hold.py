@@ -56,7 +56,8 @@ class Hold:
 
     def __init__(self) -> None:
         self.door = Door()
-        self.dropped = False  # stale because somebody wanted it, not because something went wrong
+        self.dropped = False  # since a sleep dropped the weights no whole update came: none of their version is left
+        self.failed = False  # stale because something went wrong, not because somebody wanted it
         self.wanted = False
         self.granted = False
         self.granted_s = 0.0  # `time.perf_counter()`
@@ -86,19 +87,19 @@ class Hold:
     def fail(self, why: str) -> None:
         """The parameters are a mixture; the hold stays."""
         with self._lock:
-            self.stale, self._on_grant, self.dropped = why, _nothing, False
+            self.stale, self._on_grant, self.failed = why, _nothing, True
 
     def lost(self, why: str) -> None:
         """The loop, which runs nothing, has weights that mean nothing: it holds until a whole update came."""
         with self._lock:
             self.granted_s = time.perf_counter()
             self.wanted = self.granted = self.dropped = True
-            self.stale, self._on_grant = why, _nothing
+            self.stale, self._on_grant, self.failed = why, _nothing, False
 
     def clear(self) -> None:
         """The parameters are whole: generation goes on."""
         with self._lock:
-            self.granted = self.wanted = self.dropped = False
+            self.granted = self.wanted = self.dropped = self.failed = False
             self.stale, self._on_grant = "", _nothing  # it holds the update that asked, and that its memory
 
 

@@ -92,6 +92,21 @@ def test_weights_that_were_dropped_are_cured_by_an_update_in_place() -> None:
         assert serves(worker.model, tensors) and not (hold.stale or hold.dropped or hold.wanted)
 
 
+def test_the_version_that_was_dropped_may_come_again_after_half_of_it_was_written_in_place() -> None:
+    with Worker(apply="in_place") as worker, WeightPublisher(worker.endpoint, bucket_bytes=64) as publisher:
+        tensors = new_tensors(worker.model, 1)
+        publisher.publish(tensors, 1).applied(20)
+        hold = worker.receiver.hold
+        hold.lost("dropped")
+        assert not hold.failed
+        with WeightPublisher(worker.endpoint, bucket_bytes=64) as other:
+            with pytest.raises(WeightsRejected, match="differ"):
+                other.publish({**tensors, "lm_head.weight": tensors["embed.weight"] + 1}, 1).applied(20)
+            assert hold.failed and "in part" in hold.stale and worker.status()["dropped"]
+            other.publish(tensors, 1).applied(20)
+        assert serves(worker.model, tensors) and not (hold.stale or hold.dropped or hold.failed)
+
+
 def test_the_version_that_was_dropped_may_come_again_and_a_publisher_that_keeps_it_sends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
