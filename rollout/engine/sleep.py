@@ -142,15 +142,15 @@ class Sleeper:
     def _fall_asleep(self, order: Sleep, engine: Engine) -> Done | Failed:
         assert self.memory is not None
         began_s = time.perf_counter()
-        _drop_kv(engine.scheduler)
         engine.runner.finish()
         try:
             if self._level == 1:
-                self.memory.save()
+                self.memory.save()  # before anything is dropped: where it fails, all goes on as it was
         except MemoryShortError as error:
             log.warning("this worker cannot sleep", extra={"reason": str(error)})
             self._awake(engine)
             return Failed(order.token, str(error), code="unavailable")
+        _drop_kv(engine.scheduler)
         self._freed_bytes = self.memory.release()
         self.asleep, self._since_s = True, time.perf_counter()
         engine.meter.offload(began_s, self._since_s)

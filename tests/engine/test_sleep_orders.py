@@ -80,8 +80,10 @@ def test_a_wake_that_finds_too_little_leaves_all_of_it_asleep_and_a_later_one_su
     bench.close()
 
 
-def test_weights_that_the_host_cannot_keep_leave_it_awake(model, prompt_of, greedy, monkeypatch):
+def test_weights_that_the_host_cannot_keep_leave_it_awake_with_all_its_kv(model, prompt_of, greedy, monkeypatch):
     bench = Sleeping(model)
+    bench.submit("prefix", prompt_of(33), 5)
+    bench.run()
     bench.submit("a", prompt_of(9), 20)
     bench.ticks(6)
     monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 0)
@@ -89,8 +91,10 @@ def test_weights_that_the_host_cannot_keep_leave_it_awake(model, prompt_of, gree
     assert isinstance(answer, Failed) and answer.code == "unavailable" and "level 2" in answer.message
     assert bench.engine.status().state == "serving" and bench.engine.hold.door.enter()
     bench.engine.hold.door.leave()
+    bench.submit("cached", prompt_of(33), 5)
     bench.run()
-    assert bench.tokens("a") == greedy(prompt_of(9), 20)
+    assert bench.tokens("a") == greedy(prompt_of(9), 20) and not bench.completions["a", 0].recomputed
+    assert bench.done["cached"].cached_tokens == 32
     bench.close()
 
 
