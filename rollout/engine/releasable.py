@@ -30,8 +30,9 @@ _GIB = 2**30
 _ALIGN = 512
 #: Tensors that are moved share blocks of about this size: while they move, both places are taken.
 _BLOCK_BYTES = 256 << 20
-#: Host memory is taken in pieces of this size, a power of two: pinned memory is rounded up to one.
-_PIECE_BYTES = 256 << 20
+#: Host memory is taken in pieces of powers of two, to which pinned memory is rounded up: most of this size, the rest of
+#: a block in smaller ones, down to the least.
+_PIECE_BYTES, _LEAST_PIECE_BYTES = 256 << 20, 1 << 20
 
 
 class MemoryShortError(RuntimeError):
@@ -154,11 +155,20 @@ class ReleasableMemory:
             )
         for block in self._blocks:
             if block.kept:
-                block.host = block.host or [self._device.host_buffer((n,), torch.uint8) for n in _pieces(block.nbytes)]
+                block.host = block.host or self._host_pieces(block.nbytes)
                 for piece, there in self._parts(block):
                     piece.copy_(there, non_blocking=True)
         self._device.synchronize()
         self._saved = True
+
+    def _host_pieces(self, nbytes: int) -> list[torch.Tensor]:
+        try:
+            return [self._device.host_buffer((piece,), torch.uint8) for piece in _pieces(nbytes)]
+        except RuntimeError as error:  # of an allocator: the memory there is may not be had, or not be pinned
+            raise MemoryShortError(
+                f"the host does not give {nbytes / _GIB:.2f} GiB of pinned memory for weights: sleep with level 2, or "
+                f"free host memory ({error!s:.200})"
+            ) from error
 
     def release(self) -> int:
         """Give all memory back; the bytes that came free by what the driver, or the system, says."""
@@ -217,7 +227,7 @@ class ReleasableMemory:
 
     def _parts(self, block: _Block) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The pieces of host memory, and what each is of."""
-        return zip(block.host, self._whole(block).split(_PIECE_BYTES), strict=True)
+        return zip(block.host, self._whole(block).split([len(piece) for piece in block.host]), strict=True)
 
     def _whole(self, block: _Block) -> torch.Tensor:
         return self._backing.tensor(block.span, 0, block.nbytes)
@@ -243,7 +253,15 @@ def _grouped(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _pieces(nbytes: int) -> list[int]:
-    return [min(_PIECE_BYTES, nbytes - start) for start in range(0, nbytes, _PIECE_BYTES)]
+    """Sizes that add up to `nbytes`."""
+    sizes, piece = [], _PIECE_BYTES
+    while nbytes > 0:
+        if nbytes < piece and piece > _LEAST_PIECE_BYTES:
+            piece //= 2
+            continue
+        sizes.append(min(piece, nbytes))
+        nbytes -= sizes[-1]
+    return sizes
 
 
 class HostPages:

@@ -129,6 +129,32 @@ def test_weights_that_the_host_cannot_keep_are_not_given_back(monkeypatch):
     memory.save()  # what it has for this it keeps
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 511, MIB, 3 * MIB + 5, 201 * MIB, 256 * MIB, 257 * MIB, 1245 * MIB + 512])
+def test_pinned_memory_which_is_rounded_up_to_powers_of_two_is_not_much_more_than_the_weights(nbytes):
+    pieces = releasable._pieces(nbytes)
+    pinned = sum(1 << (piece - 1).bit_length() for piece in pieces)
+    assert sum(pieces) == nbytes <= pinned <= nbytes + MIB and len(pieces) <= nbytes // (256 * MIB) + 9
+
+
+def test_host_memory_that_is_not_given_is_too_little_of_it(monkeypatch):
+    memory = ReleasableMemory(CpuDevice(), StrictPages())
+    weight = torch.rand(9)
+    value = weight.clone()
+    memory.take_over([weight], kept=True)
+
+    def refuse(self, shape, dtype):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(CpuDevice, "host_buffer", refuse)
+    with pytest.raises(MemoryShortError, match=r"pinned memory.*level 2.*out of memory"):
+        memory.save()
+    monkeypatch.undo()
+    memory.save()
+    memory.release()
+    memory.restore()
+    assert torch.equal(weight, value)
+
+
 # --- the driver's calls, without a driver ----------------------------------------------------------------------------
 
 
