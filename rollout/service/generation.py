@@ -290,7 +290,8 @@ class Generation:
         self.check_alive()
         status = self._status()
         state = "draining" if self.draining else status.state
-        waits = state == "asleep" and status.sleep is not None and status.sleep.requests == "wait"
+        # No `sleep` while asleep: it has just been woken. What the engine does not take it says itself.
+        waits = state == "asleep" and (status.sleep is None or status.sleep.requests == "wait")
         if state in _UNAVAILABLE and not waits:
             message = _UNAVAILABLE[state]
             raise ServiceError("unavailable", f"{message} ({status.stale})" if state == "stale" else message)

@@ -69,7 +69,8 @@ def test_requests_wait_or_are_refused(bench):
     bench.status[0] = EngineStatus(state="asleep", sleep=SleepStatus(1, "refuse", 7, 1.5))
     error = client.ask("generate", "r", prompt=[1])
     assert error["code"] == "unavailable" and "asleep" in error["message"] and bench.inbox.empty()
-    bench.status[0] = EngineStatus(state="asleep", sleep=SleepStatus(1, "wait", 7, 1.5))
-    client.send("generate", "w", prompt=[1])
-    bench.finish(bench.submitted())
-    assert client.receive()["op"] == "result"
+    for sleep in (SleepStatus(1, "wait", 7, 1.5), None):  # None: woken between the two looks
+        bench.status[0] = EngineStatus(state="asleep", sleep=sleep)
+        client.send("generate", f"w{sleep}", prompt=[1])
+        bench.finish(bench.submitted())
+        assert client.receive()["op"] == "result"
