@@ -233,7 +233,7 @@ class Engine:
             if isinstance(update, AdapterUpdate):
                 self._take_adapter(update, self._receiver)
                 return
-            held_since_s = self.hold.granted_s if self.hold.granted else None
+            held_since_s = (self.hold.granted_s or None) if self.hold.granted else None
             self._swap = Swap(update, self.runner.device.event(), self.runner.device.event(), held_since_s)
             self.runner.enqueue(update.copy_into, self._swap.start, self._swap.end)
             self.scheduler.weights_changed(update.version, self._recompute_on_swap)

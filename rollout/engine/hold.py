@@ -60,7 +60,7 @@ class Hold:
         self.failed = False  # stale because something went wrong, not because somebody wanted it
         self.wanted = False
         self.granted = False
-        self.granted_s = 0.0  # `time.perf_counter()`
+        self.granted_s = 0.0  # since when it holds for an update, `time.perf_counter()`; 0 while there is none
         self.stale = ""
         self._on_grant: Callable[[], object] = _nothing
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class Hold:
     def lost(self, why: str) -> None:
         """The loop, which runs nothing, has weights that mean nothing: it holds until a whole update came."""
         with self._lock:
-            self.granted_s = time.perf_counter()
+            self.granted_s = 0.0
             self.wanted = self.granted = self.dropped = True
             self.stale, self._on_grant, self.failed = why, _nothing, False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from conversation import Conversation
 from harness import load
@@ -201,6 +203,23 @@ def test_the_same_weights_again_give_the_tokens_of_a_run_that_never_slept(model,
     bench.run()
     assert outcome(bench) == never_slept
     assert bench.engine.meter.report()["weights/version"] == 0
+    bench.close()
+
+
+def test_the_pause_of_an_update_is_its_own_not_the_time_for_which_there_were_no_weights(model, folders):
+    mailbox = Mailbox()
+    bench = Sleeping(model, None, mailbox)
+    bench.sleep(2)
+    bench.wake()
+    woken_s = time.perf_counter()
+    bench.ticks(20)
+    mailbox.ready = Update(1, load(folders[1]), model)
+    begun_s = time.perf_counter()
+    bench.run()
+    ((version, pause_s),) = mailbox.done
+    assert version == 1 and 0 < pause_s <= time.perf_counter() - begun_s
+    (swap,) = bench.engine.meter.recent_swaps()
+    assert swap.start_s >= begun_s > woken_s
     bench.close()
 
 
