@@ -196,7 +196,6 @@ class ReleasableMemory:
             self._back_all()
         except MemoryShortError as error:
             raise self._too_little() from error
-        self.released = False
         for block in self._blocks:
             if block.kept and self._saved:
                 for piece, there in self._parts(block):
@@ -204,7 +203,7 @@ class ReleasableMemory:
             else:
                 self._clear(block)
         self._device.synchronize()
-        self._saved = False
+        self.released = self._saved = False  # last: where the device fails, nobody may count on what is there
 
     def _back_all(self) -> None:
         with contextlib.ExitStack() as undo:

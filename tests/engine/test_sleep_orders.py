@@ -252,6 +252,21 @@ def test_an_engine_that_fails_asleep_is_not_built_anew(model):
     bench.close(check=False)
 
 
+def test_an_engine_that_fails_while_its_weights_come_back_is_not_built_anew_around_them(model, monkeypatch):
+    bench = Sleeping(model)
+    bench.sleep()
+    monkeypatch.setattr(CpuDevice, "synchronize", lambda self: 1 / 0)
+    token = bench.order(Wake)
+    with pytest.raises(ZeroDivisionError):
+        bench.engine.tick()
+    monkeypatch.undo()
+    bench.engine.fail("broken")
+    assert bench.answer(token).code == "internal"
+    with pytest.raises(RuntimeError, match="given back"):
+        rebuild_engine(bench.engine, bench.settings)
+    bench.close(check=False)
+
+
 # --- any mixture -----------------------------------------------------------------------------------------------------
 
 
