@@ -53,7 +53,7 @@ class Commit:
     reply: Reply
     transport: str
     phases: dict[str, float]  # seconds
-    since_s: float = field(default_factory=time.monotonic)
+    since_s: float  # when this phase began, on the monotonic clock
 
 
 @dataclass(frozen=True, slots=True)

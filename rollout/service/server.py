@@ -5,7 +5,8 @@
                              +------ Outbox <--Event-- engine engine's loop and other threads fill
 
 The thread parses, checks and answers; it never waits for the engine, for a client or for a tokenizer. A message that
-is wrong is answered with an error, and a fault in handling one with `internal`: neither ends the thread.
+is wrong is answered with an error, and a fault in handling one with `internal`: neither ends the thread. What a
+message asks for is done by `Generation` (requests), `Controls` (orders), `Shutdowns`, `Reports` and `WorkerStatus`.
 """
 
 from __future__ import annotations
@@ -17,55 +18,42 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
 from queue import SimpleQueue
 from typing import Any, Literal
 
 import zmq
 
 from rollout.config import SecuritySettings, ServiceSettings
-from rollout.engine.orders import Sleep, Wake
-from rollout.engine.types import (
-    Command,
-    Done,
-    DropAdapter,
-    EndSession,
-    EngineStatus,
-    Failed,
-    Pause,
-    PutAdapter,
-    Resume,
-    Shutdown,
-)
+from rollout.engine.types import Command, Done, EndSession, EngineStatus, Failed
 from rollout.metrics.mismatch import MismatchBox
-from rollout.models.adapters import AdapterWeights
 from rollout.service import requests
-from rollout.service.adapters import AdapterFolders, AdapterLoads
+from rollout.service.adapters import AdapterFolders
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
 from rollout.service.connections import Connections, Peer
 from rollout.service.constraint import Constraints
+from rollout.service.controls import Controls
 from rollout.service.departures import Departures
-from rollout.service.errors import ServiceError, bad_request
+from rollout.service.errors import ServiceError
 from rollout.service.generation import Generation
 from rollout.service.intake import Intake, Prepared
 from rollout.service.leases import client_key
 from rollout.service.outbox import Outbox
 from rollout.service.prepare import Preparer
-from rollout.service.replies import error_reply, ok_reply, sequence_fields, status_reply, trace_reply
+from rollout.service.replies import error_reply, ok_reply
 from rollout.service.reports import Reports
 from rollout.service.router import open_router, receive_parts
 from rollout.service.served_model import ServedModel
+from rollout.service.shutdowns import Shutdowns
 from rollout.service.text import PromptEncoder, PromptSource, TextCodec
+from rollout.service.worker_status import WorkerStatus
 from trainer_bridge.access import Access
-from trainer_bridge.wire import PROTOCOL_VERSION, WireError, WireLimits, decode, encode, header_id, split_envelope
+from trainer_bridge.wire import WireError, WireLimits, decode, encode, header_id, split_envelope
 
 logger = logging.getLogger(__name__)
 
 _MESSAGES_A_ROUND = 64  # then events get their turn
 _BACKLOG_POLL_MS = 5
 _LINGER_S = 2.0
-_MAX_CONTROLS = 1024  # control messages that are not answered yet
-_MAX_WEIGHTS_CONTROLS = 64  # of the weight bridge; each may hold a manifest
 
 
 class Server:
@@ -99,11 +87,8 @@ class Server:
         self.failed = False  # the thread ended by a fault of its own; the log says which
         self._settings = settings
         self._security = security
-        self._model = model
         self._inbox = inbox
         self._status = status
-        self._receiver = receiver
-        self._views = views
         self._worker = worker_name
         self._constraints = constraints or Constraints(None, model.vocab_size)
         grammars = self._constraints.grammars
@@ -112,9 +97,16 @@ class Server:
             capabilities = default_capabilities(
                 text, receiver, views, grammars, routing, adapters is not None, model.sleep
             )
-        self._capabilities = tuple(capabilities)
+        self._worker_status = WorkerStatus(
+            status,
+            model,
+            receiver,
+            views,
+            worker=worker_name,
+            capabilities=capabilities,
+            max_queue=settings.max_queue,
+        )
         self._intake = Intake(settings, model, text, stop_check_every, grammars)
-        self._text = text
         self._prompts = PromptEncoder(text, settings.max_prompt_chars) if text and prompts is None else prompts
         self._limits = WireLimits(
             max_message_bytes=settings.max_message_bytes,
@@ -122,11 +114,15 @@ class Server:
             max_blobs=settings.max_blobs,
         )
         self._reports = Reports(self.outbox.post, self._reply)
-        self._adapters = None if adapters is None else AdapterLoads(adapters, self.outbox.post)
-        self._tokens = count(1)
-        self._controls: dict[int, Peer] = {}
-        self._drains: dict[int, tuple[float, Shutdown]] = {}  # when each must be over, and the end that is told then
-        self._weights_controls = 0
+        self._controls = Controls(
+            inbox,
+            self.outbox.post,
+            self._reply,
+            self._send_error,
+            sleep=model.sleep,
+            adapters=adapters,
+            receiver=receiver,
+        )
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -158,6 +154,7 @@ class Server:
         self._connections = Connections(self._socket, self._settings.max_stream_buffer_bytes, self._connection_gone)
         self._departures = Departures(self._socket)
         self._preparer: Preparer[Prepared | None] = Preparer(self.outbox.post)
+        self._shutdowns = Shutdowns(self._settings.drain_s, self._inbox, self._preparer)
         self._generation = Generation(
             self._settings,
             self._intake,
@@ -193,7 +190,7 @@ class Server:
             while not self._stopping:
                 poller.poll(self._patience_ms())
                 self._generation.tick()
-                self._end_drains(time.monotonic())
+                self._shutdowns.tick()
                 self._take_events()
                 self._take_messages()
                 self._end_connections(self._departures.take())
@@ -206,8 +203,7 @@ class Server:
         finally:
             self._preparer.close()
             self._reports.close()
-            if self._adapters is not None:
-                self._adapters.close()
+            self._controls.close()
             self._departures.close()
             self._socket.close(linger=int(_LINGER_S * 1000))
             self._context.term()
@@ -216,9 +212,7 @@ class Server:
     def _patience_ms(self) -> int | None:
         if self._connections.has_backlog:
             return _BACKLOG_POLL_MS
-        waits_s = [max(0.0, limit_s - time.monotonic()) for limit_s, _ in self._drains.values()]
-        if (wait_s := self._generation.wait_s()) is not None:
-            waits_s.append(wait_s)
+        waits_s = [wait_s for wait_s in (self._generation.wait_s(), self._shutdowns.wait_s()) if wait_s is not None]
         return math.ceil(min(waits_s) * 1000) if waits_s else None
 
     def _take_events(self) -> None:
@@ -226,7 +220,7 @@ class Server:
             if callable(item):
                 item()
             elif isinstance(item, (Done, Failed)):
-                self._done(item)
+                self._controls.done(item)
             else:
                 self._generation.handle(item)
 
@@ -254,8 +248,7 @@ class Server:
     def _say_goodbye(self) -> None:
         gone = ServiceError("unavailable", "this worker has ended; send to another one")
         self._generation.fail_all(gone)
-        loading = self._adapters.waiting() if self._adapters is not None else []
-        for peer in (*self._controls.values(), *self._reports.waiting(), *loading):
+        for peer in (*self._controls.waiting(), *self._reports.waiting()):
             self._send_error(peer, gone)
         until = time.monotonic() + _LINGER_S
         while self._connections.has_backlog and time.monotonic() < until:
@@ -293,13 +286,8 @@ class Server:
             case requests.Generate():
                 self._generation.generate(peer, client, message, frames, _fingerprint(frames))
             case requests.EndSession():
-                end = EndSession(client, message.session, self._control(peer))
+                end = EndSession(client, message.session, self._controls.token(peer))
                 self._preparer.now(client, None, lambda _: self._inbox.put(end))  # behind the turns that came before it
-            case requests.LoadAdapter():
-                self._load_adapter(peer, message)
-            case requests.UnloadAdapter():
-                self._adapter_loads()
-                self._inbox.put(DropAdapter(message.name, self._control(peer)))
             case requests.Cancel():
                 self._generation.cancel(peer, client, message)
             case requests.Attach():
@@ -310,130 +298,23 @@ class Server:
                 stored = self._generation.result_of(client, message.target)
                 self._reports.take(peer, message, stored, self._send_error)
             case requests.Status():
-                self._reply(peer, self._status_reply(peer.id) | self._sequences(message.sequences))
+                preparing = self._preparer.waiting
+                self._reply(peer, self._worker_status.reply(peer.id, self._generation, preparing, message.sequences))
             case requests.Trace():
-                self._trace(peer, message.steps)
+                self._reply(peer, self._worker_status.trace(peer.id, message.steps))
             case requests.Ping():
                 self._generation.check_alive()
                 self._reply(peer, ok_reply(peer.id))
-            case requests.Pause():
-                self._inbox.put(Pause(message.mode, self._control(peer)))
-            case requests.Resume():
-                self._inbox.put(Resume(self._control(peer)))
-            case requests.Sleep():
-                self._check_sleeps("sleep")
-                self._inbox.put(Sleep(message.level, self._control(peer), message.mode, message.requests))
-            case requests.Wake():
-                self._check_sleeps("wake")
-                self._inbox.put(Wake(self._control(peer)))
             case requests.Shutdown():
-                self._shut_down(message.mode, self._control(peer))
+                self._shut_down(message.mode, self._controls.token(peer))
             case requests.Weights():
-                self._control_weights(peer, header)
+                self._controls.weights(peer, header)
+            case _:
+                self._controls.take(peer, message)
 
     def _shut_down(self, mode: Literal["drain", "now"], token: int | None) -> None:
-        """Have the engine end. A drain begins behind the requests that are with the tokenizer: they were taken."""
         self._generation.draining = True
-        if mode == "drain":
-            place = next(self._tokens)
-            self._drains[place] = (time.monotonic() + self._settings.drain_s, Shutdown("drain", token))
-            self._preparer.behind_all(lambda: self._begin_drain(place))
-        else:
-            self._inbox.put(Shutdown("now", token))
-            self._end_drains(by_s=math.inf)
-
-    def _begin_drain(self, place: int) -> None:
-        limit_s, command = self._drains.pop(place, (0.0, None))
-        if command is not None:
-            self._inbox.put(command)
-            self._drains[place] = (limit_s, Shutdown("now", None))
-
-    def _end_drains(self, by_s: float) -> None:
-        """Prompts in preparation and rows have `drain_s` together: who waits for the worker's end counts on that."""
-        for place, (limit_s, command) in list(self._drains.items()):
-            if by_s >= limit_s:
-                del self._drains[place]
-                self._inbox.put(Shutdown("now", command.token))
-
-    def _control(self, peer: Peer) -> int:
-        """A token for a control command; its `Done` is answered to this peer."""
-        if len(self._controls) >= _MAX_CONTROLS:
-            raise _too_many_controls()
-        token = next(self._tokens)
-        self._controls[token] = peer
-        return token
-
-    def _done(self, event: Done | Failed) -> None:
-        peer = self._controls.pop(event.token, None)
-        if peer is None:
-            return
-        if isinstance(event, Failed):
-            self._send_error(peer, ServiceError(event.code, event.message, event.field))
-        else:
-            self._reply(peer, ok_reply(peer.id) | dict(event.facts))
-
-    def _check_sleeps(self, op: str) -> None:
-        if not self._model.sleep:
-            raise bad_request(
-                f"this worker does not offer '{op}'; start it with 'engine.sleep' ('capabilities' in its status lists "
-                "what it does)",
-                "op",
-            )
-
-    def _load_adapter(self, peer: Peer, message: requests.LoadAdapter) -> None:
-        def put(weights: AdapterWeights) -> None:
-            self._inbox.put(PutAdapter(message.name, weights, message.version, self._control(peer)))
-
-        self._adapter_loads().load(peer, message.path, put, self._send_error)
-
-    def _adapter_loads(self) -> AdapterLoads:
-        if self._adapters is None:
-            raise bad_request("this worker does not offer adapters; start it with 'adapter_slots'", "op")
-        return self._adapters
-
-    def _control_weights(self, peer: Peer, header: dict[str, Any]) -> None:
-        if self._receiver is None:
-            raise bad_request("this worker takes no weights; start it with a weight receiver", "op")
-
-        if self._weights_controls >= _MAX_WEIGHTS_CONTROLS:
-            raise _too_many_controls()
-        self._weights_controls += 1
-
-        def reply(answer: dict[str, Any]) -> None:
-            self.outbox.post(lambda: self._reply_weights(peer, answer))
-
-        self._receiver.control(header, reply)
-
-    def _reply_weights(self, peer: Peer, answer: dict[str, Any]) -> None:
-        self._weights_controls -= 1
-        op = "error" if "code" in answer else "ok"
-        self._reply(peer, {"op": op, **answer, "v": PROTOCOL_VERSION, "id": peer.id})
-
-    def _status_reply(self, request_id: str) -> dict[str, Any]:
-        return status_reply(
-            request_id,
-            replace(self._status(), reclaimed=self._generation.reclaimed),
-            self._model,
-            draining=self._generation.draining,
-            preparing=self._preparer.waiting,
-            results={"stored": len(self._generation.store), "bytes": self._generation.store.size},
-            max_queue=self._settings.max_queue,
-            worker=self._worker,
-            capabilities=self._capabilities,
-            weights_endpoint=self._receiver.endpoint if self._receiver is not None else None,
-            weights=self._receiver.summary() if self._receiver is not None else None,
-        )
-
-    def _sequences(self, limit: int) -> dict[str, Any]:
-        if limit == 0 or self._views is None:
-            return {}
-        return {"sequences": [sequence_fields(sequence) for sequence in self._views.sequences(limit)]}
-
-    def _trace(self, peer: Peer, steps: int) -> None:
-        if self._views is None:
-            raise bad_request("this worker keeps no record of its steps; leave the request out", "op")
-        names = {"model": self._model.name, "worker": self._worker}
-        self._reply(peer, trace_reply(peer.id, names | self._views.recording(steps)))
+        self._shutdowns.begin(mode, token)
 
     def _send_error(self, peer: Peer, error: ServiceError) -> None:
         self._reply(peer, error_reply(peer.id, error))
@@ -451,10 +332,6 @@ class Server:
 def _valid_id(header: dict[str, Any]) -> str:
     found = header.get("id")
     return found if isinstance(found, str) and 1 <= len(found) <= requests.MAX_ID_CHARS else ""
-
-
-def _too_many_controls() -> ServiceError:
-    return ServiceError("overloaded", "too many control messages wait for an answer; come back later")
 
 
 def _fingerprint(frames: list[bytes]) -> bytes:

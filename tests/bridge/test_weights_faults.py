@@ -46,7 +46,7 @@ def run_fault(faults: FaultServer, worker: Worker, transport: str, folder: Path,
     order = {"endpoint": worker.endpoint, "transport": transport, "folder": str(folder), "version": 2, "seed": 2}
     with faults.child(role="publisher", phase=phase, fault=fault, **order) as pid:
         if fault == "corrupt":
-            wait_for(lambda: worker.receiver._failure is not None, "the refusal")
+            wait_for(lambda: worker.receiver._reception.failure is not None, "the refusal")
         else:
             wait_for(lambda: ended_or_stopped(pid), "the fault")
         wait_for(lambda: worker.status()["state"] in ("idle", "stale"), "the end of the update")

@@ -56,7 +56,7 @@ def test_a_worker_notices_that_its_group_is_gone_long_before_it_would_miss_the_d
     worker, sender = waiting
     sender.close()  # the publisher died: its store is gone
     wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
-    _, error = worker.receiver._failure
+    _, error = worker.receiver._reception.failure
     assert "the group with the publisher broke" in str(error)
 
 

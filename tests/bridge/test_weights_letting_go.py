@@ -23,7 +23,7 @@ def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what:
         old = publish(worker, 1, 1)
         raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
         assert raw.begin()["op"] == "ok"
-        owner = worker.receiver._receivers["zmq"] if what == "drop" else worker.receiver._landing
+        owner = worker.receiver._receivers["zmq"] if what == "drop" else worker.receiver._reception.current.landing
         setattr(owner, what, raising)
         assert_rejected(raw.commit(), "not here at commit")
         if what == "drop":
@@ -37,7 +37,7 @@ def test_in_place_a_worker_that_cannot_let_go_of_half_an_update_is_stale_until_a
         publish(worker, 1, 1)
         raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
         assert raw.begin()["op"] == "ok"
-        worker.receiver._landing.abandon = raising
+        worker.receiver._reception.current.landing.abandon = raising
         raw.send(0)
         assert raw.answer()[0] == b"WAK1"
         assert_rejected(raw.commit(), "not here at commit")
@@ -50,13 +50,13 @@ def test_an_update_that_was_refused_keeps_no_memory(apply: str) -> None:
     with Worker(apply=apply) as worker:
         raw = RawPublisher(worker, new_tensors(worker.model, 1), 1)
         assert raw.begin()["op"] == "ok"
-        landing = weakref.ref(worker.receiver._landing)
+        landing = weakref.ref(worker.receiver._reception.current.landing)
         raw.send(0, crc=1)
         assert raw.answer()[0] == b"WNO1"
-        wait_for(lambda: worker.receiver._failure is not None, "the refusal")
+        wait_for(lambda: worker.receiver._reception.failure is not None, "the refusal")
         worker.status()  # the thread has left what refused it
         gc.collect()
-        assert landing() is None and worker.receiver._failure is not None
+        assert landing() is None and worker.receiver._reception.failure is not None
 
 
 class Asker:

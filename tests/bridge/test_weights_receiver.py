@@ -288,7 +288,7 @@ def test_staging_stays_as_it_is_until_its_update_is_applied(worker: Worker) -> N
     begun: queue.SimpleQueue = queue.SimpleQueue()
     waiting = threading.Thread(target=lambda: begun.put(late.begin()))
     waiting.start()
-    wait_for(lambda: worker.receiver._waiting, "a begin that waits")
+    wait_for(lambda: worker.receiver._reception.waiting, "a begin that waits")
     assert committed.empty() and begun.empty()
     worker.gate.set()
     assert committed.get(timeout=20)["op"] == "ok"

@@ -26,7 +26,7 @@ from rollout.engine.runner import Runner
 from rollout.engine.scheduler import Scheduler
 from rollout.metrics.sinks import MetricsThread
 from rollout.service.server import Server
-from trainer_bridge.receiver import WeightReceiver
+from trainer_bridge.reception import Reception
 from trainer_bridge.staging import StagedUpdate
 
 FOLDER = Path(sys.argv[1])
@@ -105,7 +105,7 @@ before(Scheduler, "end_overdue", raiser({"commit": AssertionError("commit")}))
 before(Scheduler, "submit", raiser({"submit": KeyError("submit")}))
 before(StagedUpdate, "copy_into", raiser({"copy": RuntimeError("copy")}))
 before(Server, "_take_messages", raiser({"service": RuntimeError("service")}))
-before(WeightReceiver, "_poll_ms", raiser({"receiver": RuntimeError("receiver")}))
+before(Reception, "poll_ms", raiser({"receiver": RuntimeError("receiver")}))
 before(MetricsThread, "_each", raiser({"metrics": End("metrics")}))
 
 if __name__ == "__main__":

@@ -1,0 +1,150 @@
+"""Control messages: orders to the engine's loop and to the weight bridge, and who waits for what becomes of them.
+
+    pause, resume, sleep, ...   Command with a token  ==> inbox ==> loop ==> Done or Failed with it --> reply
+    load_adapter                folder --AdapterLoads--> PutAdapter with a token, as above
+    weights                     header --> receiver --> any thread --post--> reply
+
+Each gets one answer. How many may wait for theirs is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from queue import SimpleQueue
+from typing import Any
+
+from rollout.engine.orders import Sleep, Wake
+from rollout.engine.types import Command, Done, DropAdapter, Failed, Pause, PutAdapter, Resume
+from rollout.models.adapters import AdapterWeights
+from rollout.service import requests
+from rollout.service.adapters import AdapterFolders, AdapterLoads
+from rollout.service.capabilities import WeightControl
+from rollout.service.connections import Peer
+from rollout.service.errors import ServiceError, bad_request
+from rollout.service.replies import ok_reply
+from trainer_bridge.wire import PROTOCOL_VERSION
+
+_MAX_WAITING = 1024  # control messages that are not answered yet
+_MAX_WEIGHTS_WAITING = 64  # of the weight bridge; each may hold a manifest
+
+Order = (
+    requests.Pause | requests.Resume | requests.Sleep | requests.Wake | requests.LoadAdapter | requests.UnloadAdapter
+)
+
+
+class Controls:
+    """Takes control messages on the service thread and answers them there.
+
+    `answer` and `refuse` send replies, `post` has a function called on the service thread. Without `sleep`, `adapters`
+    or `receiver` the messages about these are refused.
+    """
+
+    def __init__(
+        self,
+        inbox: SimpleQueue[Command],
+        post: Callable[[Callable[[], None]], None],
+        answer: Callable[[Peer, dict[str, Any]], None],
+        refuse: Callable[[Peer, ServiceError], None],
+        *,
+        sleep: bool,
+        adapters: AdapterFolders | None,
+        receiver: WeightControl | None,
+    ) -> None:
+        self._inbox = inbox
+        self._post = post
+        self._answer = answer
+        self._refuse = refuse
+        self._sleep = sleep
+        self._adapters = None if adapters is None else AdapterLoads(adapters, post)
+        self._receiver = receiver
+        self._tokens = count(1)
+        self._waiting: dict[int, Peer] = {}
+        self._weights_waiting = 0
+
+    def take(self, peer: Peer, message: Order) -> None:
+        """Give an order to the engine. Raises `ServiceError`."""
+        match message:
+            case requests.Pause():
+                self._inbox.put(Pause(message.mode, self.token(peer)))
+            case requests.Resume():
+                self._inbox.put(Resume(self.token(peer)))
+            case requests.Sleep():
+                self._check_sleeps("sleep")
+                self._inbox.put(Sleep(message.level, self.token(peer), message.mode, message.requests))
+            case requests.Wake():
+                self._check_sleeps("wake")
+                self._inbox.put(Wake(self.token(peer)))
+            case requests.LoadAdapter():
+                self._load_adapter(peer, message)
+            case requests.UnloadAdapter():
+                self._adapter_loads()
+                self._inbox.put(DropAdapter(message.name, self.token(peer)))
+
+    def token(self, peer: Peer) -> int:
+        """For a command; its `Done` or `Failed` is answered to this peer. Raises `ServiceError` if too many wait."""
+        if len(self._waiting) >= _MAX_WAITING:
+            raise _too_many()
+        token = next(self._tokens)
+        self._waiting[token] = peer
+        return token
+
+    def done(self, event: Done | Failed) -> None:
+        """The loop has carried out a command, or could not."""
+        peer = self._waiting.pop(event.token, None)
+        if peer is None:
+            return
+        if isinstance(event, Failed):
+            self._refuse(peer, ServiceError(event.code, event.message, event.field))
+        else:
+            self._answer(peer, ok_reply(peer.id) | dict(event.facts))
+
+    def weights(self, peer: Peer, header: dict[str, Any]) -> None:
+        """Hand a `weights` message to the receiver. Raises `ServiceError`."""
+        if self._receiver is None:
+            raise bad_request("this worker takes no weights; start it with a weight receiver", "op")
+        if self._weights_waiting >= _MAX_WEIGHTS_WAITING:
+            raise _too_many()
+        self._weights_waiting += 1
+
+        def reply(answer: dict[str, Any]) -> None:
+            self._post(lambda: self._answer_weights(peer, answer))
+
+        self._receiver.control(header, reply)
+
+    def waiting(self) -> list[Peer]:
+        """Who has no answer yet, but for those of the weight receiver, which answers them itself."""
+        return [*self._waiting.values(), *(self._adapters.waiting() if self._adapters is not None else ())]
+
+    def close(self) -> None:
+        """Give up what has not begun."""
+        if self._adapters is not None:
+            self._adapters.close()
+
+    def _check_sleeps(self, op: str) -> None:
+        if not self._sleep:
+            raise bad_request(
+                f"this worker does not offer '{op}'; start it with 'engine.sleep' ('capabilities' in its status lists "
+                "what it does)",
+                "op",
+            )
+
+    def _load_adapter(self, peer: Peer, message: requests.LoadAdapter) -> None:
+        def put(weights: AdapterWeights) -> None:
+            self._inbox.put(PutAdapter(message.name, weights, message.version, self.token(peer)))
+
+        self._adapter_loads().load(peer, message.path, put, self._refuse)
+
+    def _adapter_loads(self) -> AdapterLoads:
+        if self._adapters is None:
+            raise bad_request("this worker does not offer adapters; start it with 'adapter_slots'", "op")
+        return self._adapters
+
+    def _answer_weights(self, peer: Peer, answer: dict[str, Any]) -> None:
+        self._weights_waiting -= 1
+        op = "error" if "code" in answer else "ok"
+        self._answer(peer, {"op": op, **answer, "v": PROTOCOL_VERSION, "id": peer.id})
+
+
+def _too_many() -> ServiceError:
+    return ServiceError("overloaded", "too many control messages wait for an answer; come back later")

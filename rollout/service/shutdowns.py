@@ -1,0 +1,61 @@
+"""Orders to end the worker: at once, or by a drain that has a limit.
+
+    now     Shutdown("now") ==> engine, and all drains end with it
+    drain   behind the prompts in preparation: Shutdown("drain") ==> engine;  after `drain_s`: Shutdown("now")
+
+Prompts in preparation and rows have `drain_s` together: who waits for the worker's end counts on that.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import count
+from queue import SimpleQueue
+from typing import Literal
+
+from rollout.engine.types import Command, Shutdown
+from rollout.service.intake import Prepared
+from rollout.service.prepare import Preparer
+
+
+class Shutdowns:
+    """Has the engine end. Everything here runs on the service thread."""
+
+    def __init__(self, drain_s: float, inbox: SimpleQueue[Command], preparer: Preparer[Prepared | None]) -> None:
+        self._drain_s = drain_s
+        self._inbox = inbox
+        self._preparer = preparer
+        self._places = count()
+        self._drains: dict[int, tuple[float, int | None]] = {}  # when each must be over; a token the loop has not yet
+
+    def begin(self, mode: Literal["drain", "now"], token: int | None) -> None:
+        """Have the engine end. A drain begins behind the requests that are with the tokenizer: they were taken."""
+        if mode == "drain":
+            place = next(self._places)
+            self._drains[place] = (time.monotonic() + self._drain_s, token)
+            self._preparer.behind_all(lambda: self._begin_drain(place))
+        else:
+            self._inbox.put(Shutdown("now", token))
+            self._end_drains(by_s=math.inf)
+
+    def tick(self) -> None:
+        """End the drains that have lasted too long."""
+        self._end_drains(by_s=time.monotonic())
+
+    def wait_s(self) -> float | None:
+        """Seconds until `tick` has something to do, None if nothing is due by time."""
+        limits_s = [limit_s for limit_s, _ in self._drains.values()]
+        return max(0.0, min(limits_s) - time.monotonic()) if limits_s else None
+
+    def _begin_drain(self, place: int) -> None:
+        if place in self._drains:
+            limit_s, token = self._drains[place]
+            self._inbox.put(Shutdown("drain", token))
+            self._drains[place] = (limit_s, None)
+
+    def _end_drains(self, by_s: float) -> None:
+        for place, (limit_s, token) in list(self._drains.items()):
+            if by_s >= limit_s:
+                del self._drains[place]
+                self._inbox.put(Shutdown("now", token))
