@@ -1,4 +1,4 @@
-"""Adapters in a real engine: rows with different ones in one batch, slots that come and go, newer versions."""
+"""Adapters in a real engine: rows with different ones in one batch, slots that come and go."""
 
 from __future__ import annotations
 
@@ -6,33 +6,25 @@ import threading
 
 import pytest
 import torch
-from harness import Bench, load
+from adapted import SOME, Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of
+from harness import Bench
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.adapters import AdapterUpdate
-from rollout.engine.build import rebuild_engine
-from rollout.engine.types import Cancel, Delta, Done, DropAdapter, Failed, PutAdapter, Rejected
-from rollout.models.adapters import AdapterWeights
-from rollout.models.peft_tensors import load_peft_folder
-from tests.engine.conftest import build_qwen3, prompt_of
-from tests.peft_adapters import ALL, make_adapter, merged
+from rollout.engine.types import Cancel, Done, DropAdapter, Failed, PutAdapter, Rejected
+from tests.engine.conftest import prompt_of
+from tests.peft_adapters import ALL
 
 COUNT = 9
 
 
 @pytest.fixture(scope="module")
-def base() -> Qwen3ForCausalLM:
-    return build_qwen3(0)
+def base(hf_models) -> Qwen3ForCausalLM:
+    return hf_models[0]
 
 
 @pytest.fixture(scope="module")
-def adapters(base, folders, tmp_path_factory) -> list[tuple[AdapterWeights, Qwen3ForCausalLM]]:
-    """Weights for slots of rank 16, and the model that PEFT merges of each."""
-    spec, found = load(folders[0]).spec, []
-    for i in range(COUNT):
-        folder = make_adapter(base, tmp_path_factory.mktemp(f"adapter{i}"), i, ALL if i % 2 else ("q_proj", "up_proj"))
-        found.append((load_peft_folder(folder, spec, 16, torch.float32), merged(base, folder)))
-    return found
+def adapters(hf_models, folders, tmp_path_factory) -> Adapters:
+    return make_adapters(hf_models[0], folders[0], tmp_path_factory, ([SOME, ALL] * COUNT)[:COUNT])
 
 
 def continuation(reference, prompt: list[int], count: int) -> list[int]:
@@ -40,33 +32,6 @@ def continuation(reference, prompt: list[int], count: int) -> list[int]:
     out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
                              pad_token_id=0, eos_token_id=None)  # fmt: skip
     return out[0, len(prompt) :].tolist()
-
-
-def bench_of(model, adapters, count: int = 0, slots: int = 8, **engine) -> Bench:
-    bench = Bench(model, adapter_slots=slots, adapter_rank=16, **engine)
-    for i in range(count):
-        bench.engine.inbox.put(PutAdapter(f"a{i}", adapters[i][0], token=i))
-    return bench
-
-
-def table_of(bench: Bench):
-    return bench.engine.scheduler.memory.adapters
-
-
-def versions_of(bench: Bench, name: str, index: int = 0) -> list[int]:
-    """Of each token."""
-    deltas = [event for event in bench.events if isinstance(event, Delta) and event.key[1] == name]
-    marks = [delta for delta in deltas if delta.index == index][-1].adapter_versions
-    ends = [*(at for at, _ in marks[1:]), len(bench.tokens(name, index))]
-    return [version for (at, version), end in zip(marks, ends, strict=True) for _ in range(at, end)]
-
-
-def greedy_is(reference, prompt: list[int], got: list[int]) -> None:
-    """Each token is the likeliest, or within rounding of it, after those before."""
-    with torch.no_grad():
-        logits = reference(torch.tensor([[*prompt, *got]])).logits[0, len(prompt) - 1 : -1]
-    best, took = logits.max(-1).values, logits[torch.arange(len(got)), torch.tensor(got)]
-    assert len(got) > 0 and (best - took).max() < 1e-3
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
@@ -166,67 +131,6 @@ def test_preempted_rows_go_on_with_their_adapter(model, adapters):
     bench.close()
 
 
-@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
-def test_a_newer_version_is_taken_amid_the_run_and_told(model, base, adapters, kv_on_swap):
-    bench = bench_of(model, adapters, 1, kv_on_swap=kv_on_swap)
-    prompt = prompt_of(10)
-    bench.submit("r", prompt, 40, stream_every=1, adapter="a0")
-    bench.submit("other", prompt, 40)
-    while len(bench.tokens("r")) < 9:
-        bench.engine.tick()
-    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0], token=7, version=5))
-    bench.run()
-    assert Done(7) in bench.events
-    versions, got = versions_of(bench, "r"), bench.tokens("r")
-    before = versions.count(0)
-    assert versions == [0] * before + [5] * (40 - before) and 9 <= before <= 12
-    greedy_is(adapters[0][1], prompt, got[:before])
-    if kv_on_swap == "recompute":  # all of it is of the new version then
-        greedy_is(adapters[1][1], prompt + got[:before], got[before:])
-    greedy_is(base, prompt, bench.tokens("other"))
-    bench.submit("again", prompt, 8, adapter="a0")
-    bench.run()
-    greedy_is(adapters[1][1], prompt, bench.tokens("again"))
-    whole = 8 if kv_on_swap == "recompute" else 0
-    assert bench.done["again"].cached_tokens == whole, "KV of the old version, or of both, is nobody's prefix"
-    assert versions_of(bench, "again") == [5] * 8
-    bench.close()
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_first_token_of_a_newer_version_is_the_one_that_is_told(model, adapters, depth):
-    """Tokens that were in flight are of the version before."""
-    said = []
-    for newer in (False, True):
-        bench = bench_of(model, adapters, 1, pipeline_depth=depth)
-        bench.submit("r", prompt_of(10), 40, stream_every=1, adapter="a0")
-        while len(bench.tokens("r")) < 9:
-            bench.engine.tick()
-        if newer:
-            bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
-        bench.run()
-        said.append(bench.tokens("r"))
-        versions = versions_of(bench, "r")
-        bench.close()
-    same = next(i for i, (old, new) in enumerate(zip(*said, strict=True)) if old != new)
-    assert same >= 9 and versions == [0] * same + [1] * (40 - same)
-
-
-def test_members_of_a_group_that_start_later_take_no_kv_of_the_older_version(model, adapters):
-    bench = bench_of(model, adapters, 1, max_rows=2)
-    prompt = prompt_of(15)
-    bench.submit("g", prompt, 24, n=4, adapter="a0")
-    while len(bench.engine.scheduler.decoding) < 2:
-        bench.engine.tick()
-    assert bench.engine.scheduler.memory.sharing, "the others are to take the prompt of the first"
-    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
-    bench.run()
-    for index in (2, 3):
-        greedy_is(adapters[1][1], prompt, bench.tokens("g", index))
-        assert versions_of(bench, "g", index) == [1] * 24
-    bench.close()
-
-
 def test_rows_go_on_while_an_adapter_is_copied(model, adapters):
     bench = bench_of(model, adapters, 2)
     bench.submit("a", prompt_of(6), 200, adapter="a0", stream_every=1)
@@ -253,18 +157,6 @@ def test_while_nothing_runs_the_loop_waits_for_a_copy_and_does_not_spin(model, a
     bench.close()
 
 
-def test_a_newer_version_of_an_adapter_that_rests_is_loaded_when_it_is_wanted(model, adapters):
-    bench = bench_of(model, adapters, 1)
-    for version in range(2):
-        bench.submit(f"r{version}", prompt_of(10), 6, adapter="a0")
-        bench.run()
-        greedy_is(adapters[version][1], prompt_of(10), bench.tokens(f"r{version}"))
-        bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
-        bench.run()
-    assert bench.engine.status().adapters[0].version == 2
-    bench.close()
-
-
 def test_sessions_go_on_with_their_adapter_alone(model, base, adapters):
     bench = bench_of(model, adapters, 2, prefix_cache=False)
     prompt = prompt_of(14)
@@ -274,156 +166,6 @@ def test_sessions_go_on_with_their_adapter_alone(model, base, adapters):
         prompt = [*prompt, *bench.tokens(name), 3]
     assert [bench.done[name].cached_tokens > 0 for name in "1234"] == [False, True, False, False]
     assert bench.engine.scheduler.memory.sessions.counts.hits == 1
-    bench.close()
-
-
-def test_a_turn_during_which_its_adapter_changed_leaves_nothing(model, adapters):
-    bench = bench_of(model, adapters, 1, prefix_cache=False)
-    session = {"session": ("c", "s"), "session_lease_s": 100.0, "adapter": "a0"}
-    bench.submit("1", prompt_of(14), 30, **session)
-    while not bench.engine.scheduler.decoding or len(bench.engine.scheduler.decoding[0].tokens) < 5:
-        bench.engine.tick()
-    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
-    bench.run()
-    prompt = [*prompt_of(14), *bench.tokens("1"), 3]
-    bench.submit("2", prompt, 6, **session)
-    bench.run()
-    assert bench.done["2"].cached_tokens == 0
-    greedy_is(adapters[1][1], prompt, bench.tokens("2"))
-    bench.close()
-
-
-def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, adapters):
-    """It has ended and its adapter has changed, but KV that the step in flight writes is of the old one."""
-    bench = bench_of(model, adapters, 1, prefix_cache=False)
-    session = {"session": ("c", "s"), "session_lease_s": 100.0, "adapter": "a0"}
-    bench.submit("1", prompt_of(14), 30, **session)
-    decoding = bench.engine.scheduler.decoding
-    while not decoding or len(decoding[0].tokens) < 5 or not decoding[0].inflight_refs:
-        bench.engine.tick()
-    bench.engine.inbox.put(Cancel(("c", "1")))
-    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
-    bench.run()
-    assert bench.engine.scheduler.memory.sessions.pages == 0
-    prompt = [*prompt_of(14), *bench.tokens("1"), 3]
-    bench.submit("2", prompt, 6, **session)
-    bench.run()
-    assert bench.done["2"].cached_tokens == 0
-    greedy_is(adapters[1][1], prompt, bench.tokens("2"))
-    bench.close()
-
-
-@pytest.mark.parametrize("factor", [float("nan"), 1e30])
-def test_an_adapter_that_is_no_good_harms_its_own_rows_alone(model, base, adapters, factor):
-    """Also those that get its pages, in which there is no number, behind what they have written themselves."""
-    bench = bench_of(model, adapters, 0, kv_pages=12, prefix_cache=False, max_rows=2)
-    weights = adapters[1][0]
-    parts = {place: (a * factor, b * factor) for place, (a, b) in weights.parts.items()}
-    bench.engine.inbox.put(PutAdapter("bad", AdapterWeights(weights.rank, parts)))
-    bench.submit("bad", prompt_of(30, 1), 8, adapter="bad")
-    bench.run()
-    assert bench.completions["bad", 0].finish.reason == "error"
-    for i in range(3):
-        bench.submit(f"r{i}", prompt_of(21, i), 10)
-    bench.run()
-    for i in range(3):
-        assert bench.completions[f"r{i}", 0].finish.reason == "length"
-        greedy_is(base, prompt_of(21, i), bench.tokens(f"r{i}"))
-    bench.close()
-
-
-class Recorder:
-    """The engine's side of a receiver that has one update."""
-
-    def __init__(self, update: AdapterUpdate) -> None:
-        self.updates, self.told = [update], []
-
-    def take_ready(self) -> AdapterUpdate | None:
-        return self.updates.pop() if self.updates else None
-
-    def applied(self, update: AdapterUpdate, pause_s: float) -> None:
-        self.told.append("applied")
-
-    def failed(self, update: AdapterUpdate, message: str) -> None:
-        self.told.append(message)
-
-
-class BrokenStream:
-    """Of a device that is gone."""
-
-    def wait(self, event: object) -> None:
-        raise RuntimeError("the device is gone")
-
-
-def test_whoever_sent_an_adapter_hears_of_a_fault_and_the_one_before_is_served(model, adapters):
-    recorder = Recorder(AdapterUpdate("a0", 9, 1, adapters[1][0]))
-    bench = Bench(model, adapter_slots=2, adapter_rank=16, receiver=recorder)
-    recorder.updates, held = [], recorder.updates
-    bench.engine.inbox.put(PutAdapter("a0", adapters[0][0]))
-    bench.submit("r", prompt_of(9), 50, adapter="a0")
-    while not bench.engine.scheduler.decoding:
-        bench.engine.tick()
-
-    table_of(bench).compute = BrokenStream()
-    recorder.updates = held
-    with pytest.raises(RuntimeError):
-        bench.engine.tick()
-    assert len(recorder.told) == 1 and "the device is gone" in recorder.told[0], "or it would wait for ever"
-    bench.engine.inbox.put(PutAdapter("a0", adapters[2][0], token=3))
-    with pytest.raises(RuntimeError):
-        bench.engine.tick()
-    bench.engine.fail("a fault")
-    (failed,) = [event for event in bench.events if isinstance(event, Failed)]
-    assert (failed.token, failed.code) == (3, "internal")
-    rebuild_engine(bench.engine, bench.settings)
-    bench.submit("again", prompt_of(9), 6, adapter="a0")
-    bench.run()
-    greedy_is(adapters[0][1], prompt_of(9), bench.tokens("again"))
-    assert versions_of(bench, "again") == [0] * 6
-    bench.close()
-
-
-def test_a_prompt_of_two_versions_is_shared_with_nobody(model, adapters):
-    bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
-    prompt = prompt_of(30)
-    bench.submit("g", prompt, 8, n=2, adapter="a0")
-    while not any(seq.kv_len for seq in bench.engine.scheduler.prefilling):
-        bench.engine.tick()
-    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
-    bench.run()
-    greedy_is(adapters[1][1], prompt, bench.tokens("g", 1))
-    bench.close()
-
-
-def test_what_has_launched_nothing_takes_no_kv_of_the_older_version_along(model, adapters):
-    bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
-    prompt = prompt_of(30)
-    bench.submit("before", prompt, 2, adapter="a0")
-    bench.run()
-    bench.submit("first", prompt_of(30, 1), 2)
-    bench.submit("r", prompt, 8, adapter="a0")
-    bench.engine.tick()
-    seq = bench.engine.scheduler.prefilling[-1]
-    assert seq.kv_len == 28 and not seq.row_ready, "it is admitted, with pages of the first"
-    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
-    bench.run()
-    greedy_is(adapters[1][1], prompt, bench.tokens("r"))
-    bench.close()
-
-
-def test_log_probs_of_a_prompt_are_of_one_version(model, adapters):
-    bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
-    prompt = prompt_of(30)
-    bench.submit("r", prompt, 8, adapter="a0", prompt_logprobs=True)
-    while not any(seq.kv_len for seq in bench.engine.scheduler.prefilling):
-        bench.engine.tick()
-    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
-    bench.run()
-    with torch.no_grad():
-        exact = adapters[1][1](torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
-    expected = exact[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
-    told = torch.from_numpy(bench.completions["r", 0].prompt_logprobs)
-    assert torch.allclose(told[1:], expected, atol=1e-3)
     bench.close()
 
 
@@ -438,25 +180,6 @@ def test_two_slots_in_flight_and_base_swaps_leave_adapters_alone(model, adapters
     bench.run()
     assert bench.done["r1"].cached_tokens == 0
     assert bench.tokens("r0") == bench.tokens("r1") and versions_of(bench, "r1") == [0] * 4
-    bench.close()
-
-
-def test_an_engine_that_is_built_anew_knows_its_adapters(model, adapters):
-    bench = bench_of(model, adapters, 2)
-    bench.submit("lost", prompt_of(9), 50, adapter="a0")
-    while not bench.engine.scheduler.decoding:
-        bench.engine.tick()
-    bench.engine.fail("a fault")
-    rebuild_engine(bench.engine, bench.settings)
-    assert [(status.name, status.resident) for status in bench.engine.status().adapters] == [
-        ("a0", False),
-        ("a1", False),
-    ]
-    for i in range(2):
-        bench.submit(f"r{i}", prompt_of(9), 6, adapter=f"a{i}")
-    bench.run()
-    for i in range(2):
-        greedy_is(adapters[i][1], prompt_of(9), bench.tokens(f"r{i}"))
     bench.close()
 
 

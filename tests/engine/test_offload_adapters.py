@@ -7,30 +7,21 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from harness import Bench, Completion, load
+from adapted import Adapters, greedy_is, make_adapters, table_of, versions_of
+from harness import Bench, Completion
 from offloading import counts, offloading
 from streams import LateDevice
-from test_engine_adapters import greedy_is, table_of, versions_of
 from transformers import DynamicCache
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.types import Cancel, Done, DropAdapter, Failed, PutAdapter
-from rollout.models.adapters import AdapterWeights
-from rollout.models.peft_tensors import load_peft_folder
 from tests.engine.conftest import prompt_of
-from tests.peft_adapters import ALL, make_adapter, merged
-
-Adapters = list[tuple[AdapterWeights, object]]
+from tests.peft_adapters import ALL
 
 
 @pytest.fixture(scope="module")
 def adapters(hf_models, folders, tmp_path_factory) -> Adapters:
-    """Weights for slots of rank 16, and the model that PEFT merges of each."""
-    spec, found = load(folders[0]).spec, []
-    for i in range(4):
-        folder = make_adapter(hf_models[0], tmp_path_factory.mktemp(f"parked{i}"), 20 + i, ALL)
-        found.append((load_peft_folder(folder, spec, 16, torch.float32), merged(hf_models[0], folder)))
-    return found
+    return make_adapters(hf_models[0], folders[0], tmp_path_factory, [ALL] * 4, seed=20)
 
 
 def bench_of(model, adapters: Adapters, count: int = 1, slots: int = 2, **fields) -> Bench:
