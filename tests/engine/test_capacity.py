@@ -130,6 +130,20 @@ def test_a_rehearsal_runs_every_size_at_which_experts_take_other_kernels(tmp_pat
     runner.close()
 
 
+def test_a_rehearsal_for_few_rows_runs_every_size_at_which_products_take_other_kernels(tmp_path, monkeypatch):
+    """Prompts have any number of tokens, however few rows decode steps have."""
+    make_checkpoint("qwen3", tmp_path)
+    model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
+    bench = Bench(model, max_rows=1)
+    runner, prefills = bench.engine.runner, []
+    runner.forward = FusedDecoder(model)
+    monkeypatch.setattr(runner, "rehearse_prefill", lambda slot, lengths, *rest: prefills.append(sum(lengths)))
+    monkeypatch.setattr(runner, "rehearse_decode", lambda *rest: None)
+    rehearse(runner, bench.engine.pipeline.acquire(), 1, 700, 300, graph_rows=1)
+    assert set(prefills) >= {1, 2, 4, 8, 16, 32, 64, 128}
+    runner.close()
+
+
 def test_a_rehearsal_leaves_no_trace(model, prompt_of):
     tokens = []
     for rehearsed in (False, True):
