@@ -116,6 +116,14 @@ def linear_config(outputs: int, inputs: int, kind: Kind, rows: int, deterministi
     return next((config for most, config in bands if rows <= most), bands[-1][1] if deterministic else None)
 
 
+def last_rows() -> list[int]:
+    """Numbers of rows up to which every product is one kernel, ascending; above the last nothing changes.
+
+    Bands end at powers of two, and so do the tiles that rows are padded to.
+    """
+    return [1 << bit for bit in range(MOST_ROWS.bit_length())]
+
+
 def _fallback(outputs: int, inputs: int, kind: Kind) -> Bands | None:
     block_k = next((size for size in (128, 64, 32) if inputs % size == 0), None)
     if block_k is None:

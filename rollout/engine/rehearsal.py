@@ -55,9 +55,9 @@ def rehearse(
     """
     largest = largest_chunks(max_rows, chunk_tokens, max_context)
     one = min(chunk_tokens, max_context)
-    expert_sizes = runner.forward.kernel_sizes() if isinstance(runner.forward, FusedDecoder) else []
-    prefills = [size for size in expert_sizes if one < size < sum(largest)]
-    chunk_lengths = sorted({*_CHUNK_LENGTHS, *expert_sizes})
+    kernel_sizes = runner.forward.kernel_sizes() if isinstance(runner.forward, FusedDecoder) else []
+    prefills = [size for size in kernel_sizes if one < size < sum(largest)]
+    chunk_lengths = sorted({*_CHUNK_LENGTHS, *kernel_sizes})
     steps = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in chunk_lengths)]
     steps += [(_chunks(size, one), PLAIN) for size in prefills]
     kinds = [Feature.NONE] if runner.adapters is None else [Feature.NONE, Feature.ADAPTER]
@@ -66,7 +66,7 @@ def rehearse(
             for also in kinds:
                 runner.rehearse_prefill(slot, lengths, features | also, max_context)
     captured_all = graph_rows is not None and graph_rows >= max_rows
-    decodes = {*_powers_of_two(max_rows), *(size for size in expert_sizes if size < max_rows)}
+    decodes = {*_powers_of_two(max_rows), *(size for size in kernel_sizes if size < max_rows)}
     for size in [] if captured_all else sorted(decodes):
         for also in kinds:
             runner.rehearse_decode(slot, size, PLAIN | also, max_context)

@@ -20,7 +20,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.linear_table import Config, linear_config
+from rollout_kernels.linear_table import Config, last_rows, linear_config
 from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
 from rollout_kernels.triton_linear import gate_up_silu, linear, linear_parts
 from rollout_kernels.triton_step import embed_rope
@@ -99,11 +99,11 @@ class FusedDecoder:
         return linear(hidden_SH, self._model.lm_head, config, out_dtype=torch.float32)
 
     def kernel_sizes(self) -> list[int]:
-        """Numbers of tokens up to which a step runs by the same kernels of experts, ascending; empty without experts.
+        """Numbers of tokens up to which a step runs by the same products and kernels of experts, ascending.
 
         Where no step of these sizes was run before, a kernel may be compiled while serving.
         """
-        return [] if self._experts is None else self._experts.sizes()
+        return sorted({*last_rows(), *([] if self._experts is None else self._experts.sizes())})
 
     def take_chosen(self) -> list[torch.Tensor]:
         """Experts of each sparse layer, int32 [T, K], of the step that was just captured; a replay writes them anew."""
