@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
     [
         ("8 rows: norm", 8, {"_add_rms_norm_kernel", "_norm_router_kernel"}),
         ("dense, 32 rows: adapters, rank 16, qkv", 32, {"_shrink_kernel", "_expand_kernel"}),
+        ("dense, 32 rows: adapters, product", 32, {"_stream_kernel"}),
         ("moe, 2 rows: experts, fp8_row", 2, {"_gate_up_kernel", "_down_kernel", "_group_kernel", "_combine_kernel"}),
     ],
 )
