@@ -80,6 +80,9 @@ def test_logits_that_are_no_numbers_give_valid_experts():
     assert all(len(set(row)) == 4 for row in got.experts_TK.tolist())
     assert (got.experts_TK[1] % 2 == 1).all()
     assert got.weights_TK[0].isnan().all() and got.weights_TK[2].isfinite().all()
+    for renormalize in (True, False):
+        weights = moe_choose(logits[None], torch.float32, 4, renormalize).weights_TK
+        assert weights[:2].isnan().all() and weights[2].isfinite().all(), "what was not chosen is not hidden either"
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])

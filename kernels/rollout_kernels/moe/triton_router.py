@@ -92,7 +92,8 @@ def choose(
     largest = tl.maximum(tl.max(tl.where(logits == logits, logits, float("-inf"))), -3e38)
     weight = tl.where(e < E, tl.exp(logits - largest), 0.0)
     if RENORMALIZE:
-        weight = weight / tl.sum(tl.where(chosen, weight, 0.0))
+        # What is not a number counts even where it was not chosen, as it does for a softmax over all.
+        weight = weight / tl.sum(tl.where(chosen | (weight != weight), weight, 0.0))
     else:
         weight = weight / tl.sum(weight)
     out = token * TOP_K + place
