@@ -114,6 +114,8 @@ def decode_candidates() -> Iterator[DecodeConfig]:
         yield DecodeConfig(block_n=block_n, num_warps=warps, num_stages=stages, fused=fused)
     yield DecodeConfig(combine_stages=3)
     yield DecodeConfig(max_registers=168)
+    for stages, registers in itertools.product((2, 3), (96, 128, 168)):  # so that more programs fit
+        yield DecodeConfig(block_n=32, num_warps=2, num_stages=stages, max_registers=registers)
     yield DecodeConfig(block_n=128, num_warps=8, num_stages=2, combine_stages=3)
     yield DecodeConfig(chunk=1024)
 
@@ -216,7 +218,7 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
         problem = Problem(lens, heads, kv_heads, args.page_size, layers, args.fp8)
         timed = []
         for config, error in good:
-            several = ((1, 2, 3, 4, 6), (1, 2, 4)) if args.sweep else ((config.programs_per_sm,), (config.min_tiles,))
+            several = ((1, 2, 3, 4, 6, 8), (1, 2, 4)) if args.sweep else ((config.programs_per_sm,), (config.min_tiles,))
             for per_sm, min_tiles in itertools.product(*several):
                 config = dataclasses.replace(config, programs_per_sm=per_sm, min_tiles=min_tiles)
                 us, plan_us = time_decode(problem, config, args.window)
