@@ -218,7 +218,9 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
         problem = Problem(lens, heads, kv_heads, args.page_size, layers, args.fp8)
         timed = []
         for config, error in good:
-            several = ((1, 2, 3, 4, 6, 8), (1, 2, 4)) if args.sweep else ((config.programs_per_sm,), (config.min_tiles,))
+            several = (
+                ((1, 2, 3, 4, 6, 8), (1, 2, 4)) if args.sweep else ((config.programs_per_sm,), (config.min_tiles,))
+            )
             for per_sm, min_tiles in itertools.product(*several):
                 config = dataclasses.replace(config, programs_per_sm=per_sm, min_tiles=min_tiles)
                 us, plan_us = time_decode(problem, config, args.window)
