@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -21,8 +22,9 @@ def follow():
     `follow_options`, it overlaps with the end of the kernel before.
     """
     if not INTERPRETED:
-        gdc_wait()
-        gdc_launch_dependents()
+        if cuda_capability_geq(9, 0):  # before Hopper kernels run one after the other
+            gdc_wait()
+            gdc_launch_dependents()
 
 
 @lru_cache(maxsize=8)
