@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.triton_math import follow, follow_options, narrow, two_floats
+from rollout_kernels.triton_math import TRITON_DTYPES, follow, follow_options, narrow, two_floats
 
 #: Tokens that a program can take.
 MOST_ROWS = 4
@@ -127,7 +127,7 @@ def gemv(
         TOKENS=x_MK.shape[0],
         SPLIT=config.split,
         SILU=silu,
-        DTYPE=tl.bfloat16 if x_MK.dtype == torch.bfloat16 else tl.float16,
+        DTYPE=TRITON_DTYPES[x_MK.dtype],
         ROWS=config.num_warps,
         NEURONS=config.neurons,
         AT_ONCE=config.at_once,

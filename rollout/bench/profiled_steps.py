@@ -65,19 +65,20 @@ def summarise(events: Sequence[Mapping[str, Any]], steps: int) -> ProfiledSteps:
 def _by_launch(events: Sequence[Mapping[str, Any]]) -> list[list[Span]]:
     groups: dict[Any, list[Span]] = defaultdict(list)
     for event in events:
-        groups[event["args"].get("correlation")].append(_span(event))
+        groups[event["args"].get("correlation")].append(span_of(event))
     most = max((len(group) for group in groups.values()), default=0)
     return sorted(sorted(group) for group in groups.values() if len(group) == most > 1)
 
 
 def _in_equal_parts(events: Sequence[Mapping[str, Any]], steps: int) -> list[list[Span]]:
     """For a profiler that gives every kernel of a graph an id of its own."""
-    spans = sorted(map(_span, events))
+    spans = sorted(map(span_of, events))
     if not spans or len(spans) % steps:
         raise ValueError(f"{len(spans)} kernels are not those of {steps} equal steps")
     size = len(spans) // steps
     return [spans[i : i + size] for i in range(0, len(spans), size)]
 
 
-def _span(event: Mapping[str, Any]) -> Span:
+def span_of(event: Mapping[str, Any]) -> Span:
+    """Begin and end of a kernel, microseconds."""
     return event["ts"], event["ts"] + event["dur"]

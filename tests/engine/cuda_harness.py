@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import make_checkpoint
 from harness import Bench
 
 from rollout.config import ModelSettings
@@ -16,6 +17,13 @@ from rollout.models.decoder import Decoder
 def load_bf16(folder: Path) -> Decoder:
     """The model of a checkpoint, in bf16 on the GPU."""
     return load_model(ModelSettings(path=str(folder), dtype="bfloat16"), torch.device("cuda")).model
+
+
+def make_fused_checkpoint(folder: Path) -> Path:
+    """A small checkpoint of sizes that the fused kernels take."""
+    shape = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make_checkpoint("qwen3", folder, vocab_size=4001, head_dim=64, max_position_embeddings=1024, **shape)
+    return folder
 
 
 def assert_steady(bench: Bench) -> None:

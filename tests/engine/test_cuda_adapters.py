@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_harness import load_bf16, watch_compilation
+from cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
 from families import make_checkpoint
 from harness import Bench, load
 
@@ -46,10 +46,7 @@ def test_rows_are_what_peft_merges(tmp_path, captured):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model that the fused kernels run."""
-    path = tmp_path_factory.mktemp("adapted")
-    shape = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
-    make_checkpoint("qwen3", path, vocab_size=4001, head_dim=64, max_position_embeddings=1024, **shape)
-    return path
+    return make_fused_checkpoint(tmp_path_factory.mktemp("adapted"))
 
 
 def test_nothing_is_compiled_while_serving(folder, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda_harness import load_bf16, tick_without_waiting, watch_compilation
+from cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting, watch_compilation
 from families import make_checkpoint
 from harness import Bench, load
 
@@ -50,10 +50,7 @@ def test_tops_and_prompts_are_transformers(tmp_path, captured):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model that the fused kernels run."""
-    path = tmp_path_factory.mktemp("scores")
-    shape = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
-    make_checkpoint("qwen3", path, vocab_size=4001, head_dim=64, max_position_embeddings=1024, **shape)
-    return path
+    return make_fused_checkpoint(tmp_path_factory.mktemp("scores"))
 
 
 def test_steps_with_tops_never_wait_for_the_device(folder):

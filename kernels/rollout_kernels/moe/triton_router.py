@@ -22,12 +22,11 @@ import triton.language as tl
 
 from rollout_kernels.linear_table import linear_config
 from rollout_kernels.triton_linear import linear_parts
-from rollout_kernels.triton_math import follow, follow_options, narrow
+from rollout_kernels.triton_math import TRITON_DTYPES, follow, follow_options, narrow
 
 #: Rivals that an expert is compared with at once, and the fewest places for experts.
 _COMPARED = tl.constexpr(128)
 _FEWEST = 32
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +211,7 @@ def moe_choose(
         E2=places(experts),
         TOP_K=top_k,
         PARTS=parts,
-        DTYPE=_TRITON_DTYPES[dtype],
+        DTYPE=TRITON_DTYPES[dtype],
         RENORMALIZE=renormalize,
         RECORD=record is not None,
         num_warps=8 if experts > 256 else 4,

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from rollout_kernels.moe.formats import ExpertWeights
 from rollout_kernels.moe.triton_lanes import LANE_BYTES, LANE_CODES, add_products, load_scales
-from rollout_kernels.triton_math import follow, follow_options, narrow
+from rollout_kernels.triton_math import TRITON_DTYPES, follow, follow_options, narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +341,7 @@ def moe_down(
         INNER=inner,
         TOP_K=top_k,
         FORMAT=down.format,
-        DTYPE=tl.bfloat16 if h_TKI.dtype == torch.bfloat16 else tl.float16,
+        DTYPE=TRITON_DTYPES[h_TKI.dtype],
         SCALES=0 if scales is None else scales[0].numel(),
         ROWS=rows,
         NEURONS=config.neurons,
