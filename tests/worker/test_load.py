@@ -112,7 +112,7 @@ def test_a_full_queue_refuses_the_rest_and_batches_come_back_until_all_is_done(
     monkeypatch.setattr(batch, "heapq", SimpleNamespace(heappush=spy, heappop=heapq.heappop))
     with RolloutClient(narrow.endpoint, timeout_s=30.0) as control, RawClient(narrow.endpoint) as raw:
         control.pause()
-        for i in range(3 * MAX_QUEUE):  # as tokens: a text still being prepared could lose its place to another client's
+        for i in range(3 * MAX_QUEUE):  # as tokens: a text in preparation could lose its place to another client's
             raw.send("generate", f"q{i}", prompt=token_ids("17:"), max_tokens=4)
         refused = [raw.receive() for _ in range(2 * MAX_QUEUE)]
         assert {(reply["op"], reply["code"]) for reply in refused} == {("error", "overloaded")}
