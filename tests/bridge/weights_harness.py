@@ -77,7 +77,7 @@ def serves(model: TinyModel, tensors: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(model.views[name], tensor.to(model.views[name].dtype)) for name, tensor in tensors.items())
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline_s, f"never happened: {what}"

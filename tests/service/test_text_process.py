@@ -65,7 +65,7 @@ def ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
-def until(condition, deadline_s: float = 20.0):
+def until(condition, deadline_s: float = 60.0):
     end_s = time.monotonic() + deadline_s
     while not (value := condition()):
         assert time.monotonic() < end_s
