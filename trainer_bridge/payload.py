@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,33 +79,62 @@ class Payload:
         Raises `RolloutError` when the tensors were given back meanwhile.
         """
         with self._packing:
-            if self._released.is_set():
-                raise RolloutError("transfer: the tensors were given back before they were sent", code="closed")
-            nbytes = self._pack(index, out)
+            self._check_there()
+            start, end = self.manifest.bucket_span(index)
+            with self._on_side_stream():
+                self._pack(start, end, out, self._fetched)
+            self._settle()
             if self.kept is not None:
-                start, end = self.manifest.bucket_span(index)
-                self.kept[start:end].copy_(out[:nbytes])
-            return nbytes
+                self.kept[start:end].copy_(out[: end - start])
+            return end - start
 
-    def _pack(self, index: int, out: torch.Tensor) -> int:
-        start, end = self.manifest.bucket_span(index)
+    def pack_pieces(self, pieces: Sequence[tuple[int, int, int]], out: torch.Tensor) -> None:
+        """Write what this rank of a trainer sends itself: bytes of the stream (first, past-the-last), place in `out`.
+
+        They are in the order of their places; `out` is zero between them. Else as `pack_bucket`.
+        """
+        with self._packing:
+            self._check_there()
+            written = pieces[0][2]
+            with self._on_side_stream():
+                for start, end, at in pieces:
+                    out[written:at].zero_()
+                    written = at + end - start
+                    self._pack(start, end, out[at:written], self._own)
+            self._settle()
+
+    def _pack(self, start: int, end: int, out: torch.Tensor, spread: Callable[[int, int, int], torch.Tensor]) -> None:
+        """Write bytes `start` to `end` of the stream; `spread` gives elements of a DTensor."""
         first = bisect.bisect_right(self._starts, start) - 1
-        with self._on_side_stream():
-            written = 0
-            for i in range(first, len(self._tensors)):
-                entry = self.manifest.tensors[i]
-                if entry.offset >= end:
-                    break
-                lo, hi = max(entry.offset, start), min(entry.end, end)
-                if lo >= hi:
-                    continue
-                out[written : lo - start].zero_()  # padding between tensors: no byte of an old bucket travels
-                self._copy_piece(i, entry, lo, hi, out[lo - start : hi - start])
-                written = hi - start
-            out[written : end - start].zero_()
+        written = 0
+        for i in range(first, len(self._tensors)):
+            entry = self.manifest.tensors[i]
+            if entry.offset >= end:
+                break
+            lo, hi = max(entry.offset, start), min(entry.end, end)
+            if lo >= hi:
+                continue
+            out[written : lo - start].zero_()  # padding between tensors: no byte of an old bucket travels
+            self._copy_piece(i, entry, lo, hi, out[lo - start : hi - start], spread)
+            written = hi - start
+        out[written : end - start].zero_()
+
+    def _check_there(self) -> None:
+        if self._released.is_set():
+            raise RolloutError("transfer: the tensors were given back before they were sent", code="closed")
+
+    def _settle(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-        return end - start
+
+    def _fetched(self, i: int, first: int, last: int) -> torch.Tensor:
+        assert self.shards is not None
+        return self.shards.fetch(i, first, last)
+
+    def _own(self, i: int, first: int, last: int) -> torch.Tensor:
+        assert self.shards is not None
+        own = self.shards.own_run(i, first, last)
+        return self._fetched(i, first, last) if own is None else own
 
     def host_copy(self, index: int) -> torch.Tensor:
         """Tensor number `index` as a contiguous copy in host memory. Complete on return."""
@@ -147,18 +176,25 @@ class Payload:
         """Wait until `release` was called; false when `timeout` seconds pass first."""
         return self._released.wait(timeout)
 
-    def _copy_piece(self, i: int, entry: TensorEntry, lo: int, hi: int, out: torch.Tensor) -> None:
+    def _copy_piece(
+        self,
+        i: int,
+        entry: TensorEntry,
+        lo: int,
+        hi: int,
+        out: torch.Tensor,
+        spread: Callable[[int, int, int], torch.Tensor],
+    ) -> None:
+        itemsize = DTYPE_BYTES[entry.dtype]
+        first, last = (lo - entry.offset) // itemsize, (hi - entry.offset) // itemsize
         if self.shards is not None and self.shards.spread(i):
-            itemsize = DTYPE_BYTES[entry.dtype]
-            fetched = self.shards.fetch(i, (lo - entry.offset) // itemsize, (hi - entry.offset) // itemsize)
-            out.copy_(fetched.view(torch.uint8))
-            return
-        if self._flat is None or self._flat[0] != i:
-            self._flat = (i, self._tensors[i].reshape(-1))  # a copy only where the tensor is not contiguous
-        flat = self._flat[1]
-        itemsize = flat.element_size()
-        piece = flat[(lo - entry.offset) // itemsize : (hi - entry.offset) // itemsize]
-        out.view(flat.dtype).copy_(piece, non_blocking=True)
+            piece = spread(i, first, last)
+        else:
+            if self._flat is None or self._flat[0] != i:
+                self._flat = (i, self._tensors[i].contiguous().view(-1))  # a copy only where it is not contiguous
+            piece = self._flat[1][first:last]
+        # As bytes: in a part of a bucket a tensor may begin anywhere. What was fetched is gone once this returns.
+        out.copy_(piece.view(torch.uint8), non_blocking=piece.is_cuda)
 
     @contextlib.contextmanager
     def _on_side_stream(self) -> Iterator[None]:

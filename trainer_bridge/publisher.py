@@ -239,7 +239,7 @@ class WeightPublisher:
         if self._ranks is None or payload.shards is None:
             return
         ranks = self._ranks
-        self._ranks.exchange(payload.shards, handle.version)
+        self._ranks.exchange(payload.shards, handle.version, payload.device)
 
         def tell() -> None:
             with contextlib.suppress(RolloutError):  # its own handle says so

@@ -1,10 +1,11 @@
 """Which parts of an update's tensors a trainer rank holds, and the whole put together again, a piece at a time.
 
-    Shard(0), as FSDP2 makes it     each rank holds a run of the tensor's elements     fetched by run
+    Shard(0), as FSDP2 makes it     each rank holds a run of the tensor's elements     fetched, or sent, by run
     other Shards                    each rank holds a box                              fetched a tensor at a time
     Replicate                       the lowest rank that holds a part sends it
 
-Rank 0 asks (`fetch`), the others answer (`local_piece`, `local_whole`); `trainer_ranks` is between them.
+Rank 0 asks (`fetch`), the others answer (`local_piece`, `local_whole`); `trainer_ranks` is between them. In a group
+of trainer ranks and workers nobody asks: `senders` says whose a run is, and that rank sends it (`own_run`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from trainer_bridge.trainer_ranks import TrainerRanks
 
 HEADER = 3  # of a table: version, tensors, a digest of version, names, types and shapes
+_DEVICE = 5  # behind that: the name of the GPU that the parts are on, in so many numbers
 _DIMS = 8  # as manifests allow
 _DIGEST_DIGITS = 15  # that fit in 63 bits
 
@@ -42,13 +44,14 @@ class Shards:
         self.boxes = [_box(tensor) for tensor in tensors]
         self.locals = [tensor.to_local() if is_spread(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
         self.mine = [False] * len(self.shapes)
+        self.devices: list[str] = []  # by rank: names of GPUs
         self.ranks: TrainerRanks | None = None
         self._digest = int(digest[:_DIGEST_DIGITS], 16)
         self._owners: list[list[tuple[int, Box]]] = []  # by tensor
         self._whole: tuple[int, torch.Tensor] | None = None  # the last tensor that was fetched whole
 
-    def table(self, version: int) -> torch.Tensor:
-        """Which part of each tensor is here, as numbers: int64 [any]."""
+    def table(self, version: int, device: str) -> torch.Tensor:
+        """Which part of each tensor is here, on the GPU of that name, as numbers: int64 [any]."""
         rows = np.zeros((len(self.boxes), 1 + 2 * _DIMS), np.int64)
         for row, box in zip(rows, self.boxes, strict=True):
             if box is not None:
@@ -57,11 +60,13 @@ class Shards:
                 row[1 : 1 + len(starts)] = starts
                 row[1 + _DIMS : 1 + _DIMS + len(sizes)] = sizes
         header = np.array([version, len(self.boxes), self._digest], np.int64)
-        return torch.from_numpy(np.concatenate([header, rows.reshape(-1)]))
+        gpu = np.frombuffer(device.encode().ljust(8 * _DEVICE, b"\0"), np.int64)
+        return torch.from_numpy(np.concatenate([header, gpu, rows.reshape(-1)]))
 
     def learn(self, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rank 0: decide who sends what; uint8 [ranks, tensors]. Raises `RolloutError` for parts that make no whole."""
-        rows = [table[HEADER:].view(-1, 1 + 2 * _DIMS).tolist() for table in tables]
+        self.devices = [table[HEADER:][:_DEVICE].numpy().tobytes().rstrip(b"\0").decode() for table in tables]
+        rows = [table[HEADER + _DEVICE :].view(-1, 1 + 2 * _DIMS).tolist() for table in tables]
         mask = torch.zeros(len(tables), len(self.shapes), dtype=torch.uint8)
         for index, shape in enumerate(self.shapes):
             owners: list[tuple[int, Box]] = []
@@ -80,11 +85,28 @@ class Shards:
         """Whether this tensor is a DTensor."""
         return self.boxes[index] is not None
 
+    def senders(self, index: int) -> list[tuple[int, int]]:
+        """Rank 0: the first element of each run of a tensor, and the rank that can send it; 0 what is not in runs."""
+        if not self._in_runs(index):
+            return [(0, 0)]
+        shape = self.shapes[index]
+        return sorted((_cut(box, shape, 0, math.prod(shape))[0], rank) for rank, box in self._owners[index])
+
+    def own_run(self, index: int, first: int, last: int) -> torch.Tensor | None:
+        """These elements, where they lie, of a run that this rank sends; None on rank 0 if it has to fetch them."""
+        box = self.boxes[index]
+        if box is None or (self.ranks is not None and not self._in_runs(index)):
+            return None
+        return _local_run(self.locals[index], box, self.shapes[index], first, last)
+
+    def _in_runs(self, index: int) -> bool:
+        return bool(self._owners[index]) and all(_is_run(box, self.shapes[index]) for _, box in self._owners[index])
+
     def fetch(self, index: int, first: int, last: int) -> torch.Tensor:
         """Rank 0: elements `first` to `last` of a tensor, in host memory; the other ranks are in `serve`."""
         assert self.ranks is not None
         shape, local = self.shapes[index], self.locals[index]
-        if not all(_is_run(box, shape) for _, box in self._owners[index]):
+        if not self._in_runs(index):
             return self._fetch_whole(index).reshape(-1)[first:last]
         out = torch.empty(last - first, dtype=local.dtype)
         parts = []
@@ -167,4 +189,4 @@ def _cut(box: Box, shape: tuple[int, ...], first: int, last: int) -> tuple[int, 
 def _local_run(local: torch.Tensor, box: Box, shape: tuple[int, ...], start: int, end: int) -> torch.Tensor:
     """Elements `start` to `end` of the whole tensor, out of a part that is a run."""
     before = box[0][0] * math.prod(shape[1:]) if shape else 0
-    return local.reshape(-1)[start - before : end - before]
+    return local.contiguous().view(-1)[start - before : end - before]

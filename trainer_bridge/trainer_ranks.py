@@ -4,6 +4,8 @@
     START version              == broadcast ==>             -- which part of each tensor is here -->
     PIECE tensor, first, last  == broadcast ==>             -- these elements, from the ranks that own some -->
     WHOLE tensor               == broadcast ==>             -- the whole part, where parts are not runs of elements -->
+    JOIN store, places         == broadcast ==>             those that own parts send them in a group (`group_ranks`),
+                                                            a thread beside this one;  how that ended --> rank 0
     RELEASED                   == broadcast ==>             `held` returns
     DONE                       == broadcast ==>             `applied` returns or raises
 
@@ -31,9 +33,12 @@ from trainer_bridge.errors import RolloutError, from_reply
 from trainer_bridge.payload import Payload
 from trainer_bridge.publish_handle import PublishHandle, WorkerReport
 from trainer_bridge.shards import HEADER, Shards
-from trainer_bridge.transports.group import Group, GroupError, local_address
+from trainer_bridge.transports.group import Group, GroupError, device_name, local_address
+from trainer_bridge.transports.group_ranks import take_part
 
-START, PIECE, WHOLE, RELEASED, DONE, CLOSE = range(6)
+START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN = range(7)
+_ENDING = 1  # tag of what a rank says of its part in a group, while commands and pieces go on
+_END_S = 2.0  # for a thread in a group at the end: one that is inside of torch while Python ends may abort the process
 _COMMAND_S = 3600.0  # for which a rank waits for rank 0: its last update may still be on its way
 _KEY = "rollout-weights"
 
@@ -53,9 +58,11 @@ class TrainerRanks:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._broken: str | None = None
+        self._part: threading.Thread | None = None  # in a group
+        self.address = _address()
         cpu = torch.device("cpu")
         self._group = Group(
-            store, f"{_KEY}/group-{turn}", self.rank, self.size, _address(), cpu, timeout_s, op_timeout_s=_COMMAND_S
+            store, f"{_KEY}/group-{turn}", self.rank, self.size, self.address, cpu, timeout_s, op_timeout_s=_COMMAND_S
         )
         self.timeout_s = self._timeout_s = timeout_s
 
@@ -64,11 +71,11 @@ class TrainerRanks:
         with self._lock:
             self._tell(command)
 
-    def exchange(self, shards: Shards, version: int) -> None:
-        """Rank 0: learn who holds what. Raises `RolloutError` when the ranks don't publish the same."""
+    def exchange(self, shards: Shards, version: int, device: torch.device) -> None:
+        """Rank 0: learn who holds what, and where. Raises `RolloutError` when the ranks don't publish the same."""
         with self._lock:
             self._tell((START, version))
-            tables = [shards.table(version)]
+            tables = [shards.table(version, device_name(device))]
             for rank in range(1, self.size):
                 tables.append(torch.empty_like(tables[0]))
                 self._receive(tables[-1].view(torch.uint8), rank)
@@ -104,12 +111,16 @@ class TrainerRanks:
         """Rank 0: tell how the update ended."""
         error = handle.error
         problem = None if error is None else {"code": error.code, "message": str(error), "field": error.field}
-        data = json.dumps(
-            {"error": problem, "reports": [asdict(report) for report in handle.reports.values()]}
-        ).encode()
-        with self._lock:
-            self._tell((DONE, len(data)))
-            self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._tell_map(DONE, {"error": problem, "reports": [asdict(report) for report in handle.reports.values()]})
+
+    def join(self, order: dict[str, Any]) -> None:
+        """Rank 0: have those with a place in a group take part; each will tell its `ending`."""
+        self._tell_map(JOIN, order)
+
+    def ending(self, out: torch.Tensor, rank: int, timeout_s: float) -> None:
+        """Rank 0: wait for what a rank says of its part in a group. Raises `RolloutError`, which names it."""
+        data = out.view(torch.uint8)
+        self._do(lambda: self._group.receive(data, rank, timeout_s, _ENDING), f"rank {rank}")
 
     def serve(self, payload: Payload, handle: PublishHandle, version: int) -> None:
         """Other ranks: do what rank 0 says until the update is over. Raises the error that it ended with."""
@@ -119,7 +130,7 @@ class TrainerRanks:
             command = self._next_command()
             match command:
                 case [op, *_] if op == START:
-                    self._send(shards.table(version).view(torch.uint8))
+                    self._send(shards.table(version, device_name(payload.device)).view(torch.uint8))
                     owners = torch.zeros(self.size, len(shards.shapes), dtype=torch.uint8)
                     self._broadcast(owners.view(-1))
                     shards.mine = owners[self.rank].bool().tolist()
@@ -133,8 +144,10 @@ class TrainerRanks:
                         self._send(data)
                 case [op, *_] if op == RELEASED:
                     payload.release()
+                case [op, length, *_] if op == JOIN:
+                    self._part = take_part(payload, self._read_map(length), self.rank, self._stop, self._end_part)
                 case [op, length, *_] if op == DONE:
-                    handle.learn(*self._ending(length))
+                    handle.learn(*_ending(self._read_map(length)))
                     return
                 case _:
                     raise RolloutError("rank 0 closed its publisher", code="closed")
@@ -145,18 +158,27 @@ class TrainerRanks:
             with contextlib.suppress(RolloutError):  # they are gone
                 self.tell(CLOSE)
         self._stop.set()
+        if self._part is not None:
+            self._part.join(_END_S)
         self._group.close(broken=self._broken is not None)
 
     def stop(self) -> None:
         """Any thread: end what is waited for."""
         self._stop.set()
 
-    def _ending(self, length: int) -> tuple[list[WorkerReport], RolloutError | None]:
+    def _end_part(self, ending: torch.Tensor) -> None:
+        self._do(lambda: self._group.send(ending.view(torch.uint8), 0, _ENDING), "rank 0")
+
+    def _tell_map(self, op: int, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        with self._lock:
+            self._tell((op, len(data)))
+            self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _read_map(self, length: int) -> dict[str, Any]:
         data = torch.empty(length, dtype=torch.uint8)
         self._broadcast(data)
-        ending = json.loads(data.numpy().tobytes())
-        reports = [WorkerReport(**report) for report in ending["reports"]]
-        return reports, None if ending["error"] is None else from_reply(ending["error"])
+        return json.loads(data.numpy().tobytes())
 
     def _next_command(self) -> list[int]:
         command = torch.zeros(4, dtype=torch.int64)
@@ -187,6 +209,11 @@ class TrainerRanks:
         except GroupError as error:
             self._broken = f"{whom} cannot be reached: {error}"
             raise RolloutError(f"gather: {self._broken}") from error
+
+
+def _ending(told: dict[str, Any]) -> tuple[list[WorkerReport], RolloutError | None]:
+    reports = [WorkerReport(**report) for report in told["reports"]]
+    return reports, None if told["error"] is None else from_reply(told["error"])
 
 
 def _address() -> str:

@@ -3,6 +3,7 @@
     {"role": "publisher", "endpoint", "transport", "folder", "phase", "fault", "version", "seed"}
     {"role": "worker", "port", "settings"}
     {"role": "rank", "endpoint", "rank", "publishes", "timeout_s", "folder"}
+    {"role": "fsdp", ...}                                                    see `fsdp_trainer`
 
 Each line is answered with the child's pid. A publisher does to itself what `fault` says when it gets to `phase`. Of two
 ranks of a trainer only those with `publishes` take part in the update; each writes what it saw as JSON.
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsdp_trainer import train_fsdp
 from weights_harness import TinyModel, Worker, new_tensors, wait_for
 
 from trainer_bridge import transport_choice
@@ -80,7 +82,7 @@ def corrupt() -> None:
 
     after(bucket_link, "checksum", lambda _, data: flip(torch.frombuffer(data, dtype=torch.uint8)))
     broadcast = group.Group.broadcast
-    group.Group.broadcast = lambda self, data: (flip(data), broadcast(self, data))[1]  # type: ignore[method-assign]
+    group.Group.broadcast = lambda self, data, *root: (flip(data), broadcast(self, data, *root))[1]  # type: ignore[method-assign]
 
     def flip_file(options: dict[str, Any], *_: Any) -> None:
         path = Path(options["folder"]) / options["files"][0][0]
@@ -137,7 +139,7 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                {"publisher": publish, "worker": work, "rank": train}[order["role"]](order)
+                {"publisher": publish, "worker": work, "rank": train, "fsdp": train_fsdp}[order["role"]](order)
             except Exception as error:
                 print(repr(error), file=sys.stderr, flush=True)
             os._exit(0)

@@ -1,8 +1,10 @@
 """One rank of a trainer whose model FSDP2 shards: publishes, trains on at once, publishes again.
 
-    fsdp_trainer.py ENDPOINT TRANSPORT OUT_FOLDER [die]
+    {"role": "fsdp", "rank", "endpoints", "transport", "candidates", "folder", "fault"}    a line for `fault_server`
 
-Each rank writes what it saw as JSON; rank 0 the whole tensors of each version, which are what a worker must serve.
+`candidates` are the transports that `auto` tries, null: the usual ones. `fault` is what befalls rank 1 in version 2:
+"die" before it publishes, "die in group" after it has broadcast some buckets. Each rank writes what it saw as JSON;
+rank 0 the whole tensors of each version, which are what a worker must serve.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +25,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from weights_harness import TinyModel, new_tensors
 
 from trainer_bridge.errors import RolloutError
+from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
 from trainer_bridge.shards import Shards
+from trainer_bridge.transport_choice import TransportChoice
 
 BUCKET = 128
+RANKS = 2
 
 
-def sharded_model() -> torch.nn.Module:
+def sharded_model(mesh: Any) -> torch.nn.Module:
     """A module with the tiny model's parameters, sharded as FSDP2 does."""
     model = torch.nn.Module()
     for name, tensor in new_tensors(TinyModel(), 1, dtype=torch.float32).items():
@@ -40,26 +45,51 @@ def sharded_model() -> torch.nn.Module:
                 home.add_module(part, torch.nn.Module())
             home = getattr(home, part)
         home.register_parameter(last, torch.nn.Parameter(tensor.clone()))
-    return fully_shard(model)
+    return fully_shard(model, mesh=mesh)
 
 
-def main(endpoint: str, transport: str, folder: Path, die: bool) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    rank = dist.get_rank()
+def watch(seen: dict[str, Any], version: list[int], dies_in: int) -> None:
+    """Note what is fetched and what is packed to be broadcast from here, by version; die in the middle of `dies_in`."""
+    fetch, pack = Shards.fetch, Payload.pack_pieces
+
+    def fetch_noted(self: Shards, index: int, first: int, last: int) -> torch.Tensor:
+        seen["fetched"].append([version[0], 4 * (last - first)])
+        return fetch(self, index, first, last)
+
+    def pack_noted(self: Payload, pieces: Any, out: torch.Tensor) -> None:
+        seen["packed"].append([version[0], sum(end - start for start, end, _ in pieces)])
+        if sum(of == dies_in for of, _ in seen["packed"]) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pack(self, pieces, out)
+
+    Shards.fetch, Payload.pack_pieces = fetch_noted, pack_noted  # type: ignore[method-assign]
+
+
+def train_fsdp(order: dict[str, Any]) -> None:
+    """One rank, from start to end."""
+    rank, folder, fault = order["rank"], Path(order["folder"]), order["fault"]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
+    )
     groups = len(dist.distributed_c10d._world.pg_map)
-    model = sharded_model()
-    fetched: list[int] = []
-    fetch = Shards.fetch
-    Shards.fetch = lambda self, index, first, last: (
-        fetched.append(4 * (last - first)),
-        fetch(self, index, first, last),
-    )[1]
-    seen: dict[str, object] = {"rank": rank, "versions": [], "errors": []}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (RANKS,))
+    model = sharded_model(mesh)
+    seen: dict[str, Any] = {"versions": [], "transports": [], "errors": [], "fetched": [], "packed": []}
+    at = [0]
+    watch(seen, at, dies_in=2 if fault == "die in group" and rank == 1 else 0)
+    if order["candidates"]:
+        TransportChoice._candidates = lambda self, payload: order["candidates"]  # type: ignore[method-assign]
     with WeightPublisher(
-        endpoint, transport=transport, folder=str(folder), bucket_bytes=BUCKET, collective=True, begin_s=10, stall_s=5
+        order["endpoints"],
+        transport=order["transport"],
+        folder=str(folder),
+        bucket_bytes=BUCKET,
+        collective=True,
+        begin_s=10,
+        stall_s=5,
     ) as publisher:
         for version in (1, 2, 3):
+            at[0] = version
             state = dict(model.state_dict())
             assert all(isinstance(tensor, DTensor) for tensor in state.values())
             if version == 3:  # other placements: columns, and one that every rank has
@@ -68,13 +98,13 @@ def main(endpoint: str, transport: str, folder: Path, die: bool) -> None:
             whole = {name: tensor.full_tensor().clone() for name, tensor in state.items()}
             if rank == 0:
                 save_file(whole, folder / f"{version}.safetensors")
-            if die and version == 2 and rank == 1:
+            if fault == "die" and version == 2 and rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 handle = publisher.publish(state, version)
                 # The trainer's own collectives go on meanwhile; they are of another group.
                 total = torch.ones(1)
-                if not die or version == 1:
+                if not fault or version == 1:
                     dist.all_reduce(total)
                 handle.held(20)
                 with torch.no_grad():
@@ -82,18 +112,14 @@ def main(endpoint: str, transport: str, folder: Path, die: bool) -> None:
                         parameter.add_(1.0)
                 reports = handle.applied(20)
                 seen["versions"].append([report.version for report in reports])
+                seen["transports"].append([report.transport for report in reports])
             except RolloutError as error:
                 seen["errors"].append(str(error))
                 break
     seen["groups"] = [groups, len(dist.distributed_c10d._world.pg_map)]
-    seen["largest"] = max(fetched, default=0)
-    (folder / f"rank-{rank}.json").write_text(json.dumps(seen))
-    if not die:
+    draft = folder / f"{rank}.part"
+    draft.write_text(json.dumps(seen))
+    draft.rename(folder / f"rank-{rank}.json")
+    if not fault:
         dist.barrier()
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), len(sys.argv) > 4)
-    sys.stdout.flush()
-    os._exit(0)  # a rank whose partner was killed must not wait for it at the end

@@ -235,7 +235,7 @@ def test_broken_options_of_a_group_are_refused_by_name(changes: dict[str, Any], 
         reply = worker.control(action="begin", version=1, manifest=manifest, transport="nccl", options=options)
         assert (reply["op"], reply["code"], reply["field"]) == ("error", "bad_request", field), reply
         sender.close()
-        gone = {"hosts": ["127.0.0.1"], "port": 9, "backend": "gloo", "group": "x", "device": ""}
+        gone = {"hosts": ["127.0.0.1"], "port": 9, "backend": "gloo", "group": "x", "devices": []}
         reply = worker.control(action="begin", version=1, manifest=manifest, transport="nccl", options=gone)
         assert reply["field"] == "options.hosts" and "does not reach" in reply["message"]
         assert worker.status()["state"] == "idle"

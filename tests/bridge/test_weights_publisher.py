@@ -85,7 +85,8 @@ def test_tensors_arrive_whatever_the_bucket_size(worker: Worker, bucket_bytes: i
 
 def test_pairs_parameters_and_strided_tensors_can_be_published(worker: Worker) -> None:
     tensors = new_tensors(worker.model, 1, dtype=torch.float32)
-    odd = {name: torch.nn.Parameter(t.t().contiguous().t() if t.dim() == 2 else t) for name, t in tensors.items()}
+    odd = {name: torch.nn.Parameter(t.t().contiguous().t()) for name, t in tensors.items() if t.dim() == 2}
+    odd |= {name: torch.stack([t, t], dim=-1)[..., 0] for name, t in tensors.items() if t.dim() != 2}
     with WeightPublisher([worker.endpoint], bucket_bytes=SMALL) as publisher:
         publisher.publish(iter(odd.items()), version=1).applied(20)
     assert serves(worker.model, tensors)

@@ -1,7 +1,8 @@
-"""A process group of its own: a store, a rank, broadcasts from rank 0. The default group is not touched.
+"""A process group of its own: a store, a rank, broadcasts. The default group is not touched.
 
-    publisher    StoreServer on a free port     rank 0
-    workers      join(hosts, port)              ranks 1 to n
+    publisher      StoreServer on a free port     rank 0
+    workers        join(hosts, port)              ranks 1 to n
+    trainer ranks  join(hosts, port)              behind them: those that send what they own
 
 The backend objects are made directly, not through `init_process_group`, so nothing is registered anywhere and groups
 can come and go in one process. `gloo` moves host memory, `nccl` memory of a GPU. Every wait has a deadline,
@@ -18,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,6 +41,21 @@ class GroupError(RuntimeError):
     """The group cannot be made or is broken: a member is gone, hangs, or was told to stop."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A member's place in the group `name`, and the length of its table of runs: 0 if rank 0 sends all."""
+
+    name: str
+    rank: int
+    size: int
+    runs: int
+
+
+def device_name(device: torch.device) -> str:
+    """What tells a GPU from all others; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
 def local_address(endpoint: str) -> str:
     """Address of this host on the way to `endpoint`. Nothing is sent."""
     host, port = urlsplit(endpoint).hostname, urlsplit(endpoint).port
@@ -57,7 +74,8 @@ class StoreServer:
     """The store of one group, on a free port; reachable from other hosts only where one of `hosts` is not loopback."""
 
     def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
-        self.hosts = list(dict.fromkeys(hosts))
+        # Loopback last: who is on this host and reaches another address is reached by the members elsewhere, too.
+        self.hosts = sorted(dict.fromkeys(hosts), key=lambda host: host == _LOOPBACK)
         self.local_host = _LOOPBACK
         local = all(host == _LOOPBACK for host in self.hosts)
         self._socket = socket.create_server((_LOOPBACK if local else "0.0.0.0", 0))  # noqa: S104
@@ -122,10 +140,10 @@ class Group:
         """Memory that can be broadcast, uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def broadcast(self, data: torch.Tensor) -> Pending:
-        """Start to send `data` from rank 0 to all others, behind what was started before. Raises `GroupError`."""
+    def broadcast(self, data: torch.Tensor, root: int = 0) -> Pending:
+        """Start to send `data` from one member to all others, behind what was started before. Raises `GroupError`."""
         options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
+        options.rootRank, options.rootTensor = root, 0
         options.timeout = self._timeout
         try:
             with self.on_stream():
@@ -133,17 +151,20 @@ class Group:
         except RuntimeError as error:
             raise GroupError(_first_line(error)) from error
 
-    def send(self, data: torch.Tensor, to: int) -> None:
-        """Send bytes of host memory to one member; gloo only. Raises `GroupError`."""
+    def send(self, data: torch.Tensor, to: int, tag: int = 0) -> None:
+        """Send bytes of host memory to one member; gloo only; any thread. Raises `GroupError`."""
         try:
-            self._backend.send([data], to, 0).wait(self._timeout)
+            self._backend.send([data], to, tag).wait(self._timeout)
         except RuntimeError as error:
             raise GroupError(_first_line(error)) from error
 
-    def receive(self, out: torch.Tensor, sender: int, timeout_s: float) -> None:
-        """Receive bytes of host memory from one member; gloo only. A timeout breaks the group. Raises `GroupError`."""
+    def receive(self, out: torch.Tensor, sender: int, timeout_s: float, tag: int = 0) -> None:
+        """Receive bytes of host memory from one member; gloo only; any thread, for tags of its own.
+
+        A timeout breaks the group. Raises `GroupError`.
+        """
         try:
-            self._backend.recv([out], sender, 0).wait(timedelta(seconds=timeout_s))
+            self._backend.recv([out], sender, tag).wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise GroupError(_first_line(error)) from error
 

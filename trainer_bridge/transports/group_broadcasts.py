@@ -1,9 +1,11 @@
-"""The publisher's part in one group: a thread that makes it and broadcasts every bucket, watched from outside.
+"""A trainer rank's part in one group: a thread that makes it and broadcasts every bucket, watched from outside.
 
     pack bucket i+1 to one buffer | bucket i on its way from the other
 
+Of a bucket that several ranks own each broadcasts its part, and takes those of the others: they are all of one group.
+
 Joining and leaving may hang inside of NCCL, which knows no deadline: `run` returns all the same once nothing has moved
-for too long, a worker has given up, or the publisher closes.
+for too long, a member has given up, or the publisher closes.
 """
 
 from __future__ import annotations
@@ -11,31 +13,44 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from trainer_bridge.fingerprint import fingerprint, fingerprints_digest
+from trainer_bridge.fingerprint import fingerprint
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import TransferRules
-from trainer_bridge.transports.group import BUFFERS, GONE, Group, GroupError
+from trainer_bridge.transports.group import BUFFERS, GONE, Group, GroupError, Pending, Place
+from trainer_bridge.transports.group_runs import Bucket, Runs
 
-_GRACE_S = 5.0  # beyond `stall_s`: a group that still can gives the better reason itself
+GRACE_S = 5.0  # beyond `stall_s`: a group that still can gives the better reason itself
 
 _log = logging.getLogger(__name__)
 
 
 class Broadcasts:
-    """The publisher's part in one group, in a thread that is waited for with an eye on `rules`."""
+    """One rank's part in one group, in a thread that is waited for with an eye on `rules`.
+
+    Rank 0 brings the `runs`, the others learn them in the group. Once it is over without an `error`, `order` has bucket
+    and sender of every broadcast, and `fingerprints` those of this rank's parts by bucket, int64 [buckets].
+    """
 
     def __init__(
-        self, payload: Payload, store: dist.Store, name: str, address: str, size: int, rules: TransferRules
+        self,
+        payload: Payload,
+        store: dist.Store,
+        place: Place,
+        address: str,
+        rules: TransferRules,
+        runs: Runs | None = None,
     ) -> None:
+        assert (place.rank == 0) == (runs is not None), "rank 0 knows who sends what, the others learn it"
         self.error: str | None = None
-        self.sent = 0
-        self.digest = ""
-        self._payload, self._store, self._name = payload, store, name
-        self._address, self._size, self._rules = address, size, rules
+        self.sent = 0  # buckets that are through
+        self.order: list[tuple[int, int]] = []
+        self.fingerprints = torch.zeros(payload.manifest.bucket_count, dtype=torch.int64)
+        self._payload, self._store, self._place = payload, store, place
+        self._address, self._rules, self._runs = address, rules, runs
         self._over = threading.Event()
         self._stop = threading.Event()
         self._moved_s = time.monotonic()
@@ -45,19 +60,17 @@ class Broadcasts:
         thread = threading.Thread(target=self._main, name="weights-group", daemon=True)
         thread.start()
         while not self._over.wait(0.02):
-            if self._rules.closing.is_set():
-                self._stop.set()
-                self.error = "the publisher was closed"
-                return
-            if watch.check([GONE]):
-                self._stop.set()
-                self.error = watch.get(GONE).decode(errors="replace")[:300]
-                return
             still_s = time.monotonic() - self._moved_s
-            if still_s > self._rules.stall_s + _GRACE_S:  # inside of NCCL: what joins or leaves there knows no deadline
-                self._stop.set()
+            if self._rules.closing.is_set():
+                self.error = "the publisher was closed"
+            elif (gone := _gone(watch)) is not None:
+                self.error = gone
+            elif still_s > self._rules.stall_s + GRACE_S:  # inside of NCCL: what joins or leaves knows no deadline
                 self.error = f"nothing moved in the group for {still_s:.0f} s"
-                return
+            else:
+                continue
+            self._stop.set()
+            return
 
     def _main(self) -> None:
         try:
@@ -71,31 +84,74 @@ class Broadcasts:
         self._over.set()
 
     def _send(self) -> None:
-        payload, manifest, stop = self._payload, self._payload.manifest, self._stop
-        group = Group(self._store, self._name, 0, self._size, self._address, payload.device, self._rules.stall_s)
+        payload, place = self._payload, self._place
+        group = Group(
+            self._store, place.name, place.rank, place.size, self._address, payload.device, self._rules.stall_s
+        )
         broken = True
         try:
-            buffers = [group.buffer(min(manifest.bucket_bytes, manifest.total_bytes)) for _ in range(BUFFERS)]
-            pending: list[Any] = [None] * BUFFERS
-            seen = []
-            for index in range(manifest.bucket_count):
-                slot = index % BUFFERS
-                if pending[slot] is not None:
-                    pending[slot].wait(stop)
-                    self.sent += 1
-                self._moved_s = time.monotonic()
-                data = buffers[slot][: payload.pack_bucket(index, buffers[slot])]
-                self._moved_s = time.monotonic()
-                with group.on_stream():
-                    seen.append(fingerprint(data))
-                pending[slot] = group.broadcast(data)
-            for slot in range(manifest.bucket_count, manifest.bucket_count + BUFFERS):
-                if pending[slot % BUFFERS] is not None:
-                    pending[slot % BUFFERS].wait(stop)
-                    self.sent += 1
-                    self._moved_s = time.monotonic()
-            with group.on_stream():
-                self.digest = fingerprints_digest(seen)
+            runs = self._runs
+            if runs is None:
+                runs = Runs.learn(payload.manifest, group, place, self._stop)
+            elif place.runs:
+                runs.share(group, self._stop)
+            self._broadcast(group, runs)
             broken = False
         finally:
             group.close(broken)
+
+    def _broadcast(self, group: Group, runs: Runs) -> None:
+        buffers = [group.buffer(runs.room) for _ in range(BUFFERS)]
+        kept = self._payload.kept if self._place.runs else None  # else it is filled as buckets are packed
+        in_order = group.buffer(0 if kept is None else runs.room)
+        on_their_way: list[tuple[Bucket, list[Pending]]] = []
+        own: dict[int, torch.Tensor] = {}
+        count = self._payload.manifest.bucket_count
+        for index in range(count + BUFFERS):
+            buffer = buffers[index % BUFFERS]
+            if index >= BUFFERS and on_their_way:
+                bucket, pending = on_their_way.pop(0)
+                self._await(pending)
+                if kept is not None:
+                    start, end = self._payload.manifest.bucket_span(index - BUFFERS)
+                    with group.on_stream():
+                        kept[start:end].copy_(bucket.unpack(buffer, in_order))
+            if index < count:
+                bucket = runs.bucket(index)
+                self._pack(group, bucket, index, buffer, own)
+                pending = [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
+                on_their_way.append((bucket, pending))
+        if own:
+            with group.on_stream():
+                self.fingerprints[list(own)] = torch.stack(list(own.values())).cpu()
+
+    def _await(self, pending: list[Pending]) -> None:
+        for part in pending:
+            part.wait(self._stop)
+        self.sent += 1
+        self._moved_s = time.monotonic()
+        if self._place.rank:
+            self._store.set(f"at/{self._place.rank}", str(self.sent))
+
+    def _pack(self, group: Group, bucket: Bucket, index: int, buffer: torch.Tensor, own: dict) -> None:
+        self._moved_s = time.monotonic()
+        for part in bucket.parts:
+            self.order.append((index, part.root))
+            if part.root != self._place.rank:
+                continue
+            data = buffer[part.at : part.end]
+            if self._place.runs:
+                self._payload.pack_pieces(part.pieces, buffer)
+            else:
+                self._payload.pack_bucket(index, data)
+            self._moved_s = time.monotonic()
+            with group.on_stream():
+                own[index] = fingerprint(data)
+
+
+def _gone(watch: dist.Store) -> str | None:
+    """Why a member gave up, if one did."""
+    try:
+        return watch.get(GONE).decode(errors="replace")[:300] if watch.check([GONE]) else None
+    except RuntimeError:  # torch's own errors of stores are kinds of it
+        return "the store of the group is gone"

@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,18 @@ import torch.distributed as dist
 from trainer_bridge.errors import RolloutError, WeightsRejected
 from trainer_bridge.fingerprint import fingerprint, fingerprints_digest
 from trainer_bridge.transports import Incoming
-from trainer_bridge.transports.group import BUFFERS, GONE, POLL_S, Group, GroupError, connect, local_address
+from trainer_bridge.transports.group import (
+    BUFFERS,
+    GONE,
+    POLL_S,
+    Group,
+    GroupError,
+    Pending,
+    Place,
+    connect,
+    local_address,
+)
+from trainer_bridge.transports.group_runs import MAX_RUNS, Bucket, Runs
 
 _MAX_MEMBERS = 4096
 
@@ -38,7 +48,7 @@ class Member:
     def __init__(
         self,
         incoming: Incoming,
-        place: tuple[str, int, str],
+        where: tuple[str, int, str],
         device: torch.device,
         timeout_s: float,
         wake: Callable[[], object],
@@ -46,7 +56,7 @@ class Member:
         self.error: RolloutError | None = None
         self.done = threading.Event()
         self.digest = ""
-        self._incoming, self._place = incoming, place
+        self._incoming, self._where = incoming, where
         self._device, self._timeout_s, self._wake = device, timeout_s, wake
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
@@ -82,7 +92,7 @@ class Member:
         self._wake()
 
     def _receive(self) -> None:
-        host, port, _ = self._place
+        host, port, _ = self._where
         store = connect(host, port, self._timeout_s)
         try:
             self._take_part(store, host, port)
@@ -92,47 +102,49 @@ class Member:
             raise
 
     def _take_part(self, store: dist.TCPStore, host: str, port: int) -> None:
-        name = self._place[2]
-        rank, size = self._await_place(store)
+        place = self._await_place(store)
         address = local_address(f"tcp://{host}:{port}")
-        group = Group(store, name, rank, size, address, self._device, self._timeout_s)
+        group = Group(store, place.name, place.rank, place.size, address, self._device, self._timeout_s)
         broken = True
         try:
             self._await(self._incoming.open.is_set, "the loop to hold generation")
-            self._take_buckets(group, store, rank)
+            runs = Runs.learn(self._incoming.manifest, group, place, self._cancelled)
+            self._take_buckets(group, store, place.rank, runs)
             broken = False
         finally:
             group.close(broken)
 
-    def _take_buckets(self, group: Group, store: dist.Store, rank: int) -> None:
+    def _take_buckets(self, group: Group, store: dist.Store, rank: int, runs: Runs) -> None:
         manifest = self._incoming.manifest
-        buffers = [group.buffer(min(manifest.bucket_bytes, manifest.total_bytes)) for _ in range(BUFFERS)]
+        buffers = [group.buffer(runs.room) for _ in range(BUFFERS)]
+        in_order = group.buffer(runs.room if len(runs) > 1 else 0)
         seen, count = [], manifest.bucket_count
 
-        def start(index: int) -> Any:
-            first, end = manifest.bucket_span(index)
-            return group.broadcast(buffers[index % BUFFERS][: end - first])
+        def start(index: int) -> tuple[Bucket, list[Pending]]:
+            bucket, buffer = runs.bucket(index), buffers[index % BUFFERS]
+            return bucket, [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
 
-        pending = start(0) if count else None
+        on_its_way = start(0) if count else None
         for index in range(count):
-            assert pending is not None
-            pending.wait(self._cancelled)
+            assert on_its_way is not None
+            bucket, pending = on_its_way
+            for part in pending:
+                part.wait(self._cancelled)
             # The next bucket is on its way to the other buffer while this one is copied to its place.
-            pending = start(index + 1) if index + 1 < count else None
-            first, end = manifest.bucket_span(index)
-            data = buffers[index % BUFFERS][: end - first]
+            on_its_way = start(index + 1) if index + 1 < count else None
+            buffer = buffers[index % BUFFERS]
             with self._lock, group.on_stream():
                 if self._cancelled.is_set():
                     raise GroupError("the update was dropped")
-                seen.append(fingerprint(data))
-                self._incoming.landing.put(first, data)
-                self._incoming.note(end - first)
+                seen += [fingerprint(buffer[part.at : part.end]) for part in bucket.parts]
+                self._incoming.landing.put(manifest.bucket_span(index)[0], bucket.unpack(buffer, in_order))
+                self._incoming.note(bucket.nbytes)
             store.set(f"at/{rank}", str(index + 1))
         with group.on_stream():
             self.digest = fingerprints_digest(seen)
         self.done.set()
 
-    def _await_place(self, store: dist.Store) -> tuple[int, int]:
+    def _await_place(self, store: dist.Store) -> Place:
         key = f"member/{self._incoming.token.hex()}"
         try:
             self._await(lambda: store.check([key]), "a place in the group")
@@ -141,12 +153,12 @@ class Member:
             raise (
                 error if isinstance(error, GroupError) else GroupError(f"the publisher is gone: {error!s:.200}")
             ) from error
-        if type(place) is not list or len(place) != 2 or any(type(part) is not int for part in place):
+        if type(place) is not list or len(place) != 3 or any(type(part) is not int for part in place):
             raise GroupError("the publisher's store holds no place in the group")
-        rank, size = place
-        if not 1 <= rank < size <= _MAX_MEMBERS:
+        rank, size, runs = place
+        if not 1 <= rank < size <= _MAX_MEMBERS or not 0 <= runs <= MAX_RUNS:
             raise GroupError("the publisher's store holds no place in the group")
-        return rank, size
+        return Place(self._where[2], rank, size, runs)
 
     def _await(self, happened: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + self._timeout_s

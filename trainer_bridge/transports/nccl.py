@@ -4,6 +4,7 @@
     store on a free port           -- begin: hosts, port -->  reaches the store, grants
     store: member/TOKEN = rank, size                     -->  joins
     pack bucket i+1 | broadcast i  ========================>  broadcast i+1 | bucket i to its place
+                    (of several trainer ranks each broadcasts what it owns, see `group_ranks`)
                                    store: at/RANK = i   <--   so that a stall can be told of by name
                                    store: gone = why    <--   a worker gives up: nobody waits for it
     fingerprints of all buckets    -- commit -------------->  compared with its own
@@ -29,22 +30,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.errors import BadRequest, RolloutError, WeightsRejected
+from trainer_bridge.errors import BadRequest, ConnectionLost, RolloutError, WeightsRejected
+from trainer_bridge.fingerprint import fingerprints_digest
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import GroupBroken, Incoming, Peer, TransferRules, TransportReceiver, TransportSender
-from trainer_bridge.transports.group import GroupError, StoreServer, connect, local_address, reach
+from trainer_bridge.transports.group import (
+    GONE,
+    GroupError,
+    Place,
+    StoreServer,
+    connect,
+    device_name,
+    local_address,
+    reach,
+)
 from trainer_bridge.transports.group_broadcasts import Broadcasts
 from trainer_bridge.transports.group_member import Member
+from trainer_bridge.transports.group_ranks import OtherRanks
 
 _REACH_S = 2.0
 _END_S = 2.0  # for threads at the end: one that is inside of torch while Python ends may abort the process
 _MAX_HOSTS = 16
-_OPTIONS = {"hosts": list, "port": int, "backend": str, "group": str, "device": str}
-
-
-def device_name(device: torch.device) -> str:
-    """What tells a GPU from all others; empty for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+_OPTIONS = {"hosts": list, "port": int, "backend": str, "group": str, "devices": list}
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -71,8 +78,8 @@ class NcclReceiver(TransportReceiver):
                 f"the publisher's tensors travel by {options['backend']!r:.20}, this worker takes {backend}",
                 field="options.backend",
             )
-        if options["device"] and options["device"] == device_name(self._device):
-            raise BadRequest("publisher and worker are on one GPU, which NCCL does not connect", field="options.device")
+        if self.on_device and device_name(self._device) in options["devices"]:
+            raise BadRequest("trainer and worker are on one GPU, which NCCL does not connect", field="options.devices")
         try:
             host = reach(hosts, port, _REACH_S)
         except GroupError as error:
@@ -137,45 +144,60 @@ class NcclSender(TransportSender):
         self._hosts = [local_address(endpoint) for endpoint in endpoints]
         self._server: StoreServer | None = None
         self._name = ""
+        self._others: OtherRanks | None = None
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         """Open the store of this update; the same one for workers that come to it in a later round of `begin`."""
-        device = payload.device
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if self._server is not None:
-            return self._options(self._server, backend, device)
-        try:
-            self._server = StoreServer(self._hosts, timeout_s=30.0)
-        except (OSError, RuntimeError) as error:
-            raise RolloutError(f"prepare: no store can be opened: {error!s:.200}; use the transport zmq") from error
-        self._name = secrets.token_hex(8)
-        return self._options(self._server, backend, device)
+        if self._server is None or self._others is None:
+            self._others = OtherRanks(payload)
+            try:
+                self._server = StoreServer([*self._hosts, *self._others.hosts], timeout_s=30.0)
+            except (OSError, RuntimeError) as error:
+                raise RolloutError(f"prepare: no store can be opened: {error!s:.200}; use the transport zmq") from error
+            self._name = secrets.token_hex(8)
+        where = {"hosts": self._server.hosts, "port": self._server.port, "group": self._name}
+        backend = "nccl" if payload.device.type == "cuda" else "gloo"
+        return {**where, "backend": backend, "devices": self._others.devices}
 
     def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
         """Make the group and broadcast every bucket. A group breaks for all: each peer then gets `GroupBroken`."""
-        assert self._server is not None
-        store = self._server.store
+        server, others = self._server, self._others
+        assert server is not None and others is not None
+        places = others.places(len(peers))
+        runs = others.runs(payload, places)
+        size = 1 + len(peers) + len(places)
+        place = Place(self._name, 0, size, len(runs) if places else 0)
         for rank, peer in enumerate(peers, 1):
-            store.set(f"member/{peer.token.hex()}", json.dumps([rank, len(peers) + 1]))
-        job = Broadcasts(payload, store, self._name, self._hosts[0], len(peers) + 1, rules)
+            server.store.set(f"member/{peer.token.hex()}", json.dumps([rank, size, place.runs]))
         # A client of its own: one that waits for members keeps others from asking.
-        watch = connect(self._server.local_host, self._server.port, rules.stall_s)
+        watch = connect(server.local_host, server.port, rules.stall_s)
+        others.join(server.hosts, server.port, place, places, rules.stall_s)
+        job = Broadcasts(payload, server.store, place, server.hosts[0], rules, runs)
         job.run(watch)
         if job.error is None:
-            payload.read()
-            return {"fingerprints": job.digest}
-        self._server = None  # those that are tried again meet at a new one; `store` lives until this returns
-        slowest = _progress(watch, peers)
+            payload.read()  # every rank has packed what it sent
+        elif places:
+            watch.set(GONE, job.error)
+        try:
+            parts = {0: job.fingerprints, **others.endings(places, payload.manifest.bucket_count, rules.stall_s)}
+        except RolloutError as error:
+            self._server = None
+            raise ConnectionLost(f"transfer: {job.error or 'the group ended'}; {error}") from error
+        missing = [rank for rank, at in places.items() if at not in parts]
+        if job.error is None and not missing:
+            return {"fingerprints": fingerprints_digest([parts[root][index] for index, root in job.order])}
+        self._server = None  # those that are tried again meet at a new one; `server` lives until this returns
+        reason = job.error or f"rank {missing[0]} of the trainer did not get to the end"
+        at = _progress(watch, {peer.endpoint: rank for rank, peer in enumerate(peers, 1)})
+        said = "".join(
+            f", {who} {has}" for who, has in _progress(watch, {f"rank {r}": p for r, p in places.items()}).items()
+        )
         for peer in peers:
-            at = f"{peer.endpoint} had {slowest.get(peer.endpoint, 0)} of {payload.manifest.bucket_count} buckets"
-            error = GroupBroken(f"transfer: {job.error}, after {job.sent} buckets; {at}")
+            has = f"{peer.endpoint} had {at.get(peer.endpoint, 0)} of {payload.manifest.bucket_count} buckets{said}"
+            error = GroupBroken(f"transfer: {reason}, after {job.sent} buckets; {has}")
             error.met = job.sent > 0
             peer.fail(error)
         return {}
-
-    def _options(self, server: StoreServer, backend: str, device: torch.device) -> dict[str, Any]:
-        where = {"hosts": server.hosts, "port": server.port, "group": self._name}
-        return {**where, "backend": backend, "device": device_name(device)}
 
     def release(self, payload: Payload, applied: bool) -> None:
         """Close the store."""
@@ -186,11 +208,11 @@ class NcclSender(TransportSender):
         self._server = None
 
 
-def _progress(store: dist.Store, peers: Sequence[Peer]) -> dict[str, int]:
-    """Buckets that each worker said it has."""
+def _progress(store: dist.Store, places: Mapping[str, int]) -> dict[str, int]:
+    """Buckets that each member said it has, by its name."""
     found = {}
-    for rank, peer in enumerate(peers, 1):
+    for name, rank in places.items():
         key = f"at/{rank}"
         if store.check([key]) and (value := store.get(key)).isdigit():
-            found[peer.endpoint] = int(value)
+            found[name] = int(value)
     return found
