@@ -64,6 +64,11 @@ class Payload:
         self._stream, self._after = _side_stream(self._tensors)
 
     @property
+    def spread(self) -> bool:
+        """Whether other ranks hold parts of it."""
+        return self.shards is not None and any(box is not None for box in self.shards.boxes)
+
+    @property
     def on_gpu(self) -> bool:
         """Whether buckets should be pinned."""
         return self._stream is not None

@@ -120,7 +120,7 @@ class TrainerRanks:
     def ending(self, out: torch.Tensor, rank: int, timeout_s: float) -> None:
         """Rank 0: wait for what a rank says of its part in a group. Raises `RolloutError`, which names it."""
         data = out.view(torch.uint8)
-        self._do(lambda: self._group.receive(data, rank, timeout_s, _ENDING), f"rank {rank}")
+        self._do(lambda: self._group.receive(data, rank, timeout_s, _ENDING), f"rank {rank}", "transfer")
 
     def serve(self, payload: Payload, handle: PublishHandle, version: int) -> None:
         """Other ranks: do what rank 0 says until the update is over. Raises the error that it ended with."""
@@ -167,7 +167,7 @@ class TrainerRanks:
         self._stop.set()
 
     def _end_part(self, ending: torch.Tensor) -> None:
-        self._do(lambda: self._group.send(ending.view(torch.uint8), 0, _ENDING), "rank 0")
+        self._do(lambda: self._group.send(ending.view(torch.uint8), 0, _ENDING), "rank 0", "transfer")
 
     def _tell_map(self, op: int, value: dict[str, Any]) -> None:
         data = json.dumps(value).encode()
@@ -201,14 +201,14 @@ class TrainerRanks:
     def _receive(self, out: torch.Tensor, rank: int) -> None:
         self._do(lambda: self._group.receive(out, rank, self._timeout_s), f"rank {rank}")
 
-    def _do(self, what: Any, whom: str) -> None:
+    def _do(self, what: Any, whom: str, phase: str = "gather") -> None:
         if self._broken is not None:
-            raise RolloutError(f"gather: {self._broken}; the group of trainer ranks is gone, make new publishers")
+            raise RolloutError(f"{phase}: {self._broken}; the group of trainer ranks is gone, make new publishers")
         try:
             what()
         except GroupError as error:
             self._broken = f"{whom} cannot be reached: {error}"
-            raise RolloutError(f"gather: {self._broken}") from error
+            raise RolloutError(f"{phase}: {self._broken}") from error
 
 
 def _ending(told: dict[str, Any]) -> tuple[list[WorkerReport], RolloutError | None]:

@@ -5,6 +5,7 @@
     shm        worker and publisher on one host: no copy passes through a socket
     zmq        anywhere
 
+Tensors that several trainer ranks hold parts of go by nccl first: each rank sends its own, for all others rank 0 fetches.
 What works is found out by trying: a worker refuses in `begin`, before anything is sent, and the reason is kept. What
 one update found is where the next one begins.
 """
@@ -25,6 +26,7 @@ from trainer_bridge.transports import TRANSPORTS, GroupBroken, Peer, TransferRul
 
 _FASTEST_FIRST = ("cuda_ipc", "nccl", "shm", "zmq")
 _FOR_GPUS = ("cuda_ipc", "nccl")
+_SPREAD_FIRST = ("nccl", "cuda_ipc", "shm", "zmq")
 _GOOD = {
     "cuda_ipc": "the worker's GPU reaches the tensors' memory",
     "nccl": "from device to device",
@@ -126,7 +128,8 @@ class TransportChoice:
         if not payload.on_gpu:
             return tuple(name for name in _FASTEST_FIRST if name not in _FOR_GPUS)
         groups = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-        return tuple(name for name in _FASTEST_FIRST if groups or name != "nccl")
+        names = _SPREAD_FIRST if payload.spread else _FASTEST_FIRST
+        return tuple(name for name in names if groups or name != "nccl")
 
     def _sender(self, name: str) -> TransportSender:
         if name not in self._senders:

@@ -3,8 +3,9 @@
     {"role": "fsdp", "rank", "endpoints", "transport", "candidates", "folder", "fault"}    a line for `fault_server`
 
 `candidates` are the transports that `auto` tries, null: the usual ones. `fault` is what befalls rank 1 in version 2:
-"die" before it publishes, "die in group" after it has broadcast some buckets. Each rank writes what it saw as JSON;
-rank 0 the whole tensors of each version, which are what a worker must serve.
+"die" before it publishes, "die in group" after it has broadcast some buckets, "corrupt": a bit of what it broadcasts
+changes on its way. Each rank writes what it saw as JSON; rank 0 the whole tensors of each version, which are what a
+worker must serve.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
 from trainer_bridge.shards import Shards
 from trainer_bridge.transport_choice import TransportChoice
+from trainer_bridge.transports.group import Group
 
 BUCKET = 128
 RANKS = 2
@@ -65,6 +67,20 @@ def watch(seen: dict[str, Any], version: list[int], dies_in: int) -> None:
     Shards.fetch, Payload.pack_pieces = fetch_noted, pack_noted  # type: ignore[method-assign]
 
 
+def corrupt(version: list[int]) -> None:
+    """One bit changes after the fingerprint was taken, in the third broadcast of version 2 from here."""
+    broadcast, own = Group.broadcast, []
+
+    def flip(self: Group, data: torch.Tensor, root: int = 0) -> Any:
+        if root and version[0] == 2:
+            own.append(root)
+            if len(own) == 3:
+                data[0] ^= 1
+        return broadcast(self, data, root)
+
+    Group.broadcast = flip  # type: ignore[method-assign]
+
+
 def train_fsdp(order: dict[str, Any]) -> None:
     """One rank, from start to end."""
     rank, folder, fault = order["rank"], Path(order["folder"]), order["fault"]
@@ -77,6 +93,8 @@ def train_fsdp(order: dict[str, Any]) -> None:
     seen: dict[str, Any] = {"versions": [], "transports": [], "errors": [], "fetched": [], "packed": []}
     at = [0]
     watch(seen, at, dies_in=2 if fault == "die in group" and rank == 1 else 0)
+    if fault == "corrupt" and rank == 1:
+        corrupt(at)
     if order["candidates"]:
         TransportChoice._candidates = lambda self, payload: order["candidates"]  # type: ignore[method-assign]
     with WeightPublisher(
@@ -85,8 +103,8 @@ def train_fsdp(order: dict[str, Any]) -> None:
         folder=str(folder),
         bucket_bytes=BUCKET,
         collective=True,
-        begin_s=10,
-        stall_s=5,
+        begin_s=30,
+        stall_s=30,
     ) as publisher:
         for version in (1, 2, 3):
             at[0] = version
@@ -106,11 +124,11 @@ def train_fsdp(order: dict[str, Any]) -> None:
                 total = torch.ones(1)
                 if not fault or version == 1:
                     dist.all_reduce(total)
-                handle.held(20)
+                handle.held(60)
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.add_(1.0)
-                reports = handle.applied(20)
+                reports = handle.applied(60)
                 seen["versions"].append([report.version for report in reports])
                 seen["transports"].append([report.transport for report in reports])
             except RolloutError as error:

@@ -1,4 +1,4 @@
-"""The connection over which a publisher asks a worker: what arrives, and what a loss takes along."""
+"""The connections of a publisher to a worker: what arrives, and what a loss takes along."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import zmq
 from weights_harness import wait_for
 
-from trainer_bridge.errors import InternalError
+from trainer_bridge.errors import InternalError, WeightsRejected
+from trainer_bridge.transports import Peer, TransferRules
+from trainer_bridge.transports.bucket_link import BUCKET, REFUSAL, REFUSAL_MAGIC, Link
 from trainer_bridge.weight_messages import ControlLink, ask_all
 from trainer_bridge.wire import decode, encode, split_envelope
 
@@ -39,4 +41,27 @@ def test_the_last_words_of_a_worker_arrive(_: int) -> None:
         worker.join(10)
         wait_for(lambda: link.send({"action": "status"}) is None, "that nothing goes where nobody is")
     finally:
+        link.close()
+
+
+def test_a_refusal_that_a_worker_ends_behind_is_read_though_the_connection_is_gone() -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    peer = Peer("the worker", b"t" * 16, {"window": 4, "endpoint": f"tcp://127.0.0.1:{port}"})
+    link = Link(peer, TransferRules(20.0, threading.Event()), None)
+    monitor = link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        link.send(0, 0, memoryview(b"data"))
+        connection, header, _ = socket.recv_multipart()
+        assert BUCKET.unpack(header)[1] == peer.token
+        socket.send_multipart([connection, REFUSAL.pack(REFUSAL_MAGIC, peer.token) + b"it ends"])
+        socket.close(linger=2000)
+        context.term()
+        assert monitor.poll(20_000)  # only now does the publisher come to look
+        wait_for(lambda: link.read() or not link.alive, "the refusal")
+        assert isinstance(peer.error, WeightsRejected) and "it ends" in str(peer.error)
+    finally:
+        link.socket.disable_monitor()
+        monitor.close(0)
         link.close()

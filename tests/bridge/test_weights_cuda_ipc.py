@@ -126,7 +126,7 @@ def test_slots_of_a_worker_that_was_given_up_are_freed_once_it_was_told(monkeypa
         limits = {"bucket_bytes": SMALL, "stall_s": 1.0}
         with WeightPublisher(worker.endpoint, transport="cuda_ipc", **limits) as publisher:
             memory = shared(worker, publisher, Driver())
-            with pytest.raises(RolloutError, match="no acknowledgement|no connection"):
+            with pytest.raises(RolloutError, match="no acknowledgement"):
                 publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
             assert memory.opened == 0 and memory.allocated == {} and freed_open == [0] * 4
             publisher._rules = TransferRules(20.0, publisher._closing)

@@ -40,8 +40,9 @@ class Link:
         self.window, address = read_grant(peer)
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
-        self.socket.set(zmq.IMMEDIATE, 1)  # queue nothing for a worker that is not there
-        self.socket.set(zmq.SNDHWM, 2 * self.window)
+        # Without IMMEDIATE, which drops with a connection what came over it: a worker's last word is its refusal. What
+        # waits meanwhile is a window of buckets at most, and a worker that comes back refuses their token.
+        self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.MAXMSGSIZE, MAX_REFUSAL_BYTES + REFUSAL.size)
         if "[" in address:
             self.socket.set(zmq.IPV6, 1)
@@ -63,13 +64,7 @@ class Link:
         magic = SHARED_MAGIC if data is None else BUCKET_MAGIC
         frames = [BUCKET.pack(magic, self.peer.token, index, crc)] + ([] if data is None else [data])
         self.last_progress_s = time.monotonic()
-        while self.alive and not self.rules.closing.is_set():
-            try:
-                self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
-                return
-            except zmq.Again:
-                self.socket.poll(POLL_MS, zmq.POLLOUT)
-                self.check_stall("no connection")
+        self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def read(self) -> None:
         """Take every answer that is there."""
@@ -94,14 +89,14 @@ class Link:
         else:
             self.fail(ProtocolError(f"transfer: {self.peer.endpoint} sent an answer that is none"))
 
-    def check_stall(self, what: str) -> None:
+    def check_stall(self) -> None:
         """Give the worker up if nothing has moved for too long."""
         waited_s = time.monotonic() - self.last_progress_s
         if waited_s > self.rules.stall_s:
             self.fail(
                 RolloutTimeout(
-                    f"transfer: {what} from {self.peer.endpoint} for {waited_s:.1f} s, after {self.acknowledged} "
-                    "acknowledged buckets; see whether the worker lives, or raise stall_s"
+                    f"transfer: no acknowledgement from {self.peer.endpoint} for {waited_s:.1f} s, after "
+                    f"{self.acknowledged} acknowledged buckets; see whether the worker lives, or raise stall_s"
                 )
             )
 
@@ -132,7 +127,7 @@ def wait_acknowledged(links: Sequence[Link], buckets: int, rules: TransferRules)
             poller.register(link.socket, zmq.POLLIN)
         if not poller.poll(POLL_MS):
             for link in waiting:
-                link.check_stall("no acknowledgement")
+                link.check_stall()
 
 
 def read_grant(peer: Peer) -> tuple[int, str]:

@@ -174,29 +174,27 @@ class NcclSender(TransportSender):
         others.join(server.hosts, server.port, place, places, rules.stall_s)
         job = Broadcasts(payload, server.store, place, server.hosts[0], rules, runs)
         job.run(watch)
-        if job.error is None:
-            payload.read()  # every rank has packed what it sent
-        elif places:
-            watch.set(GONE, job.error)
+        if job.error is not None and places:
+            watch.set(GONE, job.error)  # so that they end at once, too
         try:
             parts = {0: job.fingerprints, **others.endings(places, payload.manifest.bucket_count, rules.stall_s)}
         except RolloutError as error:
             self._server = None
-            raise ConnectionLost(f"transfer: {job.error or 'the group ended'}; {error}") from error
-        missing = [rank for rank, at in places.items() if at not in parts]
+            raise ConnectionLost(f"{error}; {job.error or 'all buckets were sent'}") from error
+        missing = [
+            f"rank {rank} of the trainer did not get to the end" for rank, at in places.items() if at not in parts
+        ]
         if job.error is None and not missing:
+            payload.read()
             return {"fingerprints": fingerprints_digest([parts[root][index] for index, root in job.order])}
         self._server = None  # those that are tried again meet at a new one; `server` lives until this returns
-        reason = job.error or f"rank {missing[0]} of the trainer did not get to the end"
-        at = _progress(watch, {peer.endpoint: rank for rank, peer in enumerate(peers, 1)})
-        said = "".join(
-            f", {who} {has}" for who, has in _progress(watch, {f"rank {r}": p for r, p in places.items()}).items()
-        )
-        for peer in peers:
-            has = f"{peer.endpoint} had {at.get(peer.endpoint, 0)} of {payload.manifest.bucket_count} buckets{said}"
-            error = GroupBroken(f"transfer: {reason}, after {job.sent} buckets; {has}")
-            error.met = job.sent > 0
-            peer.fail(error)
+        why = f"transfer: {job.error or missing[0]}, after {job.sent} buckets"
+        of = payload.manifest.bucket_count
+        ranks = "".join(f", rank {rank} {_progress(watch, at)}" for rank, at in places.items())
+        for at, peer in enumerate(peers, 1):
+            broken = GroupBroken(f"{why}; {peer.endpoint} had {_progress(watch, at)} of {of} buckets{ranks}")
+            broken.met = job.sent > 0
+            peer.fail(broken)
         return {}
 
     def release(self, payload: Payload, applied: bool) -> None:
@@ -208,11 +206,7 @@ class NcclSender(TransportSender):
         self._server = None
 
 
-def _progress(store: dist.Store, places: Mapping[str, int]) -> dict[str, int]:
-    """Buckets that each member said it has, by its name."""
-    found = {}
-    for name, rank in places.items():
-        key = f"at/{rank}"
-        if store.check([key]) and (value := store.get(key)).isdigit():
-            found[name] = int(value)
-    return found
+def _progress(store: dist.Store, rank: int) -> int:
+    """Buckets that a member said it has."""
+    key = f"at/{rank}"
+    return int(value) if store.check([key]) and (value := store.get(key)).isdigit() else 0
