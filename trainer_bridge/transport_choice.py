@@ -5,7 +5,7 @@
     shm        worker and publisher on one host: no copy passes through a socket
     zmq        anywhere
 
-Tensors that several trainer ranks hold parts of go by nccl first: each rank sends its own, for all others rank 0 fetches.
+Tensors that several trainer ranks hold parts of go by nccl first: there each rank sends its own, else rank 0 fetches.
 What works is found out by trying: a worker refuses in `begin`, before anything is sent, and the reason is kept. What
 one update found is where the next one begins.
 """

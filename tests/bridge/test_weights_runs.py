@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from weights_harness import TinyModel, new_tensors
 from trainer_bridge.fingerprint import fingerprint
 from trainer_bridge.manifest import Manifest, pack
 from trainer_bridge.payload import Payload
+from trainer_bridge.transport_choice import TransportChoice
 from trainer_bridge.transports import TransferRules
 from trainer_bridge.transports.group import Group, GroupError, Place, StoreServer, connect
 from trainer_bridge.transports.group_broadcasts import Broadcasts
@@ -116,3 +118,11 @@ def test_a_table_that_is_none_is_refused(firsts: list[int], roots: list[int]) ->
     group: Group = Told()  # type: ignore[assignment]
     with pytest.raises(GroupError, match="table"):
         Runs.learn(manifest, group, Place("g", 1, 3, len(firsts)), threading.Event())
+
+
+def test_auto_tries_groups_first_for_parts_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    choice = TransportChoice("auto", None, None, [])
+    for spread, first in ((True, "nccl"), (False, "cuda_ipc")):
+        payload: Any = SimpleNamespace(on_gpu=True, again=False, spread=spread)
+        assert choice._candidates(payload)[0] == first

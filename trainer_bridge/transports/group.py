@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 POLL_S = 0.002
 BUFFERS = 2  # of buckets on their way, on each side
-#: Key of a store under which a member says why it gave up.
-GONE = "gone"
+_GONE = "gone"  # key of a store
+_MOST_WORDS = 300
 _LOOPBACK = "127.0.0.1"
 #: Read by the nccl backend when it is made. Without them a group that has lost a member ends the whole process.
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -104,6 +104,23 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         raise GroupError(f"the store at {host}:{port} cannot be used: {_first_line(error)}") from error
+
+
+def give_up(store: dist.Store, why: str) -> None:
+    """Tell all members why one gives up, unless another has done so before: what comes after is mostly of that.
+
+    Do it before the group is closed: that, too, is seen by the others.
+    """
+    with contextlib.suppress(RuntimeError):  # the store is gone: so is the group
+        store.compare_set(_GONE, "", why[:_MOST_WORDS])
+
+
+def given_up(store: dist.Store) -> str | None:
+    """Why a member gave up, if one did."""
+    try:
+        return store.get(_GONE).decode(errors="replace")[:_MOST_WORDS] if store.check([_GONE]) else None
+    except RuntimeError:
+        return "the store of the group is gone"
 
 
 class Group:

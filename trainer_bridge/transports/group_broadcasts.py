@@ -20,7 +20,7 @@ import torch.distributed as dist
 from trainer_bridge.fingerprint import fingerprint
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import TransferRules
-from trainer_bridge.transports.group import BUFFERS, GONE, Group, GroupError, Pending, Place
+from trainer_bridge.transports.group import BUFFERS, Group, GroupError, Pending, Place, give_up, given_up
 from trainer_bridge.transports.group_runs import Bucket, Runs
 
 GRACE_S = 5.0  # beyond `stall_s`: a group that still can gives the better reason itself
@@ -31,8 +31,9 @@ _log = logging.getLogger(__name__)
 class Broadcasts:
     """One rank's part in one group, in a thread that is waited for with an eye on `rules`.
 
-    Rank 0 brings the `runs`, the others learn them in the group. Once it is over without an `error`, `order` has bucket
-    and sender of every broadcast, and `fingerprints` those of this rank's parts by bucket, int64 [buckets].
+    Rank 0 brings the `runs`, the others learn them in the group. If it gives up the others hear `who` that was. Once it
+    is over without an `error`, `order` has bucket and sender of every broadcast, and `fingerprints` those of this
+    rank's parts by bucket, int64 [buckets].
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Broadcasts:
         address: str,
         rules: TransferRules,
         runs: Runs | None = None,
+        who: str = "the publisher",
     ) -> None:
         assert (place.rank == 0) == (runs is not None), "rank 0 knows who sends what, the others learn it"
         self.error: str | None = None
@@ -50,7 +52,7 @@ class Broadcasts:
         self.order: list[tuple[int, int]] = []
         self.fingerprints = torch.zeros(payload.manifest.bucket_count, dtype=torch.int64)
         self._payload, self._store, self._place = payload, store, place
-        self._address, self._rules, self._runs = address, rules, runs
+        self._address, self._rules, self._runs, self._who = address, rules, runs, who
         self._over = threading.Event()
         self._stop = threading.Event()
         self._moved_s = time.monotonic()
@@ -63,7 +65,7 @@ class Broadcasts:
             still_s = time.monotonic() - self._moved_s
             if self._rules.closing.is_set():
                 self.error = "the publisher was closed"
-            elif (gone := _gone(watch)) is not None:
+            elif (gone := given_up(watch)) is not None:
                 self.error = gone
             elif still_s > self._rules.stall_s + GRACE_S:  # inside of NCCL: what joins or leaves knows no deadline
                 self.error = f"nothing moved in the group for {still_s:.0f} s"
@@ -97,6 +99,9 @@ class Broadcasts:
                 runs.share(group, self._stop)
             self._broadcast(group, runs)
             broken = False
+        except Exception as error:
+            give_up(self._store, f"{self._who} gave up: {error!s:.200}")
+            raise
         finally:
             group.close(broken)
 
@@ -147,11 +152,3 @@ class Broadcasts:
             self._moved_s = time.monotonic()
             with group.on_stream():
                 own[index] = fingerprint(data)
-
-
-def _gone(watch: dist.Store) -> str | None:
-    """Why a member gave up, if one did."""
-    try:
-        return watch.get(GONE).decode(errors="replace")[:300] if watch.check([GONE]) else None
-    except RuntimeError:  # torch's own errors of stores are kinds of it
-        return "the store of the group is gone"

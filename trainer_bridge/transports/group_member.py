@@ -6,12 +6,11 @@ Invariants:
 
 - It writes to its landing only while its update is the present one (`_lock`); whatever it waits for, it ends by its
   deadline.
-- What goes wrong is in `error`, and in the store under `GONE`, so that nobody waits for this worker.
+- What goes wrong is in `error`, and in the store (`give_up`), so that nobody waits for this worker.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
@@ -26,13 +25,13 @@ from trainer_bridge.fingerprint import fingerprint, fingerprints_digest
 from trainer_bridge.transports import Incoming
 from trainer_bridge.transports.group import (
     BUFFERS,
-    GONE,
     POLL_S,
     Group,
     GroupError,
     Pending,
     Place,
     connect,
+    give_up,
     local_address,
 )
 from trainer_bridge.transports.group_runs import MAX_RUNS, Bucket, Runs
@@ -96,9 +95,8 @@ class Member:
         store = connect(host, port, self._timeout_s)
         try:
             self._take_part(store, host, port)
-        except BaseException as error:
-            with contextlib.suppress(RuntimeError):  # the publisher is gone, too
-                store.set(GONE, f"a worker gave up: {error!s:.200}")
+        except Exception as error:
+            give_up(store, f"a worker gave up: {error!s:.200}")
             raise
 
     def _take_part(self, store: dist.TCPStore, host: str, port: int) -> None:
@@ -111,6 +109,9 @@ class Member:
             runs = Runs.learn(self._incoming.manifest, group, place, self._cancelled)
             self._take_buckets(group, store, place.rank, runs)
             broken = False
+        except Exception as error:
+            give_up(store, f"a worker gave up: {error!s:.200}")
+            raise
         finally:
             group.close(broken)
 

@@ -24,7 +24,7 @@ from trainer_bridge.errors import RolloutError
 from trainer_bridge.manifest import DTYPE_BYTES
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import TransferRules
-from trainer_bridge.transports.group import GONE, GroupError, Place, connect, device_name, local_address, reach
+from trainer_bridge.transports.group import GroupError, Place, connect, device_name, give_up, local_address, reach
 from trainer_bridge.transports.group_broadcasts import GRACE_S, Broadcasts
 from trainer_bridge.transports.group_runs import MAX_RUNS, Runs
 
@@ -87,7 +87,7 @@ class OtherRanks:
         for rank, place in places.items():
             assert self._ranks is not None
             ending = torch.zeros(1 + buckets, dtype=torch.int64)
-            self._ranks.ending(ending, rank, 2 * (stall_s + GRACE_S))
+            self._ranks.ending(ending, rank, stall_s + GRACE_S)
             if ending[0]:
                 found[place] = ending[1:]
         return found
@@ -139,11 +139,10 @@ def _broadcast(payload: Payload, order: dict[str, Any], rank: int, closing: thre
     store, watch = (connect(host, order["port"], stall_s) for _ in range(2))
     place = Place(order["group"], order["places"][str(rank)], order["size"], order["runs"])
     address = local_address(f"tcp://{host}:{order['port']}")
-    job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing))
+    who = f"rank {rank} of the trainer"
+    job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), who=who)
     job.run(watch)
     if job.error is not None:
-        with contextlib.suppress(RuntimeError):  # rank 0 is gone, too
-            if not watch.check([GONE]):
-                watch.set(GONE, f"rank {rank} of the trainer gave up: {job.error}")
+        give_up(watch, f"{who} gave up: {job.error}")  # also where its thread hangs
         raise GroupError(job.error)
     return job.fingerprints

@@ -35,12 +35,13 @@ from trainer_bridge.fingerprint import fingerprints_digest
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import GroupBroken, Incoming, Peer, TransferRules, TransportReceiver, TransportSender
 from trainer_bridge.transports.group import (
-    GONE,
     GroupError,
     Place,
     StoreServer,
     connect,
     device_name,
+    give_up,
+    given_up,
     local_address,
     reach,
 )
@@ -174,8 +175,9 @@ class NcclSender(TransportSender):
         others.join(server.hosts, server.port, place, places, rules.stall_s)
         job = Broadcasts(payload, server.store, place, server.hosts[0], rules, runs)
         job.run(watch)
-        if job.error is not None and places:
-            watch.set(GONE, job.error)  # so that they end at once, too
+        if job.error is not None:
+            give_up(watch, job.error)  # so that all end at once
+            job.error = given_up(watch) or job.error  # of the first one
         try:
             parts = {0: job.fingerprints, **others.endings(places, payload.manifest.bucket_count, rules.stall_s)}
         except RolloutError as error:
