@@ -16,7 +16,7 @@ from trainer_bridge.manifest import Manifest, pack
 from trainer_bridge.payload import Payload
 from trainer_bridge.transport_choice import TransportChoice
 from trainer_bridge.transports import TransferRules
-from trainer_bridge.transports.group import Group, GroupError, Place, StoreServer, connect
+from trainer_bridge.transports.group import Group, GroupError, Place, StoreServer, connect, given_up
 from trainer_bridge.transports.group_broadcasts import Broadcasts
 from trainer_bridge.transports.group_runs import Runs
 
@@ -48,8 +48,8 @@ def test_every_byte_of_every_bucket_travels_once_and_lands_in_its_place() -> Non
             assert torch.equal(bucket.unpack(travelled, out), stream[start:end])
 
 
-def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor], stop: threading.Event) -> list[Any]:
-    """All members of a group of trainer ranks, and what rank 0 keeps of what it sent and got."""
+def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], str | None]:
+    """All members of a group of trainer ranks, and why one gave up. Rank 0 keeps what it sent and got."""
     server = StoreServer([HOST], 20.0)
     jobs: list[Any] = [None] * len(devices)
 
@@ -60,7 +60,8 @@ def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor], 
             payload.kept = torch.zeros(payload.manifest.total_bytes, dtype=torch.uint8)
         store, watch = (connect(HOST, server.port, 20.0) for _ in range(2))
         place = Place("g", rank, len(devices), len(runs))
-        job = Broadcasts(payload, store, place, HOST, TransferRules(20.0, stop), None if rank else runs)
+        rules = TransferRules(20.0, threading.Event())
+        job = Broadcasts(payload, store, place, HOST, rules, None if rank else runs, f"rank {rank}")
         job.run(watch)
         jobs[rank] = job
 
@@ -69,7 +70,7 @@ def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor], 
         thread.start()
     for thread in threads:
         thread.join()
-    return jobs
+    return jobs, given_up(server.store)
 
 
 TWO_GPUS = pytest.param(
@@ -87,8 +88,8 @@ def test_ranks_that_each_send_what_they_own_all_end_with_the_whole(devices: list
     for index in range(manifest.bucket_count):
         plain.pack_bucket(index, stream[index * BUCKET :])
     runs = some_runs(manifest, list(range(len(devices))))
-    jobs = broadcast(devices, runs, tensors, threading.Event())
-    assert [job.error for job in jobs] == [None] * len(devices)
+    jobs, gave_up = broadcast(devices, runs, tensors)
+    assert gave_up is None and [job.error for job in jobs] == [None] * len(devices)
     assert [job.sent for job in jobs] == [manifest.bucket_count] * len(devices)
     assert torch.equal(jobs[0]._payload.kept, stream)
     assert all(job.order == jobs[0].order for job in jobs) and len({root for _, root in jobs[0].order}) == len(devices)
@@ -98,6 +99,21 @@ def test_ranks_that_each_send_what_they_own_all_end_with_the_whole(devices: list
         for first, last, at in part.pieces:
             travelled[at : at + last - first] = stream[first:last]
         assert jobs[root].fingerprints[index] == fingerprint(travelled[part.at : part.end])
+
+
+def test_all_hear_the_first_reason_for_which_a_member_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_pieces, left = Payload.pack_pieces, []
+
+    def pack_or_fail(self: Payload, *arguments: Any) -> None:
+        if self.kept is None and not left:
+            left.append(self)
+            raise RuntimeError("out of memory")
+        pack_pieces(self, *arguments)
+
+    monkeypatch.setattr(Payload, "pack_pieces", pack_or_fail)
+    tensors = new_tensors(TinyModel(), 1)
+    jobs, gave_up = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
+    assert gave_up == "rank 1 gave up: out of memory" and all(job.error for job in jobs)
 
 
 @pytest.mark.parametrize(
