@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from weights_harness import TinyModel, new_tensors
 
+from trainer_bridge import publisher as publisher_module
 from trainer_bridge.errors import RolloutError
 from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
@@ -91,6 +92,7 @@ def train_fsdp(order: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     model = sharded_model(mesh)
     seen: dict[str, Any] = {"versions": [], "transports": [], "errors": [], "fetched": [], "packed": []}
+    publisher_module._ABORT_S = 20.0  # for which a worker on a busy machine may take to answer
     at = [0]
     watch(seen, at, dies_in=2 if fault == "die in group" and rank == 1 else 0)
     if fault == "corrupt" and rank == 1:
