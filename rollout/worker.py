@@ -271,7 +271,8 @@ class Worker:
         metrics = self.settings.metrics
         steps = self.engine.meter.recent_steps()[-metrics.timeline_steps :]
         if metrics.timeline is not None and steps:
-            write_timeline(steps, metrics.timeline, f"{self.settings.model.path}: the last {len(steps)} steps")
+            name = self.settings.model.path.rstrip("/").rpartition("/")[2]
+            write_timeline(steps, metrics.timeline, f"{name}: the last {len(steps)} steps")
         runs = [sink.run_path for sink in self.sinks if isinstance(sink, WandbSink)]
         say({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals})
 

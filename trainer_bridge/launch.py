@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from trainer_bridge.errors import RolloutError
+from trainer_bridge.progress import StageLines
 
 if TYPE_CHECKING:
     from trainer_bridge.keys import ClientCurve
@@ -53,6 +54,7 @@ def start_worker(
     log_file: str | os.PathLike[str] | None = None,
     ready_timeout_s: float = 900.0,
     wait: bool = True,
+    progress: bool = True,
     command: Sequence[str] = (sys.executable, "-m", "rollout.cli", "serve"),
     curve: ClientCurve | None = None,
     **flags: Any,
@@ -62,7 +64,8 @@ def start_worker(
     `flags` become command line flags: `max_rows=8` is `--max-rows 8`, True is `--flag`, False is `--no-flag`, None is
     left out; `args` are appended as they are. `env` adds to the environment (None removes). Without `log_file`, the
     log lies in a temporary folder that goes with the worker. With `wait=False` the worker is still starting: call
-    `wait_ready` (to start several at once). `curve` has the keys with which `stop` talks to a worker that was started
+    `wait_ready` (to start several at once). What takes long meanwhile, such as fetching the model, is told of on stderr
+    unless `progress` is False. `curve` has the keys with which `stop` talks to a worker that was started
     with `curve_secret_key`. Raises `WorkerFailed` when it does not come up.
     """
     folder = Path(tempfile.mkdtemp(prefix="rollout-worker-"))
@@ -70,6 +73,7 @@ def start_worker(
     log_path = folder / "worker.log" if log_file is None else Path(log_file)
     flags = {"bind": "tcp://127.0.0.1:0", **flags, "ready_file": ready_file, "exit_with_parent": True}
     with open(log_path, "ab") as log:
+        stages = StageLines(log_path) if progress else None
         process = subprocess.Popen(
             [*command, os.fspath(model), *flag_list(flags), *args],
             stdin=subprocess.DEVNULL,
@@ -78,7 +82,7 @@ def start_worker(
             env=worker_environment(os.environ, env or {}),
             start_new_session=True,
         )
-    worker = WorkerProcess(process, folder, ready_file, log_path, curve)
+    worker = WorkerProcess(process, folder, ready_file, log_path, curve, stages)
     if wait:
         try:
             worker.wait_ready(ready_timeout_s)
@@ -136,9 +140,11 @@ class WorkerProcess:
         ready_file: Path,
         log_path: Path,
         curve: ClientCurve | None = None,
+        stages: StageLines | None = None,
     ) -> None:
         self.log_path = log_path
         self._curve = curve
+        self._stages = stages
         self._process = process
         self._ready_file = ready_file
         self._ready: dict[str, Any] | None = None
@@ -201,6 +207,8 @@ class WorkerProcess:
         deadline = time.monotonic() + timeout_s
         while self._ready is None:
             self._ready = self._read_ready()
+            if self._stages is not None:
+                self._stages.tell()
             if self._ready is not None:
                 return
             if self._process.poll() is not None:

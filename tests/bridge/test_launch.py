@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rollout.logs import JsonFormatter, TextFormatter
 from trainer_bridge.launch import WorkerFailed, WorkerProcess, flag_list, start_worker, worker_environment
 
 # Reports ready, then answers `shutdown` (or, with --deaf, nothing).
@@ -54,6 +56,24 @@ def test_a_worker_is_asked_to_end(mode: Any, status: int) -> None:
         assert worker.pids == (worker.pid,)
         assert worker.stop(mode) == status
         assert worker.returncode == status
+
+
+@pytest.mark.parametrize("form", [TextFormatter, JsonFormatter])
+def test_what_takes_long_at_the_start_is_told_on_stderr_unless_asked_not_to(
+    form: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def line(logger: str, message: str) -> str:
+        facts = {"name": logger, "levelname": "INFO", "msg": message, "stage": "loading weights", "done": 9}
+        return form("box:7").format(logging.makeLogRecord(facts))
+
+    log = tmp_path / "worker.log"
+    log.write_text(line("rollout.progress", "of the worker before") + "\n")
+    said = [("rollout.progress", "loading weights: 45 %"), ("rollout.engine.build", "beside it"), ("x", "of others")]
+    code = f"print(*{[line(*each) for each in said]!r}, sep='\\n', flush=True)\n{FAKE}"
+    with start(code, log_file=log):
+        assert capfd.readouterr().err == "worker box:7: loading weights: 45 %\n"
+    with start(code, log_file=log, progress=False):
+        assert capfd.readouterr().err == ""
 
 
 def test_leaving_the_context_ends_the_worker_at_once() -> None:
