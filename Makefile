@@ -16,6 +16,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
+# On a terminal pip shows how far its downloads are; in a log it would only be long.
+PIP := $(BIN)/python -m pip install $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -79,10 +81,12 @@ $(VENV)/.ready-venv:
 	@touch $@
 
 $(DEMO_READY): pyproject.toml $(VENV)/.ready-venv
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[plot]'
+	@echo "installing torch and what else it needs into $(VENV): minutes, the first time"
+	@$(PIP) -e '.[plot]'
 	@touch $@
 
 # What the tests need includes what the demo needs.
 $(DEV_READY): pyproject.toml $(VENV)/.ready-venv
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -e '.[dev]'
+	@echo "installing torch and what else it needs into $(VENV): minutes, the first time"
+	@$(PIP) -e '.[dev]'
 	@touch $@ $(DEMO_READY)
