@@ -1,6 +1,6 @@
 """How far something is that takes long: a bar on a terminal, plain lines elsewhere. One way for all that does.
 
-    stderr is a terminal       a bar, which is gone when the stage is over
+    stderr is a terminal       a bar, which is gone when the stage is over; not on one that TERM calls dumb
     the process keeps a log    lines in it, with `stage`, `done`, `total` and `took_s` as their data
     otherwise                  the same lines, on stderr
     quiet                      nothing: the output is for a program, and nobody looks
@@ -37,7 +37,7 @@ def stage(what: str, *, quiet: bool = False) -> Iterator[Advance]:
     `quiet` where the command's output is for a program: then it is a bar on a terminal, and nothing elsewhere.
     """
     console = Console(file=sys.stderr)
-    shown = console.is_terminal
+    shown = console.is_terminal and not console.is_dumb_terminal
     lines = _Lines(what, silent=shown or quiet)
     began_s = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())

@@ -104,12 +104,14 @@ class Supervisor:
     def _start(self, worker: _Worker) -> None:
         worker.due_s, worker.ready = None, False
         self._ready_file(worker).unlink(missing_ok=True)
-        devices = {} if worker.device is None else {"CUDA_VISIBLE_DEVICES": worker.device}
+        changes = {"TERM": "dumb"}  # lines instead of bars: those of several workers would overwrite each other
+        if worker.device is not None:
+            changes["CUDA_VISIBLE_DEVICES"] = worker.device
         worker.process = subprocess.Popen(
             [*self._command, *self._own_flags(worker)],
             stdin=subprocess.DEVNULL,
             stdout=2,  # the supervisor's stdout is for what it says itself
-            env=worker_environment(os.environ, devices),
+            env=worker_environment(os.environ, changes),
         )
 
     def _own_flags(self, worker: _Worker) -> list[str]:

@@ -289,7 +289,9 @@ class Worker:
 
     def _on_signal(self, count: int) -> None:
         now = count > 1 or self.engine.state == "draining"
+        facts = {"running": self.status.rows_running, "drain_s": self.settings.service.drain_s}
         if not now:
+            log.info("draining: nothing new is taken, what runs goes on; a second signal ends it", extra=facts)
             self.server.drain()
         else:
             self.engine.inbox.put(Shutdown("now"))

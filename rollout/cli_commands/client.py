@@ -27,6 +27,8 @@ _SENT = (
     ("--seed", int, "of the request's random numbers [drawn by the worker]"),
     ("--deadline-s", float, "seconds after which completions end with what they have"),
 )
+#: Tokens of a completion between two looks at how far it is.
+_PROGRESS_EVERY = 256
 
 
 def add_parsers(commands: Any) -> None:
@@ -96,17 +98,16 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _generate(client: RolloutClient, prompt: Any, fields: Mapping[str, Any], quiet: bool) -> GenerateResult:
-    """The result, with how many completions are there while it is waited for."""
+    """The result, with how many of the tokens that it may have at most are there while it is waited for."""
     from rollout.progress import stage
 
-    total = fields.get("n", 1)
+    done, most = 0, fields.get("n", 1) * fields.get("max_tokens", 0)
     with stage("generating", quiet=quiet) as advance:
-        if total == 1:
-            return client.generate(prompt, **fields)
-        with client.generate(prompt, stream="completions", **fields) as completions:
-            for done, _ in enumerate(completions, start=1):
-                advance(done, total)
-            return completions.wait()
+        with client.generate(prompt, stream="tokens", stream_every=_PROGRESS_EVERY, **fields) as chunks:
+            for chunk in chunks:
+                done += len(chunk.part.token_ids)
+                advance(done, most)
+            return chunks.wait()
 
 
 def _request(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:

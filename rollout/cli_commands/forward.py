@@ -41,5 +41,9 @@ def run(command: str, arguments: Sequence[str]) -> int:
 
 
 def _main(module: str, arguments: Sequence[str]) -> int:
-    code: int = importlib.import_module(module).main(list(arguments))
+    from rollout.progress import stage
+
+    with stage("loading libraries", quiet=True):
+        main = importlib.import_module(module).main
+    code: int = main(list(arguments))
     return code

@@ -133,9 +133,12 @@ def _serve(settings: Settings, restarts: int) -> int:
     for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
         del os.environ[name]  # what a launcher of ranks put there: W&B would log into the trainer's run
     set_up(settings.log_level, settings.log_format, worker_name())  # first: imports may warn
-    import zmq
+    from rollout.progress import stage
 
-    from rollout.worker import serve
+    with stage("loading libraries", quiet=True):
+        import zmq
+
+        from rollout.worker import serve
 
     try:
         return serve(settings, restarts)

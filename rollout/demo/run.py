@@ -102,11 +102,11 @@ def _last_fact(log: Path) -> dict[str, Any]:
 
 def _print_table(console: Console, report: dict[str, Any], ended: dict[str, Any]) -> None:
     table = Table(title="completions")
-    for heading in ("prompt", "#", "tokens", "tokens of each version", "numbers", "counted to", "check"):
+    for heading in ("prompt", "#", "tokens", "of each version", "numbers", "counted to", "check"):
         table.add_column(heading, justify="left" if heading in ("prompt", "check") else "right")
     for row in report["completions"]:
         runs = "  ".join(f"v{version}: {count}" for version, count in row["versions"])
-        verdict = "every token right" if row["error"] is None else row["error"]
+        verdict = "right" if row["error"] is None else row["error"]
         numbers = [str(row[key]) for key in ("index", "tokens")]
         table.add_row(row["prompt"], *numbers, runs, str(row["numbers"]), str(row["last"]), verdict)
     console.print(table)

@@ -194,7 +194,7 @@ class Meter:
     def idle_shares(self, now: float | None = None) -> dict[str, float]:
         """Percent of about the last 10 s by cause of idleness; ends no interval, for status messages."""
         now = self._clock() if now is None else now
-        return self._idle_window.shares(now, self.idle_seconds(now))
+        return self._recent_shares(now, self._window.read(now)[0], self.idle_seconds(now))
 
     def tokens_by_second(self, now: float | None = None) -> tuple[int, ...]:
         """Tokens kept in each of the last ten seconds, oldest first."""
@@ -209,7 +209,7 @@ class Meter:
         idle_s, before_s = self.idle_seconds(now), self._idle_reported
         self._idle_reported = idle_s
         of_interval_s = {cause: idle_s[cause] - before_s[cause] for cause in CAUSES}
-        shares = self._idle_window.shares(now, idle_s)
+        shares = self._recent_shares(now, active_pct, idle_s)
         result = self._metrics(now, active_pct, shares, of_interval_s, self._interval, wall_s, self._mismatch)
         self._reported_s, self._mismatch_is_new = now, False
         self._interval.reset()
@@ -265,6 +265,14 @@ class Meter:
         """Seconds since the start in which the compute stream ran nothing, by cause."""
         self._idle.settle(self._clock() if now is None else now)
         return {cause: getattr(self._idle.times, cause) for cause in CAUSES}
+
+    def _recent_shares(self, now: float, active_pct: float, idle_s: dict[str, float]) -> dict[str, float]:
+        """By cause, what `active_pct` leaves of the same seconds, less what a step in flight has of them so far."""
+        unknown_s = now - self._started_s - self._window.total_busy_s - sum(idle_s.values())
+        unknown_pct = max(0.0, _percent(unknown_s, self._window.wall_s(now)))
+        shares = self._idle_window.shares(now, idle_s)
+        found_pct, left_pct = sum(shares.values()), max(0.0, 100.0 - active_pct - unknown_pct)
+        return {cause: share * left_pct / found_pct if found_pct else 0.0 for cause, share in shares.items()}
 
     def _run_active_pct(self, now: float) -> float:
         return min(100.0, _percent(self._window.total_busy_s, now - self._started_s))

@@ -131,6 +131,7 @@ def write_overlap(lanes: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], pa
             bars = [(1e3 * (b - origin), 1e3 * (e - b)) for (b, e), of in stretches if of == who]
             axes.broken_barh(bars, (lane - 0.38, 0.76), facecolors=COLOURS[who], edgecolors=COLOURS[who], linewidth=0.3)
     axes.set_yticks(range(len(lanes)), list(lanes))
+    axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set_xlabel("ms")
     axes.margins(x=0.005)

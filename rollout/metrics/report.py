@@ -234,14 +234,18 @@ class Window:
         """Active percent and tokens per second of the last `SPAN_S` seconds, or since the start if that is later."""
         newest = int(now / self.BUCKET_S)
         oldest = newest - self._KEPT + 1
-        begin = max(oldest * self.BUCKET_S, self._start_s)
-        wall_s = now - begin
+        wall_s = self.wall_s(now)
         if wall_s <= 0:
             return 0.0, 0.0
         places = [place for place, index in enumerate(self._index) if oldest <= index <= newest]
         busy_s = sum(self._busy_s[place] for place in places)
         tokens = sum(self._tokens[place] for place in places)
         return min(100.0, 100.0 * busy_s / wall_s), tokens / wall_s
+
+    def wall_s(self, now: float) -> float:
+        """How long the stretch is that `read` tells of."""
+        oldest = int(now / self.BUCKET_S) - self._KEPT + 1
+        return now - max(oldest * self.BUCKET_S, self._start_s)
 
     def tokens_by_second(self, now: float) -> tuple[int, ...]:
         """Tokens in each of the last `SPAN_S` seconds, oldest first."""

@@ -8,19 +8,26 @@ from rollout.metrics.report import Mean, Sums
 
 
 class Quantiles:
-    """Quantiles of values above 0, right to one percent, in constant memory: counts by logarithm."""
+    """Quantiles of values above 0, right to one percent, in constant memory: counts by logarithm.
+
+    None is below the smallest sample or above the largest.
+    """
 
     _STEP = math.log(1.02)
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._last: dict[float, float] = {}
+        self._range = math.inf, 0.0
 
     def add(self, value: float) -> None:
         """Count one sample; none that is 0 or less."""
         if value > 0:
             place = math.floor(math.log(value) / self._STEP)
             self._counts[place] = self._counts.get(place, 0) + 1
+            least, most = self._range
+            if not least <= value <= most:
+                self._range = min(least, value), max(most, value)
 
     def value(self, share: float) -> float:
         """The smallest value that is not below `share` of the samples; without any, what it was before."""
@@ -28,7 +35,8 @@ class Quantiles:
         for place in sorted(self._counts):
             left -= self._counts[place]
             if left <= 0:
-                self._last[share] = math.exp((place + 0.5) * self._STEP)
+                least, most = self._range
+                self._last[share] = min(most, max(least, math.exp((place + 0.5) * self._STEP)))
                 break
         return self._last.get(share, 0.0)
 
@@ -36,10 +44,12 @@ class Quantiles:
         """Count the samples of another one, too."""
         for place, count in other._counts.items():
             self._counts[place] = self._counts.get(place, 0) + count
+        self._range = min(self._range[0], other._range[0]), max(self._range[1], other._range[1])
 
     def reset(self) -> None:
         """Begin anew."""
         self._counts.clear()
+        self._range = math.inf, 0.0
 
 
 class Samples:

@@ -65,8 +65,7 @@ def _footer(screen: Screen, width: int) -> Text:
 def _block(view: WorkerView, width: int, ascii_only: bool) -> list[Text]:
     status = view.status
     if status is None:
-        what = view.error or "waiting for an answer"
-        said = textwrap.wrap(f"{view.endpoint}  {what}", width, subsequent_indent="  ")[:_BLOCK_LINES]
+        said = textwrap.wrap(f"{view.endpoint}  {_error(view)}", width, subsequent_indent="  ")[:_BLOCK_LINES]
         return [Text(fit(line, width), "red" if view.error else "yellow") for line in said]
     rows, queue, pages = status["rows"], status["queue"], status["pages"]
     used = pages["used"] / max(1, pages["total"])
@@ -74,7 +73,7 @@ def _block(view: WorkerView, width: int, ascii_only: bool) -> list[Text]:
     head = Text(fit(view.endpoint, 28) + " ", "bold")
     head.append(fit(state, 9), _STATE_STYLES.get(state, "red"))
     facts = f"v{status['weights_version']}  up {seconds(status['uptime_s'])}  {_name(status['model'])}"
-    head.append(fit(facts if view.error is None else view.error, width - 38), "" if view.error is None else "red")
+    head.append(fit(facts if view.error is None else _error(view), width - 38), "" if view.error is None else "red")
     load = Text("  rows  ")
     load.append(bar(rows["running"] / max(1, rows["max"]), _BAR, ascii_only), "blue")
     load.append(fit(f" {rows['running']}/{rows['max']}", 11) + "pages ")
@@ -82,7 +81,7 @@ def _block(view: WorkerView, width: int, ascii_only: bool) -> list[Text]:
     load.append(fit(f" {100 * used:.1f}%  queue {count(queue['waiting'])}", width - 8 - 2 * _BAR - 17))
     speed = Text(f"  tok/s {count(status['tokens_per_s']):>6} ")
     speed.append(spark(view.rates, 30, ascii_only), "green")
-    speed.append(fit(f"  {_per_row(status)}", width - 45))
+    speed.append(fit(f"  {_per_row(view, status)}", width - 45))
     return [head, load, _gpu(status, width, ascii_only), speed, Text(fit(f"  swaps {_swaps(status)}", width))]
 
 
@@ -114,7 +113,7 @@ def _shares(status: Any) -> dict[str, float]:
 def _short(view: WorkerView, width: int, ascii_only: bool) -> Text:
     status = view.status
     if status is None or view.error is not None:
-        return Text(fit(f"{view.endpoint}  {view.error or 'waiting for an answer'}", width), "red")
+        return Text(fit(f"{view.endpoint}  {_error(view)}", width), "red")
     rows, shares = status["rows"], _shares(status)
     line = Text(fit(view.endpoint, 22) + " " + fit(str(status["state"]), 8) + " ")
     line.append(bar(rows["running"] / max(1, rows["max"]), 8, ascii_only), "blue")
@@ -127,9 +126,16 @@ def _short(view: WorkerView, width: int, ascii_only: bool) -> Text:
     return line
 
 
-def _per_row(status: Any) -> str:
+def _per_row(view: WorkerView, status: Any) -> str:
+    """Of the last second: the rows are those of now."""
     running = status["rows"]["running"]
-    return f"{status['tokens_per_s'] / running:.1f} a row" if running else "no rows"
+    rate = view.rates[-1] if view.rates else status["tokens_per_s"]
+    return f"{rate / running:.1f} a row" if running else "no rows"
+
+
+def _error(view: WorkerView) -> str:
+    """What went wrong, without the address that stands before it anyway."""
+    return (view.error or "waiting for an answer").removeprefix(view.endpoint).lstrip(": ")
 
 
 def _swaps(status: Any) -> str:
