@@ -84,6 +84,7 @@ class Supervisor:
         """Supervise until no worker is left; returns the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        log.info("starting %d workers", len(self._workers))
         with self._folder:
             for worker in self._workers:
                 self._start(worker)

@@ -42,6 +42,7 @@ from rollout.metrics import JsonlSink, MetricsThread, Sink, WandbSink, write_tim
 from rollout.metrics.prometheus import PrometheusSink
 from rollout.models import LoadedModel, load_model
 from rollout.models.loader import fetch
+from rollout.ports import check_free
 from rollout.progress import stage
 from rollout.service.constraint import constraints_for
 from rollout.service.served_model import ServedModel
@@ -234,10 +235,8 @@ class Worker:
             if self.engine.state == "draining":
                 return False  # nothing is left to do
             if sum(when > now - _FAULTS_WITHIN_S for when in self.faults) > self.settings.engine.max_faults:
-                max_faults = self.settings.engine.max_faults
-                log.critical(
-                    "that was one fault too many", extra={"faults": len(self.faults), "max_faults": max_faults}
-                )
+                facts = {"faults": len(self.faults), "max_faults": self.settings.engine.max_faults}
+                log.critical("that was one fault too many", extra=facts)
                 return False
             rebuild_engine(self.engine, self.settings)
         # What is not answered by now gets `unavailable` when the service ends.
@@ -271,7 +270,7 @@ class Worker:
         metrics = self.settings.metrics
         steps = self.engine.meter.recent_steps()[-metrics.timeline_steps :]
         if metrics.timeline is not None and steps:
-            name = self.settings.model.path.rstrip("/").rpartition("/")[2]
+            name = Path(self.settings.model.path).name
             write_timeline(steps, metrics.timeline, f"{name}: the last {len(steps)} steps")
         runs = [sink.run_path for sink in self.sinks if isinstance(sink, WandbSink)]
         say({"event": "ended", "wandb_run": runs[0] if runs else None, "totals": totals})
@@ -288,9 +287,8 @@ class Worker:
         self.engine.meter.mismatch(self.server.mismatch.take())
 
     def _on_signal(self, count: int) -> None:
-        now = count > 1 or self.engine.state == "draining"
-        facts = {"running": self.status.rows_running, "drain_s": self.settings.service.drain_s}
-        if not now:
+        if count == 1 and self.engine.state != "draining":
+            facts = {"running": self.status.rows_running, "drain_s": self.settings.service.drain_s}
             log.info("draining: nothing new is taken, what runs goes on; a second signal ends it", extra=facts)
             self.server.drain()
         else:
@@ -343,7 +341,8 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     device = check_settings(settings)
     torch.set_num_threads(settings.model.cpu_threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    sinks = make_sinks(settings)  # before the model, which may take minutes: a port may be taken
+    check_free(settings)  # before the model, which may take minutes
+    sinks = make_sinks(settings)
     with stage(f"fetching {settings.model.path}") as advance:
         folder = fetch(settings.model, advance)
     with stage("loading weights") as advance:
@@ -396,7 +395,6 @@ def make_sinks(settings: Settings) -> list[Sink]:
         sinks.append(JsonlSink(settings.metrics.jsonl))
     if settings.metrics.wandb:
         sinks.append(WandbSink(settings.metrics, settings.model_dump()))
-    if settings.metrics.metrics_port is not None:
-        port, host = settings.metrics.metrics_port, settings.metrics.metrics_host
-        sinks.append(PrometheusSink(host, port, settings.model.path))
+    if (port := settings.metrics.metrics_port) is not None:
+        sinks.append(PrometheusSink(settings.metrics.metrics_host, port, settings.model.path))
     return sinks
