@@ -111,6 +111,9 @@ def test_why_a_worker_cannot_be_asked_is_said_in_full():
     error = "the worker at tcp://127.0.0.1:5757 and this client do not agree on CURVE: give the client its keys"
     lines = [line.plain for line in frame([WorkerView(ENDPOINT, error=error)], Screen(), 80, 24)]
     assert error in " ".join(" ".join(lines[1:4]).split()) and all(len(line) == 80 for line in lines)
+    for height in (24, 4):  # as a block, and as a line
+        silent = frame([WorkerView(ENDPOINT, error=f"{ENDPOINT} cannot be reached")], Screen(), 80, height)
+        assert silent[1].plain.split() == [ENDPOINT, "cannot", "be", "reached"]
 
 
 def test_a_frame_says_how_a_worker_is():
@@ -118,6 +121,7 @@ def test_a_frame_says_how_a_worker_is():
     for said in (ENDPOINT, "serving", "3/8", "40.0%", "queue 2", "active 81.0", "bubble 13.0", "no work 1.0"):
         assert said in text
     assert "v4 12.0s ago, 1.2 ms" in text and "1234" in text and "up 1h06m" in text
+    assert "0.7 a row" in text, "of the last second, as the rows are"
     rows = [line.plain for line in frame([VIEW], Screen(), 80, 24) if "decode" in line.plain]
     assert [row.split()[0] for row in rows] == ["long", "new", "old"]
     assert rows[0].count("█") > rows[1].count("█") >= rows[2].count("█") == 0
