@@ -388,6 +388,13 @@ def test_generate_sends_what_the_flags_say(capsys):
     assert "[completion 1: 1 tokens, length, weights version 3]" in captured.err
 
 
+def test_a_completion_that_ended_with_an_error_is_printed_and_status_1(capsys):
+    failed = completion([5], text="18", finish_reason="error") | {"error": "the engine failed"}
+    with answering(result(failed, completion([6], index=1, text="19"))) as worker:
+        assert main(["generate", worker.endpoint, "--prompt", "17:", "--n", "2"]) == 1
+    assert capsys.readouterr().out == "18\n19\n"
+
+
 def test_generate_takes_token_ids_and_prints_token_ids(capsys):
     with answering(result(completion([5, 6]))) as worker:
         assert main(["generate", worker.endpoint, "--token-ids", "1, 2 3"]) == 0

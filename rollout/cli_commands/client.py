@@ -77,7 +77,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Print completions, as a whole or as they come."""
+    """Print completions, as a whole or as they come; 1 if one of them ended with an error."""
     from trainer_bridge.errors import RolloutError
 
     prompt, fields = _request(args)
@@ -94,7 +94,7 @@ def run_generate(args: argparse.Namespace) -> int:
         raise CommandError(where(args.endpoint, error)) from error
     for completion in result.completions:
         _note(completion)
-    return 0
+    return 1 if any(completion.finish_reason == "error" for completion in result.completions) else 0
 
 
 def _generate(client: RolloutClient, prompt: Any, fields: Mapping[str, Any], quiet: bool) -> GenerateResult:
