@@ -102,11 +102,16 @@ class EngineSettings(_Section):
     )
     sleep_rows: Literal["keep", "abort"] = Field(
         "keep",
-        description="what a sleep that does not say it does with completions: keep makes them wait and computes their "
-        "KV anew after the wake, abort ends them as cancelled",
+        description="what a sleep that does not say it does with completions: keep makes them wait, at level 1 with "
+        "their KV as far as host_kv_gib has room, and computes the rest anew after the wake; abort cancels them",
     )
     sleep_requests: Literal["wait", "refuse"] = Field(
         "wait", description="what becomes of requests that come during a sleep that does not say it"
+    )
+    sleep_kv_s: float = Field(
+        60.0,
+        gt=0.0,
+        description="seconds for which a sleep waits until the KV of completions is on the host; then it is refused",
     )
     cuda_graph_rows: int = Field(
         256, ge=1, le=4096, description="rows up to which decode steps are captured; larger ones are launched singly"
@@ -121,8 +126,8 @@ class EngineSettings(_Section):
     host_kv_gib: float = Field(
         0.0,
         ge=0.0,
-        description="pinned host memory, GiB, for the KV of preempted sequences, which then come back without being "
-        "computed again; 0: they are computed again. Not proven on a GPU yet",
+        description="pinned host memory, GiB, for the KV of preempted sequences, and of all in a sleep of level 1, "
+        "which then come back without being computed again; 0: they are computed again. Not proven on a GPU yet",
     )
     host_kv_piece_mib: float = Field(
         32.0,

@@ -4,7 +4,8 @@
 
 Through the whole engine with random weights. A row of the table is one sleep and the wake after it:
 
-    sleep_s, wake_s    from the order to its answer; of a sleep, with the steps in flight and the copy of the weights
+    sleep_s, wake_s    from the order to its answer; of a sleep, with the steps in flight and copies of weights and KV
+    parked             rows whose KV is on the host meanwhile; those that are not are computed again
     freed_gib          what the driver says came free, and its share of weights and KV
     back_s             from the wake (level 2: from the update after it) until all rows decode again
     same               a request that runs by itself has the tokens that it had before any sleep
@@ -114,6 +115,7 @@ def settings_of(args: argparse.Namespace, sleep: bool) -> Settings:
         fused_experts=True,
         prefix_cache=False,
         sleep=sleep,
+        host_kv_gib=args.host_kv_gib if sleep else 0.0,
     )
     return Settings(engine=engine)
 
@@ -151,7 +153,7 @@ def one_round(
     begin_rows(driver, args, vocab, f"rows{level}-{number}")
     before_ms = step_ms(driver, args)
     before = free_bytes(device)
-    sleep_s, _ = driver.order(Sleep, level)
+    sleep_s, slept = driver.order(Sleep, level)
     freed = free_bytes(device) - before
     wake_s, _ = driver.order(Wake)
     began_s = time.perf_counter()
@@ -167,6 +169,7 @@ def one_round(
         "sleep_s": sleep_s,
         "wake_s": wake_s,
         "back_s": back_s,
+        "parked": slept["parked"],
         "freed_gib": freed / _GIB,
         "memory_gib": memory.nbytes / _GIB,
         "freed_share": freed / memory.nbytes,
@@ -220,6 +223,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100, help="decode steps of which the median is taken")
     parser.add_argument("--kv-gib", type=float, default=40.0)
     parser.add_argument("--kv-pages", type=int, default=None, help="in place of --kv-gib")
+    parser.add_argument("--host-kv-gib", type=float, default=0.0, help="room on the host for KV of rows that sleep")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -99,7 +99,7 @@ def build_engine(
         drain_s=settings.service.drain_s,
         mask_s=engine.mask_s,
         mask_threads=engine.mask_threads,
-        sleeper=Sleeper(memory, engine.sleep_rows, engine.sleep_requests),
+        sleeper=Sleeper(memory, engine.sleep_rows, engine.sleep_requests, engine.sleep_kv_s),
     )
 
 

@@ -1,9 +1,11 @@
-"""What becomes of sequences when the weights change, or the adapter that they take.
+"""What becomes of sequences when the weights change, or the adapter that they take, or when all KV leaves the device.
 
 A row goes on with the KV that it has, and so does a sequence that is parked, or whose KV is on its way back. With
 `recompute` they are computed again; and so is, always, a row that nothing was launched with, a prompt that is parked
 before its first token, and a prompt whose log-probs are asked for. KV of older weights, or of several versions of
 anything, is its sequence's alone: nobody else finds it.
+
+Where KV leaves the device and nothing else changes, all that has any may go on with it, a prompt half-way too.
 """
 
 from __future__ import annotations
@@ -66,6 +68,17 @@ class Changes:
         if users:
             raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
         table.drop(name)
+
+    def leave_pool(self, keep: bool) -> None:
+        """All KV leaves the pool; with `keep` it is parked, that of the first in rank where room is short."""
+        self._room.close_shares()
+        self._memory.let_go()
+        if not keep:
+            self._begin_again(self._unfinished(), recompute=True)
+            return
+        for seq in sorted(self._prefilling + self._decoding, key=lambda seq: seq.rank):
+            seq.keeps_kv = seq.row_ready or seq.parked is not None
+            self._take_off(seq)
 
     def forget_parked(self) -> None:
         """KV that was kept of preempted sequences is of no use: they are computed again."""

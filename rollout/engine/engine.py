@@ -166,7 +166,7 @@ class Engine:
             self._waiting_since_s = None
             return
         since_s = self._waiting_since_s or time.perf_counter()
-        self.offload.wait()
+        self.offload.wait(self.sleeper.patience_s)
         self._waiting_since_s = None if idle else since_s
         if not idle:
             self.meter.offload(since_s, time.perf_counter())

@@ -326,11 +326,15 @@ class SequenceMemory:
             group.share = None
             self.sharing.remove(group)
 
-    def weights_changed(self) -> None:
-        """Nothing that is cached or held for sharing or by sessions is of the new version."""
+    def let_go(self) -> None:
+        """Hold nothing for groups and sessions: pages in use are those of rows and of what is parked."""
         for group in list(self.sharing):
             self.close_share(group)
         self.sessions.drop_all()
+
+    def weights_changed(self) -> None:
+        """Nothing that is cached or held for sharing or by sessions is of the new version."""
+        self.let_go()
         self.pool.forget_all()
 
     def check(self) -> None:

@@ -57,9 +57,9 @@ class Offload:
             self._begin()
         return self.moving
 
-    def wait(self) -> None:
-        """Block until a copy is over: there is nothing to launch before."""
-        self.mover.wait()
+    def wait(self, most_s: float) -> None:
+        """Block until a copy is over, for so long at most: there is nothing to launch before."""
+        self.mover.wait(most_s)
 
     def _take_landed(self) -> None:
         for piece in self.mover.out.landed():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from rollout.engine.device import Device, DeviceError, Event, Stream
 from rollout.models.batch import KVCache
 
 _PIECES = 2
+#: Between two looks at a piece that is waited for no longer than so long.
+_LOOK_S = 0.0002
 #: Pinned memory is taken in blocks of this many bytes: torch rounds what it pins up to a power of two.
 _BLOCK_BYTES = 512 << 20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -146,11 +149,14 @@ class PageMover:
         """True while pieces are under way."""
         return bool(self.out.flying or self.back.flying)
 
-    def wait(self) -> None:
-        """Block until the oldest piece of a direction is over."""
+    def wait(self, most_s: float = math.inf) -> None:
+        """Block until the oldest piece of a direction is over, for so long at most."""
         flying = self.out.flying or self.back.flying
-        if flying:
+        if flying and most_s == math.inf:
             flying[0].end.synchronize()
+        until_s = time.perf_counter() + most_s
+        while flying and not flying[0].end.query() and time.perf_counter() < until_s:
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Finish what is enqueued and end the streams."""

@@ -191,7 +191,10 @@ class Runner:
         )
         put_tops(slot, plan)
         put_scored(slot, chunks)
-        forward = functools.partial(self._prefill, plan.max_context, layout, slot.scores, adapted)
+        if all(chunk.length == 1 and chunk.final for chunk in chunks):
+            forward: Forward = functools.partial(self._go_on, plan.max_context, adapted)
+        else:
+            forward = functools.partial(self._prefill, plan.max_context, layout, slot.scores, adapted)
         return functools.partial(self._step, forward, plan.features)
 
     @staticmethod
@@ -275,12 +278,22 @@ class Runner:
     def _decode(
         self, max_context: int, adapted: bool, upload: Upload, record: StepRecord | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._one_token(max_context, adapted, upload["rows"], upload["new_pages"], record)
+
+    def _one_token(
+        self,
+        max_context: int,
+        adapted: bool,
+        rows_B: torch.Tensor,
+        new_pages_B: torch.Tensor,
+        record: StepRecord | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""
-        token_ids_B, batch = self.begin_decode(upload["rows"], upload["new_pages"], max_context, record, adapted)
+        token_ids_B, batch = self.begin_decode(rows_B, new_pages_B, max_context, record, adapted)
         hidden_BD = self.forward(token_ids_B, batch, self.kv)
         if record is not None:
             record.end(batch)
-        return self.forward.compute_logits(hidden_BD), upload["rows"]
+        return self.forward.compute_logits(hidden_BD), rows_B
 
     def begin_decode(
         self,
@@ -313,6 +326,19 @@ class Runner:
             adapters=self._step_adapters(rows_B) if adapted else None,
         )
         return begun.token_ids_B, batch
+
+    def _go_on(
+        self, max_context: int, adapted: bool, upload: Upload, record: StepRecord | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Set up rows whose KV is there but for that of their last token: the rest is a decode step, bit for bit."""
+        self.rows.set_up(upload)
+        if "copies" in upload:
+            self._copy_pages(upload["copies"].long())
+        rows_B = upload["rows"]
+        self.rows.ints[rows_B, LAST] = upload["tokens"]
+        self.rows.ints[rows_B, LENGTH] = upload["positions"]
+        opened_B = torch.zeros(len(rows_B), dtype=torch.int32, device=rows_B.device)  # none: the set-up has their pages
+        return self._one_token(max_context, adapted, rows_B, opened_B, record)
 
     def _prefill(
         self,

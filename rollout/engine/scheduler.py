@@ -144,6 +144,11 @@ class Scheduler:
         """KV that was kept of preempted sequences is of no use: they are computed again."""
         self._changes.forget_parked()
 
+    def leave_pool(self, keep: bool) -> None:
+        """All KV leaves the pool: rows wait for a row again, with `keep` to go on with what the host has room for."""
+        self._refused = None
+        self._changes.leave_pool(keep)
+
     def came_back(self, seqs: list[Sequence]) -> None:
         """No copy writes to the pages of these sequences any more."""
         for seq in seqs:

@@ -75,6 +75,10 @@ class WaitingRoom:
             assert group.leader is not None
             del self.early[group.key]
             self.queue.push(group.leader)
+        self.close_shares()
+
+    def close_shares(self) -> None:
+        """What was prefilled for groups is shared no more: of those that have not started one prefills it again."""
         for group in list(self._memory.sharing):
             self._lead_again(group)
 

@@ -67,7 +67,7 @@ METRICS = (
         "count",
         "sequences that lost their pages to others, since start; without `host_kv_gib` all are computed again",
     ),
-    Metric("kv/restores", "count", "preempted sequences that got their KV back from the host, since start"),
+    Metric("kv/restores", "count", "sequences that got their KV back from the host, since start"),
     Metric("kv/host_used_pct", "%", "share of the host memory for KV of preempted sequences that is set aside, now"),
     Metric("kv/offloaded_bytes", "bytes", "KV copied to the host, since start"),
     Metric("kv/brought_back_bytes", "bytes", "KV copied back from the host, since start"),

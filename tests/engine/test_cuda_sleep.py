@@ -116,17 +116,21 @@ def test_captured_steps_replay_at_the_same_addresses(folders, fused, prompt_of, 
     bench.close()
 
 
-def test_rows_that_slept_have_the_tokens_of_rows_that_did_not(folders, prompt_of):
+@pytest.mark.parametrize("host_kv_gib", [0.0, 0.001])
+def test_rows_that_slept_have_the_tokens_of_rows_that_did_not(folders, prompt_of, host_kv_gib):
     tokens = []
     for sleeps in (False, True):
-        bench = bench_of(load(folders[0], "cuda"))
+        bench = bench_of(load(folders[0], "cuda"), host_kv_gib=host_kv_gib)
         for i in range(5):
             bench.submit(f"r{i}", prompt_of(9 + 7 * i, i), 60, sampling=SAMPLED)
         bench.ticks(25)
         if sleeps:
             assert isinstance(bench.sleep(), Done) and bench.engine.scheduler.running == 0
-            assert isinstance(bench.wake(), Done)
+            torch.empty(64 * MIB, dtype=torch.uint8, device="cuda").fill_(255)  # somebody else has it meanwhile
+            assert bench.wake().facts["parked"] == (5 if host_kv_gib else 0)
         bench.run()
+        recomputed = [bool(bench.completions[f"r{i}", 0].recomputed) for i in range(5)]
+        assert recomputed == [sleeps and not host_kv_gib] * 5
         tokens.append([bench.tokens(f"r{i}") for i in range(5)])
         bench.close()
     assert tokens[0] == tokens[1]

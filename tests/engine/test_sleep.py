@@ -77,9 +77,10 @@ def test_rows_whose_kv_is_on_the_host_or_on_its_way_have_the_tokens_of_a_run_tha
             if wanted and now[wanted[0]]:
                 wanted.pop(0)
                 assert isinstance(bench.sleep(), Done)
-                assert not offload.moving and offload.parking.status().sequences == 0
-                assert isinstance(bench.wake(), Done)
+                assert not offload.moving and bench.engine.scheduler.memory.pool.used == 0
+                assert bench.wake().facts["parked"] == offload.parking.status().sequences > 1
         assert not wanted, "it slept in each of these states"
+        assert not any(done.recomputed for done in bench.completions.values())
         tokens.append([bench.tokens(f"r{i}") for i in range(6)])
         bench.close()
     assert tokens[0] == tokens[1]
@@ -93,7 +94,7 @@ def test_what_a_sleep_says_of_itself(model, prompt_of):
     bench.engine.tick()
     assert bench.engine.status().state == "asleep", "from the moment on at which it is asked to"
     answer = bench.obeyed(token) if bench.answer(token) is None else bench.answer(token)
-    assert set(answer.facts) == {"level", "bytes", "seconds"} and answer.facts["seconds"] > 0
+    assert set(answer.facts) == {"level", "bytes", "seconds", "parked"} and answer.facts["seconds"] > 0
     status = bench.engine.status()
     assert (status.sleep.level, status.sleep.requests) == (1, "wait") and status.sleep.age_s > 0
     assert (status.state, status.queue_waiting, status.rows_running) == ("asleep", 1, 0)

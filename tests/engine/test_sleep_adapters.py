@@ -13,12 +13,12 @@ __all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")
 
 
-@pytest.mark.parametrize("sleeps", [(2, 9, 20), (1, 3, 4)])
-def test_rows_of_several_adapters_have_the_tokens_of_a_run_that_never_slept(folders, prompt_of, sleeps):
+@pytest.mark.parametrize("sleeps, host_kv_gib", [((2, 9, 20), 0.0), ((1, 3, 4), 0.0), ((2, 9, 20), 0.001)])
+def test_rows_of_several_adapters_have_the_tokens_of_a_run_that_never_slept(folders, prompt_of, sleeps, host_kv_gib):
     tokens = []
     for at in ((), sleeps):
         model = load(folders[0])
-        bench = Sleeping(model, adapter_slots=2, adapter_rank=16)
+        bench = Sleeping(model, adapter_slots=2, adapter_rank=16, host_kv_gib=host_kv_gib)
         for i in range(3):  # more than there are slots
             weights = random_adapter(model.spec, 16, model.embed.dtype, i, 0.3)
             bench.engine.inbox.put(PutAdapter(f"a{i}", weights, token=i))

@@ -63,7 +63,7 @@ def test_orders_are_obeyed_in_turn(model, prompt_of, greedy):
 
 
 def test_a_wake_that_finds_too_little_leaves_all_of_it_asleep_and_a_later_one_succeeds(model, prompt_of, never_slept):
-    bench = Sleeping(model)
+    bench = Sleeping(model, host_kv_gib=0.001)
     submit_some(bench, prompt_of)
     bench.ticks(10)
     bench.sleep()
@@ -193,7 +193,7 @@ def test_what_was_stale_before_is_so_after_it(model, folders, prompt_of):
 @pytest.mark.parametrize("asleep", [True, False])
 @pytest.mark.parametrize("mode", ["drain", "now"])
 def test_a_worker_that_ends_hands_back_what_waited(model, prompt_of, greedy, mode, asleep):
-    bench = Sleeping(model, None, Mailbox())
+    bench = Sleeping(model, None, Mailbox(), host_kv_gib=0.001)
     bench.submit("a", prompt_of(9), 20)
     bench.ticks(6)
     token = bench.order(Sleep, 1)

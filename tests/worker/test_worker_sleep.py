@@ -25,7 +25,7 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def sleeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    with launch(log=tmp_path_factory.mktemp("sleeper") / "log", sleep=True, max_rows=4) as worker:
+    with launch(log=tmp_path_factory.mktemp("sleeper") / "log", sleep=True, max_rows=4, host_kv_gib=0.1) as worker:
         yield worker
 
 
@@ -41,7 +41,7 @@ def test_completions_go_on_after_the_wake_and_requests_wait_for_it(client: Rollo
     streams = [client.generate("17:", n=3, max_tokens=400, stream="tokens", stream_every=8) for _ in range(2)]
     next(streams[0])
     (told,) = client.sleep()
-    assert told["level"] == 1 and told["seconds"] > 0
+    assert told["level"] == 1 and told["seconds"] > 0 and told["parked"] >= 1
     status = client.status()
     assert (status["state"], status["sleep"]["level"], status["sleep"]["requests"]) == ("asleep", 1, "wait")
     until(lambda: (found := client.status())["rows"]["running"] == 0 and found["queue"]["waiting"] == 6, "the snapshot")
@@ -52,7 +52,7 @@ def test_completions_go_on_after_the_wake_and_requests_wait_for_it(client: Rollo
     assert woken["level"] == 1 and woken["bytes"] > 0 and client.wake()[0]["level"] == 0
     for stream in streams:
         for completion in stream.wait().completions:
-            assert len(completion.token_ids) == 400
+            assert len(completion.token_ids) == 400 and not completion.recomputed
             check("17:", completion, {0: 1})
     assert text_of(late.wait().completions[0].token_ids) == " 41 42 43 44 45 46 47"[:20]
 

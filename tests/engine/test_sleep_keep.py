@@ -1,0 +1,224 @@
+"""Rows that sleep with their KV on the host: nothing is computed again, and no copy holds a sleep up for ever."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from harness import load
+from sleeping import Sleeping, strict
+from streams import LateDevice
+from test_recomputed import replayed
+from test_swap import Mailbox, Update
+
+from rollout.engine.build import rebuild_engine
+from rollout.engine.orders import Sleep
+from rollout.engine.types import Cancel, Done, Failed
+
+__all__ = ["strict"]
+pytestmark = pytest.mark.usefixtures("strict")
+PAGE = 1536  # bytes of a page of the checkpoint, in float32
+PENALIZED = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3}
+
+
+def keeping(model, device=None, receiver=None, host_pages: int = 500, **engine) -> Sleeping:
+    return Sleeping(model, device, receiver, **{"host_kv_gib": host_pages * PAGE / 2**30, **engine})
+
+
+def host(bench: Sleeping):
+    return bench.engine.status().offload
+
+
+def four(bench: Sleeping, prompt_of, **fields) -> None:
+    """Rows that decode, with eight pages or so each."""
+    for i in range(4):
+        bench.submit(f"r{i}", prompt_of(12, i), 40, **fields)
+    bench.ticks(22)
+    assert len(bench.engine.scheduler.decoding) == 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_completions_are_bit_for_bit_those_of_a_run_that_never_slept(folders, prompt_of, depth):
+    runs = []
+    for sleeps in (False, True):
+        bench = keeping(load(folders[0]), pipeline_depth=depth)
+        bench.submit("greedy", prompt_of(13), 60, top_logprobs=2)
+        bench.submit("penalized", prompt_of(6, 2), 40, sampling=PENALIZED)
+        bench.submit("group", prompt_of(21, 1), 50, sampling={"temperature": 1.0, "seed": 3}, n=3)
+        for ticks in (12, 5, 22):
+            bench.ticks(ticks)
+            if sleeps:
+                rows = bench.engine.scheduler.running
+                assert rows >= 4 and bench.sleep().facts["parked"] == rows
+                assert bench.engine.scheduler.memory.pool.used == 0 and not bench.pages.backed
+                assert bench.wake().facts["parked"] == rows
+        bench.run()
+        assert not sleeps or (host(bench).restored == host(bench).parked >= 13 and host(bench).pages == 0)
+        runs.append(
+            {
+                at: (done.token_ids, done.logprobs, done.raw_logprobs, done.top_logprobs, done.recomputed)
+                for at, done in bench.completions.items()
+            }
+        )
+        bench.close()
+    assert runs[0] == runs[1] and all(run[4] == () for run in runs[1].values())
+
+
+def test_what_the_host_has_no_room_for_is_computed_again_the_last_in_rank_first(model, prompt_of, greedy):
+    bench = keeping(model, host_pages=20)
+    four(bench, prompt_of)
+    assert bench.sleep().facts["parked"] == 2 and host(bench).refused == 2
+    bench.wake()
+    bench.run()
+    assert [bool(bench.completions[f"r{i}", 0].recomputed) for i in range(4)] == [False, False, True, True]
+    assert all(bench.tokens(f"r{i}") == greedy(prompt_of(12, i), 40) for i in range(4))
+    bench.close()
+
+
+def test_an_interrupted_prompt_and_its_logprobs_go_on_where_they_were(model, prompt_of):
+    runs = []
+    for sleeps in (False, True):
+        bench = keeping(model, prefill_chunk_tokens=16)
+        bench.submit("a", prompt_of(60), 12, prompt_logprobs=True)
+        bench.ticks(3)
+        if sleeps:
+            assert bench.sleep().facts["parked"] == 1
+            bench.wake()
+        bench.run()
+        assert bench.engine.scheduler.counters.prompt_tokens == 60 and host(bench).restored == sleeps
+        done = bench.completions["a", 0]
+        runs.append((done.token_ids, done.prompt_logprobs[1:].round(4).tolist()))
+        bench.close()
+    assert runs[0] == runs[1]
+
+
+def test_what_ends_asleep_gives_its_host_memory_back(model, prompt_of, greedy):
+    """A group whose members share a prompt, a turn of a session, one with a deadline; one of all goes on."""
+    bench = keeping(model)
+    now_s = bench.engine.scheduler.clock()
+    bench.engine.scheduler.clock = lambda: now_s
+    bench.submit("group", prompt_of(30), 40, n=3)
+    bench.submit("turn", prompt_of(20, 1), 40, session=("c", "talk"), session_lease_s=1e6)
+    bench.submit("due", prompt_of(20, 2), 40, deadline_s=5.0)
+    bench.submit("stays", prompt_of(9), 40)
+    bench.ticks(16)
+    assert bench.sleep().facts["parked"] == 6
+    pages = host(bench).pages
+    assert pages < sum(-(-seq.parked.kv_len // 4) for group in bench.engine.scheduler.groups.values()
+                       for seq in group.sequences), "what is shared is copied once"  # fmt: skip
+    for end in ("group", "turn", "due"):
+        if end == "due":
+            now_s += 6
+        else:
+            bench.engine.inbox.put(Cancel(("c", end)))
+        bench.ticks(1)
+        assert host(bench).pages < pages and bench.completions[end, 0].finish is not None
+        pages = host(bench).pages
+    assert host(bench).sequences == 1 and not bench.engine.busy
+    bench.wake()
+    bench.run()
+    assert bench.tokens("stays") == greedy(prompt_of(9), 40) and not bench.completions["stays", 0].recomputed
+    assert host(bench).pages == 0 and host(bench).restored == 1
+    bench.close()
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
+def test_an_update_after_the_wake_finds_kv_that_it_may_keep_or_not(model, folders, hf_models, prompt_of, kv_on_swap):
+    mailbox = Mailbox()
+    bench = keeping(model, None, mailbox, kv_on_swap=kv_on_swap)
+    four(bench, prompt_of)
+    bench.sleep()
+    mailbox.ready = Update(1, load(folders[1]), model)
+    bench.ticks(3)
+    assert mailbox.ready is not None and host(bench).sequences == 4
+    bench.wake()
+    bench.run()
+    for i in range(4):
+        done = bench.completions[f"r{i}", 0]
+        assert set(done.versions) == {0, 1} and bool(done.recomputed) == (kv_on_swap == "recompute")
+        assert replayed(hf_models, prompt_of(12, i), done) == done.token_ids
+    bench.close()
+
+
+def test_a_sleep_of_level_2_keeps_no_kv_and_one_that_becomes_it_gives_it_up(model, folders, prompt_of, greedy):
+    mailbox = Mailbox()
+    bench = keeping(model, None, mailbox)
+    four(bench, prompt_of)
+    for levels in ((1, 2), (2,)):
+        kept = [bench.sleep(level).facts["parked"] for level in levels]
+        assert kept == [4, 0][-len(levels) :] and host(bench).pages == 0
+        bench.wake()
+        mailbox.ready = Update(0, load(folders[0]), model)
+        bench.ticks(4)
+    bench.run()
+    assert all(bench.completions[f"r{i}", 0].recomputed for i in range(4))
+    assert all(bench.tokens(f"r{i}") == greedy(prompt_of(12, i), 40) for i in range(4))
+    bench.close()
+
+
+# --- what goes wrong half-way ----------------------------------------------------------------------------------------
+
+
+class Stuck:
+    """A device whose copies to the host do not end before `free` is set."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.device = LateDevice({"kv_out": lambda: (self.free.wait(60), 0.0)[1]})
+
+
+def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, prompt_of, greedy):
+    stuck, mailbox = Stuck(), Mailbox()
+    bench = keeping(model, stuck.device, mailbox, sleep_kv_s=0.01)
+    four(bench, prompt_of)
+    answer = bench.sleep()
+    assert isinstance(answer, Failed) and answer.code == "unavailable" and "sleep_kv_s = 0.01" in answer.message
+    assert bench.engine.status().state == "serving" and bench.engine.hold.door.enter()
+    bench.engine.hold.door.leave()
+    bench.ticks(6)
+    assert len(bench.engine.scheduler.decoding) == 4, "they took back what had not left"
+    stuck.free.set()
+    bench.sleeper._kv_s = 1e6
+    assert bench.sleep(2).facts["parked"] == 0
+    bench.wake()
+    assert not any(parameter.any() for parameter in model.parameters()), "what the first one saved is forgotten"
+    mailbox.ready = Update(0, load(folders[0]), model)
+    bench.run()
+    assert all(bench.tokens(f"r{i}") == greedy(prompt_of(12, i), 40) for i in range(4))
+    bench.close()
+
+
+def test_a_fault_while_kv_leaves_ends_the_sleep_and_leaves_a_whole_engine(model, prompt_of, greedy):
+    stuck = Stuck()
+    bench = keeping(model, stuck.device)
+    four(bench, prompt_of)
+    token = bench.order(Sleep, 1)
+    while not bench.engine.offload.mover.out.flying:
+        bench.engine.tick()
+    bench.engine.fail("broken")
+    assert bench.answer(token).code == "internal" and not bench.sleeper.wanted
+    stuck.free.set()
+    rebuild_engine(bench.engine, bench.settings)
+    bench.submit("b", prompt_of(9), 20)
+    bench.ticks(8)
+    assert bench.sleep().facts["parked"] == 1 and isinstance(bench.wake(), Done)
+    bench.run()
+    assert bench.tokens("b") == greedy(prompt_of(9), 20) and not bench.completions["b", 0].recomputed
+    bench.close()
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_copies_that_fail_end_in_computing_again(model, prompt_of, greedy, direction):
+    bench = keeping(model)
+    getattr(bench.engine.runner.mover, direction)._copy = lambda *of: 1 / 0
+    four(bench, prompt_of)
+    assert bench.sleep().facts["parked"] == (0 if direction == "out" else 4)
+    assert isinstance(bench.wake(), Done)
+    bench.run()
+    assert "division by zero" in bench.engine.offload.failure and host(bench).restored == 0
+    assert all(bench.completions[f"r{i}", 0].recomputed for i in range(4))
+    assert all(bench.tokens(f"r{i}") == greedy(prompt_of(12, i), 40) for i in range(4))
+    bench.close()
