@@ -172,10 +172,18 @@ class Stuck:
 
 def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, prompt_of, greedy):
     stuck, mailbox = Stuck(), Mailbox()
-    bench = keeping(model, stuck.device, mailbox, sleep_kv_s=0.01)
+    bench = keeping(model, stuck.device, mailbox)
     four(bench, prompt_of)
-    answer = bench.sleep()
-    assert isinstance(answer, Failed) and answer.code == "unavailable" and "sleep_kv_s = 0.01" in answer.message
+    token, out = bench.order(Sleep, 1), bench.engine.offload.mover.out
+    while not out.flying:
+        bench.engine.tick()
+    bench.ticks(2)
+    assert bench.answer(token) is None and bench.engine.busy
+    bench.sleeper._kv_s = 0.0
+    bench.engine.tick()
+    assert not out.flying[0].end.query(), "the loop has waited for it"
+    answer = bench.answer(token)
+    assert isinstance(answer, Failed) and answer.code == "unavailable" and "sleep_kv_s = 0 s" in answer.message
     assert bench.engine.status().state == "serving" and bench.engine.hold.door.enter()
     bench.engine.hold.door.leave()
     bench.ticks(6)
