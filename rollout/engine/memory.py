@@ -145,7 +145,7 @@ class SequenceMemory:
 
     def still_arriving(self, seq: Sequence) -> bool:
         """Bring nothing more back for a sequence that leaves; True while copies under way write to its pages."""
-        return self.parking is not None and seq.parked is not None and self.parking.stop_bringing(seq.parked)
+        return self.parking is not None and seq.parked is not None and self.parking.stop_bringing(seq)
 
     def forget_parked(self, seq: Sequence) -> None:
         """The KV that a preempted sequence has, or is about to leave, is of no use."""

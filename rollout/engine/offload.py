@@ -88,4 +88,4 @@ class Offload:
         while back.most and (arrivals := self.parking.next_in(back.most)):
             # A page may be given back while a step in flight still copies from it.
             pages = [arrival.page for arrival in arrivals]
-            back.start(pages, [arrival.host for arrival in arrivals], arrivals, self.mover.compute)
+            back.start(pages, [arrival.place.host for arrival in arrivals], arrivals, self.mover.compute)

@@ -10,6 +10,8 @@ A place is the KV of one page of preempted sequences:
     kept       in a page of the pool that others use too; nothing would be gained by copying it
     going      in a page of the pool; the copy to the host waits its turn or is under way
     away       on the host only
+    coming     on its way to a page of a sequence that was admitted again; others that come back share the page
+    back       kept again, and on the host, too: there are some that share it and have not come back
 
 Invariants:
 - Host room is set aside for every place when it is made, so that a place can always be sent.
@@ -17,13 +19,14 @@ Invariants:
 - Host room is not used again before no copy reads or writes it.
 - Only pages that no step in flight names are sent: who may write a page refers to it until its steps are committed.
 - A sequence may take a page back, and write to it, while it is being copied: that copy is never used.
+- Nobody writes to a page whose place several hold: such pages are full, and were shared before.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rollout.engine.pages import PagePool, PrefixKeys
 from rollout.engine.types import OffloadStatus
@@ -41,6 +44,8 @@ class Place:
     holders: int = 1  # preempted sequences that need it
     going: bool = False
     flying: bool = False  # going, and the copy has begun
+    coming: Arrival | None = None
+    back: bool = False  # what is in `page` is on the host, too
 
 
 @dataclass(eq=False, slots=True)
@@ -53,17 +58,28 @@ class Parked:
     kv_version: int
     kv_generation: int  # of its adapter's weights
     keys: PrefixKeys | None  # of its full pages
-    missing: int = 0  # places that are being brought back, their copies not complete yet
-    flying: int = 0  # those of them whose copy has begun
+    coming: list[Arrival] = field(default_factory=list)  # that it waits for, their copies not complete yet
     brought: list[tuple[int, int]] = field(default_factory=list)  # (room on the host, page of the sequence) of all
 
+    @property
+    def missing(self) -> int:
+        """Pages that it waits for."""
+        return len(self.coming)
 
-class Arrival(NamedTuple):
-    """One place on its way back into a page of its sequence."""
+    @property
+    def flying(self) -> int:
+        """Those of them whose copy has begun."""
+        return sum(arrival.flying for arrival in self.coming)
 
-    seq: Sequence
-    host: int
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """One place on its way back into a page of the pool."""
+
+    place: Place
     page: int
+    seqs: list[Sequence] = field(default_factory=list)  # that have the page, and wait for it
+    flying: bool = False  # the copy has begun
 
 
 @dataclass(slots=True)
@@ -139,9 +155,9 @@ class Parking:
         return place
 
     def pages_left(self, parked: Parked) -> list[int | None]:
-        """For each place the page of the pool in which its KV is, None where it has to be brought back."""
+        """For each place the page of the pool in which its KV is or will be, None where it has to be brought back."""
         keys = parked.keys
-        pages = [place.page for place in parked.places]
+        pages = [place.page if place.coming is None else place.coming.page for place in parked.places]
         for i in range(0 if keys is None else len(keys)):
             assert keys is not None
             if pages[i] is None:
@@ -149,19 +165,33 @@ class Parking:
         return pages
 
     def bring(self, seq: Sequence, pages: list[tuple[int, int]]) -> None:
-        """Have places, by their number, copied into these pages of an admitted sequence."""
+        """Have places, by their number, copied into these pages of an admitted sequence, which has one for each."""
         parked = seq.parked
-        assert parked is not None and parked.missing == 0
-        parked.missing = len(pages)
-        parked.brought = [(parked.places[i].host, page) for i, page in pages]
-        self._incoming.extend(Arrival(seq, host, page) for host, page in parked.brought)
+        assert parked is not None and not parked.coming
+        for i, page in pages:
+            arrival = parked.places[i].coming = Arrival(parked.places[i], page)
+            self._incoming.append(arrival)
+        parked.coming = [place.coming for place in parked.places if place.coming is not None]
+        for arrival in parked.coming:
+            arrival.seqs.append(seq)
+        places = zip(parked.places, seq.pages, strict=False)
+        parked.brought = [(place.host, page) for place, page in places if place.coming is not None or place.back]
 
-    def stop_bringing(self, parked: Parked) -> bool:
-        """Copy no more of these places; True while copies that have begun still write to the sequence's pages."""
-        if parked.missing > parked.flying:
-            self._incoming = deque(one for one in self._incoming if one.seq.parked is not parked)
-            parked.missing = parked.flying
-        return parked.missing > 0
+    def stop_bringing(self, seq: Sequence) -> bool:
+        """Copy nothing more for this sequence alone; True while copies that have begun write to pages only it has."""
+        parked = seq.parked
+        assert parked is not None
+        needed, others = [], []
+        for arrival in parked.coming:
+            (needed if arrival.flying and len(arrival.seqs) == 1 else others).append(arrival)
+        for arrival in others:
+            arrival.seqs.remove(seq)
+            if not arrival.seqs:
+                arrival.place.coming = None
+        if others:
+            self._incoming = deque(arrival for arrival in self._incoming if arrival.seqs)
+            parked.coming = needed
+        return bool(needed)
 
     def drop(self, seq: Sequence) -> None:
         """The sequence needs its places no more."""
@@ -191,9 +221,19 @@ class Parking:
             self._kept[place.page] = place
             return
         self._kept.pop(place.page, None)
+        if place.back:
+            self._leave_page(place)
+            return
         place.going = True
         self.going += 1
         self._outgoing.append(place)
+
+    def _leave_page(self, place: Place) -> None:
+        """What is in its page is on the host."""
+        assert place.page is not None
+        del self._by_page[place.page]
+        self._pool.release(place.page)
+        place.page, place.back = None, False
 
     def _give_up(self, place: Place) -> None:
         """Nobody holds the place and no copy reads or writes its room."""
@@ -245,10 +285,7 @@ class Parking:
             if place.holders == 0:
                 self._give_up(place)
             elif not failed:
-                assert place.page is not None
-                del self._by_page[place.page]
-                self._pool.release(place.page)
-                place.page = None
+                self._leave_page(place)
         if not failed:
             self.counts.pages_out += len(places)
 
@@ -256,23 +293,31 @@ class Parking:
         """Up to `most` places whose copies from the host begin now."""
         taken = [self._incoming.popleft() for _ in range(min(most, len(self._incoming)))]
         for arrival in taken:
-            assert arrival.seq.parked is not None
-            arrival.seq.parked.flying += 1
+            arrival.flying = True
         return taken
 
     def arrived(self, arrivals: list[Arrival], failed: bool) -> list[Sequence]:
         """Copies from the host are complete, or have failed; the sequences of which no more are expected."""
         whole: list[Sequence] = []
-        for seq, _, _ in arrivals:
-            parked = seq.parked
-            assert parked is not None
-            parked.flying -= 1
-            parked.missing -= 1
-            if parked.missing == 0:
-                whole.append(seq)
+        for arrival in arrivals:
+            arrival.place.coming = None
+            if arrival.place.holders > len(arrival.seqs) and not failed:
+                self._keep_again(arrival.place, arrival.page)
+            for seq in arrival.seqs:
+                assert seq.parked is not None
+                seq.parked.coming.remove(arrival)
+                if not seq.parked.coming:
+                    whole.append(seq)
         if not failed:
             self.counts.pages_in += len(arrivals)
         return whole
+
+    def _keep_again(self, place: Place, page: int) -> None:
+        """Others will want the page that a place has come back to."""
+        assert place.page is None and page not in self._by_page
+        self._pool.retain(page)
+        place.page, place.back = page, True
+        self._by_page[page] = self._kept[page] = place
 
     # --- views -------------------------------------------------------------------------------------------------------
 

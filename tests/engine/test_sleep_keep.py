@@ -122,6 +122,26 @@ def test_what_ends_asleep_gives_its_host_memory_back(model, prompt_of, greedy):
     bench.close()
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_rows_that_share_a_prompt_do_so_again_whoever_comes_back_when(model, prompt_of, greedy, prefix_cache):
+    """Rows of a group come back together, but for two, for which there is no row before others have ended."""
+    bench = keeping(model, LateDevice({"kv_in": lambda: 0.001}), prefix_cache=prefix_cache, max_rows=6)
+    bench.submit("group", prompt_of(40), 40, n=6)
+    bench.ticks(9)
+    pool = bench.engine.scheduler.memory.pool
+    shared = pool.used
+    assert shared < 10 + 6 * 5 and bench.sleep().facts["parked"] == 6 and host(bench).pages <= shared
+    for i in range(2):
+        bench.submit(f"first{i}", prompt_of(5, i), 12, priority=1)
+    bench.wake()
+    while host(bench).restored < 6:
+        bench.engine.tick()
+    assert host(bench).bytes_in <= host(bench).bytes_out and pool.used <= shared + 6 * 4
+    bench.run()
+    assert all(bench.tokens("group", i) == greedy(prompt_of(40), 40) for i in range(6))
+    bench.close()
+
+
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
