@@ -65,13 +65,16 @@ def test_completions_are_bit_for_bit_those_of_a_run_that_never_slept(folders, pr
 
 
 def test_what_the_host_has_no_room_for_is_computed_again_the_last_in_rank_first(model, prompt_of, greedy):
-    bench = keeping(model, host_pages=20)
-    four(bench, prompt_of)
+    """Pages that they share are kept for those that find room."""
+    bench = keeping(model, host_pages=16)
+    bench.submit("group", prompt_of(12), 40, n=4)
+    bench.ticks(22)
+    assert len(bench.engine.scheduler.decoding) == 4
     assert bench.sleep().facts["parked"] == 2 and host(bench).refused == 2
     bench.wake()
     bench.run()
-    assert [bool(bench.completions[f"r{i}", 0].recomputed) for i in range(4)] == [False, False, True, True]
-    assert all(bench.tokens(f"r{i}") == greedy(prompt_of(12, i), 40) for i in range(4))
+    assert [bool(bench.completions["group", i].recomputed) for i in range(4)] == [False, False, True, True]
+    assert all(bench.tokens("group", i) == greedy(prompt_of(12), 40) for i in range(4))
     bench.close()
 
 
