@@ -181,7 +181,8 @@ class Parking:
         """Copy nothing more for this sequence alone; True while copies that have begun write to pages only it has."""
         parked = seq.parked
         assert parked is not None
-        needed, others = [], []
+        needed: list[Arrival] = []
+        others: list[Arrival] = []
         for arrival in parked.coming:
             (needed if arrival.flying and len(arrival.seqs) == 1 else others).append(arrival)
         for arrival in others:
