@@ -11,8 +11,8 @@ import re
 from collections import OrderedDict
 from typing import Any
 
+from rollout.constraints import regex_check, schema_check, utf8
 from rollout.constraints.matcher import AllowList, Constraint, GrammarConstraint, mask_of
-from rollout.constraints.schema_check import refused
 from rollout.constraints.spec import ConstraintSpec, choices_grammar
 from rollout.deadline_thread import DeadlineThread
 
@@ -56,8 +56,10 @@ class ConstraintCompiler:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._new_matcher = xgrammar.GrammarMatcher
         self._vocab = vocab
-        self._text_W = ~mask_of(_not_text(tokenizer, vocab), vocab)
-        self._json_W = self._text_W & ~mask_of(_never_in_json(info.decoded_vocab), vocab)
+        texts = info.decoded_vocab
+        self._text_W = ~mask_of([*_not_text(tokenizer, vocab), *utf8.broken(texts)], vocab)
+        self._json_W = self._text_W & ~mask_of(_never_in_json(texts), vocab)
+        self._after = {token: ~mask_of(tokens, vocab) for token, tokens in utf8.breaks(texts).items()}
         self._thread = DeadlineThread("grammar-compiler")
         self._compiled: OrderedDict[ConstraintSpec, Any] = OrderedDict()
         self._bytes = 0
@@ -78,7 +80,7 @@ class ConstraintCompiler:
             raise ConstraintError(f"it was not compiled within {self._compile_s:g} s; make it simpler") from None
         self._keep(spec, grammar)
         text_W = self._json_W if spec.kind == "json_schema" else self._text_W
-        return GrammarConstraint(matcher, text_W | mask_of(stop_ids, self._vocab))
+        return GrammarConstraint(matcher, text_W | mask_of(stop_ids, self._vocab), self._after, prior[-1:])
 
     def _start(self, spec: ConstraintSpec, grammar: Any, stop_ids: tuple[int, ...], prior: list[int]) -> Any:
         """The grammar and a matcher after `prior`. It may be left behind, so it changes nothing here."""
@@ -107,10 +109,12 @@ class ConstraintCompiler:
         source: Any = spec.source
         match spec.kind:
             case "json_schema":
-                if (problem := refused(source)) is not None:
+                if (problem := schema_check.refused(source)) is not None:
                     raise ConstraintError(problem)
                 return self._compiler.compile_json_schema(source, max_whitespace_cnt=_WHITESPACE)
             case "regex":
+                if (problem := regex_check.refused(source)) is not None:
+                    raise ConstraintError(problem)
                 return self._compiler.compile_regex(source)
             case "grammar":
                 return self._compiler.compile_grammar(source)

@@ -6,7 +6,7 @@ where the constraint is complete, and must where it allows nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -66,29 +66,52 @@ class AllowList:
 
 
 class GrammarConstraint:
-    """A compiled grammar, from which matchers are forked. `allowed_W` is a mask that holds at every step besides."""
+    """A compiled grammar, from which matchers are forked. `allowed_W` is a mask that holds at every step besides.
 
-    def __init__(self, matcher: Any, allowed_W: torch.Tensor) -> None:
+    `after` has masks that hold for one step, behind these tokens; `last` is the token that a matcher begins behind, if
+    there is one.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        allowed_W: torch.Tensor,
+        after: Mapping[int, torch.Tensor] | None = None,
+        last: Sequence[int] = (),
+    ) -> None:
         self._matcher = matcher  # xgrammar.GrammarMatcher, which nobody moves on
         self._allowed_W = allowed_W
+        self._after = after or {}
+        self._last = last
 
     def start(self) -> GrammarPlace:
         """A matcher of its own."""
-        return GrammarPlace(self._matcher.fork(), self._allowed_W)
+        place = GrammarPlace(self._matcher.fork(), self._allowed_W, self._after)
+        place.note(self._last)
+        return place
 
 
 class GrammarPlace:
     """A place in a grammar."""
 
-    def __init__(self, matcher: Any, allowed_W: torch.Tensor) -> None:
+    def __init__(self, matcher: Any, allowed_W: torch.Tensor, after: Mapping[int, torch.Tensor]) -> None:
         self._matcher = matcher
         self._allowed_W = allowed_W
+        self._after = after
+        self._next_W: torch.Tensor | None = None
+
+    def note(self, tokens: Sequence[int]) -> None:
+        """What comes next comes behind these."""
+        self._next_W = self._after.get(tokens[-1]) if tokens else None
 
     def accept(self, token: int) -> bool:
         """Move on by one token; False if the grammar does not allow it here."""
+        self.note([token])
         return self._matcher.accept_token(token)
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         """Write which tokens may come next."""
         self._matcher.fill_next_token_bitmask(masks_RW, row)
         masks_RW[row] &= self._allowed_W
+        if self._next_W is not None:
+            masks_RW[row] &= self._next_W

@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from rollout.constraints import regex_check
+
 #: Wherever they are.
 _NEVER = (
     "not",
@@ -16,63 +18,163 @@ _NEVER = (
     "then",
     "else",
     "uniqueItems",
+    "contains",
     "dependentRequired",
     "dependentSchemas",
     "dependencies",
     "unevaluatedItems",
+    "unevaluatedProperties",
+    "$dynamicRef",
+    "$recursiveRef",
 )
 #: Keywords of one type of value; without a "type" beside them they are not looked at.
 _OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "array": ("minItems", "maxItems", "contains", "minContains", "maxContains"),
-    "object": ("minProperties", "maxProperties", "propertyNames"),
+    "array": ("minItems", "maxItems"),
+    "object": ("minProperties", "maxProperties", "propertyNames", "patternProperties"),
 }
 _RULES = tuple(name for names in _OF_TYPE.values() for name in names)
+_PARTS = ("properties", "required", "additionalProperties", "items", "prefixItems")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 #: Where one of these is, what else is said of the value is not looked at.
-_ALONE = ("$ref", "anyOf", "oneOf", "enum", "const")
+_ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_ONE = ("items", "additionalProperties", "contains", "propertyNames")
+_ONE = ("items", "additionalProperties", "propertyNames")
+#: Their strings come out with quotes inside.
+_BROKEN_FORMATS = ("json-pointer", "relative-json-pointer")
+#: Those that are followed; others are passed over, as annotations.
+_FORMATS = (
+    *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6"),
+    *("uri", "uri-reference", "uri-template", "uuid"),
+)
+_DECIMALS = 6  # that bounds of numbers are kept to
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
 def refused(text: str) -> str | None:
     """What of this schema would not be kept to, and where; None if nothing is known, or the text is no JSON."""
     try:
         schema = json.loads(text)
-        return next(_problems(schema, "#"), None)
+        return next(_problems(schema, "#", schema), None)
     except (ValueError, RecursionError):
         return None  # the compiler says what is wrong with it
 
 
-def _problems(schema: Any, place: str) -> Iterator[str]:
+def _problems(schema: Any, place: str, root: Any) -> Iterator[str]:
     if not isinstance(schema, dict):
         return
     for name in _NEVER:
         if schema.get(name, False) is not False:
             yield f"{name!r} at {place} cannot be enforced; leave it out"
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
-        yield f"'allOf' of several at {place} cannot be enforced; merge them"
-    alone = next((name for name in _ALONE if name in schema), None)
-    rules = [name for name in _RULES if name in schema]
-    if alone is not None and rules:
-        yield f"{rules[0]!r} beside {alone!r} at {place} cannot be enforced; put it inside"
-    if alone is None and rules and "type" not in schema:
-        yield f"{rules[0]!r} at {place} cannot be enforced without a 'type' beside it; add it"
-    if "multipleOf" in schema and schema.get("type") != "integer":
-        yield f"'multipleOf' at {place} can be enforced for integers only; leave it out"
-    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
-        yield f"'pattern' with a length at {place} cannot be enforced; put the length into the pattern"
-    named, required = schema.get("properties", {}), schema.get("required", [])
-    if isinstance(named, dict) and isinstance(required, list) and not schema.get("additionalProperties"):
-        missing = [name for name in required if isinstance(name, str) and name not in named]
-        if missing and "patternProperties" not in schema:
-            yield f"{missing[0]!r:.80} is required at {place} but is no property; add it to 'properties'"
+    yield from _beside_others(schema, place, root)
+    yield from _of_numbers(schema, place)
+    yield from _of_strings(schema, place)
+    yield from _of_objects(schema, place)
     for name in _MAPS:
         for key, part in schema[name].items() if isinstance(schema.get(name), dict) else ():
-            yield from _problems(part, f"{place}/{name}/{key}")
+            yield from _problems(part, f"{place}/{name}/{key}", root)
     for name in _LISTS:
         for i, part in enumerate(schema[name]) if isinstance(schema.get(name), list) else ():
-            yield from _problems(part, f"{place}/{name}/{i}")
+            yield from _problems(part, f"{place}/{name}/{i}", root)
     for name in _ONE:
-        yield from _problems(schema.get(name), f"{place}/{name}")
+        yield from _problems(schema.get(name), f"{place}/{name}", root)
+
+
+def _beside_others(schema: dict[str, Any], place: str, root: Any) -> Iterator[str]:
+    """Keywords of which only one is looked at."""
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+        yield f"'allOf' of several at {place} cannot be enforced; merge them"
+    for name in ("anyOf", "oneOf", "allOf", "type"):
+        if schema.get(name) == []:
+            yield f"{name!r} at {place} is empty; name what may be there"
+    ref = schema.get("$ref", "#")
+    if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
+        yield f"'$ref' at {place} cannot be followed; refer to a part of the schema, as '#/$defs/...'"
+    alone = next((name for name in _ALONE if name in schema), None)
+    rules = [name for name in _RULES if name in schema]
+    if alone is None:
+        if rules and "type" not in schema:
+            yield f"{rules[0]!r} at {place} cannot be enforced without a 'type' beside it; add it"
+        return
+    others = [name for name in (*rules, *_PARTS, *_ALONE) if name in schema and name != alone]
+    if others:
+        yield f"{others[0]!r} beside {alone!r} at {place} cannot be enforced; put it inside"
+    if "type" in schema:
+        types, found = _as_types(schema["type"]), _types_of({alone: schema[alone]}, root)
+        if found is None or not found <= (types | {"integer"} if "number" in types else types):
+            yield f"'type' beside {alone!r} at {place} cannot be enforced; put it inside"
+
+
+def _as_types(value: Any) -> set[str]:
+    return {value} if isinstance(value, str) else {name for name in value if isinstance(name, str)} if value else set()
+
+
+def _types_of(schema: Any, root: Any, depth: int = 0) -> set[str] | None:
+    """The types that values of this schema have; None if it does not say them."""
+    if not isinstance(schema, dict) or depth > 8:
+        return None
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return {"null" if value is None else _TYPES[type(value)] for value in values}
+    if isinstance(schema.get("$ref"), str):
+        return _types_of(_followed(schema["$ref"], root), root, depth + 1)
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(name), list):
+            parts = [_types_of(part, root, depth + 1) for part in schema[name]]
+            return None if None in parts else set().union(*(part for part in parts if part is not None))
+    return _as_types(schema["type"]) if schema.get("type") else None
+
+
+def _followed(ref: str, root: Any) -> Any:
+    part = root
+    for name in ref.split("/")[1:]:
+        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
+    return part
+
+
+def _of_numbers(schema: dict[str, Any], place: str) -> Iterator[str]:
+    bounds = {name: schema[name] for name in _BOUNDS if isinstance(schema.get(name), (int, float))}
+    step = schema.get("multipleOf", 1)
+    if "multipleOf" in schema and (schema.get("type") != "integer" or step != int(step)):
+        yield f"'multipleOf' at {place} can be enforced for integers only; leave it out"
+    if "multipleOf" in schema and bounds:
+        yield f"'multipleOf' at {place} cannot be enforced with bounds; leave one of them out"
+    for name, bound in bounds.items():
+        if round(bound, _DECIMALS) != bound:
+            yield f"{name!r} at {place} can be enforced to {_DECIMALS} decimals only; round it"
+
+
+def _of_strings(schema: dict[str, Any], place: str) -> Iterator[str]:
+    lengths, form = "minLength" in schema or "maxLength" in schema, schema.get("format")
+    if "pattern" in schema and lengths:
+        yield f"'pattern' with a length at {place} cannot be enforced; put the length into the pattern"
+    if form in _BROKEN_FORMATS:
+        yield f"the format {form!r} at {place} cannot be enforced; leave it out"
+    if form in _FORMATS and (lengths or "pattern" in schema):
+        yield f"the format {form!r} with a pattern or a length at {place} cannot be enforced; leave one of them out"
+    patterns = schema["patternProperties"] if isinstance(schema.get("patternProperties"), dict) else ()
+    for pattern in (schema.get("pattern"), *patterns):
+        problem = regex_check.refused(pattern, in_json=True) if isinstance(pattern, str) else None
+        if problem is not None:
+            yield f"the pattern {pattern!r:.80} at {place} cannot be enforced: {problem}"
+
+
+def _of_objects(schema: dict[str, Any], place: str) -> Iterator[str]:
+    named, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(named, dict) or not isinstance(required, list):
+        return
+    missing = [name for name in required if isinstance(name, str) and name not in named]
+    if missing:
+        yield f"{missing[0]!r:.80} is required at {place} but is no property; add it to 'properties'"
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, dict) and (named or len(patterns) > 1):
+        yield f"'patternProperties' at {place} cannot be enforced with other properties; leave one of them out"
+    if "propertyNames" in schema and (named or patterns):
+        yield f"'propertyNames' at {place} cannot be enforced with properties; leave one of them out"
+    # Names that are not stated may come twice.
+    free = bool(schema.get("additionalProperties") not in (None, False) or patterns or "propertyNames" in schema)
+    least = schema.get("minProperties", 0)
+    if free and isinstance(least, int) and least > max(1, len(required)):
+        yield f"'minProperties' at {place} cannot be enforced for names that are not stated; name them in 'properties'"

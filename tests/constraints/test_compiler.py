@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from rollout.service.constraint import constraints_for
 from rollout.service.text import TextCodec, load_text_codec
 from tests.tokenizer_folder import make_tokenizer_folder
 
-pytest.importorskip("xgrammar")
+xgrammar = pytest.importorskip("xgrammar")
 OBJECT = '{"type": "object", "properties": {"k": {"const": 7}}, "required": ["k"]}'
 STRING = '{"type": "string"}'
 EXTRA = 11  # tokens that the model has and the tokenizer has not
@@ -130,6 +131,34 @@ def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tok
         ("json_schema", '{"type": "number", "multipleOf": 0.5}', "integers only"),
         ("json_schema", '{"allOf": [{"type": "integer"}, {"maximum": 5}]}', "'allOf' of several"),
         ("json_schema", '{"type": "string", "pattern": "a", "minLength": 3}', "'pattern' with a length"),
+        ("json_schema", '{"type": "array", "items": {}, "contains": {"type": "null"}}', "'contains' at #"),
+        ("json_schema", '{"allOf": [{"type": "integer"}], "required": ["a"]}', "'required' beside 'allOf'"),
+        ("json_schema", '{"$ref": "#/$defs/a", "properties": {}, "$defs": {"a": {}}}', "'properties' beside '.ref'"),
+        ("json_schema", '{"anyOf": [{"type": "integer"}], "enum": ["a"]}', "'enum' beside 'anyOf'"),
+        ("json_schema", '{"type": "string", "enum": ["a", 1]}', "'type' beside 'enum'"),
+        ("json_schema", '{"type": "object", "anyOf": [{"type": "integer"}]}', "'type' beside 'anyOf'"),
+        ("json_schema", '{"anyOf": []}', "'anyOf' at # is empty"),
+        ("json_schema", '{"$ref": "https://example.com/a"}', "cannot be followed"),
+        ("json_schema", '{"type": "integer", "multipleOf": 5, "minimum": 0}', "'multipleOf' at # .* with bounds"),
+        ("json_schema", '{"type": "number", "minimum": 1e-7, "maximum": 2e-7}', "6 decimals"),
+        (
+            "json_schema",
+            '{"properties": {"a": {}}, "required": ["b"], "additionalProperties": true}',
+            "'b' is required",
+        ),
+        ("json_schema", '{"type": "object", "additionalProperties": {}, "minProperties": 2}', "'minProperties'"),
+        ("json_schema", '{"type": "object", "properties": {"a": {}}, "patternProperties": {"a": {}}}', "'patternPr"),
+        ("json_schema", '{"patternProperties": {"^a": {"type": "integer"}}}', "without a 'type'"),
+        ("json_schema", '{"type": "string", "format": "json-pointer"}', "json-pointer"),
+        ("json_schema", '{"type": "string", "format": "date", "maxLength": 4}', "'date' with a pattern or a length"),
+        ("json_schema", '{"type": "string", "pattern": "a^b"}', "not at an end of the text"),
+        ("json_schema", json.dumps({"type": "string", "pattern": '^"$'}), "string of JSON"),
+        ("json_schema", json.dumps({"type": "object", "patternProperties": {r"^\n$": {}}}), "string of JSON"),
+        ("regex", "a$b", "'.' at character 1"),
+        ("regex", "(a$)*", "'.' at character 2"),
+        ("regex", "(^a)+", "an anchor is repeated"),
+        ("regex", "(a|b)^c", "'\\^' at character 5"),
+        ("regex", r"\Aab\Z", "A' is not known"),
         ("json_schema", '{"type":"array","items":' * 20_000 + "true" + "}" * 20_000, "parse JSON"),
     ],
 )
@@ -137,6 +166,55 @@ def test_what_cannot_be_compiled_says_why(compiler, kind, source, reason):
     with pytest.raises(ConstraintError, match=reason) as caught:
         compiler.compile(ConstraintSpec(kind, source), (1,), [])
     assert "cpp" not in str(caught.value) and len(str(caught.value)) <= 500
+
+
+@pytest.mark.parametrize(
+    ("regex", "text"),
+    [
+        ("^a$|^b$", "b"),
+        ("(^a|(^b))c", "bc"),
+        ("a(b$|[|)]$)", "a)"),
+        (r"\x5e\$", "^$"),
+        ("(?:^a)?$", "a"),
+        ("[$^]", "^"),
+    ],
+)
+def test_anchors_at_the_ends_of_the_text_change_nothing(compiler, tokenizer, vocab, regex, text):
+    constraint = compiler.compile(ConstraintSpec("regex", regex), (tokenizer.eos_token_id,), [])
+    assert write(constraint, tokenizer, vocab, text) == ["<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "enum": ["a", "b"]},
+        {"type": ["number", "null"], "enum": [1, None]},
+        {"type": "object", "anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "object"}}},
+        {"type": "string", "format": "password", "minLength": 3},
+        {"type": "object", "properties": {"a": {}}, "required": ["a"], "minProperties": 1},
+        {"type": "string", "pattern": '^[^"]+$'},
+        {"type": "number", "minimum": -0.5, "exclusiveMaximum": 1e6},
+    ],
+)
+def test_what_can_be_kept_to_is_taken(compiler, schema):
+    compiler.compile(ConstraintSpec("json_schema", json.dumps(schema)), (1,), [])
+
+
+@pytest.mark.parametrize(("begin", "breaks", "goes_on"), [(0xE0, 0x80, 0xA0), (0xED, 0xA0, 0x9F), (0xF0, 0x80, 0x90)])
+def test_no_character_is_begun_that_utf_8_does_not_know(compiler, tokenizer, vocab, begin, breaks, goes_on):
+    texts = xgrammar.TokenizerInfo.from_huggingface(tokenizer).decoded_vocab
+    first, wrong, right = (texts.index(bytes([byte])) for byte in (begin, breaks, goes_on))
+    spec, eos = ConstraintSpec("regex", "[^y]{1,99}"), (tokenizer.eos_token_id,)
+    matcher = compiler.compile(spec, eos, []).start()
+    assert matcher.accept(first)
+    masks = torch.zeros(2, mask_words(vocab), dtype=torch.int32)
+    matcher.fill(masks, 0)
+    compiler.compile(spec, eos, [first]).start().fill(masks, 1)
+    for row in masks:
+        assert not row[wrong // 32] >> (wrong % 32) & 1 and row[right // 32] >> (right % 32) & 1
+    assert matcher.accept(right)
+    matcher.fill(masks, 0)
+    assert masks[0, wrong // 32] >> (wrong % 32) & 1, "the third byte is as of any character"
 
 
 #: Nested repetitions: compiled at once, and then every token takes longer than the one before.

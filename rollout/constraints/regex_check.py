@@ -1,0 +1,112 @@
+"""What a regular expression may not hold, because the compiler would take it for something else in silence.
+
+xgrammar (0.2.8) passes over anchors that are not at an end of the text, takes letters behind a backslash that it does
+not know for themselves, and, in a JSON string, writes quotes, backslashes and control characters as they are.
+"""
+
+from __future__ import annotations
+
+#: Behind a backslash: what the compiler knows, or refuses by itself.
+_ESCAPES = "dDwWsSnrtfvexuc0" + "bB" + "123456789kpP"
+#: Those of them that stand for a control character, or may.
+_CONTROLS = "nrtfvec0"
+_NUMBERED = {"x": 2, "u": 4}  # hexadecimal digits
+_REPEATS = tuple("*+{")
+
+
+def refused(text: str, in_json: bool = False) -> str | None:
+    """What of this expression would not be kept to; None if nothing is known. With `in_json` it is of a JSON string."""
+    groups: list[tuple[bool, bool]] = []  # of those that are open: at the begin of the text, and with an anchor
+    begins, anchored, at = True, False, 0
+    while at < len(text):
+        char, end = text[at], _element_end(text, at)
+        if problem := _element_problem(text[at:end], in_json):
+            return problem
+        if char in "^$":
+            if not (begins if char == "^" else _ends(text, end)) or text.startswith((*_REPEATS, "?"), end):
+                return f"{char!r} at character {at} is not at an end of the text; leave it out"
+            anchored = True
+        elif char == "(":
+            groups.append((begins, anchored))
+            anchored = False
+            end += 2 * text.startswith("?:", end)
+        elif char == "|":
+            begins = groups[-1][0] if groups else True
+        elif char == ")" and groups:
+            if anchored and text.startswith(_REPEATS, end):
+                return f"an anchor is repeated with the group that ends at character {at}; leave it out"
+            begins, anchored = False, anchored or groups.pop()[1]
+        else:
+            begins = False
+        at = end
+    return None
+
+
+def _element_end(text: str, at: int) -> int:
+    """Where what begins here ends: a class, an escape, or one character."""
+    if text[at] == "\\":
+        return min(at + 2 + _digits_of(text, at), len(text))
+    if text[at] != "[":
+        return at + 1
+    at += 1 + text.startswith("^", at + 1)
+    while at < len(text) and text[at] != "]":
+        at += 2 if text[at] == "\\" else 1
+    return min(at + 1, len(text))
+
+
+def _digits_of(text: str, at: int) -> int:
+    """Hexadecimal digits of the escape that begins here, 0 for another one or where they are not there."""
+    count = _NUMBERED.get(text[at + 1 : at + 2], 0)
+    digits = text[at + 2 : at + 2 + count]
+    return count if len(digits) == count and all(digit in "0123456789abcdefABCDEF" for digit in digits) else 0
+
+
+def _element_problem(element: str, in_json: bool) -> str | None:
+    if element[0] == "[":
+        negated, at = element.startswith("[^"), 1
+        while at < len(element) - 1:
+            end = at + 2 + _digits_of(element, at) if element[at] == "\\" else at + 1
+            if problem := _character_problem(element[at:end], in_json and not negated):
+                return problem
+            at = end
+        return None
+    return _character_problem(element, in_json)
+
+
+def _character_problem(element: str, in_json: bool) -> str | None:
+    if element[0] == "\\" and len(element) > 1:
+        kind = element[1]
+        if kind.isascii() and kind.isalnum() and kind not in _ESCAPES:
+            return f"{element!r} is not known; leave it out, or write the character itself"
+        number = element[2:] if kind in _NUMBERED and len(element) > 2 else ""
+        char = chr(int(number, 16)) if number else "\n" if kind in _CONTROLS or kind in _NUMBERED else kind
+    else:
+        char = element
+    if in_json and (char in '"\\' or char < " "):
+        return f"a string of JSON cannot be held to {element!r}, which it writes in another way; leave it out"
+    return None
+
+
+def _ends(text: str, at: int) -> bool:
+    """True if nothing of the text can follow what ends here."""
+    while at < len(text):
+        if text[at] == "|":
+            at = _alternatives_end(text, at)
+        elif text[at] == "$":
+            at += 1
+        elif text[at] == ")" and not text.startswith(_REPEATS, at + 1):
+            at += 1
+        else:
+            return False
+    return True
+
+
+def _alternatives_end(text: str, at: int) -> int:
+    """Where the group ends in which this is: its bracket, or the end of the text."""
+    depth = 0
+    while at < len(text):
+        if text[at] == ")" and depth == 0:
+            return at
+        depth += (text[at] == "(") - (text[at] == ")")
+        at = _element_end(text, at)
+    return at
