@@ -32,7 +32,7 @@ from trainer_bridge.resume import ResumePolicy
 from trainer_bridge.session import Session, end_session
 from trainer_bridge.sleep_fields import sleep_fields
 from trainer_bridge.stream import StreamView
-from trainer_bridge.waits import next_chunk, until_cancelled, until_done
+from trainer_bridge.waits import next_chunk, until_cancelled, until_done, until_ended
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Value = TypeVar("_Value")
@@ -388,7 +388,8 @@ class Stream(StreamView, Generic[_Item]):
     def cancel(self) -> None:
         """Have the worker end it with what it has: the rest of that still comes."""
         if not self._call.done:
-            self._client.cancel(self.id, endpoint=self.endpoint)
+            calls = self._core.cancel(self.id, self.endpoint)
+            self._client._wait(until_ended(self._core, self._call, calls), calls)
 
     def __enter__(self) -> Self:
         return self

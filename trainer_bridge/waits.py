@@ -42,3 +42,12 @@ def until_cancelled(core: ClientCore, calls: list[Call]) -> Generator[float | No
             missing.append(error)
     if missing and len(missing) == len(calls):
         raise missing[0]
+
+
+def until_ended(core: ClientCore, call: Call, cancels: list[Call]) -> Generator[float | None, None, None]:
+    """Like `until_cancelled` of this call, which may have ended before the `cancel` came."""
+    try:
+        yield from until_cancelled(core, cancels)
+    except NotFound:
+        if not call.done:  # its result comes before the answer to the cancel
+            raise

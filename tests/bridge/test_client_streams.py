@@ -195,3 +195,20 @@ def test_a_stream_can_be_ended_with_what_it_has(connect: Connect, serve: Serve) 
     stream.cancel()
     assert [chunk.finish_reason for chunk in stream] == ["cancelled"]
     assert stream.wait().completions[0].token_ids.tolist() == [1]
+
+
+def test_ending_a_stream_that_has_ended_meanwhile_changes_nothing(connect: Connect, serve: Serve) -> None:
+    def handle(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
+        if header["op"] == "generate":
+            worker.reply(peer, header, {"op": "chunk", **completion([1]), "offset": 0})
+            known.append((peer, header))
+            return
+        worker.reply(*known[0], {"op": "chunk", **completion([2]), "offset": 1, "finish_reason": "length"})
+        worker.reply(*known[0], result([completion([1, 2], versions=[[3, 2]])]))
+        worker.reply(peer, header, {"op": "error", "code": "not_found", "message": "no such request is in flight"})
+
+    known: list[Any] = []
+    stream = connect(serve(handle).endpoint).generate([0], stream="tokens")
+    next(stream)
+    stream.cancel()
+    assert [chunk.finish_reason for chunk in stream] == ["length"]
