@@ -186,11 +186,12 @@ class Scheduler:
         return self.limits.max_rows - len(self._free_rows)
 
     def _admit(self) -> None:
-        while self._free_rows and not self.leaving and (seq := self._room.queue.first()) is not None:
+        queue = self._room.queue
+        while self._free_rows and not self.leaving and (seq := queue.first()) is not None:
+            if not self.memory.adapter_ready(seq) and (seq := queue.first(adapted=False)) is None:
+                return  # others with an adapter wait behind it: its slot would never be free
             if seq.group.session is not None and seq.group.session.turns > 1:
                 return  # the turn before is in flight as a zombie
-            if seq.group.adapter is not None and not self.memory.adapter_ready(seq):
-                return
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
             running, available = len(self.decoding) + len(self.prefilling), self.memory.available
             if self._refused is seq and running >= self._refused_at[0] and available <= self._refused_at[1]:
@@ -203,7 +204,7 @@ class Scheduler:
                 self._refused = None
                 continue
             self._refused = None
-            self._room.queue.pop()
+            queue.pop(seq)
             seq.row, seq.row_ready, seq.state = self._free_rows.pop(), False, State.PREFILL
             self.prefilling.append(seq)
             self.waiting -= 1

@@ -19,8 +19,8 @@ from rollout.engine.types import RequestKey
 _SLACK = 16
 
 
-class WaitingQueue:
-    """Sequences without a row, by rank. Finalized ones are skipped, and swept out when they are many."""
+class _Heap:
+    """Sequences by rank. Finalized ones are skipped, and swept out when they are many."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
@@ -43,7 +43,7 @@ class WaitingQueue:
         self._sweep_at = 2 * len(self._heap) + _SLACK
 
     def first(self) -> Sequence | None:
-        """The sequence that is next, left in the queue."""
+        """The sequence that is next, left where it is."""
         while self._heap and self._heap[0][1].finalized:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
@@ -51,6 +51,34 @@ class WaitingQueue:
     def pop(self) -> None:
         """Take out what `first` returned."""
         heapq.heappop(self._heap)
+
+
+class WaitingQueue:
+    """Sequences without a row, by rank; those that take an adapter apart, so that others need not wait for its slot."""
+
+    def __init__(self) -> None:
+        self._plain, self._adapted = _Heap(), _Heap()
+
+    def push(self, seq: Sequence) -> None:
+        """Add a sequence; its rank is unique."""
+        self._with(seq).push(seq)
+
+    def remove(self, seqs: list[Sequence]) -> None:
+        """Take out these sequences."""
+        for heap in (self._plain, self._adapted):
+            heap.remove(seqs)
+
+    def first(self, adapted: bool = True) -> Sequence | None:
+        """The sequence that is next, left in the queue; without `adapted`, of those that take no adapter."""
+        plain, other = self._plain.first(), self._adapted.first() if adapted else None
+        return plain if other is None or (plain is not None and plain.rank < other.rank) else other
+
+    def pop(self, seq: Sequence) -> None:
+        """Take out what `first` returned."""
+        self._with(seq).pop()
+
+    def _with(self, seq: Sequence) -> _Heap:
+        return self._plain if seq.group.adapter is None else self._adapted
 
 
 class WaitingRoom:

@@ -85,6 +85,22 @@ def test_more_adapters_than_slots_take_turns(model, adapters):
     bench.close()
 
 
+def test_who_takes_no_adapter_does_not_wait_for_a_slot(model, adapters):
+    """And whoever waits for one does not wait for those that come later with an adapter that lies in it."""
+    bench = bench_of(model, adapters, 2, slots=1, max_rows=4)
+    bench.submit("runs", prompt_of(6), 40, adapter="a0")
+    bench.submit("waits", prompt_of(6), 5, adapter="a1")
+    bench.submit("plain", prompt_of(6), 5)
+    bench.submit("later", prompt_of(6), 5, adapter="a0")
+    ends: list[str] = []
+    while bench.engine.busy or not ends:
+        bench.engine.tick()
+        ends += [name for (name, _), completion in bench.completions.items() if completion.finish and name not in ends]
+    assert ends == ["plain", "runs", "waits", "later"]
+    greedy_is(adapters[1][1], prompt_of(6), bench.tokens("waits"))
+    bench.close()
+
+
 def test_the_least_recently_used_adapter_loses_its_slot(model, adapters):
     bench = bench_of(model, adapters, 3, slots=2)
     for i, adapter in enumerate(("a0", "a1", "a0", "a2")):
