@@ -1,36 +1,74 @@
 """Grammars for places in a picture, as vision models write them: the skills `point`, `detect` and `segment` of Photon.
 
     client.generate(prompt, constraint={"grammar": spatial.detect(most=10)})
+    places = spatial.vocabulary(f"<loc{i:04}>" for i in range(1024))
+    client.generate(prompt, constraint={"grammar": spatial.outline(words=places)})
 
-A coordinate is an integer from 0 to 999, in thousandths of the picture's width or height. A line is a point (`x y`) or
-an object (`x y size`); an outline is a point a line. They show how a constraint walks in cycles, and serve as a start
-for a model's own vocabulary of places.
+A line is a point (`x y`) or an object (`x y size`); an outline is a point a line. A coordinate is an integer from 0 to
+999, in thousandths of the picture's width or height; or a word of a model's own vocabulary of places, and then nothing
+stands between them. They show how a constraint walks in cycles.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 LARGEST = 999
-_NUMBER = 'number ::= "0" | [1-9] [0-9]{0,2}\n'
-_POINT = 'point ::= number " " number\n' + _NUMBER
 
 
-def point() -> str:
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How places are written: the EBNF of one coordinate, what stands between two, and between two lines."""
+
+    coordinate: str
+    between: str
+    lines: str
+
+    def line(self, coordinates: int) -> str:
+        """The EBNF of so many coordinates."""
+        return f" {json.dumps(self.between)} ".join(["coordinate"] * coordinates)
+
+
+NUMBERS = Words('"0" | [1-9] [0-9]{0,2}', " ", "\n")
+
+
+def vocabulary(words: Iterable[str]) -> Words:
+    """Coordinates that a model has words of its own for. Raises ValueError where there are none.
+
+    Tokens that the tokenizer calls special are no text, and no constraint allows them.
+    """
+    choices = " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
+    if not choices:
+        raise ValueError("a vocabulary of places needs a word")
+    return Words(choices, "", "")
+
+
+def point(words: Words = NUMBERS) -> str:
     """One point."""
-    return "root ::= point\n" + _POINT
+    return _grammar("line", words, 2)
 
 
-def detect(least: int = 0, most: int = 100) -> str:
+def detect(least: int = 0, most: int = 100, words: Words = NUMBERS) -> str:
     """From `least` to `most` objects, each x, y and size. Raises ValueError for bounds that make no sense."""
     _check(least, most)
     empty = '"" | ' if least == 0 else ""
-    more = f'("\\n" object){{{max(least, 1) - 1},{most - 1}}}'
-    return f'root ::= {empty}object {more}\nobject ::= number " " number " " number\n' + _NUMBER
+    return _grammar(empty + _lines(least, most, words), words, 3)
 
 
-def outline(least: int = 3, most: int = 200) -> str:
+def outline(least: int = 3, most: int = 200, words: Words = NUMBERS) -> str:
     """A closed outline of `least` to `most` points. Raises ValueError for bounds that make no sense."""
     _check(least, most)
-    return f'root ::= point ("\\n" point){{{max(least, 1) - 1},{most - 1}}}\n' + _POINT
+    return _grammar(_lines(least, most, words), words, 2)
+
+
+def _lines(least: int, most: int, words: Words) -> str:
+    return f"line ({json.dumps(words.lines)} line){{{max(least, 1) - 1},{most - 1}}}"
+
+
+def _grammar(root: str, words: Words, coordinates: int) -> str:
+    return f"root ::= {root}\nline ::= {words.line(coordinates)}\ncoordinate ::= {words.coordinate}\n"
 
 
 def _check(least: int, most: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from rollout.deadline_thread import DeadlineThread
 from rollout.service.constraint import constraints_for
 from rollout.service.text import TextCodec, load_text_codec
 from tests.tokenizer_folder import make_tokenizer_folder
+from trainer_bridge import spatial
 
 xgrammar = pytest.importorskip("xgrammar")
 OBJECT = '{"type": "object", "properties": {"k": {"const": 7}}, "required": ["k"]}'
@@ -215,6 +217,29 @@ def test_no_character_is_begun_that_utf_8_does_not_know(compiler, tokenizer, voc
     assert matcher.accept(right)
     matcher.fill(masks, 0)
     assert masks[0, wrong // 32] >> (wrong % 32) & 1, "the third byte is as of any character"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "coordinates", "least", "most"),
+    [(spatial.point, 2, 2, 2), (spatial.detect, 3, 0, 12), (spatial.outline, 2, 6, 10)],
+)
+def test_skills_walk_in_cycles_over_a_vocabulary_of_places(tokenizer, grammar, coordinates, least, most):
+    tokenizer = copy.deepcopy(tokenizer)
+    words = [f"<loc{i}>" for i in range(16)]
+    tokenizer.add_tokens(words)
+    vocab, places = len(tokenizer), set(tokenizer.convert_tokens_to_ids(words))
+    bounds = {} if grammar is spatial.point else {"least": least // coordinates, "most": most // coordinates}
+    spec = ConstraintSpec("grammar", grammar(**bounds, words=spatial.vocabulary(words)))
+    compiler = ConstraintCompiler(tokenizer, vocab, 20.0)
+    matcher = compiler.compile(spec, (tokenizer.eos_token_id,), []).start()
+    masks, may_end = torch.zeros(1, mask_words(vocab), dtype=torch.int32), []
+    for at in range(most + 1):
+        matcher.fill(masks, 0)
+        allowed = {token for token in range(vocab) if masks[0, token // 32] >> (token % 32) & 1}
+        may_end += [at] if tokenizer.eos_token_id in allowed else []
+        assert allowed & places == (places if at < most else set())
+        assert at == most or matcher.accept(min(places) + at % 16)
+    assert may_end == list(range(least, most + 1, coordinates))
 
 
 #: Nested repetitions: compiled at once, and then every token takes longer than the one before.
