@@ -6,6 +6,8 @@ not know for themselves, and, in a JSON string, writes quotes, backslashes and c
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 #: Behind a backslash: what the compiler knows, or refuses by itself.
 _ESCAPES = "dDwWsSnrtfvexuc0" + "bB" + "123456789kpP"
 #: Those of them that stand for a control character, or may.
@@ -16,30 +18,57 @@ _REPEATS = tuple("*+{")
 
 def refused(text: str, in_json: bool = False) -> str | None:
     """What of this expression would not be kept to; None if nothing is known. With `in_json` it is of a JSON string."""
-    groups: list[tuple[bool, bool]] = []  # of those that are open: at the begin of the text, and with an anchor
-    begins, anchored, at = True, False, 0
-    while at < len(text):
-        char, end = text[at], _element_end(text, at)
-        if problem := _element_problem(text[at:end], in_json):
+    elements = list(_elements(text))
+    for _, element in elements:
+        if problem := _element_problem(element, in_json):
             return problem
-        if char in "^$":
-            if not (begins if char == "^" else _ends(text, end)) or text.startswith((*_REPEATS, "?"), end):
-                return f"{char!r} at character {at} is not at an end of the text; leave it out"
+    groups: list[tuple[bool, bool]] = []  # of those that are open: at the begin of the text, and with an anchor
+    begins, anchored = True, False
+    for (at, element), ends in zip(elements, _ends(elements), strict=True):
+        repeated = text.startswith(_REPEATS, at + 1)
+        if element in ("^", "$"):
+            if not (begins if element == "^" else ends) or repeated or text.startswith("?", at + 1):
+                return f"{element!r} at character {at} is not at an end of the text; leave it out"
             anchored = True
-        elif char == "(":
+        elif element.startswith("("):
             groups.append((begins, anchored))
             anchored = False
-            end += 2 * text.startswith("?:", end)
-        elif char == "|":
+        elif element == "|":
             begins = groups[-1][0] if groups else True
-        elif char == ")" and groups:
-            if anchored and text.startswith(_REPEATS, end):
+        elif element == ")" and groups:
+            if anchored and repeated:
                 return f"an anchor is repeated with the group that ends at character {at}; leave it out"
             begins, anchored = False, anchored or groups.pop()[1]
         else:
             begins = False
-        at = end
     return None
+
+
+def _elements(text: str) -> Iterator[tuple[int, str]]:
+    """Classes, escapes, the begins of groups, and single characters: where each is, and it."""
+    at = 0
+    while at < len(text):
+        end = _element_end(text, at)
+        yield at, text[at:end]
+        at = end
+
+
+def _ends(elements: Sequence[tuple[int, str]]) -> list[bool]:
+    """For each element whether it is behind all else of every text that goes through it, if it is an anchor."""
+    found: list[bool] = []
+    groups: list[bool] = []  # of those that are open, from the right: at the end of the text
+    ends, after = True, ""
+    for _, element in reversed(elements):
+        if element == ")":
+            ends = ends and after not in _REPEATS
+            groups.append(ends)
+        elif element == "|":
+            ends = groups[-1] if groups else True
+        elif element.startswith("(") and groups:
+            groups.pop()
+        found.append(ends)
+        ends, after = ends and element in (")", "|", "$"), element
+    return found[::-1]
 
 
 def _element_end(text: str, at: int) -> int:
@@ -47,7 +76,7 @@ def _element_end(text: str, at: int) -> int:
     if text[at] == "\\":
         return min(at + 2 + _digits_of(text, at), len(text))
     if text[at] != "[":
-        return at + 1
+        return at + (3 if text.startswith("(?:", at) else 1)
     at += 1 + text.startswith("^", at + 1)
     while at < len(text) and text[at] != "]":
         at += 2 if text[at] == "\\" else 1
@@ -85,28 +114,3 @@ def _character_problem(element: str, in_json: bool) -> str | None:
     if in_json and (char in '"\\' or char < " "):
         return f"a string of JSON cannot be held to {element!r}, which it writes in another way; leave it out"
     return None
-
-
-def _ends(text: str, at: int) -> bool:
-    """True if nothing of the text can follow what ends here."""
-    while at < len(text):
-        if text[at] == "|":
-            at = _alternatives_end(text, at)
-        elif text[at] == "$":
-            at += 1
-        elif text[at] == ")" and not text.startswith(_REPEATS, at + 1):
-            at += 1
-        else:
-            return False
-    return True
-
-
-def _alternatives_end(text: str, at: int) -> int:
-    """Where the group ends in which this is: its bracket, or the end of the text."""
-    depth = 0
-    while at < len(text):
-        if text[at] == ")" and depth == 0:
-            return at
-        depth += (text[at] == "(") - (text[at] == ")")
-        at = _element_end(text, at)
-    return at

@@ -111,18 +111,25 @@ def _as_types(value: Any) -> set[str]:
     return {value} if isinstance(value, str) else {name for name in value if isinstance(name, str)} if value else set()
 
 
-def _types_of(schema: Any, root: Any, depth: int = 0) -> set[str] | None:
-    """The types that values of this schema have; None if it does not say them."""
-    if not isinstance(schema, dict) or depth > 8:
-        return None
+def _types_of(schema: Any, root: Any, known: dict[int, set[str] | None] | None = None) -> set[str] | None:
+    """The types that values of this schema have; None if it does not say them, or refers to itself."""
+    known = {} if known is None else known
+    if not isinstance(schema, dict) or id(schema) in known:
+        return known.get(id(schema))
+    known[id(schema)] = None  # while it is looked at
+    known[id(schema)] = found = _types_named(schema, root, known)
+    return found
+
+
+def _types_named(schema: dict[str, Any], root: Any, known: dict[int, set[str] | None]) -> set[str] | None:
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = [schema["const"]] if "const" in schema else schema["enum"]
         return {"null" if value is None else _TYPES[type(value)] for value in values}
     if isinstance(schema.get("$ref"), str):
-        return _types_of(_followed(schema["$ref"], root), root, depth + 1)
+        return _types_of(_followed(schema["$ref"], root), root, known)
     for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(name), list):
-            parts = [_types_of(part, root, depth + 1) for part in schema[name]]
+            parts = [_types_of(part, root, known) for part in schema[name]]
             return None if None in parts else set().union(*(part for part in parts if part is not None))
     return _as_types(schema["type"]) if schema.get("type") else None
 

@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
+from rollout.constraints import regex_check, schema_check
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list
 from rollout.constraints.matcher import Constraint, mask_words
 from rollout.constraints.spec import ConstraintSpec
@@ -184,6 +186,17 @@ def test_what_cannot_be_compiled_says_why(compiler, kind, source, reason):
 def test_anchors_at_the_ends_of_the_text_change_nothing(compiler, tokenizer, vocab, regex, text):
     constraint = compiler.compile(ConstraintSpec("regex", regex), (tokenizer.eos_token_id,), [])
     assert write(constraint, tokenizer, vocab, text) == ["<|im_end|>"]
+
+
+def test_what_is_refused_is_found_soon_whatever_is_sent():
+    """Work that grows with the square of a text, or the power of a depth, would hold the loop up."""
+    began_s = time.process_time()
+    for pattern in ("$" * 60_000, "a$|" * 20_000, "(a$|" * 10_000 + ")" * 10_000, "[" * 60_000, "^" * 60_000):
+        regex_check.refused(pattern, in_json=True)
+    parts = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(30)}
+    schema = {"type": "object", "anyOf": [{"$ref": "#/$defs/d0"}], "$defs": parts}
+    assert schema_check.refused(json.dumps(schema)) is not None
+    assert time.process_time() - began_s < 20
 
 
 @pytest.mark.parametrize(
