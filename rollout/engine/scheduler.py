@@ -186,10 +186,8 @@ class Scheduler:
         return self.limits.max_rows - len(self._free_rows)
 
     def _admit(self) -> None:
-        queue = self._room.queue
-        while self._free_rows and not self.leaving and (seq := queue.first()) is not None:
-            if not self.memory.adapter_ready(seq) and (seq := queue.first(adapted=False)) is None:
-                return  # others with an adapter wait behind it: its slot would never be free
+        queue, ready = self._room.queue, self.memory.adapter_ready
+        while self._free_rows and not self.leaving and (seq := queue.first(ready)) is not None:
             if seq.group.session is not None and seq.group.session.turns > 1:
                 return  # the turn before is in flight as a zombie
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.

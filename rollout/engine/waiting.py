@@ -68,10 +68,15 @@ class WaitingQueue:
         for heap in (self._plain, self._adapted):
             heap.remove(seqs)
 
-    def first(self, adapted: bool = True) -> Sequence | None:
-        """The sequence that is next, left in the queue; without `adapted`, of those that take no adapter."""
-        plain, other = self._plain.first(), self._adapted.first() if adapted else None
-        return plain if other is None or (plain is not None and plain.rank < other.rank) else other
+    def first(self, ready: Callable[[Sequence], bool]) -> Sequence | None:
+        """The sequence that is next, left in the queue; if it is not `ready`, the next that takes no adapter.
+
+        Others with an adapter wait behind it: the slot that it needs would never be free.
+        """
+        plain, adapted = self._plain.first(), self._adapted.first()
+        if adapted is None or (plain is not None and plain.rank < adapted.rank):
+            return plain
+        return adapted if ready(adapted) else plain
 
     def pop(self, seq: Sequence) -> None:
         """Take out what `first` returned."""

@@ -46,8 +46,8 @@ def process(folder: Path) -> Iterator[TextProcess]:
 
 @pytest.fixture
 def brief(folder: Path) -> Iterator[TextProcess]:
-    """One that may die, and takes a tenth of a second for a prompt at the most."""
-    process = TextProcess(folder, ServiceSettings(max_prompt_s=0.1))
+    """One that may die, and takes a second for a prompt at the most."""
+    process = TextProcess(folder, ServiceSettings(max_prompt_s=1.0))
     process.start()
     yield process
     process.close()
@@ -112,10 +112,10 @@ def test_a_prompt_that_takes_too_long_is_refused_and_the_next_one_served(brief, 
     ids = brief.encode_prompt(encode({"prompt": "fox"})).tolist()
     pid = brief.pid
     error = refusal(brief, messages=ENDLESS)
-    assert error.code == "bad_request" and "within 0.1 s" in str(error)
+    assert error.code == "bad_request" and "within 1 s" in str(error)
     assert not is_there(pid), "a template that goes on does not go on computing"
     assert brief.encode_prompt(encode({"prompt": "fox"})).tolist() == ids
-    assert brief.deaths == 1 and "took more than 0.1 s" in caplog.text
+    assert brief.deaths == 1 and "took more than 1 s" in caplog.text
 
 
 def test_one_that_died_without_a_prompt_is_replaced_unnoticed_by_clients(brief):
