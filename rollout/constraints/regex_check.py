@@ -38,7 +38,7 @@ def refused(text: str, in_json: bool = False) -> str | None:
         elif element == ")" and groups:
             if anchored and repeated:
                 return f"an anchor is repeated with the group that ends at character {at}; leave it out"
-            begins, anchored = False, anchored or groups.pop()[1]
+            begins, anchored = False, groups.pop()[1] or anchored
         else:
             begins = False
     return None
