@@ -11,6 +11,9 @@ and tells each completion its own (`engine.routing`); `overhead_pct` is what the
 
 With --adapters 0 1 4 8 one engine with slots for the most of them measures each number of rows with so many adapters of
 rank 16 in all modules of dense layers, which rows take in turn; `overhead_pct` is over 0, where that is measured.
+
+With --set NAME=VALUE a setting of the engine is another, such as expert_dtype=fp8_block, kv_dtype=fp8_e4m3 or
+deterministic=true. The floor follows what experts and KV are kept as.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,12 +33,23 @@ from rollout.bench.peers.job import Job
 from rollout.bench.peers.ours_engine import ADAPTER_RANK, OursEngine
 from rollout.bench.peers.workloads import uniform_work
 from rollout.bench.results import write_results
-from rollout.bench.shapes import SHAPES, step_bytes
+from rollout.bench.shapes import SHAPES, StepBytes, model_config, step_bytes
 
 _WARM_TOKENS = 8
 
 
-def measure(engine: OursEngine, job: Job, rows: int, bandwidth: float | None) -> Row:
+def step_needs(shape: str, changes: dict[str, str]) -> StepBytes:
+    """What a step reads at least, with experts and KV as these settings keep them."""
+    need, kept = step_bytes(shape), {"mxfp8": 1 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "fp8_row": 1.0}
+    if changes.get("expert_dtype", "auto") != "auto":
+        need = replace(need, expert=round(need.expert * kept[changes["expert_dtype"]] / 2))
+    if changes.get("kv_dtype", "auto") != "auto":
+        dim = model_config(shape)["head_dim"]
+        need = replace(need, kv_per_token=need.kv_per_token * (dim + 4) // (2 * dim))  # a scale for each head
+    return need
+
+
+def measure(engine: OursEngine, job: Job, rows: int, bandwidth: float | None, need: StepBytes) -> Row:
     """The steady decode step of `rows` rows; without a bandwidth there is no floor."""
     for seed, new in enumerate((_WARM_TOKENS, job.new)):
         engine.generate(uniform_work(rows, job.prompt, new, engine.vocab, seed))
@@ -43,27 +58,32 @@ def measure(engine: OursEngine, job: Job, rows: int, bandwidth: float | None) ->
     if bandwidth is not None:
         context = job.prompt + job.new * 3 // 4  # of the second half, on average
         chosen = steps.get("distinct_experts")
-        floor_ms = step_floor_s(step_bytes(job.shape), rows, rows * context, bandwidth, chosen) * 1e3
+        floor_ms = step_floor_s(need, rows, rows * context, bandwidth, chosen) * 1e3
         row |= {"floor_ms": floor_ms, "over_floor": steps["steady_ms"] / floor_ms}
     return row
 
 
-def measure_all(job: Job, depth: int, bandwidth: float | None, routing: bool = False) -> tuple[list[Row], Row]:
+def measure_all(
+    job: Job, depth: int, bandwidth: float | None, changes: dict[str, str], routing: bool = False
+) -> tuple[list[Row], Row]:
     """A row of results for each number of rows, by an engine of its own, and what is to be said of that."""
-    engine = OursEngine(job, depth, routing)
-    facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None}
+    engine = OursEngine(job, depth, routing, changes=changes)
+    facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None, "settings": changes}
     print(json.dumps(facts), flush=True)
     results = []
     for rows in job.rows:
-        results.append(measure(engine, job, rows, bandwidth) | ({"routing": True} if routing else {}))
+        row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes))
+        results.append(row | ({"routing": True} if routing else {}))
         print(json.dumps(results[-1]), flush=True)
     engine.close()
     return results, facts
 
 
-def measure_adapters(job: Job, depth: int, bandwidth: float | None, counts: list[int]) -> tuple[list[Row], Row]:
+def measure_adapters(
+    job: Job, depth: int, bandwidth: float | None, changes: dict[str, str], counts: list[int]
+) -> tuple[list[Row], Row]:
     """Each number of rows with each number of adapters, by one engine."""
-    engine = OursEngine(job, depth, adapters=max(counts))
+    engine = OursEngine(job, depth, adapters=max(counts), changes=changes)
     facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None, "adapter_rank": ADAPTER_RANK}
     print(json.dumps(facts), flush=True)
     results: list[Row] = []
@@ -71,7 +91,7 @@ def measure_adapters(job: Job, depth: int, bandwidth: float | None, counts: list
         plain: Row | None = None
         for count in sorted(counts):
             engine.use_adapters = count
-            row = measure(engine, job, rows, bandwidth) | {"adapters": count}
+            row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes)) | {"adapters": count}
             plain = row if count == 0 else plain
             if plain is not None and count:
                 row["overhead_pct"] = {name: (row[name] / plain[name] - 1) * 100 for name in ("steady_ms", "device_ms")}
@@ -99,18 +119,22 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--routing", action="store_true", help="without and with the experts of all tokens kept")
     parser.add_argument("--adapters", type=int, nargs="+", help="adapters in use at once, 0 for none")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="an engine setting; repeatable"
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    changes = dict(change.partition("=")[::2] for change in args.set)
     job = Job(shape=args.shape, rows=tuple(args.rows), prompt=args.prompt, new=args.new, device=args.device)
     on_gpu = torch.cuda.is_available() and args.device != "cpu"
     bandwidth = read_bandwidth() if on_gpu else None
     if args.adapters:
-        results, facts = measure_adapters(job, args.depth, bandwidth, args.adapters)
+        results, facts = measure_adapters(job, args.depth, bandwidth, changes, args.adapters)
     else:
-        results, facts = measure_all(job, args.depth, bandwidth)
+        results, facts = measure_all(job, args.depth, bandwidth, changes)
     if args.routing:
         free_memory()
-        routed, _ = measure_all(job, args.depth, bandwidth, routing=True)
+        routed, _ = measure_all(job, args.depth, bandwidth, changes, routing=True)
         for plain, row in zip(list(results), routed, strict=True):
             row["overhead_pct"] = {name: (row[name] / plain[name] - 1) * 100 for name in ("steady_ms", "device_ms")}
             print(json.dumps({"rows": row["rows"], "overhead_pct": row["overhead_pct"]}), flush=True)

@@ -65,6 +65,16 @@ def test_the_decode_benchmark_measures_a_step_with_routing_beside_one_without(mo
     assert routed["overhead_pct"]["steady_ms"] == pytest.approx(overhead)
 
 
+def test_the_decode_benchmark_takes_settings_and_its_floor_follows_them(monkeypatch, tmp_path):
+    need = load_script("bench_decode").step_needs
+    plain, coded = need("toy-moe", {}), need("toy-moe", {"expert_dtype": "mxfp8", "kv_dtype": "fp8_e4m3"})
+    assert coded.weights == plain.weights and coded.expert == round(plain.expert * 33 / 64)
+    assert coded.kv_per_token == plain.kv_per_token * 20 / 32, "heads of 16: codes and a scale"
+    sizes = ("--shape", "toy-moe", "--rows", "2", "--prompt", "8", "--new", "20", "--set", "kv_dtype=fp8_e4m3")
+    facts, (row,) = run(load_script("bench_decode"), monkeypatch, tmp_path / "d.json", *sizes)
+    assert facts["settings"] == {"kv_dtype": "fp8_e4m3"} and row["steady_ms"] > 0
+
+
 def test_the_benchmark_of_scores_measures_steps_and_a_prompt(monkeypatch, tmp_path):
     sizes = ("--shape", "toy", "--rows", "2", "--prompt", "8", "--new", "20", "--tops", "3", "--long", "200")
     _, rows = run(load_script("bench_scores"), monkeypatch, tmp_path / "s.json", *sizes)

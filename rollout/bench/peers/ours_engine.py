@@ -5,12 +5,15 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
+from rollout_kernels.moe.formats import Format
 
 from rollout.bench.peers.experiments import Finished, Row
 from rollout.bench.peers.job import Job
@@ -38,20 +41,23 @@ class OursEngine:
     """`rollout.engine` with random weights of the job's shape, at a pipeline depth.
 
     With `routing` the experts of all tokens are kept, and every completion is told its own. With `adapters` so many of
-    rank 16 are there, and requests take them in turn; `use_adapters` says how many of them.
+    rank 16 are there, and requests take them in turn; `use_adapters` says how many of them. `changes` are further
+    engine settings.
     """
 
     keeps_prefixes = True
 
-    def __init__(self, job: Job, depth: int, routing: bool = False, adapters: int = 0) -> None:
+    def __init__(
+        self, job: Job, depth: int, routing: bool = False, adapters: int = 0, changes: Mapping[str, Any] | None = None
+    ) -> None:
         device = make_device(job.device)
-        began_s = time.perf_counter()
-        loaded = load_random(job.shape, device.torch_device)
-        loaded_s = time.perf_counter()
         settings = Settings(
-            engine=engine_settings(job, depth, routing, adapters),
+            engine=engine_settings(job, depth, routing, adapters, changes),
             metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
         )
+        began_s = time.perf_counter()
+        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format)
+        loaded_s = time.perf_counter()
         self.vocab = loaded.spec.vocab
         self._depth = depth
         self._routing = routing
@@ -137,29 +143,35 @@ class OursEngine:
         self._engine.runner.close()
 
 
-def load_random(shape: str, device: torch.device) -> LoadedModel:
-    """A shape's model with random weights."""
+def load_random(shape: str, device: torch.device, experts: Format = "plain") -> LoadedModel:
+    """A shape's model with random weights, its experts kept in a format."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(write_checkpoint(shape, Path(folder)))
         with stage(f"filling the shapes of {shape}") as advance:
-            return load_model(ModelSettings(path=path, load_format="random"), device, advance)
+            return load_model(ModelSettings(path=path, load_format="random"), device, advance, experts=experts)
 
 
-def engine_settings(job: Job, depth: int, routing: bool = False, adapters: int = 0) -> EngineSettings:
-    """The settings of ours for a job: rows and context as asked, prefill in large steps, all else as it comes."""
+def engine_settings(
+    job: Job, depth: int, routing: bool = False, adapters: int = 0, changes: Mapping[str, Any] | None = None
+) -> EngineSettings:
+    """The settings of ours for a job: rows and context as asked, prefill in large steps, all else as it comes.
+
+    Raises `pydantic.ValidationError` for `changes` that are none.
+    """
     assert depth in (1, 2)
-    return EngineSettings(
-        max_rows=job.most_rows,
-        max_context_tokens=job.most_context,
-        kv_memory_fraction=KV_SHARE,
-        prefill_chunk_tokens=min(_CHUNK_TOKENS, job.most_rows * job.most_context),
-        kv_memory_max_gib=None if torch.cuda.is_available() else 0.25,
-        pipeline_depth=depth,  # type: ignore[arg-type]
-        fused_experts=True,
-        routing=routing,
-        adapter_slots=adapters,
-        adapter_rank=ADAPTER_RANK,
-    )
+    settings: dict[str, Any] = {
+        "max_rows": job.most_rows,
+        "max_context_tokens": job.most_context,
+        "kv_memory_fraction": KV_SHARE,
+        "prefill_chunk_tokens": min(_CHUNK_TOKENS, job.most_rows * job.most_context),
+        "kv_memory_max_gib": None if torch.cuda.is_available() else 0.25,
+        "pipeline_depth": depth,
+        "fused_experts": True,
+        "routing": routing,
+        "adapter_slots": adapters,
+        "adapter_rank": ADAPTER_RANK,
+    }
+    return EngineSettings(**settings | dict(changes or {}))
 
 
 def steady_figures(steps: list[StepRecord]) -> Row:
