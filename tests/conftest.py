@@ -38,7 +38,7 @@ _WITH_PROCESSES = ("worker", "bridge", "service", "integrations", "bench")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: tests that start processes run in one of pytest's, one after the other; the rest beside."""
+    """For `--dist loadgroup`: tests that start processes run one after the other; the others run beside them."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
