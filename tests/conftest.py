@@ -37,6 +37,7 @@ def _logging_stays_as_it_was() -> Iterator[None]:
 _WITH_PROCESSES = ("worker", "bridge", "service", "integrations", "bench")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the one of xdist, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For `--dist loadgroup`: tests that start processes run one after the other; the others run beside them."""
     if not config.pluginmanager.hasplugin("xdist"):
