@@ -31,17 +31,3 @@ def _logging_stays_as_it_was() -> Iterator[None]:
     if isinstance(sys.stderr, LineStream):
         sys.stderr = streams
     sys.excepthook, threading.excepthook = hooks
-
-
-#: Folders whose tests start processes.
-_WITH_PROCESSES = ("worker", "bridge", "service", "integrations", "bench")
-
-
-@pytest.hookimpl(tryfirst=True)  # before the one of xdist, which reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: tests that start processes run one after the other; the others run beside them."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        starts = item.path.parent.name in _WITH_PROCESSES
-        item.add_marker(pytest.mark.xdist_group("processes" if starts else "computing"))
