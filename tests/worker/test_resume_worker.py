@@ -26,7 +26,7 @@ from trainer_bridge.launch import WorkerProcess
 from trainer_bridge.results import Completion, GenerateResult
 from trainer_bridge.resumed_call import ResumedCall
 
-LONG = 10_240
+LONG = 16_384
 STARTS = (17, 480)
 FLAGS = {"max_rows": 8, "dtype": "float32"}
 
@@ -98,7 +98,7 @@ def assert_same(disturbed: Completion, undisturbed: Completion) -> None:
 
 
 @pytest.mark.slow
-def test_eight_completions_of_10k_tokens_survive_two_kills_of_their_worker(mortal: Any) -> None:
+def test_eight_completions_of_16k_tokens_survive_two_kills_of_their_worker(mortal: Any) -> None:
     dying = mortal(ONES, 3 * LONG, 6 * LONG, max_context_tokens=LONG + 64)
     fields = {"n": 4, "max_tokens": LONG, "temperature": 1.0, "stop": {"ignore_eos": True}}
 
