@@ -11,6 +11,7 @@ ranks of a trainer only those with `publishes` take part in the update; each wri
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -133,6 +134,7 @@ def train(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    faulthandler.enable()  # a child that crashes says where each of its threads was
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     for line in sys.stdin:
         order = json.loads(line)
