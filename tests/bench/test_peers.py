@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rollout_kernels.moe.dispatch import MoEShape, measured_table, moe_plan
 
 from rollout.bench.peers.experiments import Finished, run_job
 from rollout.bench.peers.floors import job_floor_s, step_floor_s
 from rollout.bench.peers.job import EXPERIMENTS, Job
-from rollout.bench.peers.ours_engine import OursEngine, load_random
+from rollout.bench.peers.ours_engine import OursEngine, group_experts, load_random
 from rollout.bench.peers.runs import Report, child_environment, run_child
 from rollout.bench.peers.vllm_engine import capture_sizes
 from rollout.bench.peers.workloads import Work, completion_lengths, long_job, nested_prompts, uniform_work
@@ -134,6 +135,18 @@ def test_every_experiment_runs_on_ours():
     assert not any("skipped" in row for row in rows)
     assert all(row["ms"] > 0 and row["first_s"] < row["total_s"] for row in rows[:6])
     assert all(row["idle_ms"] >= 0 and row["steady_ms"] > 0 for row in rows[:2])
+
+
+def test_ours_can_do_without_experts_by_output():
+    shape = MoEShape(128, 8, 2048, 768)
+    try:
+        before = [moe_plan(shape, "plain", torch.bfloat16, tokens) for tokens in (1, 32)]
+        group_experts()
+        after = [moe_plan(shape, "plain", torch.bfloat16, tokens) for tokens in (1, 32)]
+    finally:
+        measured_table.cache_clear()
+    assert [plan.path for plan in before] == ["warp", "grouped"]
+    assert after[0].path == "grouped" and after[1] == before[1]
 
 
 def test_long_contexts_are_prefilled_once():

@@ -23,10 +23,12 @@ _ERROR_CHARS = 500
 
 def make_engine(job: Job) -> Engine:
     """The engine that a job names, ready to generate. Imports nothing of the others."""
-    if job.engine in ("ours", "ours-blocking"):
-        from rollout.bench.peers.ours_engine import OursEngine
+    if job.engine in ("ours", "ours-blocking", "ours-grouped"):
+        from rollout.bench.peers.ours_engine import OursEngine, group_experts
 
-        return OursEngine(job, depth=2 if job.engine == "ours" else 1)
+        if job.engine == "ours-grouped":
+            group_experts()
+        return OursEngine(job, depth=1 if job.engine == "ours-blocking" else 2)
     if job.engine == "service":
         from rollout.bench.peers.service_engine import ServiceEngine
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from rollout.bench.peers.workloads import completion_lengths
 
-#: `ours-blocking` is ours at pipeline depth 1; `service` is ours as a client sees it, through a worker and its socket.
-ENGINES = ("ours", "ours-blocking", "service", "vllm", "transformers")
+#: `ours-blocking` is ours at pipeline depth 1, `ours-grouped` without experts by output (warp decode),
+#: `service` is ours as a client sees it, through a worker and its socket.
+ENGINES = ("ours", "ours-blocking", "ours-grouped", "service", "vllm", "transformers")
 EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job")
 _SLACK_TOKENS = 16
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rollout_kernels.moe.dispatch import measured_table
 from rollout_kernels.moe.formats import Format
 
 from rollout.bench.peers.experiments import Finished, Row
@@ -149,6 +150,13 @@ def load_random(shape: str, device: torch.device, experts: Format = "plain") -> 
         path = str(write_checkpoint(shape, Path(folder)))
         with stage(f"filling the shapes of {shape}") as advance:
             return load_model(ModelSettings(path=path, load_format="random"), device, advance, experts=experts)
+
+
+def group_experts() -> None:
+    """From now on measured shapes group their tokens by expert, however few: shows what the other path gains."""
+    table = measured_table()
+    for key, entry in table.items():
+        table[key] = replace(entry, bands=tuple((most, plan) for most, plan in entry.bands if plan.path == "grouped"))
 
 
 def engine_settings(
