@@ -30,10 +30,11 @@ from rollout.bench.cuda_timing import read_bandwidth
 from rollout.bench.peers.experiments import Row
 from rollout.bench.peers.floors import step_floor_s
 from rollout.bench.peers.job import Job
-from rollout.bench.peers.ours_engine import ADAPTER_RANK, OursEngine
+from rollout.bench.peers.ours_engine import ADAPTER_RANK, OursEngine, engine_settings
 from rollout.bench.peers.workloads import uniform_work
 from rollout.bench.results import write_results
 from rollout.bench.shapes import SHAPES, StepBytes, model_config, step_bytes
+from rollout.settings_sources import SettingsError
 
 _WARM_TOKENS = 8
 
@@ -126,6 +127,10 @@ def main() -> None:
     args = parser.parse_args()
     changes = dict(change.partition("=")[::2] for change in args.set)
     job = Job(shape=args.shape, rows=tuple(args.rows), prompt=args.prompt, new=args.new, device=args.device)
+    try:
+        engine_settings(job, args.depth, changes=changes)
+    except SettingsError as error:
+        parser.error(str(error))
     on_gpu = torch.cuda.is_available() and args.device != "cpu"
     bandwidth = read_bandwidth() if on_gpu else None
     if args.adapters:

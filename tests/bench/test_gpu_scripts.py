@@ -76,6 +76,12 @@ def test_the_decode_benchmark_takes_settings_and_its_floor_follows_them(monkeypa
     assert written["settings"] == {"kv_dtype": "fp8_e4m3"} and row["steady_ms"] > 0
 
 
+def test_a_setting_that_is_none_is_wrong_usage(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(load_script("bench_decode"), monkeypatch, tmp_path / "d.json", "--set", "kv_dtyp=fp8_e4m3")
+    assert end.value.code == 2 and "did you mean engine.kv_dtype?" in capsys.readouterr().err
+
+
 def test_the_benchmark_of_scores_measures_steps_and_a_prompt(monkeypatch, tmp_path):
     sizes = ("--shape", "toy", "--rows", "2", "--prompt", "8", "--new", "20", "--tops", "3", "--long", "200")
     _, rows = run(load_script("bench_scores"), monkeypatch, tmp_path / "s.json", *sizes)

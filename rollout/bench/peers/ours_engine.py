@@ -28,6 +28,7 @@ from rollout.metrics.meter import StepRecord
 from rollout.models import LoadedModel, load_model
 from rollout.models.adapters import random_adapter
 from rollout.progress import stage
+from rollout.settings_sources import load_settings
 
 #: Share of the free memory for KV; what is left holds graphs, logits and the activations of a prefill.
 KV_SHARE = 0.88
@@ -164,7 +165,7 @@ def engine_settings(
 ) -> EngineSettings:
     """The settings of ours for a job: rows and context as asked, prefill in large steps, all else as it comes.
 
-    Raises `pydantic.ValidationError` for `changes` that are none.
+    Raises `SettingsError` for `changes` that are none.
     """
     assert depth in (1, 2)
     settings: dict[str, Any] = {
@@ -179,7 +180,8 @@ def engine_settings(
         "adapter_slots": adapters,
         "adapter_rank": ADAPTER_RANK,
     }
-    return EngineSettings(**settings | dict(changes or {}))
+    flags = {f"engine.{name}": value for name, value in {**settings, **(changes or {})}.items()}
+    return load_settings(None, {}, flags).engine
 
 
 def steady_figures(steps: list[StepRecord]) -> Row:
