@@ -108,7 +108,8 @@ def _beside_others(schema: dict[str, Any], place: str, root: Any) -> Iterator[st
 
 
 def _as_types(value: Any) -> set[str]:
-    return {value} if isinstance(value, str) else {name for name in value if isinstance(name, str)} if value else set()
+    names = value if isinstance(value, list) else [value]
+    return {name for name in names if isinstance(name, str)}
 
 
 def _types_of(schema: Any, root: Any, known: dict[int, set[str] | None] | None = None) -> set[str] | None:
@@ -144,7 +145,8 @@ def _followed(ref: str, root: Any) -> Any:
 def _of_numbers(schema: dict[str, Any], place: str) -> Iterator[str]:
     bounds = {name: schema[name] for name in _BOUNDS if isinstance(schema.get(name), (int, float))}
     step = schema.get("multipleOf", 1)
-    if "multipleOf" in schema and (schema.get("type") != "integer" or step != int(step)):
+    whole = isinstance(step, (int, float)) and step % 1 == 0  # of infinity and of what is no number it is neither
+    if "multipleOf" in schema and (schema.get("type") != "integer" or not whole):
         yield f"'multipleOf' at {place} can be enforced for integers only; leave it out"
     if "multipleOf" in schema and bounds:
         yield f"'multipleOf' at {place} cannot be enforced with bounds; leave one of them out"
