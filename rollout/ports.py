@@ -13,7 +13,7 @@ from rollout.config import Settings
 
 
 def check_free(settings: Settings) -> None:
-    """Raise ValueError if another process has a port that the settings name."""
+    """Raise ValueError if another process has a port that the settings name; `Access.check_binds` comes first."""
     for setting, endpoint in (("service.bind", settings.service.bind), ("weights.bind", settings.weights.bind)):
         if (place := _place(endpoint)) is None:
             continue
@@ -29,8 +29,8 @@ def check_free(settings: Settings) -> None:
 
 def _place(endpoint: str) -> tuple[socket.AddressFamily, tuple[str, int]] | None:
     """Family, address and port, or None where there is nothing to ask."""
-    host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not endpoint.startswith("tcp://") or not colon or not port.isdigit() or not 0 < int(port) < 65536:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not endpoint.startswith("tcp://") or port == "*" or int(port) == 0:
         return None
     host = "0.0.0.0" if host == "*" else host.strip("[]")
     try:

@@ -46,6 +46,12 @@ def is_loopback(endpoint: str) -> bool:
         return False
 
 
+def _names_port(endpoint: str) -> bool:
+    """ZeroMQ takes a larger number for another port."""
+    port = endpoint.rpartition(":")[2]
+    return port == "*" or (port.isascii() and port.isdigit() and int(port) < 1 << 16)
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """What the settings say about who may connect. `keys` and `clients` are both there or both None."""
@@ -64,8 +70,11 @@ class Access:
 
     def check_bind(self, endpoint: str, setting: str) -> None:
         """Raise ValueError for an endpoint that would let strangers in; `setting` is the one that it comes from."""
-        if "://" not in endpoint:
-            raise ValueError(f"{setting} = {endpoint} is not an endpoint: write tcp://HOST:PORT or ipc://PATH")
+        if "://" not in endpoint or (endpoint.startswith("tcp://") and not _names_port(endpoint)):
+            raise ValueError(
+                f"{setting} = {endpoint} is not an endpoint: write ipc://PATH, or tcp://HOST:PORT with a port up to "
+                "65535, 0 for a free one"
+            )
         if self.keys is None and not self.insecure and not is_loopback(endpoint):
             raise ValueError(
                 f"{setting} = {endpoint} lets every host that reaches it use this worker, shut it down and change its "
