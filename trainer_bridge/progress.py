@@ -94,6 +94,8 @@ class StageLines:
             return None if match is None else (match[1], match[2])
         try:
             fields = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        return (fields["worker"], fields["message"]) if fields.get("logger") == "rollout.progress" else None
+        if fields.get("logger") != "rollout.progress":
+            return None
+        return str(fields.get("worker")), str(fields.get("message"))
