@@ -33,12 +33,11 @@ from trainer_bridge.errors import RolloutError, from_reply
 from trainer_bridge.payload import Payload
 from trainer_bridge.publish_handle import PublishHandle, WorkerReport
 from trainer_bridge.shards import HEADER, Shards
-from trainer_bridge.transports.group import Group, GroupError, device_name, local_address
+from trainer_bridge.transports.group import END_S, Group, GroupError, device_name, local_address
 from trainer_bridge.transports.group_ranks import take_part
 
 START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN = range(7)
 _ENDING = 1  # tag of what a rank says of its part in a group, while commands and pieces go on
-_END_S = 2.0  # for a thread in a group at the end: one that is inside of torch while Python ends may abort the process
 _COMMAND_S = 3600.0  # for which a rank waits for rank 0: its last update may still be on its way
 _KEY = "rollout-weights"
 
@@ -159,7 +158,7 @@ class TrainerRanks:
                 self.tell(CLOSE)
         self._stop.set()
         if self._part is not None:
-            self._part.join(_END_S)
+            self._part.join(END_S)
         self._group.close(broken=self._broken is not None)
 
     def stop(self) -> None:

@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 
 POLL_S = 0.002
+REACH_S = 2.0
+END_S = 2.0  # for threads at the end: one that is inside of torch while Python ends may abort the process
 BUFFERS = 2  # of buckets on their way, on each side
 _GONE = "gone"  # key of a store
 _MOST_WORDS = 300

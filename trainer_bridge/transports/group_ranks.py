@@ -24,11 +24,18 @@ from trainer_bridge.errors import RolloutError
 from trainer_bridge.manifest import DTYPE_BYTES
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import TransferRules
-from trainer_bridge.transports.group import GroupError, Place, connect, device_name, give_up, local_address, reach
+from trainer_bridge.transports.group import (
+    REACH_S,
+    GroupError,
+    Place,
+    connect,
+    device_name,
+    give_up,
+    local_address,
+    reach,
+)
 from trainer_bridge.transports.group_broadcasts import GRACE_S, Broadcasts
 from trainer_bridge.transports.group_runs import MAX_RUNS, Runs
-
-_REACH_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +142,7 @@ def _run(
 def _broadcast(payload: Payload, order: dict[str, Any], rank: int, closing: threading.Event) -> torch.Tensor:
     """Take part; the fingerprints of what was sent. Raises `GroupError`."""
     stall_s = order["stall_s"]
-    host = reach(order["hosts"], order["port"], _REACH_S)
+    host = reach(order["hosts"], order["port"], REACH_S)
     store, watch = (connect(host, order["port"], stall_s) for _ in range(2))
     place = Place(order["group"], order["places"][str(rank)], order["size"], order["runs"])
     address = local_address(f"tcp://{host}:{order['port']}")

@@ -35,6 +35,8 @@ from trainer_bridge.fingerprint import fingerprints_digest
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import GroupBroken, Incoming, Peer, TransferRules, TransportReceiver, TransportSender
 from trainer_bridge.transports.group import (
+    END_S,
+    REACH_S,
     GroupError,
     Place,
     StoreServer,
@@ -49,8 +51,6 @@ from trainer_bridge.transports.group_broadcasts import Broadcasts
 from trainer_bridge.transports.group_member import Member
 from trainer_bridge.transports.group_ranks import OtherRanks
 
-_REACH_S = 2.0
-_END_S = 2.0  # for threads at the end: one that is inside of torch while Python ends may abort the process
 _MAX_HOSTS = 16
 _OPTIONS = {"hosts": list, "port": int, "backend": str, "group": str, "devices": list}
 
@@ -82,7 +82,7 @@ class NcclReceiver(TransportReceiver):
         if self.on_device and device_name(self._device) in options["devices"]:
             raise BadRequest("trainer and worker are on one GPU, which NCCL does not connect", field="options.devices")
         try:
-            host = reach(hosts, port, _REACH_S)
+            host = reach(hosts, port, REACH_S)
         except GroupError as error:
             raise BadRequest(f"this worker does not reach the publisher: {error}", field="options.hosts") from error
         self._member = Member(incoming, (host, port, options["group"]), self._device, self._timeout_s, self._wake)
@@ -116,7 +116,7 @@ class NcclReceiver(TransportReceiver):
         """Have the threads end, and wait a moment for them."""
         if self._member is not None:
             self._member.cancel()
-        until_s = time.monotonic() + _END_S
+        until_s = time.monotonic() + END_S
         for member in self._members:
             member.join(max(0.0, until_s - time.monotonic()))
         self._member, self._members = None, []
@@ -190,13 +190,7 @@ class NcclSender(TransportSender):
             payload.read()
             return {"fingerprints": fingerprints_digest([parts[root][index] for index, root in job.order])}
         self._server = None  # those that are tried again meet at a new one; `server` lives until this returns
-        why = f"transfer: {job.error or missing[0]}, after {job.sent} buckets"
-        of = payload.manifest.bucket_count
-        ranks = "".join(f", rank {rank} {_progress(watch, at)}" for rank, at in places.items())
-        for at, peer in enumerate(peers, 1):
-            broken = GroupBroken(f"{why}; {peer.endpoint} had {_progress(watch, at)} of {of} buckets{ranks}")
-            broken.met = job.sent > 0
-            peer.fail(broken)
+        _fail(peers, places, watch, job.error or missing[0], job.sent, payload.manifest.bucket_count)
         return {}
 
     def release(self, payload: Payload, applied: bool) -> None:
@@ -206,6 +200,16 @@ class NcclSender(TransportSender):
     def close(self) -> None:
         """Close the store."""
         self._server = None
+
+
+def _fail(peers: Sequence[Peer], places: dict[int, int], store: dist.Store, why: str, sent: int, of: int) -> None:
+    """Tell every peer that the group broke, and how far each member was."""
+    ranks = "".join(f", rank {rank} {_progress(store, at)}" for rank, at in places.items())
+    for at, peer in enumerate(peers, 1):
+        had = f"{peer.endpoint} had {_progress(store, at)} of {of} buckets"
+        broken = GroupBroken(f"transfer: {why}, after {sent} buckets; {had}{ranks}")
+        broken.met = sent > 0
+        peer.fail(broken)
 
 
 def _progress(store: dist.Store, rank: int) -> int:
