@@ -22,8 +22,13 @@ def fingerprint(data: torch.Tensor) -> torch.Tensor:
     """int64, no dimension, on the device of `data` (uint8, one dimension, any length)."""
     whole = data.numel() // 4 * 4
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for start in range(0, whole, 4 * _WORDS):
-        total += _piece(data[start : min(start + 4 * _WORDS, whole)], start // 4)
+    if data.is_cuda and whole:
+        from rollout_kernels.triton_fingerprint import add_words
+
+        add_words(data[:whole].view(torch.int32), total, _K)
+    else:
+        for start in range(0, whole, 4 * _WORDS):
+            total += _piece(data[start : min(start + 4 * _WORDS, whole)], start // 4)
     if whole < data.numel():
         rest = torch.zeros(4, dtype=torch.uint8, device=data.device)
         rest[: data.numel() - whole] = data[whole:]

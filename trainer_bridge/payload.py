@@ -83,13 +83,19 @@ class Payload:
 
         Raises `RolloutError` when the tensors were given back meanwhile.
         """
+        nbytes = self.start_bucket(index, out)
+        self._settle()
+        return nbytes
+
+    def start_bucket(self, index: int, out: torch.Tensor) -> int:
+        """As `pack_bucket`, but on a GPU complete only for what comes behind it in `on_side_stream`."""
         with self._packing:
             self._check_there()
             start, end = self.manifest.bucket_span(index)
-            with self._on_side_stream():
+            with self.on_side_stream():
                 self._pack(start, end, out, self._fetched)
-            self._settle()
             if self.kept is not None:
+                self._settle()
                 self.kept[start:end].copy_(out[: end - start])
             return end - start
 
@@ -101,7 +107,7 @@ class Payload:
         with self._packing:
             self._check_there()
             written = pieces[0][2]
-            with self._on_side_stream():
+            with self.on_side_stream():
                 for start, end, at in pieces:
                     out[written:at].zero_()
                     written = at + end - start
@@ -145,7 +151,7 @@ class Payload:
         """Tensor number `index` as a contiguous copy in host memory. Complete on return."""
         entry = self.manifest.tensors[index]
         out = torch.empty(entry.shape, dtype=self._tensors[index].dtype)
-        with self._packing, self._on_side_stream():
+        with self._packing, self.on_side_stream():
             if self.shards is not None and self.shards.spread(index):
                 out.view(-1).copy_(self.shards.fetch(index, 0, out.numel()))
             else:
@@ -202,7 +208,8 @@ class Payload:
         out.copy_(piece.view(torch.uint8), non_blocking=piece.is_cuda)
 
     @contextlib.contextmanager
-    def _on_side_stream(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
+        """What is enqueued meanwhile runs behind what was packed, and behind what `publish` was called after."""
         if self._stream is None or self._after is None:
             yield
             return

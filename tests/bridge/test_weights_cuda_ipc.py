@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +73,22 @@ def test_buckets_go_through_shared_slots_and_nothing_stays_open(apply: str, buck
                 tensors = new_tensors(worker.model, version)
                 (report,) = publisher.publish(tensors, version).applied(20)
                 assert report.transport == "cuda_ipc" and serves(worker.model, tensors)
-                assert len(memory.allocated) == 4 and memory.opened == 0
+                assert len(memory.allocated) == 16 and memory.opened == 0
         assert memory.allocated == {}
 
 
 def test_a_slot_that_changed_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count(1)  # of both sides, which run at the same time
-    plain = cuda_ipc._check_sum
+    plain = cuda_ipc._check_sums
 
-    def wrong(data: torch.Tensor) -> int:
-        return plain(data) ^ (next(calls) == 9)
+    def wrong(buckets: Sequence[torch.Tensor]) -> list[int]:
+        return [total ^ (next(calls) == 9) for total in plain(buckets)]
 
     with Worker() as worker:
         with WeightPublisher(worker.endpoint, transport="cuda_ipc", bucket_bytes=SMALL) as publisher:
             memory = shared(worker, publisher)
             publisher.publish(old := new_tensors(worker.model, 1), 1).applied(20)
-            monkeypatch.setattr(cuda_ipc, "_check_sum", wrong)
+            monkeypatch.setattr(cuda_ipc, "_check_sums", wrong)
             with pytest.raises(RolloutError, match="damaged"):
                 publisher.publish(new_tensors(worker.model, 2), 2).applied(20)
             assert serves(worker.model, old) and memory.opened == 0
@@ -128,7 +129,7 @@ def test_slots_of_a_worker_that_was_given_up_are_freed_once_it_was_told(monkeypa
             memory = shared(worker, publisher, Driver())
             with pytest.raises(RolloutError, match="no acknowledgement"):
                 publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
-            assert memory.opened == 0 and memory.allocated == {} and freed_open == [0] * 4
+            assert memory.opened == 0 and memory.allocated == {} and freed_open == [0] * 16
             publisher._rules = TransferRules(20.0, publisher._closing)
             publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
             assert serves(worker.model, tensors)

@@ -202,8 +202,10 @@ def make_receivers(
         "disk": DiskReceiver(),
     }
     if device.type == "cuda":
+        from trainer_bridge.fingerprint import fingerprint
         from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver
 
+        fingerprint(torch.zeros(4, dtype=torch.uint8, device=device))  # compiled now, and not while rows decode
         with contextlib.suppress(OSError):  # no runtime library to be found: the others serve
             receivers["cuda_ipc"] = CudaIpcReceiver(zmq_receiver, CudaIpcMemory(device))
     if access.keys is None and torch.distributed.is_available():

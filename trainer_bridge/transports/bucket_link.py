@@ -150,37 +150,55 @@ def reachable(address: str, endpoint: str) -> str:
     return address
 
 
+#: Packs buckets, each into the slot that it has among so many: of each the checksum, and its bytes if they travel.
+Pack = Callable[[range, int], list[tuple[int, memoryview | None]]]
+
+
+def pack_on_host(payload: Payload, slot: Callable[[int], torch.Tensor], travels: bool) -> Pack:
+    """Into host memory: `slot(i)` is that of bucket `i`, and `travels` says whether its bytes are sent along."""
+
+    def pack(indices: range, slots: int) -> list[tuple[int, memoryview | None]]:
+        packed = []
+        for index in indices:
+            buffer = slot(index % slots)
+            data = memoryview(buffer[: payload.pack_bucket(index, buffer)].numpy())  # type: ignore[arg-type]
+            packed.append((checksum(data), data if travels else None))
+        return packed
+
+    return pack
+
+
 def send_buckets(
     payload: Payload,
     peers: Sequence[Peer],
     rules: TransferRules,
     curve: ClientCurve | None,
-    slot: Callable[[int], tuple[torch.Tensor, bool]],
-    window: int,
-    checksum_of: Callable[[torch.Tensor], int] | None = None,
+    pack: Pack,
+    slots: int,
+    together: int = 1,
 ) -> tuple[dict[str, Any], bool]:
     """Pack each bucket once and announce it to every peer; return when all have acknowledged all.
 
-    `slot(i)` is the memory of bucket `i` and whether its bytes are to be sent along; it is used again `window`
-    buckets later; `checksum_of` is for slots that are not host memory. Returns the options of `commit`, and whether
-    somebody may still be reading the slots.
+    A slot is used again when what it held is acknowledged. `together` buckets are packed at a time, where the slots
+    allow it twice. Returns the options of `commit`, and whether somebody may still be reading the slots.
     """
     links = [Link(peer, rules, curve) for peer in peers]
-    checksums = []
-    window = min([window, *(link.window for link in alive(links))])
+    checksums: list[int] = []
+    slots = min([slots, *(link.window for link in alive(links))])
+    together = max(1, min(together, slots // 2))
+    count = payload.manifest.bucket_count
     try:
-        for index in range(payload.manifest.bucket_count):
-            wait_acknowledged(links, index - window + 1, rules)
+        for first in range(0, count, together):
+            indices = range(first, min(first + together, count))
+            wait_acknowledged(links, indices.stop - slots, rules)
             if rules.closing.is_set() or not alive(links):
                 return {}, True
-            buffer, sent_along = slot(index % window)
-            packed = buffer[: payload.pack_bucket(index, buffer)]
-            checksums.append(checksum(memoryview(packed.numpy())) if checksum_of is None else checksum_of(packed))
-            data = memoryview(packed.numpy()) if sent_along else None  # type: ignore[arg-type]
-            for link in alive(links):
-                link.send(index, checksums[-1], data)
+            for index, (crc, data) in zip(indices, pack(indices, slots), strict=True):
+                checksums.append(crc)
+                for link in alive(links):
+                    link.send(index, crc, data)
         payload.read()
-        wait_acknowledged(links, payload.manifest.bucket_count, rules)
+        wait_acknowledged(links, count, rules)
     finally:
         for link in links:
             link.close()

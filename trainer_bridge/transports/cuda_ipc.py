@@ -2,8 +2,8 @@
 
     publisher                                             worker
     slots on its GPU      -- begin: a handle of each -->  opened
-    pack into slot i             -- WSB1 -->              fingerprint compared, slot i copied to its place
-                                 <-- WAK1 --              slot i is free again
+    pack into half of the slots  -- WSB1 each -->         slot i copied to its place, fingerprint compared
+    pack into the other half     <-- WAK1 each --         slot i is free again
 
 What travels is 64 bytes for each slot, which the driver makes and reads; never a pickle. The messages are those of
 `shm`, on the socket of `zmq`; where these have a CRC-32 of a bucket there are 32 bits of its fingerprint, which is
@@ -11,6 +11,8 @@ computed on the device.
 
 Invariants:
 
+- Processes that share a GPU take turns on it, which last milliseconds when the worker decodes. So a publisher asks for
+  its turn, and waits for it, once for half of its slots and not for every bucket.
 - Slots are allocated from CUDA itself, not from torch's pool: a handle stands for a whole allocation.
 - A slot is acknowledged when the worker's copies out of it have run, not when they are enqueued.
 - A worker closes what it opened before it forgets the update. CUDA leaves open what happens to memory that is freed
@@ -20,6 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,10 +38,12 @@ from trainer_bridge.payload import Payload
 from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
 from trainer_bridge.transports.bucket_link import send_buckets
 from trainer_bridge.transports.shm import boot_id
-from trainer_bridge.transports.zmq_stream import DEFAULT_WINDOW, ZmqReceiver
+from trainer_bridge.transports.zmq_stream import ZmqReceiver
 
 HANDLE_BYTES = 64
 _MAX_SLOTS = 64
+_SLOTS = 16
+_ALL_SLOTS_BYTES = 1 << 30  # what a publisher's slots take together at most, when its buckets leave it two of them
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _LIBRARY = re.compile(r"/\S*libcudart[^/\s]*\.so[^/\s]*")
 _OPTIONS = {"boot_id": str, "handles": list, "slot_bytes": int}
@@ -140,9 +145,9 @@ def _runtime_path() -> str:
     return found.group()
 
 
-def _check_sum(data: torch.Tensor) -> int:
-    """32 bits of the fingerprint; waits for the device."""
-    return int(fingerprint(data).item()) & 0xFFFFFFFF
+def _check_sums(buckets: Sequence[torch.Tensor]) -> list[int]:
+    """32 bits of the fingerprint of each; waits for everything on the current stream."""
+    return [total & 0xFFFFFFFF for total in torch.stack([fingerprint(data) for data in buckets]).tolist()]
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -195,12 +200,10 @@ class CudaIpcReceiver(TransportReceiver):
     def _take(self, incoming: Incoming, index: int, crc: int) -> None:
         start, end = incoming.manifest.bucket_span(index)
         data = self._slots[index % len(self._slots)][: end - start]
-        actual = _check_sum(data)
+        incoming.landing.put(start, data)
+        (actual,) = _check_sums([data])  # and with that the slot is the publisher's again
         if actual != crc:
             raise WeightsRejected(f"bucket {index} arrived damaged: fingerprint {actual:08x}, sent as {crc:08x}")
-        incoming.landing.put(start, data)
-        if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()  # the slot is the publisher's again
         incoming.note(end - start)
 
 
@@ -247,7 +250,7 @@ class CudaIpcSender(TransportSender):
                 self._memory = CudaIpcMemory(payload.device)
             if not self._slots or self._slots[0].numel() < nbytes:
                 self.close()
-                for _ in range(DEFAULT_WINDOW):
+                for _ in range(max(2, min(_SLOTS, _ALL_SLOTS_BYTES // nbytes))):
                     self._slots.append(self._memory.allocate(nbytes))
             handles = [self._memory.handle(slot).hex() for slot in self._slots]
         except OSError as error:
@@ -259,15 +262,9 @@ class CudaIpcSender(TransportSender):
         options: dict[str, Any] = {}
         left = True
         try:
-            options, left = send_buckets(
-                payload,
-                peers,
-                rules,
-                self._curve,
-                lambda slot: (self._slots[slot], False),
-                len(self._slots),
-                _check_sum,
-            )
+            slots = len(self._slots)
+            pack = functools.partial(self._pack, payload)
+            options, left = send_buckets(payload, peers, rules, self._curve, pack, slots, together=slots)
         finally:
             if left:
                 self._left, self._slots = self._left + self._slots, []  # a worker that was given up has them open
@@ -282,6 +279,14 @@ class CudaIpcSender(TransportSender):
         """Give the slots back."""
         self._free(self._left + self._slots)
         self._left, self._slots = [], []
+
+    def _pack(self, payload: Payload, indices: range, slots: int) -> list[tuple[int, None]]:
+        buckets = []
+        for index in indices:
+            slot = self._slots[index % slots]
+            buckets.append(slot[: payload.start_bucket(index, slot)])
+        with payload.on_side_stream():
+            return [(total, None) for total in _check_sums(buckets)]
 
     def _free(self, slots: Sequence[torch.Tensor]) -> None:
         for slot in slots:

@@ -36,7 +36,7 @@ from trainer_bridge.keys import ClientCurve
 from trainer_bridge.manifest import MAX_BUCKET_BYTES
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
-from trainer_bridge.transports.bucket_link import send_buckets
+from trainer_bridge.transports.bucket_link import pack_on_host, send_buckets
 from trainer_bridge.transports.zmq_stream import DEFAULT_WINDOW, ZmqReceiver, check_bucket
 
 _HEADER_BYTES = 4096  # a page, so that slots begin on one; its first bytes are the secret
@@ -222,9 +222,8 @@ class ShmSender(TransportSender):
         segment, left = self._segment, True
         options: dict[str, Any] = {}
         try:
-            options, left = send_buckets(
-                payload, peers, rules, self._curve, lambda slot: (segment.slot(slot), False), segment.slots
-            )
+            pack = pack_on_host(payload, segment.slot, travels=False)
+            options, left = send_buckets(payload, peers, rules, self._curve, pack, segment.slots)
         finally:
             if left:
                 self.close()  # a worker that was given up may still read it

@@ -40,6 +40,7 @@ from trainer_bridge.transports.bucket_link import (
     REFUSAL,
     REFUSAL_MAGIC,
     SHARED_MAGIC,
+    pack_on_host,
     send_buckets,
 )
 
@@ -218,9 +219,8 @@ class ZmqSender(TransportSender):
         options: dict[str, Any] = {}
         left = True
         try:
-            options, left = send_buckets(
-                payload, peers, rules, self._curve, lambda slot: (self._buffer(slot, payload), True), DEFAULT_WINDOW
-            )
+            pack = pack_on_host(payload, lambda slot: self._buffer(slot, payload), travels=True)
+            options, left = send_buckets(payload, peers, rules, self._curve, pack, DEFAULT_WINDOW)
         finally:
             if left:
                 self._buffers = []  # a closed socket may still be reading them
