@@ -116,8 +116,9 @@ def products(shape: Shape, rows: int) -> Iterator[Case]:
             to = floats(config.split, rows, out)
             yield f"product {name}", lambda a=(x, w, to, out, config, silu): triton_linear._launch(*a)
         to = empty(rows, out) if silu else floats(2, rows, out)
-        sizes = (64, 64, 1 if kind != "parts" else 2, 4, 6, MULTIPROCESSORS, silu)
-        yield f"product {name}, streamed", lambda a=(x, w, to, out, *sizes): gluon_linear.stream(*a)
+        for block_n in (64, 192):
+            sizes = (block_n, 64, 1 if kind != "parts" else 2, 4, 6, MULTIPROCESSORS, silu)
+            yield f"product {name}, streamed", lambda a=(x, w, to, out, *sizes): gluon_linear.stream(*a)
         if rows <= triton_gemv.MOST_ROWS:
             by_output = triton_gemv.GemvConfig(at_once=4 if silu else 8)
             yield f"product {name}, by output", lambda a=(x, w, to, out, by_output, silu): triton_gemv.gemv(*a)
@@ -241,7 +242,7 @@ def compile_instead(capability: int, seen: Callable[[Any, float], None]) -> None
             module.follow_options = lambda device: {"launch_pdl": True}  # type: ignore[attr-defined]
 
     # Tensors without memory are of no device that it would take.
-    gluon_linear.takes = lambda x, w: capability // 10 == 9 and x.dtype.itemsize == 2  # type: ignore[assignment]
+    gluon_linear.takes = lambda x, w, silu: capability // 10 == 9 and x.dtype.itemsize == 2  # type: ignore[assignment]
 
     def compiled(kernel: JITFunction, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:

@@ -78,25 +78,24 @@ def _pipelined(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Con
 def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
     """One or two rings of tiles a multiprocessor, as large as leaves room for other kernels or not."""
     found = []
-    halves = 2 if kind == "silu" else 1
     for (block_n, warps), block_k, split, programs, ring in itertools.product(
-        ((64, 4), (128, 4), (128, 8), (256, 8)),
+        ((64, 4), (128, 4), (192, 4), (128, 8), (256, 4), (256, 8)),
         (64, 128),
         (1, 2, 4, 8),
         (96, 128, 132, 264),
         (100_000, 160_000, 210_000),
     ):
-        items = -(-outputs // halves // block_n) * split
-        tile_bytes = 2 * block_k * (block_n * halves + max(8, rows))
+        items = -(-outputs // block_n) * split
+        tile_bytes = 2 * block_k * (block_n + max(8, rows))
         ring_bytes = ring // (2 if programs > 132 else 1)
         if inputs % (block_k * split) or (kind != "parts" and split > 1) or items < 64 or ring_bytes < 3 * tile_bytes:
             continue
         if items < programs and programs != 132:
             continue
         # Many rows are read anew by every tile, so that tall ones pay; few rows leave wide sums without use.
-        if rows < 64 and (warps == 8 or split == 8):
+        if (rows < 64 and (warps == 8 or split == 8)) or block_n * rows > 6144 * warps:
             continue
-        found.append(LinearConfig(halves * block_n, block_k, split, warps, ring_bytes // tile_bytes, programs, True))
+        found.append(LinearConfig(block_n, block_k, split, warps, ring_bytes // tile_bytes, programs, True))
     return found
 
 

@@ -1,7 +1,8 @@
 """Matrix products with few rows on Hopper, whose weights are on their way before the kernel before has ended.
 
 The same products and items as in `triton_linear`, in Gluon, where the copies are written out: the copy engine brings
-tiles of weights and of x into a ring in shared memory, and the tensor cores take both from there. The ring is filled
+tiles of weights and of x into a ring in shared memory, and the tensor cores take both from there. Gate and up rows are
+brought by turns, eight and eight, so that both sums of an output end in one thread. The ring is filled
 with the first weights, which nobody writes, before the kernel waits for the one that makes x. So the memory is kept
 busy while that one comes to its end. It lets the one after in before it waits itself: that one must read nothing but
 weights before its own wait.
@@ -35,6 +36,50 @@ def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.con
     return item % tiles, (item // tiles * STEPS + step % STEPS) * BLOCK_K
 
 
+@gluon.jit
+def _ask(w_desc, full, w_smem, place, tile, k, here, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr, SILU: gl.constexpr):
+    """Have a tile's weights brought to a place of the ring. Gate and up rows come eight and eight by turns."""
+    for block in gl.static_range(BLOCKS):
+        to = w_smem.index(place * BLOCKS + block)
+        if SILU:
+            _copy(w_desc, [(tile * BLOCKS + block) * (BLOCK_N // 16), 0, 0, k], full.index(place), to, here)
+        else:
+            _copy(w_desc, [(tile * BLOCKS + block) * BLOCK_N, k], full.index(place), to, here)
+
+
+@gluon.jit
+def _store(out_ptr, acc, block, part, first_row, rows, N, SILU: gl.constexpr):
+    """Write the sums of a block of weight rows, [BLOCK_N, BLOCK_M]."""
+    if SILU:  # a thread holds the sums of gate row r and of up row r + 8
+        gate, up = acc.reshape([acc.shape[0] // 16, 2, 8, acc.shape[1]]).permute((0, 2, 3, 1)).split()
+        acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape([acc.shape[0] // 2, acc.shape[1]])
+    LAYOUT: gl.constexpr = acc.type.layout
+    n = block * acc.shape[0] + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    m = first_row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    at = (part.to(gl.int64) * rows + m) * N + n
+    gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m < rows) & (n < N))
+
+
+@gluon.jit
+def _multiply(w_smem, x_tile, sums, place):
+    """Begin to add the product of a tile, block by block."""
+    added = sums[:0]
+    for block in gl.static_range(len(sums)):
+        w_tile = w_smem.index(place * len(sums) + block).reshape([sums[block].shape[0], x_tile.shape[0]])
+        added = added + (warpgroup_mma(w_tile, x_tile, sums[block], is_async=True),)
+    return added
+
+
+@gluon.jit
+def _wait(sums, pending: gl.constexpr):
+    """The sums, when all but so many products are over."""
+    if len(sums) == 1:
+        sums = (warpgroup_mma_wait(pending, deps=sums),)
+    else:
+        sums = warpgroup_mma_wait(pending, deps=sums)
+    return sums
+
+
 @gluon.jit(do_not_specialize=["rows", "items"])
 def _stream_kernel(
     w_desc,
@@ -47,6 +92,7 @@ def _stream_kernel(
     K: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    BLOCKS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     SPLIT: gl.constexpr,
     SILU: gl.constexpr,
@@ -57,10 +103,9 @@ def _stream_kernel(
     programs = gl.num_programs(0)
     first_row = gl.program_id(1) * BLOCK_M
     STEPS: gl.constexpr = K // (BLOCK_K * SPLIT)
-    HALVES: gl.constexpr = 2 if SILU else 1  # gate rows and the up rows that go with them are tiles of their own
-    LOADED: gl.constexpr = (HALVES * BLOCK_N + BLOCK_M) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    LOADED: gl.constexpr = (BLOCKS * BLOCK_N + BLOCK_M) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
-    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES * HALVES, BLOCK_N, BLOCK_K], w_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES * BLOCKS] + w_desc.block_shape, w_desc.layout)
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -70,56 +115,42 @@ def _stream_kernel(
     for stage in gl.static_range(STAGES - 2):
         tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K)
         mbarrier.expect(full.index(stage), LOADED, stage < steps)
-        for half in gl.static_range(HALVES):
-            w_tile = w_smem.index(stage * HALVES + half)
-            _copy(w_desc, [tile * BLOCK_N + half * N, k], full.index(stage), w_tile, stage < steps)
+        _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, BLOCKS, SILU)
     gdc_wait()
     for stage in gl.static_range(STAGES - 2):
         tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K)
         _copy(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))[:, None]
-    m = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))[None, :]
     for turn in range(steps // STEPS):
-        acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
-        up = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+        zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+        sums = (zero,) if BLOCKS == 1 else (zero, zero, zero)
         for step in range(turn * STEPS, turn * STEPS + STEPS):
             place = step % STAGES
             mbarrier.wait(full.index(place), step // STAGES & 1)
             x_tile = x_smem.index(place).permute((1, 0))
-            acc = warpgroup_mma(w_smem.index(place * HALVES), x_tile, acc, is_async=True)
-            if SILU:
-                up = warpgroup_mma(w_smem.index(place * HALVES + 1), x_tile, up, is_async=True)
+            sums = _multiply(w_smem, x_tile, sums, place)
             # The product of the step before may still run, but that of the one before it is over in all warps.
             ahead = step + STAGES - 2
             free = ahead % STAGES
-            next_tile, next_k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K)
+            tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K)
             mbarrier.expect(full.index(free), LOADED, ahead < steps)
-            for half in gl.static_range(HALVES):
-                next_w = w_smem.index(free * HALVES + half)
-                _copy(w_desc, [next_tile * BLOCK_N + half * N, next_k], full.index(free), next_w, ahead < steps)
-            _copy(x_desc, [first_row, next_k], full.index(free), x_smem.index(free), ahead < steps)
-            if SILU:
-                acc, up = warpgroup_mma_wait(2, deps=(acc, up))
-            else:
-                acc = warpgroup_mma_wait(1, deps=(acc,))
-        if SILU:
-            acc, up = warpgroup_mma_wait(0, deps=(acc, up))
-            acc = acc / (1.0 + gl.exp(-acc)) * up
-        else:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, BLOCKS, SILU)
+            _copy(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
+            sums = _wait(sums, BLOCKS)
+        sums = _wait(sums, 0)
         item = program + turn * programs
-        output = item % tiles * BLOCK_N + n
-        at = ((item // tiles).to(gl.int64) * rows + m) * N + output
-        gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m < rows) & (output < N))
+        for block in gl.static_range(BLOCKS):
+            _store(out_ptr, sums[block], item % tiles * BLOCKS + block, item // tiles, first_row, rows, N, SILU)
 
 
-def stages(block_n: int, block_m: int, block_k: int, silu: bool, most: int, element_bytes: int = 2) -> int:
+def stages(block_n: int, block_m: int, block_k: int, most: int, element_bytes: int = 2) -> int:
     """Places of the ring: up to `most`, and what shared memory holds beside the kernel before."""
-    return max(3, min(most, 220_000 // ((block_n * (2 if silu else 1) + block_m) * block_k * element_bytes)))
+    return max(3, min(most, 220_000 // ((block_n + block_m) * block_k * element_bytes)))
 
 
-def takes(x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
+def takes(x_MK: torch.Tensor, w_NK: torch.Tensor, silu: bool) -> bool:
     """True where the kernel runs: 16 bits on Hopper, rows that the copy engine can address."""
+    if silu and w_NK.shape[0] % 16:  # gate and up rows are brought eight at a time
+        return False
     if x_MK.device.type != "cuda" or torch.cuda.get_device_capability(x_MK.device)[0] != 9:
         return False
     return x_MK.dtype in (torch.bfloat16, torch.float16) and all(
@@ -140,15 +171,27 @@ def stream(
     programs: int,
     silu: bool,
 ) -> None:
-    """The product into `out`, as `triton_linear._launch` makes it; `block_n` outputs a tile."""
+    """The product into `out`, as `triton_linear._launch` makes it; `block_n` weight rows a tile.
+
+    That is a power of two, or three times one: three blocks, each with sums of its own, that share a tile of x. So 128
+    programs of 192 rows have all of 24,576, where 132 programs of 256 would leave every fourth idle.
+    """
     rows, inputs = x_MK.shape
     block_m = min(128, max(8, triton.next_power_of_2(rows)))
-    tiles = triton.cdiv(outputs, block_n)
+    tiles = triton.cdiv(w_NK.shape[0], block_n)
     items = tiles * split
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    blocks = 3 if block_n % 3 == 0 else 1
+    block = block_n // blocks
+    flat, paired = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 4))
+    if silu:
+        row = w_NK.stride(0)
+        shape, strides = [outputs // 8, 2, 8, inputs], [8 * row, outputs * row, row, 1]
+        weights = TensorDescriptor(w_NK, shape, strides, [block // 16, 2, 8, block_k], paired)
+    else:
+        weights = TensorDescriptor.from_tensor(w_NK, [block, block_k], flat)
     _stream_kernel[(min(items, programs), triton.cdiv(rows, block_m))](
-        TensorDescriptor.from_tensor(w_NK, [block_n, block_k], layout),
-        TensorDescriptor.from_tensor(x_MK, [block_m, block_k], layout),
+        weights,
+        TensorDescriptor.from_tensor(x_MK, [block_m, block_k], flat),
         out,
         rows,
         outputs,
@@ -156,11 +199,12 @@ def stream(
         tiles,
         K=inputs,
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_N=block,
+        BLOCKS=blocks,
         BLOCK_K=block_k,
         SPLIT=split,
         SILU=silu,
-        STAGES=stages(block_n, block_m, block_k, silu, num_stages),
+        STAGES=stages(block_n, block_m, block_k, num_stages),
         num_warps=num_warps,
         launch_pdl=True,
     )

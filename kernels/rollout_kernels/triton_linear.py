@@ -18,7 +18,7 @@ Legend: M tokens, N outputs, K inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -165,11 +165,13 @@ def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig | GemvConfig, si
     rows, inputs = x_MK.shape
     assert inputs % (config.block_k * config.split) == 0, f"K = {inputs} is no multiple of {config}"
     block_m = _block_m(rows)
+    if config.streamed:
+        if gluon_linear.takes(x_MK, w_NK, silu):
+            shape = (config.block_n, config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
+            gluon_linear.stream(x_MK, w_NK, out, outputs, *shape, silu)
+            return
+        config = replace(config, block_n=config.block_n & -config.block_n)  # here a tile is a power of two
     outputs_a_tile = config.block_n // 2 if silu else config.block_n
-    if config.streamed and gluon_linear.takes(x_MK, w_NK):
-        shape = (config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
-        gluon_linear.stream(x_MK, w_NK, out, outputs, outputs_a_tile, *shape, silu)
-        return
     tiles = triton.cdiv(outputs, outputs_a_tile)
     items = tiles * config.split
     _linear_kernel[(min(items, config.programs), triton.cdiv(rows, block_m))](

@@ -36,7 +36,7 @@ def launched(monkeypatch) -> list[Any]:
         (triton_gemv, "_gemv_kernel"),
     ):
         monkeypatch.setattr(module, name, Launches(name, made))
-    monkeypatch.setattr(gluon_linear, "takes", lambda x, w: True)
+    monkeypatch.setattr(gluon_linear, "takes", lambda x, w, silu: True)
     return made
 
 
