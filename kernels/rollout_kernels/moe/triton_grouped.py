@@ -202,9 +202,9 @@ def _down_kernel(
     weight = tl.load(weights_ptr + pair, mask=live, other=0.0)
     scale = scale_ptr + expert.to(tl.int64) * SCALES
     next_scale = _scale(scale, row, 0, H, INNER, FORMAT, BLOCK_K)
-    follow()
-    if count == 0:
+    if count == 0:  # without a wait, so that the kernel after can begin: there is always a tile whose programs wait
         return
+    follow()
     row0 = expert * H + tl.program_id(0) * BLOCK_N
     h_row = h_ptr + pair.to(tl.int64) * INNER
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
