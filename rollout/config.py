@@ -140,7 +140,9 @@ class EngineSettings(_Section):
     mask_s: float = Field(
         1.0, gt=0, description="seconds for the masks of a step; a completion that takes longer ends as an error"
     )
-    mask_threads: int = Field(4, ge=1, le=64, description="threads that make the masks of constrained completions")
+    mask_threads: int | None = Field(
+        None, ge=1, le=64, description="threads that make the masks of constrained completions; absent: half the cores"
+    )
     stop_check_every: int = Field(4, ge=1, description="tokens between two looks for stop strings")
     max_faults: int = Field(
         3, ge=0, description="faults in an hour after which the engine is rebuilt; the next one ends the worker"

@@ -3,10 +3,13 @@
     PYTHONPATH=.:kernels python scripts/bench_constraints.py --shape qwen3-8b --rows 32 --out FILE
 
 Random weights of the real shape, a made-up tokenizer with as many tokens, and a JSON schema without an end: an array of
-objects with strings, numbers and choices. For none, a quarter and all of the rows constrained, at depth 2 (the forward
-of the next step runs while the host commits, makes masks and has them uploaded) and at depth 1 (it waits for all of
-that). A step's time is wall time between commits; `held_ms` is how long the device waited for masks between forward and
-draw, on average.
+objects with strings, numbers and choices. For none, a quarter and all of the rows constrained: `ahead`, where the
+forward of the next step runs while the host commits, makes masks and has them uploaded, and `waiting`, where it begins
+after all of that, as in an engine that draws with the forward (the blocking loop, masks first). A step's time is wall
+time between commits; `held_ms` is how long the device waited for masks between forward and draw, on average.
+
+With --longest names have at most so many characters. Inside of such a string xgrammar looks at tokens one by one,
+which takes milliseconds a mask.
 """
 
 from __future__ import annotations
@@ -36,17 +39,20 @@ from rollout.constraints.spec import ConstraintSpec
 from rollout.engine.build import build_engine
 from rollout.engine.device import make_device
 from rollout.engine.engine import Engine
+from rollout.engine.plan import Plan
+from rollout.engine.sequence import Feature, Sequence
+from rollout.engine.slot import Slot
 from rollout.engine.types import Request, SamplingParams, StopParams, Submit
 from rollout.models import LoadedModel
 
 STOP = "<|end|>"
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "array",
     "minItems": 1_000_000,
     "items": {
         "type": "object",
         "properties": {
-            "name": {"type": "string", "maxLength": 24},
+            "name": {"type": "string"},
             "kind": {"enum": ["point", "box", "outline"]},
             "x": {"type": "number"},
             "y": {"type": "number"},
@@ -81,7 +87,7 @@ def make_tokenizer(folder: Path, tokens: int) -> Any:
 class Bench:
     """Engines of one model, and the constraint of its rows."""
 
-    def __init__(self, shape: str, device: str) -> None:
+    def __init__(self, shape: str, device: str, longest: int | None) -> None:
         self.device = make_device(device)
         self.loaded: LoadedModel = load_random(shape, self.device.torch_device)
         vocab = self.loaded.spec.vocab
@@ -89,23 +95,29 @@ class Bench:
             tokenizer = make_tokenizer(Path(folder), vocab)
         self.stop: int = tokenizer.eos_token_id
         self.compiler = ConstraintCompiler(tokenizer, vocab, 120.0)
+        schema = json.loads(json.dumps(SCHEMA))
+        if longest is not None:
+            schema["items"]["properties"]["name"]["maxLength"] = longest
         began_s = time.perf_counter()
-        self.constraint = self.compiler.compile(ConstraintSpec("json_schema", json.dumps(SCHEMA)), (self.stop,), [])
+        self.constraint = self.compiler.compile(ConstraintSpec("json_schema", json.dumps(schema)), (self.stop,), [])
         self.compile_s = time.perf_counter() - began_s
 
-    def engine(self, rows: int, tokens: int, depth: int) -> Engine:
+    def engine(self, rows: int, tokens: int, waiting: bool) -> Engine:
         """One engine; its KV holds all rows to the end."""
         pages = rows * (-(-tokens // 16) + 1) + 2
         engine = EngineSettings(
             max_rows=rows,
             max_context_tokens=tokens,
             kv_pages=pages,
-            pipeline_depth=depth,  # type: ignore[arg-type]
+            pipeline_depth=1 if waiting else 2,
             prefix_cache=False,
             mask_s=30.0,
         )
         emit = SimpleQueue[Any]().put
-        return build_engine(Settings(engine=engine), self.device, self.loaded.model, SimpleQueue(), emit)
+        built = build_engine(Settings(engine=engine), self.device, self.loaded.model, SimpleQueue(), emit)
+        if waiting:
+            masks_first(built)
+        return built
 
     def measure(self, engine: Engine, rows: int, prompt: int, new: int, bound: int) -> dict[str, float]:
         """Medians of the second half of the steps, `bound` of the rows constrained."""
@@ -130,16 +142,31 @@ class Bench:
         return {**steady_figures(steps), "held_ms": statistics.mean(held) * 1e3}
 
 
+def masks_first(engine: Engine) -> None:
+    """Have the masks of a step made before its forward is launched; for the blocking loop."""
+    build, launch = engine.masks.build, engine.runner.launch
+    made: list[list[tuple[Sequence, str]]] = []
+
+    def launched(plan: Plan, slot: Slot) -> None:
+        if plan.held:
+            made.append(build([seq for seq in plan.sampled if seq.features & Feature.CONSTRAIN], slot.masks))
+        launch(plan, slot)
+
+    engine.masks.build = lambda seqs, masks: made.pop()  # type: ignore[method-assign]
+    engine.runner.launch = launched  # type: ignore[method-assign]
+
+
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Each row of the table as it is measured."""
-    bench = Bench(args.shape, args.device)
+    bench = Bench(args.shape, args.device, args.longest)
     print(f"compiled in {bench.compile_s:.2f} s", flush=True)
-    for depth, rows in itertools.product((1, 2), args.rows):
-        engine = bench.engine(rows, args.prompt + args.new, depth)
+    for waiting, rows in itertools.product((True, False), args.rows):
+        engine = bench.engine(rows, args.prompt + args.new, waiting)
         bench.measure(engine, rows, args.prompt, 16, rows)  # warm
         for bound in (0, -(-rows // 4), rows):
             figures = bench.measure(engine, rows, args.prompt, args.new, bound)
-            row = {"depth": depth, "rows": rows, "constrained": bound, **{k: round(v, 3) for k, v in figures.items()}}
+            way = "waiting" if waiting else "ahead"
+            row = {"way": way, "rows": rows, "constrained": bound, **{k: round(v, 3) for k, v in figures.items()}}
             print(json.dumps(row), flush=True)
             yield row
         engine.check_integrity()
@@ -154,12 +181,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[32])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--longest", type=int, help="characters of a name at most; absent: no end")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rows = list(cases(args))
     print_table(f"{args.shape}, constrained rows", rows)
-    write_results(args.out, rows, shape=args.shape)
+    write_results(args.out, rows, shape=args.shape, longest=args.longest)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_route
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.triton_allow import allow_only
 from rollout_kernels.triton_decode_plan import plan_decode_work
+from rollout_kernels.triton_fingerprint import add_words
 from rollout_kernels.triton_prefill_attention import prefill_attention
 from rollout_kernels.triton_sampling import draw_and_advance
 from triton.backends.compiler import GPUTarget
@@ -162,6 +163,7 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
         yield "draw", lambda a=(logits, drawn, row_ids, *state, out, columns): draw_and_advance(*a)
     masks = ints(rows, -(-shape.vocab // 32))
     yield "allow", lambda: allow_only(floats(rows, shape.vocab), row_ids, masks)
+    yield "fingerprint", lambda: add_words(ints(1 << 20), ints(1, dtype=torch.int64), 0x1E3779B97F4A7C15)
 
 
 def _decode(shape: Shape, rows: int, cache, scales, table, lens, window) -> None:

@@ -44,8 +44,8 @@ _FAST: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): (
         (1, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
-        (8, _PIPELINED),
-        *_streamed(2, (32, 128, 128, 5, 96), (MOST_ROWS, 128, 64, 6, 96)),
+        *_streamed(4, (8, 192, 64, 8, 128), (32, 64, 128, 8, 132)),
+        *_streamed(2, (MOST_ROWS, 128, 64, 6, 96)),
     ),
     (4096, 4096, "parts"): (
         (1, GemvConfig(1, neurons=1, at_once=16, num_warps=4)),
@@ -53,9 +53,7 @@ _FAST: dict[tuple[int, int, Kind], Bands] = {
     ),
     (24576, 4096, "silu"): (
         (1, GemvConfig(1, neurons=1, at_once=8, num_warps=4)),
-        (8, _PIPELINED),
-        *_streamed(1, (32, 256, 64, 5, 132)),
-        _GATE_UP_128,
+        *_streamed(1, (8, 192, 128, 4, 132), (32, 192, 64, 7, 132), (MOST_ROWS, 192, 64, 5, 128)),
     ),
     (4096, 12288, "parts"): (
         (1, GemvConfig(3, neurons=2, at_once=4, num_warps=8)),
@@ -63,13 +61,14 @@ _FAST: dict[tuple[int, int, Kind], Bands] = {
     ),
     (151936, 4096, "whole"): (
         (2, GemvConfig(1, neurons=1, at_once=16, num_warps=4)),
-        *_streamed(1, (8, 64, 64, 10, 132), (64, 128, 128, 5, 96)),
+        *_streamed(1, (8, 192, 128, 4, 132), (64, 128, 128, 5, 132)),
     ),
     # Qwen3-30B-A3B
     (5120, 2048, "parts"): (
         (1, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
         (4, _PIPELINED),
-        *_streamed(2, (8, 64, 128, 11, 96), (32, 64, 128, 8, 128)),
+        *_streamed(4, (8, 128, 128, 6, 96)),
+        *_streamed(2, (32, 64, 128, 8, 128)),
         (MOST_ROWS, LinearConfig(128, 64, 2, 8, 6, 132, True)),
     ),
     (2048, 4096, "parts"): (
@@ -79,7 +78,7 @@ _FAST: dict[tuple[int, int, Kind], Bands] = {
     (128, 2048, "parts"): ((MOST_ROWS, LinearConfig(64, 128, 16, 4, 2, _PROGRAMS)),),  # the router
     (151936, 2048, "whole"): (
         (2, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
-        *_streamed(1, (8, 128, 128, 4, 132), (64, 128, 128, 5, 132)),
+        *_streamed(1, (8, 192, 128, 4, 132), (32, 64, 128, 4, 264), (64, 128, 128, 5, 132)),
     ),
 }
 _DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {

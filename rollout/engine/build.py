@@ -27,6 +27,7 @@ from rollout.engine.capacity import (
 from rollout.engine.device import CpuDevice, Device
 from rollout.engine.engine import Engine, EngineParts
 from rollout.engine.graphs import DecodeGraphs, Progress, capturable
+from rollout.engine.masks import usual_threads
 from rollout.engine.memory import SequenceMemory, pages_for
 from rollout.engine.offload import Offload
 from rollout.engine.packing import PADDING_WORDS, slot_words, upload_words
@@ -98,7 +99,7 @@ def build_engine(
         recompute_on_swap=engine.kv_on_swap == "recompute",
         drain_s=settings.service.drain_s,
         mask_s=engine.mask_s,
-        mask_threads=engine.mask_threads,
+        mask_threads=engine.mask_threads or usual_threads(),
         sleeper=Sleeper(memory, engine.sleep_rows, engine.sleep_requests, engine.sleep_kv_s),
     )
 

@@ -15,6 +15,7 @@ Legend: R rows, C constrained rows of a step, W words of a mask.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Sequence as Seq
@@ -137,6 +138,11 @@ class _Share:
         if slowest is None or self.took_s[slowest] < fair_s:
             return self.places[self.done :], {}
         return self.places[self.done :], {self.places[slowest]: _SLOW}
+
+
+def usual_threads() -> int:
+    """Threads that make masks where nobody says how many: half the cores, 2 to 16."""
+    return max(2, min(16, (os.cpu_count() or 2) // 2))
 
 
 class MaskBuilder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Callable
 
 import pytest
 from harness import Bench
@@ -10,11 +10,11 @@ from harness import Bench
 from rollout.bench.peers.ours_engine import load_random
 from rollout.bench.profiled_steps import profile_steps, summarise
 from rollout.engine.device import make_device
+from rollout.metrics.meter import StepRecord
 
 pytestmark = pytest.mark.gpu
 STEPS = 48
 MOST_POINTS = 1.0  # of a hundred, that the two may be apart
-MOST_LATE_S = 2e-4
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -41,20 +41,29 @@ def test_the_meter_and_the_profiler_see_the_same_activity(depth):
             bench.engine.tick()
         come_to_rest()
 
-    come_to_rest()
-    before = meter.steps
-    events = profile_steps(some_steps)
-    steps = meter.recent_steps()[-(meter.steps - before) :]
-    seen = summarise(events, len(steps))
-    assert len(steps) == STEPS and seen.kernels > 8 * 28
-    active = sum(step.end_s - step.start_s for step in steps) / (steps[-1].end_s - steps[0].start_s)
-    assert seen.kernel_share <= seen.active_share
+    def steps_of(work: Callable[[], object]) -> tuple[object, list[StepRecord]]:
+        come_to_rest()
+        before = meter.steps
+        came = work()
+        steps = meter.recent_steps()[-(meter.steps - before) :]
+        assert len(steps) == STEPS
+        return came, steps
+
+    def busy_s(steps: list[StepRecord]) -> float:
+        return sum(step.end_s - step.start_s for step in steps)
+
+    _, alone = steps_of(some_steps)
+    events, steps = steps_of(lambda: profile_steps(some_steps))
+    seen = summarise(events, STEPS)  # type: ignore[arg-type]
+    assert seen.kernels > 8 * 28 and seen.kernel_share <= seen.active_share
     if depth == 2:
+        active = busy_s(steps) / (steps[-1].end_s - steps[0].start_s)
         assert abs(active - seen.active_share) * 100 <= MOST_POINTS, (active, seen)
     else:
-        # A profiled launch into an idle device begins late, after the graph has recorded the step's start.
-        late_s = statistics.mean(step.end_s - step.start_s for step in steps) - seen.step_s
-        assert 0 <= late_s <= MOST_LATE_S, (late_s, seen)
+        # A profiled launch into an idle device begins late, by 0.1 to 0.7 ms, after the graph has recorded the step's
+        # start. So the meter is asked without the profiler, over the period that it had then.
+        period_s = (alone[-1].end_s - alone[0].start_s) / STEPS
+        assert abs(busy_s(alone) / STEPS - seen.step_s) / period_s * 100 <= MOST_POINTS, (busy_s(alone) / STEPS, seen)
     scheduler.paused = False
     bench.run()
     bench.close()
