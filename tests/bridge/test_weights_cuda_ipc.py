@@ -79,16 +79,16 @@ def test_buckets_go_through_shared_slots_and_nothing_stays_open(apply: str, buck
 
 def test_a_slot_that_changed_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count(1)  # of both sides, which run at the same time
-    plain = cuda_ipc._check_sums
+    plain = cuda_ipc._low_words
 
-    def wrong(buckets: Sequence[torch.Tensor]) -> list[int]:
-        return [total ^ (next(calls) == 9) for total in plain(buckets)]
+    def wrong(fingerprints: Sequence[torch.Tensor]) -> list[int]:
+        return [low ^ (next(calls) == 9) for low in plain(fingerprints)]
 
     with Worker() as worker:
         with WeightPublisher(worker.endpoint, transport="cuda_ipc", bucket_bytes=SMALL) as publisher:
             memory = shared(worker, publisher)
             publisher.publish(old := new_tensors(worker.model, 1), 1).applied(20)
-            monkeypatch.setattr(cuda_ipc, "_check_sums", wrong)
+            monkeypatch.setattr(cuda_ipc, "_low_words", wrong)
             with pytest.raises(RolloutError, match="damaged"):
                 publisher.publish(new_tensors(worker.model, 2), 2).applied(20)
             assert serves(worker.model, old) and memory.opened == 0
@@ -105,15 +105,15 @@ def test_slots_of_a_worker_that_was_given_up_are_freed_once_it_was_told(monkeypa
             super().free(memory)
 
     told, buckets = threading.Event(), []
-    plain = CudaIpcReceiver._take
+    plain = CudaIpcReceiver.take
 
-    def take(self: CudaIpcReceiver, *arguments: Any) -> None:
+    def take(self: CudaIpcReceiver, *arguments: Any) -> bool:
         buckets.append(1)
         if len(buckets) == 5:
             assert told.wait(20)  # it hangs, with the slots open
-        plain(self, *arguments)
+        return plain(self, *arguments)
 
-    monkeypatch.setattr(CudaIpcReceiver, "_take", take)
+    monkeypatch.setattr(CudaIpcReceiver, "take", take)
     with Worker() as worker:
         control = worker.receiver.control
 

@@ -187,7 +187,7 @@ def test_who_got_the_bytes_keeps_them_when_another_fails_the_same_way_in_a_secon
         monkeypatch.setattr(module, "Group", no_group)
     monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("nccl", "shm", "zmq"))
     with Worker() as near, Worker() as broken:
-        broken.receiver._receivers["shm"]._take = refuse
+        broken.receiver._receivers["shm"].take = refuse
         with WeightPublisher([near.endpoint, broken.endpoint], bucket_bytes=SMALL) as publisher:
             publisher._choice._refusals[near.endpoint] = {"nccl": "for the test"}
             handle = publisher.publish(tensors := new_tensors(near.model, 1), 1)

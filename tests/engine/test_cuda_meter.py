@@ -17,11 +17,11 @@ STEPS = 48
 MOST_POINTS = 1.0  # of a hundred, that the two may be apart
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_meter_and_the_profiler_see_the_same_activity(depth):
-    """With a shape whose steps take long enough, 1.3 ms, to be told apart from launches."""
+@pytest.mark.parametrize(("depth", "shape"), [(1, "qwen3-8b"), (2, "qwen3-1.7b")])
+def test_the_meter_and_the_profiler_see_the_same_activity(depth, shape):
+    """With steps that take long enough, 1.3 ms, to be told apart from launches."""
     device = make_device("cuda")
-    model = load_random("qwen3-1.7b", device.torch_device).model
+    model = load_random(shape, device.torch_device).model
     bench = Bench(model, device, max_rows=8, page_size=16, kv_pages=400, pipeline_depth=depth)
     for i in range(8):
         bench.submit(f"r{i}", range(5, 25), 400, sampling={"temperature": 1.0, "seed": i})
@@ -61,7 +61,8 @@ def test_the_meter_and_the_profiler_see_the_same_activity(depth):
         assert abs(active - seen.active_share) * 100 <= MOST_POINTS, (active, seen)
     else:
         # A profiled launch into an idle device begins late, by 0.1 to 0.7 ms, after the graph has recorded the step's
-        # start. So the meter is asked without the profiler, over the period that it had then.
+        # start. So the meter is asked without the profiler, over the period that it had then; but to be profiled costs
+        # each kernel 0.1 us, of which there are too many for the points in the steps of a smaller shape.
         period_s = (alone[-1].end_s - alone[0].start_s) / STEPS
         assert abs(busy_s(alone) / STEPS - seen.step_s) / period_s * 100 <= MOST_POINTS, (busy_s(alone) / STEPS, seen)
     scheduler.paused = False

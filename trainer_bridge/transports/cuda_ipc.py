@@ -2,8 +2,8 @@
 
     publisher                                             worker
     slots on its GPU      -- begin: a handle of each -->  opened
-    pack into half of the slots  -- WSB1 each -->         slot i copied to its place, fingerprint compared
-    pack into the other half     <-- WAK1 each --         slot i is free again
+    pack into half of the slots  -- WSB1 each -->         copied to their places, fingerprints compared
+    pack into the other half     <-- WAK1 each --         the slots are free again
 
 What travels is 64 bytes for each slot, which the driver makes and reads; never a pickle. The messages are those of
 `shm`, on the socket of `zmq`; where these have a CRC-32 of a bucket there are 32 bits of its fingerprint, which is
@@ -11,8 +11,8 @@ computed on the device.
 
 Invariants:
 
-- Processes that share a GPU take turns on it, which last milliseconds when the worker decodes. So a publisher asks for
-  its turn, and waits for it, once for half of its slots and not for every bucket.
+- Processes that share a GPU take turns on it, of milliseconds where the worker decodes. So a publisher asks for
+  its turn, and waits for it, once for half of its slots and not for every bucket; a worker waits once for what came.
 - Slots are allocated from CUDA itself, not from torch's pool: a handle stands for a whole allocation.
 - A slot is acknowledged when the worker's copies out of it have run, not when they are enqueued.
 - A worker closes what it opened before it forgets the update. CUDA leaves open what happens to memory that is freed
@@ -145,9 +145,9 @@ def _runtime_path() -> str:
     return found.group()
 
 
-def _check_sums(buckets: Sequence[torch.Tensor]) -> list[int]:
-    """32 bits of the fingerprint of each; waits for everything on the current stream."""
-    return [total & 0xFFFFFFFF for total in torch.stack([fingerprint(data) for data in buckets]).tolist()]
+def _low_words(fingerprints: Sequence[torch.Tensor]) -> list[int]:
+    """The lowest 32 bits of each; waits for everything on the current stream."""
+    return [total & 0xFFFFFFFF for total in torch.stack(list(fingerprints)).tolist()]
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -162,6 +162,7 @@ class CudaIpcReceiver(TransportReceiver):
     def __init__(self, buckets: ZmqReceiver, memory: IpcMemory) -> None:
         self._buckets, self._memory = buckets, memory
         self._slots: list[torch.Tensor] = []
+        self._taken: list[tuple[int, int, torch.Tensor]] = []  # buckets on their way: index, checksum, fingerprint
 
     def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
         """Open the slots. Raises `BadRequest` with the field `options` where that cannot be done."""
@@ -176,7 +177,7 @@ class CudaIpcReceiver(TransportReceiver):
                 self._slots.append(self._memory.open(handle, slot_bytes))
         except OSError as error:
             raise _elsewhere(f"the publisher's memory cannot be opened ({error.strerror})") from error
-        return {**self._buckets.expect(incoming, self._take), "window": len(self._slots)}
+        return {**self._buckets.expect(incoming, self), "window": len(self._slots)}
 
     def advance(self, incoming: Incoming | None) -> bool:
         """Nothing to do: the socket of `zmq` brings the messages."""
@@ -194,17 +195,28 @@ class CudaIpcReceiver(TransportReceiver):
     def close(self) -> None:
         """Let go of the slots."""
         slots, self._slots = self._slots, []
+        taken, self._taken = self._taken, []
+        if taken:
+            _low_words([found for *_, found in taken])  # copies that were begun read the slots
         for slot in slots:
             self._memory.close(slot)
 
-    def _take(self, incoming: Incoming, index: int, crc: int) -> None:
+    def take(self, incoming: Incoming, index: int, crc: int) -> bool:
+        """Begin to copy a bucket to its place."""
         start, end = incoming.manifest.bucket_span(index)
         data = self._slots[index % len(self._slots)][: end - start]
         incoming.landing.put(start, data)
-        (actual,) = _check_sums([data])  # and with that the slot is the publisher's again
-        if actual != crc:
-            raise WeightsRejected(f"bucket {index} arrived damaged: fingerprint {actual:08x}, sent as {crc:08x}")
-        incoming.note(end - start)
+        self._taken.append((index, crc, fingerprint(data)))
+        return False
+
+    def settle(self, incoming: Incoming) -> None:
+        """Wait for what was begun. Raises `WeightsRejected` for a damaged bucket."""
+        taken, self._taken = self._taken, []
+        for (index, crc, _), found in zip(taken, _low_words([found for *_, found in taken]), strict=True):
+            if found != crc:
+                raise WeightsRejected(f"bucket {index} arrived damaged: fingerprint {found:08x}, sent as {crc:08x}")
+            start, end = incoming.manifest.bucket_span(index)
+            incoming.note(end - start)
 
 
 def _read_options(options: Mapping[str, Any]) -> tuple[list[bytes], int]:
@@ -280,13 +292,13 @@ class CudaIpcSender(TransportSender):
         self._free(self._left + self._slots)
         self._left, self._slots = [], []
 
-    def _pack(self, payload: Payload, indices: range, slots: int) -> list[tuple[int, None]]:
+    def _pack(self, payload: Payload, indices: range, slots: int) -> list[tuple[int, memoryview | None]]:
         buckets = []
         for index in indices:
             slot = self._slots[index % slots]
             buckets.append(slot[: payload.start_bucket(index, slot)])
         with payload.on_side_stream():
-            return [(total, None) for total in _check_sums(buckets)]
+            return [(low, None) for low in _low_words([fingerprint(data) for data in buckets])]
 
     def _free(self, slots: Sequence[torch.Tensor]) -> None:
         for slot in slots:

@@ -79,7 +79,7 @@ class ShmReceiver(TransportReceiver):
         if not boot_id() or options["boot_id"] != boot_id():
             raise _elsewhere("the publisher runs on another machine")
         self._map = _map_segment(options, _HEADER_BYTES + self._slots * self._slot_bytes)
-        return {**self._buckets.expect(incoming, self._take), "window": self._slots}
+        return {**self._buckets.expect(incoming, self), "window": self._slots}
 
     def advance(self, incoming: Incoming | None) -> bool:
         """Nothing to do: the socket of `zmq` brings the messages."""
@@ -100,7 +100,8 @@ class ShmReceiver(TransportReceiver):
             self._map.close()
             self._map = None
 
-    def _take(self, incoming: Incoming, index: int, crc: int) -> None:
+    def take(self, incoming: Incoming, index: int, crc: int) -> bool:
+        """Copy a bucket to its place. Raises `WeightsRejected` if it is damaged."""
         assert self._map is not None
         start, end = incoming.manifest.bucket_span(index)
         at = _HEADER_BYTES + index % self._slots * self._slot_bytes
@@ -108,6 +109,10 @@ class ShmReceiver(TransportReceiver):
         np.copyto(room, np.frombuffer(self._map, np.uint8, end - start, at))
         check_bucket(index, memoryview(room), crc)  # type: ignore[arg-type]  # the copy: nobody else can change it
         incoming.arrived(start, end)
+        return True
+
+    def settle(self, incoming: Incoming) -> None:
+        """Nothing to wait for."""
 
 
 def _map_segment(options: Mapping[str, Any], nbytes: int) -> mmap.mmap:

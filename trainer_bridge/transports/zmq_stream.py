@@ -18,8 +18,8 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,10 +46,17 @@ from trainer_bridge.transports.bucket_link import (
 
 DEFAULT_WINDOW = 4
 
-#: Brings a bucket (its index, its checksum) from shared memory to its place. Raises `RolloutError` if it is damaged.
-SharedBuckets = Callable[[Incoming, int, int], None]
-
 _log = logging.getLogger(__name__)
+
+
+class SharedBuckets(Protocol):
+    """Brings buckets from shared memory to their place. Raises `RolloutError` for a damaged one."""
+
+    def take(self, incoming: Incoming, index: int, crc: int) -> bool:
+        """Take one; false if it is in its place, and found whole, only after `settle`."""
+
+    def settle(self, incoming: Incoming) -> None:
+        """Wait for all that were begun to be taken."""
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -70,6 +77,7 @@ class ZmqReceiver(TransportReceiver):
         self._checksums: list[int | None] = []
         self._sender: bytes | None = None
         self._shared: SharedBuckets | None = None
+        self._unsettled: list[int] = []  # buckets that are not acknowledged yet
         self._context = zmq.Context()  # of its own: the list of allowed clients is one for a context
         self._socket: zmq.Socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
@@ -102,15 +110,15 @@ class ZmqReceiver(TransportReceiver):
         """Expect an update's buckets: with their bytes, or in `shared` memory. Returns the grant."""
         self._shared = shared
         self._checksums = [None] * incoming.manifest.bucket_count
-        self._sender = None
+        self._sender, self._unsettled = None, []
         return {"endpoint": self.endpoint, "window": self._window}
 
     def advance(self, incoming: Incoming | None) -> bool:
-        """Take one message, if there is one."""
+        """Take one message, or settle what came when there is none."""
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            return False
+            return incoming is not None and self._settle(incoming)
         sender, parts = frames[0].bytes, [frame.buffer for frame in frames[1:]]
         magic = bytes(parts[0][:4]) if parts and len(parts[0]) == BUCKET.size else b""
         if (magic, len(parts)) not in ((BUCKET_MAGIC, 2), (SHARED_MAGIC, 1)):
@@ -124,12 +132,15 @@ class ZmqReceiver(TransportReceiver):
         self._sender = sender
         if (magic == SHARED_MAGIC) != (self._shared is not None):
             raise WeightsRejected(f"a bucket came in another way than {incoming.transport}, as begin agreed on")
-        self._take(incoming, index, crc, parts[1] if len(parts) == 2 else None)
-        self._send(sender, ACK.pack(ACK_MAGIC, token, index))
+        if self._take(incoming, index, crc, parts[1] if len(parts) == 2 else None):
+            self._send(sender, ACK.pack(ACK_MAGIC, token, index))
+        else:
+            self._unsettled.append(index)
         return True
 
     def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
         """Verify that every bucket is here, and that they are the ones that were sent."""
+        self._settle(incoming)
         missing = [i for i, crc in enumerate(self._checksums) if crc is None]
         if missing:
             raise WeightsRejected(
@@ -144,14 +155,26 @@ class ZmqReceiver(TransportReceiver):
         """Forget the buckets; tell the sender why, when it is known."""
         if error is not None and self._sender is not None:
             self._refuse(self._sender, incoming.token, str(error))
-        self._checksums, self._sender, self._shared = [], None, None
+        self._checksums, self._sender, self._shared, self._unsettled = [], None, None, []
 
     def close(self) -> None:
         """Close the data socket."""
         self._socket.close(0)
         self._context.term()
 
-    def _take(self, incoming: Incoming, index: int, crc: int, payload: memoryview | None) -> None:
+    def _settle(self, incoming: Incoming) -> bool:
+        """Acknowledge what was taken from shared memory, once it is in its place; false if there is nothing."""
+        if not self._unsettled:
+            return False
+        assert self._shared is not None and self._sender is not None
+        self._shared.settle(incoming)
+        for index in self._unsettled:
+            self._send(self._sender, ACK.pack(ACK_MAGIC, incoming.token, index))
+        self._unsettled = []
+        return True
+
+    def _take(self, incoming: Incoming, index: int, crc: int, payload: memoryview | None) -> bool:
+        """Take a bucket; false if it is in its place only after `_settle`."""
         manifest = incoming.manifest
         if index >= manifest.bucket_count:
             raise WeightsRejected(f"bucket {index} was sent, but the manifest has {manifest.bucket_count}")
@@ -164,14 +187,16 @@ class ZmqReceiver(TransportReceiver):
         if payload is not None:
             check_bucket(index, payload, crc)
         if known is not None:
-            return
+            return True
+        here = True
         if payload is not None:
             np.copyto(incoming.room(start, end), np.frombuffer(payload, np.uint8))
             incoming.arrived(start, end)
         else:
             assert self._shared is not None
-            self._shared(incoming, index, crc)
+            here = self._shared.take(incoming, index, crc)
         self._checksums[index] = crc
+        return here
 
     def _digest(self) -> str:
         return checksums_digest([crc for crc in self._checksums if crc is not None])
