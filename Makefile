@@ -33,7 +33,7 @@ test: $(DEV_READY) ## the tests; those that need a GPU only where there is one
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		$(BIN)/python -m pytest $(ARGS); \
 	else \
-		$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadscope $(ARGS); \
+		$(BIN)/python -m pytest -m 'not gpu' $(ARGS); \
 	fi
 
 # Needs no network and leaves the machine's own torch as it is: only what WHEELS holds beside torch is added, in a

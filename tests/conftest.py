@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -32,20 +31,3 @@ def _logging_stays_as_it_was() -> Iterator[None]:
     if isinstance(sys.stderr, LineStream):
         sys.stderr = streams
     sys.excepthook, threading.excepthook = hooks
-
-
-#: Folders whose tests start processes.
-_WITH_PROCESSES = ("worker", "bridge", "service", "integrations", "bench")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist: tests that start processes run one after the other; files of other tests run beside them."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "processes" if file.split("/")[-2] in _WITH_PROCESSES else file
-
-    return Scheduling(config, log)

@@ -25,7 +25,8 @@ def fingerprint(data: torch.Tensor) -> torch.Tensor:
     if data.is_cuda and whole:
         from rollout_kernels.triton_fingerprint import add_words
 
-        add_words(data[:whole].view(torch.int32), total, _K)
+        with torch.cuda.device(data.device):  # where Triton launches: a new thread's current device is the first one
+            add_words(data[:whole].view(torch.int32), total, _K)
     else:
         for start in range(0, whole, 4 * _WORDS):
             total += _piece(data[start : min(start + 4 * _WORDS, whole)], start // 4)

@@ -178,6 +178,8 @@ class Payload:
         with self._packing:
             if self._released.is_set():
                 return
+            with contextlib.suppress(RuntimeError):  # of a device that is gone
+                self._settle()  # a sender that failed may have begun to copy
             self._tensors = []
             self._flat = self.shards = None
             self._released.set()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 import pytest
 import torch
+from rollout_kernels import triton_fingerprint
 from rollout_kernels.triton_fingerprint import add_words
 
 from trainer_bridge.fingerprint import _K, fingerprint
@@ -40,3 +45,35 @@ def test_the_kernel_adds_what_the_twin_does(nbytes: int) -> None:
 def test_a_gpu_finds_what_a_host_finds(nbytes: int) -> None:
     data = some_bytes(nbytes)
     assert fingerprint(data.cuda()).item() == fingerprint(data).item()
+
+
+def test_the_kernel_is_launched_on_the_device_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which for a new thread is the first one, wherever the model is."""
+    inside: list[torch.device] = []
+    launched = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    @contextlib.contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        inside.append(where)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(triton_fingerprint, "add_words", lambda words, total, factor: launched.append(list(inside)))
+    data = some_bytes(64).as_subclass(OnGpu)
+    fingerprint(data)
+    assert launched == [[data.device]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_thread_takes_the_fingerprint_of_bytes_on_the_second_gpu() -> None:
+    data, found = some_bytes(4096 * 4 + 6), []
+    there = data.to("cuda:1")
+    thread = threading.Thread(target=lambda: found.append(fingerprint(there).item()))
+    thread.start()
+    thread.join()
+    assert found == [fingerprint(data).item()]

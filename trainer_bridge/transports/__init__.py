@@ -104,7 +104,7 @@ class TransportReceiver(ABC):
 
     @abstractmethod
     def advance(self, incoming: Incoming | None) -> bool:
-        """Do one piece of work, at most a bucket; true when there may be more to do at once.
+        """Do one piece of work: begin a bucket, or end what was begun; true when there may be more to do at once.
 
         `incoming` is None while no update comes this way. Raises `RolloutError` when the update cannot succeed.
         """

@@ -194,10 +194,9 @@ class CudaIpcReceiver(TransportReceiver):
 
     def close(self) -> None:
         """Let go of the slots."""
-        slots, self._slots = self._slots, []
-        taken, self._taken = self._taken, []
-        if taken:
-            _low_words([found for *_, found in taken])  # copies that were begun read the slots
+        slots, self._slots, self._taken = self._slots, [], []
+        if slots and slots[0].is_cuda:
+            torch.cuda.current_stream(slots[0].device).synchronize()  # copies that were begun read the slots
         for slot in slots:
             self._memory.close(slot)
 
@@ -251,28 +250,31 @@ class CudaIpcSender(TransportSender):
         self._memory = memory
         self._slots: list[torch.Tensor] = []
         self._left: list[torch.Tensor] = []  # slots that somebody may still read
+        self._used = False  # by the update that they were prepared for
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         """Tell the handles of the slots. Raises `RolloutError` where there can be none."""
         nbytes = max(1, min(payload.manifest.bucket_bytes, payload.manifest.total_bytes))
+        self._used = False
         try:
             if self._memory is None:
                 if not payload.on_gpu:
                     raise OSError(0, "the tensors are not on a GPU")
                 self._memory = CudaIpcMemory(payload.device)
-            if not self._slots or self._slots[0].numel() < nbytes:
+            wanted = max(2, min(_SLOTS, _ALL_SLOTS_BYTES // nbytes, payload.manifest.bucket_count))
+            if len(self._slots) < wanted or self._slots[0].numel() < nbytes:
                 self.close()
-                for _ in range(max(2, min(_SLOTS, _ALL_SLOTS_BYTES // nbytes))):
-                    self._slots.append(self._memory.allocate(nbytes))
+                self._allocate(nbytes, wanted)
             handles = [self._memory.handle(slot).hex() for slot in self._slots]
         except OSError as error:
+            self.close()
             raise RolloutError(f"prepare: no GPU memory can be shared: {error}; use another transport") from error
         return {"boot_id": boot_id(), "handles": handles, "slot_bytes": self._slots[0].numel()}
 
     def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
         """Pack every bucket into its slot and tell every peer."""
         options: dict[str, Any] = {}
-        left = True
+        left = self._used = True
         try:
             slots = len(self._slots)
             pack = functools.partial(self._pack, payload)
@@ -283,7 +285,9 @@ class CudaIpcSender(TransportSender):
         return options
 
     def release(self, payload: Payload, applied: bool) -> None:
-        """Free what was left: workers that were given up have been told."""
+        """Free what was left: workers that were given up have been told. And all, if no worker took it this way."""
+        if not self._used:
+            self.close()
         self._free(self._left)
         self._left = []
 
@@ -299,6 +303,18 @@ class CudaIpcSender(TransportSender):
             buckets.append(slot[: payload.start_bucket(index, slot)])
         with payload.on_side_stream():
             return [(low, None) for low in _low_words([fingerprint(data) for data in buckets])]
+
+    def _allocate(self, nbytes: int, count: int) -> None:
+        """So many slots, or half as often until there is room. Raises OSError where there is none for two."""
+        assert self._memory is not None
+        while len(self._slots) < count:
+            try:
+                self._slots.append(self._memory.allocate(nbytes))
+            except OSError:
+                self.close()
+                if count <= 2:
+                    raise
+                count = max(2, count // 2)
 
     def _free(self, slots: Sequence[torch.Tensor]) -> None:
         for slot in slots:

@@ -122,11 +122,11 @@ class ZmqReceiver(TransportReceiver):
         sender, parts = frames[0].bytes, [frame.buffer for frame in frames[1:]]
         magic = bytes(parts[0][:4]) if parts and len(parts[0]) == BUCKET.size else b""
         if (magic, len(parts)) not in ((BUCKET_MAGIC, 2), (SHARED_MAGIC, 1)):
-            self._ignore("is not a bucket")
+            self._ignore("is not a bucket", incoming)
             return True
         _, token, index, crc = BUCKET.unpack(parts[0])
         if incoming is None or token != incoming.token:
-            self._ignore("is of no update that is being received")
+            self._ignore("is of no update that is being received", incoming)
             self._refuse(sender, token, "this update is not being received (any more); publish again")
             return True
         self._sender = sender
@@ -187,7 +187,7 @@ class ZmqReceiver(TransportReceiver):
         if payload is not None:
             check_bucket(index, payload, crc)
         if known is not None:
-            return True
+            return index not in self._unsettled
         here = True
         if payload is not None:
             np.copyto(incoming.room(start, end), np.frombuffer(payload, np.uint8))
@@ -201,7 +201,9 @@ class ZmqReceiver(TransportReceiver):
     def _digest(self) -> str:
         return checksums_digest([crc for crc in self._checksums if crc is not None])
 
-    def _ignore(self, why: str) -> None:
+    def _ignore(self, why: str, incoming: Incoming | None) -> None:
+        if incoming is not None:
+            self._settle(incoming)  # not only when nothing comes any more
         self.ignored_messages += 1
         if self.ignored_messages.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of messages is not one of log lines
             _log.warning("a message on the weight socket %s; ignored (%d so far)", why, self.ignored_messages)
