@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
 # On a terminal pip shows how far its downloads are; in a log it would only be long.
-PIP := $(BIN)/python -m pip install $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
+PIP := $(BIN)/python -m pip install --no-compile $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
