@@ -17,8 +17,10 @@ BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
 # On a terminal pip shows how far its downloads are; in a log it would only be long.
-PIP := $(BIN)/python -m pip install --no-compile $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
+PIP := $(BIN)/python -m pip install $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start some hundred processes. Without caches of compiled code each would compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu fuzz lint format bench docs clean
