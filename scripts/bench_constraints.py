@@ -15,6 +15,7 @@ which takes milliseconds a mask.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import random
@@ -95,7 +96,7 @@ class Bench:
             tokenizer = make_tokenizer(Path(folder), vocab)
         self.stop: int = tokenizer.eos_token_id
         self.compiler = ConstraintCompiler(tokenizer, vocab, 120.0)
-        schema = json.loads(json.dumps(SCHEMA))
+        schema = copy.deepcopy(SCHEMA)
         if longest is not None:
             schema["items"]["properties"]["name"]["maxLength"] = longest
         began_s = time.perf_counter()

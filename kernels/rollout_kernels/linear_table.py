@@ -2,8 +2,8 @@
 
 An entry lists configurations with the number of rows up to which each is the one to take; above the last, the product
 is left to cuBLAS. There are two columns. The fast one takes for each band of rows what whole decode steps were fastest
-with: a single row by output (`triton_gemv`), tiles otherwise, which follow a norm better pipelined (`triton_linear`)
-and other kernels better streamed (`gluon_linear`), the more rows the more so. In the deterministic one all
+with: a single row by output (`triton_gemv`), tiles otherwise, most of them streamed (`gluon_linear`); a few rows that
+follow a norm go better pipelined (`triton_linear`) in one shape. In the deterministic one all
 configurations of an entry cut K into the same parts, so that the order in which a row's products are added does not
 depend on the batch. A shape that is not in the table gets what most measured shapes came to.
 """
@@ -37,9 +37,7 @@ def _streamed(split: int, *bands: tuple[int, int, int, int, int]) -> Bands:
     return tuple((rows, LinearConfig(n, k, split, 4, stages, programs, True)) for rows, n, k, stages, programs in bands)
 
 
-_PIPELINED = LinearConfig(64, 128, 1, 4, 6, _PROGRAMS)
 _HEAD: Bands = ((64, LinearConfig(128, 128, 1, 4, 4, _PROGRAMS)),)  # above, cuBLAS is faster
-_GATE_UP_128 = (MOST_ROWS, LinearConfig(128, 64, 1, 4, 4, 192))
 _FAST: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): (
@@ -66,7 +64,7 @@ _FAST: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-30B-A3B
     (5120, 2048, "parts"): (
         (1, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
-        (4, _PIPELINED),
+        (4, LinearConfig(64, 128, 1, 4, 6, _PROGRAMS)),
         *_streamed(4, (8, 128, 128, 6, 96)),
         *_streamed(2, (32, 64, 128, 8, 128)),
         (MOST_ROWS, LinearConfig(128, 64, 2, 8, 6, 132, True)),
@@ -85,7 +83,10 @@ _DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): _bands(1),
     (4096, 4096, "parts"): _bands(2),
-    (24576, 4096, "silu"): ((64, LinearConfig(64, 128, 1, 4, 6, 132)), _GATE_UP_128),
+    (24576, 4096, "silu"): (
+        (64, LinearConfig(64, 128, 1, 4, 6, 132)),
+        (MOST_ROWS, LinearConfig(128, 64, 1, 4, 4, 192)),
+    ),
     (4096, 12288, "parts"): _bands(2),
     (151936, 4096, "whole"): _HEAD,
     # Qwen3-1.7B

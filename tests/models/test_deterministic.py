@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU"),
     pytest.mark.filterwarnings("ignore:no measured plan"),
 ]
-LENGTHS = [11, 3]
+LENGTHS = [15, 3]
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
 
