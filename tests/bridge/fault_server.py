@@ -1,6 +1,6 @@
 """A process that has imported everything and forks a publisher, a worker or a rank for each line on its standard input.
 
-    {"role": "publisher", "endpoint", "transport", "folder", "phase", "fault", "version", "seed"}
+    {"role": "publisher", "endpoint", "transport", "folder", "phase", "fault", "version", "seed", "device"}
     {"role": "worker", "port", "settings"}
     {"role": "rank", "endpoint", "rank", "publishes", "timeout_s", "folder"}
     {"role": "fsdp", ...}                                                    see `fsdp_trainer`
@@ -66,7 +66,7 @@ def arm(phase: str, fault: str) -> None:
     elif phase == "begin":
         after(transport_choice.TransportChoice, "refused", lambda *_: stop_here(fault))
     elif phase == "transfer":
-        after(Payload, "pack_bucket", in_the_middle)
+        after(Payload, "start_bucket", in_the_middle)
         after(Payload, "host_copy", in_the_middle)
     elif phase == "commit":
         after(WeightPublisher, "_deliver", lambda *_: stop_here(fault))
@@ -96,7 +96,7 @@ def corrupt() -> None:
 
 def publish(order: dict[str, Any]) -> None:
     arm(order["phase"], order["fault"])
-    tensors = new_tensors(TinyModel(), order["seed"])
+    tensors = {name: tensor.to(order["device"]) for name, tensor in new_tensors(TinyModel(), order["seed"]).items()}
     with WeightPublisher(
         order["endpoint"], transport=order["transport"], folder=order["folder"], bucket_bytes=SMALL
     ) as publisher:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from fault_client import FaultServer
+from test_weights_faults import run_fault
 from weights_harness import TinyModel, Worker, new_tensors, serves
 
 from trainer_bridge.publisher import WeightPublisher
@@ -102,6 +106,30 @@ def test_nccl_from_one_gpu_to_another(apply: str) -> None:
                 assert report.transport == "nccl"
                 assert serves(worker.model, {name: tensor.to("cuda:1") for name, tensor in tensors.items()})
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_worker_outlives_a_publisher_lost_in_mid_broadcast_between_gpus(
+    faults: FaultServer, tmp_path: Path, fault: str, apply: str
+) -> None:
+    with Worker(model=TinyModel(device="cuda:1"), apply=apply, idle_s=5.0) as worker:
+
+        def publish(version: int) -> dict[str, torch.Tensor]:
+            tensors = {name: tensor.to("cuda:0") for name, tensor in new_tensors(TinyModel(), version).items()}
+            with WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=64) as publisher:
+                publisher.publish(tensors, version).applied(60)
+            torch.cuda.synchronize(1)
+            return {name: tensor.to("cuda:1") for name, tensor in tensors.items()}
+
+        old = publish(1)
+        run_fault(faults, worker, "nccl", tmp_path, "transfer", fault, device="cuda:0")
+        hold = worker.receiver.hold
+        assert worker.receiver.version == 1
+        assert apply == "in_place" if hold.stale else serves(worker.model, old)
+        new = publish(3)  # in a group of its own
+        assert serves(worker.model, new) and not hold.stale and not hold.wanted
 
 
 def test_staging_is_not_released_while_a_copy_on_the_device_may_read_it() -> None:

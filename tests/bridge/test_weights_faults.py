@@ -41,9 +41,12 @@ def good(worker: Worker, transport: str, folder: Path, version: int) -> dict[str
     return tensors
 
 
-def run_fault(faults: FaultServer, worker: Worker, transport: str, folder: Path, phase: str, fault: str) -> None:
+def run_fault(
+    faults: FaultServer, worker: Worker, transport: str, folder: Path, phase: str, fault: str, device: str = "cpu"
+) -> None:
     """A publisher that comes to grief; return when the worker has nothing more to do with it."""
     order = {"endpoint": worker.endpoint, "transport": transport, "folder": str(folder), "version": 2, "seed": 2}
+    order["device"] = device
     with faults.child(role="publisher", phase=phase, fault=fault, **order) as pid:
         if fault == "corrupt":
             wait_for(lambda: worker.receiver._reception.failure is not None, "the refusal")
@@ -131,7 +134,7 @@ def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_u
         port = spare.port  # free again in a moment
     endpoint = f"tcp://127.0.0.1:{port}"
     packed = []
-    plain = Payload.pack_bucket
+    plain = Payload.start_bucket
 
     def pack(self: Payload, index: int, out: torch.Tensor) -> int:
         packed.append(index)
@@ -141,7 +144,7 @@ def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_u
 
     tensors = new_tensors(TinyModel(), 1)
     limits = {"stall_s": 1.5, "begin_s": 10.0, "apply_s": 10.0}
-    monkeypatch.setattr(Payload, "pack_bucket", pack)
+    monkeypatch.setattr(Payload, "start_bucket", pack)
     with WeightPublisher(endpoint, transport=transport, bucket_bytes=SMALL, **limits) as publisher:
         with faults.child(role="worker", port=port, settings={}) as pid:
             handle = publisher.publish(tensors, 1)
@@ -165,7 +168,7 @@ def test_a_worker_that_leaves_a_group_does_not_keep_the_others_from_the_update(
     with Worker() as spare:
         port = spare.port
     packed = []
-    plain = Payload.pack_bucket
+    plain = Payload.start_bucket
 
     def pack(self: Payload, index: int, out: torch.Tensor) -> int:
         packed.append(index)
@@ -173,7 +176,7 @@ def test_a_worker_that_leaves_a_group_does_not_keep_the_others_from_the_update(
             os.kill(pid, signal.SIGKILL)
         return plain(self, index, out)
 
-    monkeypatch.setattr(Payload, "pack_bucket", pack)
+    monkeypatch.setattr(Payload, "start_bucket", pack)
     lost = f"tcp://127.0.0.1:{port}"
     with Worker() as one, Worker() as two, faults.child(role="worker", port=port, settings={}) as pid:
         endpoints = [one.endpoint, lost, two.endpoint]

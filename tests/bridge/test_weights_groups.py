@@ -138,13 +138,13 @@ def test_a_group_that_hangs_ends_the_update_and_close_returns(monkeypatch: pytes
 def test_an_update_that_moves_may_take_longer_than_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock leaps by 20 s with each bucket; a stall takes 30 s and the grace."""
     now = [0.0]
-    plain = Payload.pack_bucket
+    plain = Payload.start_bucket
 
     def pack(self: Payload, index: int, out: torch.Tensor) -> int:
         now[0] += 20.0
         return plain(self, index, out)
 
-    monkeypatch.setattr(Payload, "pack_bucket", pack)
+    monkeypatch.setattr(Payload, "start_bucket", pack)
     monkeypatch.setattr(group_broadcasts, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=SMALL) as publisher:
         handle = publisher.publish(tensors := new_tensors(worker.model, 1), 1)

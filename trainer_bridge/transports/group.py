@@ -30,7 +30,8 @@ import torch.distributed as dist
 POLL_S = 0.002
 REACH_S = 2.0
 END_S = 2.0  # for threads at the end: one that is inside of torch while Python ends may abort the process
-BUFFERS = 2  # of buckets on their way, on each side
+_LANDED_POLL_S = 0.0005
+_LANDED_POLL_GPU_S = 0.0001  # between two GPUs a bucket takes 0.2 ms
 _GONE = "gone"  # key of a store
 _MOST_WORDS = 300
 _LOOPBACK = "127.0.0.1"
@@ -146,7 +147,9 @@ class Group:
         self.device = device
         self._join_timeout = timedelta(seconds=timeout_s)
         self._timeout = timedelta(seconds=op_timeout_s or timeout_s)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._arrivals = torch.cuda.Stream(device) if on_gpu else None  # waits for broadcasts, and does nothing else
         members = dist.PrefixStore(name, store)
         try:
             self._backend = (
@@ -159,14 +162,22 @@ class Group:
         """Memory that can be broadcast, uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    @property
+    def buffers(self) -> int:
+        """Buckets on their way at a time: a host that comes late must not keep GPUs waiting."""
+        return 2 if self._stream is None else 4
+
     def broadcast(self, data: torch.Tensor, root: int = 0) -> Pending:
-        """Start to send `data` from one member to all others, behind what was started before. Raises `GroupError`."""
+        """Start to send `data` from one member to all others, behind what was started before. Raises `GroupError`.
+
+        On a GPU also behind the present work of the current stream.
+        """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         options.timeout = self._timeout
+        poll_s = _LANDED_POLL_S if self._stream is None else _LANDED_POLL_GPU_S
         try:
-            with self.on_stream():
-                return Pending(self._backend.broadcast([data], options), self._stream, self._timeout)
+            return Pending(self._backend.broadcast([data], options), self._arrivals, self._timeout, poll_s)
         except RuntimeError as error:
             raise GroupError(_first_line(error)) from error
 
@@ -231,13 +242,14 @@ class Group:
 class Pending:
     """A broadcast on its way."""
 
-    def __init__(self, work: Any, stream: torch.cuda.Stream | None, timeout: timedelta) -> None:
-        self._work, self._timeout = work, timeout
+    def __init__(self, work: Any, arrivals: torch.cuda.Stream | None, timeout: timedelta, poll_s: float) -> None:
+        self._work, self._timeout, self._poll_s = work, timeout, poll_s
         self._event: torch.cuda.Event | None = None
-        if stream is not None:
-            work.wait()  # of the stream, not of the host
+        if arrivals is not None:
+            with torch.cuda.stream(arrivals):
+                work.wait()  # of the stream, not of the host
             self._event = torch.cuda.Event()
-            self._event.record(stream)
+            self._event.record(arrivals)
 
     def wait(self, stop: threading.Event, timeout_s: float | None = None) -> None:
         """Return when the data is there, or away; `timeout_s` is the group's if absent. Raises `GroupError`."""
@@ -248,7 +260,7 @@ class Pending:
                 raise GroupError("it was told to stop")
             if time.monotonic() > deadline_s:
                 raise GroupError(f"nothing moved for {timeout_s:g} s")
-            time.sleep(POLL_S / 4)
+            time.sleep(self._poll_s)
 
     def _done(self) -> bool:
         try:

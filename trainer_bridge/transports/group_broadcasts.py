@@ -1,6 +1,6 @@
 """A trainer rank's part in one group: a thread that makes it and broadcasts every bucket, watched from outside.
 
-    pack bucket i+1 to one buffer | bucket i on its way from the other
+    pack bucket i+1 to one buffer | bucket i on its way from another (on a GPU: a few of them, the host well ahead)
 
 Of a bucket that several ranks own each broadcasts its part, and takes those of the others: they are all of one group.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from trainer_bridge.fingerprint import fingerprint
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import TransferRules
-from trainer_bridge.transports.group import BUFFERS, Group, GroupError, Pending, Place, give_up, given_up
+from trainer_bridge.transports.group import Group, GroupError, Pending, Place, give_up, given_up
 from trainer_bridge.transports.group_runs import Bucket, Runs
 
 GRACE_S = 5.0  # beyond `stall_s`: a group that still can gives the better reason itself
@@ -106,28 +107,29 @@ class Broadcasts:
             group.close(broken)
 
     def _broadcast(self, group: Group, runs: Runs) -> None:
-        buffers = [group.buffer(runs.room) for _ in range(BUFFERS)]
-        kept = self._payload.kept if self._place.runs else None  # else it is filled as buckets are packed
+        payload, buffers = self._payload, [group.buffer(runs.room) for _ in range(group.buffers)]
+        kept = payload.kept if self._place.runs else None  # else it is filled as buckets are packed
         in_order = group.buffer(0 if kept is None else runs.room)
-        on_their_way: list[tuple[Bucket, list[Pending]]] = []
+        on_their_way: deque[tuple[Bucket, list[Pending]]] = deque()
         own: dict[int, torch.Tensor] = {}
-        count = self._payload.manifest.bucket_count
-        for index in range(count + BUFFERS):
-            buffer = buffers[index % BUFFERS]
-            if index >= BUFFERS and on_their_way:
-                bucket, pending = on_their_way.pop(0)
+        count = payload.manifest.bucket_count
+        for index in range(count + len(buffers)):
+            buffer = buffers[index % len(buffers)]
+            if index >= len(buffers) and on_their_way:
+                bucket, pending = on_their_way.popleft()
                 self._await(pending)
                 if kept is not None:
-                    start, end = self._payload.manifest.bucket_span(index - BUFFERS)
+                    start, end = payload.manifest.bucket_span(index - len(buffers))
                     with group.on_stream():
                         kept[start:end].copy_(bucket.unpack(buffer, in_order))
             if index < count:
                 bucket = runs.bucket(index)
-                self._pack(group, bucket, index, buffer, own)
-                pending = [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
+                self._pack(bucket, index, buffer, own)
+                with payload.on_side_stream():  # behind what was packed
+                    pending = [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
                 on_their_way.append((bucket, pending))
         if own:
-            with group.on_stream():
+            with payload.on_side_stream():
                 self.fingerprints[list(own)] = torch.stack(list(own.values())).cpu()
 
     def _await(self, pending: list[Pending]) -> None:
@@ -138,7 +140,7 @@ class Broadcasts:
         if self._place.rank:
             self._store.set(f"at/{self._place.rank}", str(self.sent))
 
-    def _pack(self, group: Group, bucket: Bucket, index: int, buffer: torch.Tensor, own: dict) -> None:
+    def _pack(self, bucket: Bucket, index: int, buffer: torch.Tensor, own: dict[int, torch.Tensor]) -> None:
         self._moved_s = time.monotonic()
         for part in bucket.parts:
             self.order.append((index, part.root))
@@ -148,7 +150,7 @@ class Broadcasts:
             if self._place.runs:
                 self._payload.pack_pieces(part.pieces, buffer)
             else:
-                self._payload.pack_bucket(index, data)
+                self._payload.start_bucket(index, data)
             self._moved_s = time.monotonic()
-            with group.on_stream():
+            with self._payload.on_side_stream():
                 own[index] = fingerprint(data)

@@ -1,6 +1,6 @@
 """A worker's part in one group: a thread that joins, takes every bucket, and ends with the update.
 
-    reaches the store --> waits for its place --> joins --> buckets, each to its place, two on their way --> `done`
+    reaches the store --> waits for its place --> joins --> buckets, each to its place --> `done`
 
 Invariants:
 
@@ -15,6 +15,7 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -24,7 +25,6 @@ from trainer_bridge.errors import RolloutError, WeightsRejected
 from trainer_bridge.fingerprint import fingerprint, fingerprints_digest
 from trainer_bridge.transports import Incoming
 from trainer_bridge.transports.group import (
-    BUFFERS,
     POLL_S,
     Group,
     GroupError,
@@ -117,29 +117,32 @@ class Member:
 
     def _take_buckets(self, group: Group, store: dist.Store, rank: int, runs: Runs) -> None:
         manifest = self._incoming.manifest
-        buffers = [group.buffer(runs.room) for _ in range(BUFFERS)]
+        buffers = [group.buffer(runs.room) for _ in range(group.buffers)]
         in_order = group.buffer(runs.room if len(runs) > 1 else 0)
         seen, count = [], manifest.bucket_count
+        on_their_way: deque[tuple[Bucket, list[Pending]]] = deque()
 
-        def start(index: int) -> tuple[Bucket, list[Pending]]:
-            bucket, buffer = runs.bucket(index), buffers[index % BUFFERS]
-            return bucket, [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
+        def start(index: int) -> None:
+            bucket, buffer = runs.bucket(index), buffers[index % len(buffers)]
+            with group.on_stream():  # behind what reads the buffer
+                pending = [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
+            on_their_way.append((bucket, pending))
 
-        on_its_way = start(0) if count else None
+        for index in range(min(count, len(buffers))):
+            start(index)
         for index in range(count):
-            assert on_its_way is not None
-            bucket, pending = on_its_way
+            bucket, pending = on_their_way.popleft()
             for part in pending:
                 part.wait(self._cancelled)
-            # The next bucket is on its way to the other buffer while this one is copied to its place.
-            on_its_way = start(index + 1) if index + 1 < count else None
-            buffer = buffers[index % BUFFERS]
+            buffer = buffers[index % len(buffers)]
             with self._lock, group.on_stream():
                 if self._cancelled.is_set():
                     raise GroupError("the update was dropped")
                 seen += [fingerprint(buffer[part.at : part.end]) for part in bucket.parts]
                 self._incoming.landing.put(manifest.bucket_span(index)[0], bucket.unpack(buffer, in_order))
                 self._incoming.note(bucket.nbytes)
+            if index + len(buffers) < count:
+                start(index + len(buffers))
             store.set(f"at/{rank}", str(index + 1))
         with group.on_stream():
             self.digest = fingerprints_digest(seen)
