@@ -2,11 +2,12 @@
 
     python scripts/check_mismatch.py MODEL --completions 4 --tokens 16384 --report
 
-MODEL is a checkpoint folder or a hub id. A worker generates at temperature 1 (one is started, or --endpoint names one
-that serves the same weights); then transformers reads prompt and completion in one forward, once in float32 and once in
-bf16, and the worker's `raw_logprobs` are compared with both: mean and largest absolute difference, and the K3 estimate
-of KL(worker || trainer), in nats. With --report the worker gets the bf16 ones, as a trainer would send them, and its
-metrics show the same figures. Exit status 1 if the K3 KL against bf16 is above --most-k3.
+MODEL is a checkpoint folder or a hub id; `--make qwen3 1.7b` makes one there first, with random weights. A worker
+generates at temperature 1 (one is started, or --endpoint names one that serves the same weights); then transformers
+reads prompt and completion in one forward, once in float32 and once in bf16, and the worker's `raw_logprobs` are
+compared with both: mean and largest absolute difference, and the K3 estimate of KL(worker || trainer), in nats. With
+--report the worker gets the bf16 ones, as a trainer would send them, and its metrics show the same figures. Exit status
+1 if the K3 KL against bf16 is above --most-k3.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout.bench.reference import FAMILIES, SIZES, make_checkpoint
 from rollout.bench.results import print_table, write_results
 from rollout.metrics.mismatch import Mismatch, compare
 from rollout.progress import stage
@@ -30,6 +32,7 @@ from trainer_bridge.launch import start_worker
 from trainer_bridge.results import GenerateResult
 
 _PROMPT_TOKENS = 64
+_PAGE = 16
 _POSITIONS = 1024  # whose logits are held at once
 
 
@@ -88,11 +91,20 @@ def measure(
         }
 
 
+def make(folder: Path, family: str, size: str) -> None:
+    """A checkpoint with random weights, such as `check_correctness.py` uses. Raises SystemExit for an unknown kind."""
+    if family not in FAMILIES or size not in SIZES:
+        raise SystemExit(f"--make takes a family of {', '.join(FAMILIES)} and a size of {', '.join(SIZES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    make_checkpoint(family, size, "bfloat16", "cuda" if torch.cuda.is_available() else "cpu", folder)
+
+
 def main() -> int:
     """Generate, recompute, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--endpoint", help="of a worker that serves these weights; absent: one is started")
+    parser.add_argument("--make", nargs=2, metavar=("FAMILY", "SIZE"), help="make MODEL first, with random weights")
     parser.add_argument("--completions", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--vocab", type=int, help="prompts are made of token ids below this; absent: all")
@@ -104,10 +116,19 @@ def main() -> int:
     parser.add_argument("--most-k3", type=float, default=1e-2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.make is not None:
+        make(Path(args.model), *args.make)
     with ExitStack() as stack:
         endpoint = args.endpoint
         if endpoint is None:
-            worker = stack.enter_context(start_worker(args.model, wandb=False, dtype=args.dtype))
+            context = _PROMPT_TOKENS + args.tokens
+            settings = {
+                "max_rows": args.completions,
+                "max_context_tokens": context,
+                "page_size": _PAGE,
+                "kv_pages": args.completions * (context // _PAGE + 2) + 8,  # the memory that is left is transformers'
+            }
+            worker = stack.enter_context(start_worker(args.model, wandb=False, dtype=args.dtype, **settings))
             endpoint = worker.endpoint
         client = stack.enter_context(RolloutClient(endpoint, timeout_s=args.timeout_s, acknowledge=not args.report))
         rows = list(measure(args, client, generate(client, args)))
