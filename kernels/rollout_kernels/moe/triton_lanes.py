@@ -24,7 +24,7 @@ LANE_CODES = tl.constexpr(16)
 def power_of_two(code):
     """The value of an e8m0 code, 2^(code - 127). 255 (not a number) becomes infinity."""
     # Code 0 is 2^-127: below the smallest normal float32, so it has no exponent to be shifted to.
-    return tl.where(code == 0, 0x400000, code.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return tl.maximum(code.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -46,13 +46,26 @@ def add_products(acc, w, x, scale, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_scales(scale_ptr, row, k, INPUTS: tl.constexpr, FORMAT: tl.constexpr):
-    """[R, A] scales of `row` [R] for lanes that start at code `k` [A]; `scale_ptr` is that of the expert (or half)."""
-    k = tl.minimum(k, INPUTS - 1)
+def load_scales(
+    scale_ptr,
+    row0,
+    k0,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    R: tl.constexpr,
+    A: tl.constexpr,
+):
+    """[R, A] scales of `R` rows from `row0`, `A` lanes from code `k0`; `scale_ptr` is that of the expert (or half)."""
+    # As one row of R A scales: Triton hands these to the lanes in the order in which `_load` hands them the codes. From
+    # a load of [R, A] it makes another order, and every scale then crosses shared memory between two barriers.
+    lane = tl.arange(0, R * A)
+    row = tl.minimum(row0 + lane // A, OUTPUTS - 1)
+    k = tl.minimum(k0 + lane % A * LANE_CODES, INPUTS - 1)
     if FORMAT == "mxfp8":
-        return power_of_two(tl.load(scale_ptr + row[:, None] * (INPUTS // 32) + (k // 32)[None, :]))
+        scale = power_of_two(tl.load(scale_ptr + row * (INPUTS // 32) + k // 32))
     elif FORMAT == "fp8_block":
-        blocks: tl.constexpr = (INPUTS + 127) // 128
-        return tl.load(scale_ptr + (row // 128)[:, None] * blocks + (k // 128)[None, :])
+        scale = tl.load(scale_ptr + row // 128 * ((INPUTS + 127) // 128) + k // 128)
     else:
-        return tl.load(scale_ptr + row[:, None] + (k * 0)[None, :])
+        scale = tl.load(scale_ptr + row)
+    return tl.reshape(scale, [R, A])

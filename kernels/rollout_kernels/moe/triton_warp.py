@@ -78,7 +78,6 @@ def _gate_up_kernel(
     pair, block = _split(tl.program_id(0), pairs, BLOCKS, ACROSS)
     n = block * (ROWS * NEURONS) + tl.arange(0, ROWS)
     k = tl.arange(0, WIDTH)
-    chunk = tl.arange(0, SUMS) * LANE_CODES
     # The kernel before has chosen the experts, so no weights can be read before it has ended.
     follow()
     expert = tl.load(experts_ptr + pair).to(tl.int64)
@@ -100,7 +99,8 @@ def _gate_up_kernel(
                 tiles += (_load(w_row + at, at, STORED, WIDTH, EVICT),)
                 if SCALED:
                     half = scale + i // NEURONS * (SCALES // 2)
-                    scales += (load_scales(half, row, start + piece * WIDTH + chunk, H, FORMAT),)
+                    row0 = block * (ROWS * NEURONS) + i % NEURONS * ROWS
+                    scales += (load_scales(half, row0, start + piece * WIDTH, INNER, H, FORMAT, ROWS, SUMS),)
         # No weights may be read later than this: else ptxas spreads the loads out to save registers, and too few are
         # under way. The activations, which come from a cache, are read after it, so that no arithmetic can precede it.
         if FENCE:
@@ -155,7 +155,6 @@ def _down_kernel(
     token, block = _split(tl.program_id(0), tokens, BLOCKS, ACROSS)
     n = block * (ROWS * NEURONS) + tl.arange(0, ROWS)
     k = tl.arange(0, WIDTH)
-    chunk = tl.arange(0, SUMS) * LANE_CODES
     sums = ()  # of each neuron, over the experts
     for _ in tl.static_range(NEURONS):
         sums += (tl.zeros([ROWS, SUMS], tl.float32),)
@@ -168,15 +167,16 @@ def _down_kernel(
                 expert = tl.load(experts_ptr + token * TOP_K + first + i).to(tl.int64)
                 scale = scale_ptr + expert * SCALES
                 for neuron in tl.static_range(NEURONS):
+                    row0 = block * (ROWS * NEURONS) + neuron * ROWS
                     row = tl.minimum(n + neuron * ROWS, H - 1)
                     w_row = w_ptr + expert * (H * STORED) + row[:, None] * STORED
                     for piece in tl.static_range(PIECES):
                         at = start + piece * WIDTH + k[None, :]
                         tiles += (_load(w_row + at, at, STORED, WIDTH, EVICT),)
                         if SCALED:
-                            scales += (load_scales(scale, row, start + piece * WIDTH + chunk, INNER, FORMAT),)
+                            scales += (load_scales(scale, row0, start + piece * WIDTH, H, INNER, FORMAT, ROWS, SUMS),)
                     if FORMAT == "fp8_row":
-                        row_scales += (load_scales(scale, row, chunk, INNER, FORMAT),)
+                        row_scales += (load_scales(scale, row0, 0, H, INNER, FORMAT, ROWS, SUMS),)
             # Before `moe_gate_up` has ended there are no activations, but the experts were known before it began:
             # it waited for the router, and this program was not let in before that.
             if first == 0 and start == 0:
