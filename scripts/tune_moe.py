@@ -53,6 +53,7 @@ def warp_candidates(format: Format, kernel: str, tokens: int) -> list[WarpConfig
     ]
     if format != "plain":
         found += [WarpConfig(rows=4, neurons=4, at_once=most // 2), WarpConfig(rows=4, at_once=most // 4)]
+        found += [WarpConfig(rows=4, neurons=n, at_once=most // 4) for n in (2, 4)]
     if kernel == "gate_up":
         found.append(WarpConfig(rows=4, at_once=most, fence=False))
     if tokens > 1:

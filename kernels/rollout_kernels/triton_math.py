@@ -67,3 +67,15 @@ def two_floats(pair, dtype: tl.constexpr):
         low = (pair & 65535).to(tl.int16).to(tl.float16, bitcast=True)
         high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
         return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def widen(x):
+    """Bf16 or f16 to float32: for bf16 one instruction a value, where the compiler's own way takes three for two."""
+    if x.dtype == tl.bfloat16 and not INTERPRETED:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2
+        )
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)

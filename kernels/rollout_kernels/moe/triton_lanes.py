@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rollout_kernels.triton_math import two_floats
+from rollout_kernels.triton_math import two_floats, widen
 
 #: Bytes that a lane reads at once.
 LANE_BYTES = 16
@@ -38,7 +38,7 @@ def add_products(acc, w, x, scale, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         return acc
     else:
         values = w.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        sums = tl.sum(tl.reshape(values * x.to(tl.float32), [acc.shape[0], acc.shape[1], LANE_CODES]), axis=2)
+        sums = tl.sum(tl.reshape(values * widen(x), [acc.shape[0], acc.shape[1], LANE_CODES]), axis=2)
         if FORMAT == "fp8_row":
             return acc + sums
         else:
