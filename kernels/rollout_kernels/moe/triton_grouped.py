@@ -12,7 +12,7 @@ of a residual stream (`add_rms_norm`) takes the parts as they are, and `combine`
 
 Codes become bf16 or f16 without loss before they are multiplied; block and row scales are applied to the float32 sums.
 `mxfp8` scales are part of the bf16 weight, where a power of two costs no precision (above 2^-117, where bf16's normal
-values times the smallest code end); f16 has no room for them.
+values times the smallest code end; a scale over 2^7 makes the weight infinite); f16 has no room for them.
 
 Legend: T tokens, E experts, K experts a token, P = T K pairs, H hidden, I intermediate, M tokens of a tile, L tiles.
 """
@@ -52,15 +52,43 @@ def _operand(w, code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.con
     """A tile of stored weights as the tensor cores take it; `code` [N, K / 32] are the e8m0 scales of `mxfp8`."""
     if FORMAT == "plain":
         return w
+    elif FORMAT == "mxfp8":
+        grouped = tl.reshape(w, [BLOCK_N, BLOCK_K // 32, 32])
+        return tl.reshape(_scaled(grouped, code[:, :, None]), [BLOCK_N, BLOCK_K])
     else:
         half = w.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        if FORMAT == "mxfp8":
-            grouped = tl.reshape(half.to(tl.float32), [BLOCK_N, BLOCK_K // 32, 32]) * power_of_two(code)[:, :, None]
-            return narrow(tl.reshape(grouped, [BLOCK_N, BLOCK_K]), DTYPE)
-        elif DTYPE == tl.float16:
+        if DTYPE == tl.float16:
             return half
         else:
             return narrow(half.to(tl.float32), DTYPE)
+
+
+@triton.jit
+def _scaled(w, code):
+    """Bf16 values of e4m3 codes `w` times 2^(code - 127); infinite (0 becomes NaN) from 2^8 on."""
+    if INTERPRETED:
+        scale = tl.where(code > 134, float("inf"), power_of_two(code))
+        return narrow(w.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale, tl.bfloat16)
+    else:
+        # With its exponent and mantissa where those of a bf16 are, a code is 2^-120 of its value: one product of two
+        # pairs puts that right and scales. Two codes become [sign, code] each, and are moved left by 4 bits.
+        factor = (tl.minimum(code.to(tl.int32) + 120, 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair, zero;
+            cvt.u32.u16 pair, $1;
+            prmt.b32 pair, pair, 0, 0x9180;
+            shl.b32 pair, pair, 4;
+            and.b32 pair, pair, 0x87f087f0;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 $0, pair, $2, zero;
+            }""",
+            "=r,h,r",
+            [w, factor],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
