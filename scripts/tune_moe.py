@@ -75,6 +75,10 @@ def grouped_candidates(format: Format, tile_rows: int) -> list[GroupedConfig]:
     else:
         cut = ((64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 8, 4), (128, 128, 8, 3))
     found = [GroupedConfig(n, k, warps, stages) for n, k, warps, stages in cut]
+    if format in ("fp8_row", "fp8_block"):
+        found += [replace(config, half=True) for config in found] + [
+            GroupedConfig(128, 128, 8 if tile_rows >= 64 else 4, 3, half=True)
+        ]
     return found + [GroupedConfig(*cut[0], bulk=False)] + ([GroupedConfig(*cut[2], bulk=False)] if len(cut) > 2 else [])
 
 

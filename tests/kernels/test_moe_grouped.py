@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_cases import Layer, exact, layer, poison, relative
+from moe_cases import DEVICE, Layer, exact, layer, poison, relative
 from rollout_kernels.moe.formats import FORMATS
 from rollout_kernels.moe.triton_grouped import GroupedConfig, combine, grouped_down, grouped_gate_up
 from rollout_kernels.moe.triton_grouping import group_pairs
+from rollout_kernels.moe.triton_half import narrow_rows
 
 SMALL = GroupedConfig(block_n=64, block_k=128)
 
@@ -110,3 +111,27 @@ def test_all_codes_with_all_scales_that_weights_of_16_bits_have_room_for():
     case.down.scales.fill_(135)
     parts = grouped_down(h, groups, torch.ones(2, 1, device=h.device), case.down, SMALL)
     assert not parts.isfinite().any()
+
+
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block"])
+@pytest.mark.filterwarnings("ignore:overflow")  # of exp(-gate), numpy's
+@pytest.mark.parametrize("size", [1.0, 1e-15, 1e6, 1e15])
+def test_activations_in_f16_that_reach_as_far_as_bf16(format, size):
+    case = layer(5, format=format, hidden=160, inner=96)
+    case.x_TH[1:] *= size  # gate, up: about `size`; what lies between the kernels: up to its square
+    half = GroupedConfig(block_n=64, block_k=128, half=True)
+    assert relative(run(case, half)[:1], exact(case)[:1]) < 4e-3
+    assert relative(run(case, half)[1:], exact(case)[1:]) < 4e-3
+    order = [3, 1, 0, 4, 2]
+    assert torch.equal(run(case.rows(order), half), run(case, half)[order])
+
+
+def test_rows_in_f16_keep_their_values():
+    bits = torch.arange(0x8000, dtype=torch.int32, device=DEVICE)
+    every = bits.to(torch.int16).view(torch.bfloat16)[:0x7F80]  # finite, not negative
+    for low in (1, 15, 100, 226):  # exponents: a row has 28 powers of two below its largest value
+        x = every[low << 7 : (low + 29) << 7].view(1, -1)
+        half, scales = narrow_rows(torch.cat([x, -x]))
+        assert torch.equal(half.double() * scales[:, None], torch.cat([x, -x]).double())
+    half, scales = narrow_rows(torch.tensor([[0.0, 0.0], [float("inf"), 1.0], [float("nan"), 1.0]]).to(every))
+    assert torch.equal(half[0].float() * scales[0], torch.zeros(2, device=DEVICE)) and not half[1:, 0].isfinite().any()

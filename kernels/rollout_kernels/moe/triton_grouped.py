@@ -11,6 +11,8 @@ of 64 or 128 tokens serve prefill. Sums are float32 in a fixed order; no two pro
 of a residual stream (`add_rms_norm`) takes the parts as they are, and `combine` falls away.
 
 Codes become bf16 or f16 without loss before they are multiplied; block and row scales are applied to the float32 sums.
+With a configuration's `half`, bf16 activations beside `fp8_row` and `fp8_block` become f16 with a scale a row first, in
+a launch of their own (triton_half): then a code takes half an instruction instead of two.
 `mxfp8` scales are part of the bf16 weight, where a power of two costs no precision (above 2^-117, where bf16's normal
 values times the smallest code end; a scale over 2^7 makes the weight infinite); f16 has no room for them.
 
@@ -29,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rollout_kernels.moe.formats import ExpertWeights
 from rollout_kernels.moe.triton_grouping import Groups
+from rollout_kernels.moe.triton_half import narrow_rows
 from rollout_kernels.moe.triton_lanes import power_of_two
 from rollout_kernels.triton_math import INTERPRETED, dot, follow, follow_options, narrow
 
@@ -37,7 +40,8 @@ from rollout_kernels.triton_math import INTERPRETED, dot, follow, follow_options
 class GroupedConfig:
     """How a kernel of this file is cut up: block_n weight rows by block_k a tile; `bulk`: fetched by the copy engine.
 
-    Tokens a tile come with the `Groups`. For `fp8_block`, block_n and block_k divide 128.
+    Tokens a tile come with the `Groups`. For `fp8_block`, block_n and block_k divide 128. `half` (`fp8_row`,
+    `fp8_block`): multiplied in f16.
     """
 
     block_n: int = 64
@@ -45,6 +49,7 @@ class GroupedConfig:
     num_warps: int = 4
     num_stages: int = 3
     bulk: bool = True
+    half: bool = False
 
 
 @triton.jit
@@ -153,6 +158,7 @@ def _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M: tl.constexpr):
 @triton.jit
 def _gate_up_kernel(
     x_ptr,
+    x_scale_ptr,
     w_ptr,
     scale_ptr,
     pairs_ptr,
@@ -163,6 +169,7 @@ def _gate_up_kernel(
     TOP_K: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALES: tl.constexpr,
+    HALF: tl.constexpr,
     BULK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -194,6 +201,10 @@ def _gate_up_kernel(
         next_up = _scale(gate_scale + SCALES // 2, row, k + BLOCK_K, INNER, H, FORMAT, BLOCK_K)
         gate = _add(gate, w_gate, x, scale_gate, FORMAT, BLOCK_N, BLOCK_K)
         up = _add(up, w_up, x, scale_up, FORMAT, BLOCK_N, BLOCK_K)
+    if HALF:
+        x_scale = tl.load(x_scale_ptr + pair // TOP_K)[None, :]
+        gate *= x_scale
+        up *= x_scale
     if FORMAT == "fp8_row":
         gate *= tl.load(gate_scale + row)[:, None]
         up *= tl.load(gate_scale + SCALES // 2 + row)[:, None]
@@ -205,6 +216,7 @@ def _gate_up_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def _down_kernel(
     h_ptr,
+    h_scale_ptr,
     w_ptr,
     scale_ptr,
     pairs_ptr,
@@ -217,6 +229,7 @@ def _down_kernel(
     TOP_K: tl.constexpr,
     FORMAT: tl.constexpr,
     SCALES: tl.constexpr,
+    HALF: tl.constexpr,
     BULK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -242,6 +255,8 @@ def _down_kernel(
         scale_now = next_scale
         next_scale = _scale(scale, row, k + BLOCK_K, H, INNER, FORMAT, BLOCK_K)
         acc = _add(acc, w, x, scale_now, FORMAT, BLOCK_N, BLOCK_K)
+    if HALF:
+        weight *= tl.load(h_scale_ptr + pair)
     if FORMAT == "fp8_row":
         acc *= tl.load(scale + row)[:, None]
     place = ((pair % TOP_K) * tokens + pair // TOP_K).to(tl.int64) * H
@@ -271,6 +286,12 @@ def _stored(weights: ExpertWeights, config: GroupedConfig) -> torch.Tensor | Ten
 def _scales(weights: ExpertWeights) -> torch.Tensor:
     """The scales; plain weights have none, and the kernels read nothing from what stands in for them."""
     return weights.values_ENK if weights.scales is None else weights.scales
+
+
+def _halved(x: torch.Tensor, weights: ExpertWeights, config: GroupedConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The activations that the kernels multiply, and their scales if they were made f16."""
+    assert not config.half or weights.format in ("fp8_row", "fp8_block"), f"{config} is not for {weights.format}"
+    return narrow_rows(x) if config.half and x.dtype == torch.bfloat16 else (x, None)
 
 
 def _options(weights: ExpertWeights, config: GroupedConfig, device: torch.device) -> dict[str, Any]:
@@ -311,8 +332,10 @@ def grouped_gate_up(
     assert gate_up.halves == 2
     inner = gate_up.values_ENK.shape[1] // 2
     out = out_PI if out_PI is not None else x_TH.new_empty(groups.pairs_P.numel(), inner)
+    factors_TH, x_scales_T = _halved(x_TH, gate_up, config)
     _gate_up_kernel[(triton.cdiv(inner, config.block_n), groups.tiles_L3.shape[0])](
-        x_TH,
+        factors_TH,
+        factors_TH if x_scales_T is None else x_scales_T,
         _stored(gate_up, config),
         _scales(gate_up),
         groups.pairs_P,
@@ -321,6 +344,7 @@ def grouped_gate_up(
         H=x_TH.shape[1],
         INNER=inner,
         TOP_K=top_k,
+        HALF=x_scales_T is not None,
         BLOCK_M=max(16, groups.tile_rows),
         **_options(gate_up, config, x_TH.device),
     )
@@ -345,8 +369,10 @@ def grouped_down(
     out = out_KTH
     if out is None:
         out = torch.empty(top_k, tokens, hidden, dtype=torch.float32, device=h_PI.device)
+    factors_PI, h_scales_P = _halved(h_PI, down, config)
     _down_kernel[(triton.cdiv(hidden, config.block_n), groups.tiles_L3.shape[0])](
-        h_PI,
+        factors_PI,
+        factors_PI if h_scales_P is None else h_scales_P,
         _stored(down, config),
         _scales(down),
         groups.pairs_P,
@@ -357,6 +383,7 @@ def grouped_down(
         H=hidden,
         INNER=h_PI.shape[1],
         TOP_K=top_k,
+        HALF=h_scales_P is not None,
         BLOCK_M=max(16, groups.tile_rows),
         **_options(down, config, h_PI.device),
     )
