@@ -73,7 +73,7 @@ def grouped_candidates(format: Format, tile_rows: int) -> list[GroupedConfig]:
     elif format == "plain":
         cut = ((64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (128, 64, 4, 4), (32, 128, 4, 4))
     else:
-        cut = ((64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 8, 4), (128, 128, 8, 3))
+        cut = ((64, 128, 4, 4), (64, 128, 4, 6), (64, 128, 8, 4), (128, 128, 8, 3), (64, 128, 4, 3))
     found = [GroupedConfig(n, k, warps, stages) for n, k, warps, stages in cut]
     if format in ("fp8_row", "fp8_block"):
         found += [replace(config, half=True) for config in found] + [

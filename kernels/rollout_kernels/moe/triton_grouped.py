@@ -54,10 +54,15 @@ class GroupedConfig:
 
 @triton.jit
 def _operand(w, code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile of stored weights as the tensor cores take it; `code` [N, K / 32] are the e8m0 scales of `mxfp8`."""
+    """A tile of stored weights as the tensor cores take it; `code` has the scales of `mxfp8` as `_scale` gives them."""
     if FORMAT == "plain":
         return w
     elif FORMAT == "mxfp8":
+        if code.dtype == tl.int32:
+            # Byte by byte with `join`: of an `arange` of shifts Triton can't tell that it may move to the tensor cores'
+            # layout, and would take the tile there through shared memory instead.
+            pairs = tl.join(tl.join(code, code >> 16), tl.join(code >> 8, code >> 24))
+            code = tl.reshape(pairs, [BLOCK_N, 4]) & 255
         grouped = tl.reshape(w, [BLOCK_N, BLOCK_K // 32, 32])
         return tl.reshape(_scaled(grouped, code[:, :, None]), [BLOCK_N, BLOCK_K])
     else:
@@ -109,7 +114,12 @@ def _add(acc, w, x, scale, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K:
 @triton.jit
 def _scale(scale_ptr, row, k, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
     """Scales of a tile that starts at column `k`, 0 if there are none; `scale_ptr` is that of the expert (or half)."""
-    if FORMAT == "mxfp8":
+    if FORMAT == "mxfp8" and BLOCK_K == 128 and INPUTS % 128 == 0:
+        # The four of a row as one int32, [N]: Triton has each thread fetch so few values itself, where it needs them.
+        # More, [N, K / 32], it spreads over the threads and then passes on through shared memory, between barriers.
+        words = scale_ptr.to(tl.pointer_type(tl.int32)) + row * (INPUTS // 128)
+        return tl.load(words + tl.minimum(k // 128, INPUTS // 128 - 1))
+    elif FORMAT == "mxfp8":
         group = k // 32 + tl.arange(0, BLOCK_K // 32)
         at = row[:, None] * (INPUTS // 32) + tl.minimum(group, INPUTS // 32 - 1)[None, :]
         return tl.load(scale_ptr + at)
