@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from moe_cases import Layer, exact, layer, poison, relative
 from rollout_kernels import route
-from rollout_kernels.moe import triton_grouped, triton_grouping, triton_router, triton_warp
+from rollout_kernels.moe import triton_grouped, triton_grouping, triton_half, triton_router, triton_warp
 from rollout_kernels.moe.dispatch import GroupedPlan, MoEShape, Plan, WarpPlan, moe_plan, run_experts, table_entry
 from rollout_kernels.moe.formats import FORMATS, Format
 from rollout_kernels.moe.quantize import quantize
@@ -31,10 +32,19 @@ def run(case: Layer, plan: Plan, parts: bool = False) -> torch.Tensor:
     return run_experts(case.x_TH, routing, case.gate_up, case.down, plan, parts=parts)
 
 
+def with_half(plan: GroupedPlan, half: bool) -> GroupedPlan:
+    return replace(plan, gate_up=replace(plan.gate_up, half=half), down=replace(plan.down, half=half))
+
+
 def path_plans(format: Format) -> dict[str, Plan]:
     plans = [plan for _, plan in table_entry(QWEN3_30B, format).bands]
     warp = next(plan for plan in plans if isinstance(plan, WarpPlan))
-    return {"warp": warp} | {f"grouped-{p.tile_rows}": p for p in plans if isinstance(p, GroupedPlan)}
+    grouped = {f"grouped-{p.tile_rows}": p for p in plans if isinstance(p, GroupedPlan)}
+    if format in ("fp8_row", "fp8_block"):
+        grouped |= {
+            f"{name}-{half=}": with_half(plan, half) for name, plan in grouped.items() for half in (False, True)
+        }
+    return {"warp": warp} | grouped
 
 
 def rounded_steps(case: Layer) -> torch.Tensor:
@@ -174,7 +184,7 @@ def test_overlapping_launches_change_no_bit(format, tokens, monkeypatch):
     """Layers with routers, one after the other, captured with and without programmatic dependent launch."""
     from rollout_kernels import triton_fused, triton_linear
 
-    modules = (triton_fused, triton_linear, triton_warp, triton_grouped, triton_grouping, triton_router)
+    modules = (triton_fused, triton_linear, triton_warp, triton_grouped, triton_grouping, triton_half, triton_router)
     layers = [qwen3(1, format, seed=seed) for seed in range(3)]
     routers = [torch.randn(128, 2048, device="cuda").bfloat16() * 0.02 for _ in layers]
     norm = torch.rand(2048, device="cuda").bfloat16()
@@ -190,7 +200,7 @@ def test_overlapping_launches_change_no_bit(format, tokens, monkeypatch):
         return triton_fused.add_rms_norm(residual, parts, norm, 1e-6)
 
     plans = path_plans(format)
-    for plan in (plans["warp"], plans["grouped-16"]):
+    for plan in (plan for name, plan in plans.items() if name in ("warp", "grouped-16", "grouped-16-half=True")):
         results = []
         for overlap in (True, False):
             with monkeypatch.context() as patch:

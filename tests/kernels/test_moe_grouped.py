@@ -96,21 +96,21 @@ def test_the_smallest_power_of_two_is_a_scale_too():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, where infinity is expected
-def test_all_codes_with_all_scales_that_weights_of_16_bits_have_room_for():
-    case = layer(2, format="mxfp8", experts=1, top_k=1, hidden=256, inner=64)
-    codes = torch.arange(256, dtype=torch.uint8, device=case.x_TH.device)
+@pytest.mark.parametrize("inner", [64, 128])
+def test_all_codes_with_all_scales_that_weights_of_16_bits_have_room_for(inner):
+    columns = [32 * group + 5 * (group + 1) for group in range(inner // 32)]  # one in each group
+    case = layer(len(columns), format="mxfp8", experts=1, top_k=1, hidden=256, inner=inner)
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     codes = codes.masked_fill((codes & 0x7F) == 0x7F, 0)  # not numbers
     case.down.values_ENK.copy_(codes[None, :, None])
-    h = torch.zeros(2, 64, dtype=torch.bfloat16, device=case.x_TH.device)
-    h[0, 5] = h[1, 40] = 1  # one in each group
-    groups = group_pairs(case.experts_TK, 1, 16)
-    for low, high in ((10, 127), (126, 134)):
-        case.down.scales[..., 0], case.down.scales[..., 1] = low, high
-        parts = grouped_down(h, groups, torch.ones(2, 1, device=h.device), case.down, SMALL)
-        assert torch.equal(parts[0], case.down.dequantized()[0][:, [5, 40]].T.float())
+    h = torch.eye(inner, dtype=torch.bfloat16, device=DEVICE)[columns]
+    groups, weights = group_pairs(case.experts_TK, 1, 16), torch.ones(len(columns), 1, device=DEVICE)
+    for scales in ([10, 127, 74, 126], [134, 126, 127, 133]):
+        case.down.scales.copy_(torch.tensor(scales[: len(columns)], dtype=torch.uint8))
+        parts = grouped_down(h, groups, weights, case.down, SMALL)
+        assert torch.equal(parts[0], case.down.dequantized()[0][:, columns].T.float())
     case.down.scales.fill_(135)
-    parts = grouped_down(h, groups, torch.ones(2, 1, device=h.device), case.down, SMALL)
-    assert not parts.isfinite().any()
+    assert not grouped_down(h, groups, weights, case.down, SMALL).isfinite().any()
 
 
 @pytest.mark.parametrize("format", ["fp8_row", "fp8_block"])
