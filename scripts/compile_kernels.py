@@ -35,7 +35,7 @@ from rollout_kernels import (
     triton_step,
 )
 from rollout_kernels.linear_table import linear_config
-from rollout_kernels.lora import LoraBuffers
+from rollout_kernels.lora import Correction, LoraBuffers
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.triton_allow import allow_only
@@ -197,10 +197,31 @@ def adapters(shape: Shape, rows: int) -> Iterator[Case]:
                 given = (to, empty(tokens, inputs), buffers, ints(tokens), segmented)
                 what = "prefill" if segmented else "decode"
                 yield f"adapters, rank {rank}, {name}, {what}", lambda a=given: triton_lora.lora_add(*a)
+            yield from added_later(shape, rows, rank, name, inputs, ends)
     config = linear_config(2 * inner, shape.hidden, "silu", rows)
     if config is not None:  # without SiLU, which then comes after the corrections
         whole = (empty(rows, shape.hidden), empty(2 * inner, shape.hidden), empty(rows, 2 * inner), 2 * inner)
-        yield "adapters, product gate_up", lambda a=(*whole, config, False): triton_linear._launch(*a)
+        yield "adapters, product gate_up", lambda a=(*whole, config, False, True): triton_linear._launch(*a)
+
+
+def added_later(shape: Shape, rows: int, rank: int, name: str, inputs: int, ends: tuple[int, ...]) -> Iterator[Case]:
+    """One of the products of a decode step whose corrections are added by the kernel that reads it."""
+    buffers = LoraBuffers(empty(8, len(ends) * rank, inputs), empty(8, ends[-1], rank), ends)
+    if not triton_lora.adds_later(rows, buffers, False):
+        return
+    label = f"adapters later, rank {rank}, {name}"
+    yield label, lambda: triton_lora.shrink_beside(empty(rows, inputs), buffers, ints(rows))
+    low = floats(triton_lora._parts(inputs, False), rows, len(ends) * rank)
+    correction = Correction(low, buffers, ints(rows))
+    residual, parts = empty(rows, shape.hidden), floats(2, rows, ends[-1])
+    cache, cos = empty(64, PAGE, shape.kv_heads, shape.dim), floats(rows, 1, shape.dim)
+    to = (cos, cos, ints(rows, dtype=torch.int64), cache, cache, shape.heads, None, None, correction)
+    if name == "qkv":
+        yield label, lambda: triton_fused.finish_qkv(parts, None, empty(2, shape.dim), 1e-6, *to)
+    elif name == "gate_up":
+        yield label, lambda: triton_fused.silu_mul(empty(rows, ends[-1]), correction)
+    else:
+        yield label, lambda: triton_fused.add_rms_norm(residual, parts, empty(shape.hidden), 1e-6, correction)
 
 
 def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:

@@ -5,7 +5,7 @@ tiles of weights and of x into a ring in shared memory, and the tensor cores tak
 brought by turns, eight and eight, so that both sums of an output end in one thread. The ring is filled
 with the first weights, which nobody writes, before the kernel waits for the one that makes x. So the memory is kept
 busy while that one comes to its end. It lets the one after in before it waits itself: that one must read nothing but
-weights before its own wait.
+weights before its own wait. Unless that one is to read x, beside this kernel: then it is let in once x is there.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -97,6 +97,7 @@ def _stream_kernel(
     SPLIT: gl.constexpr,
     SILU: gl.constexpr,
     STAGES: gl.constexpr,
+    BESIDE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     program = gl.program_id(0)
@@ -110,13 +111,16 @@ def _stream_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-    gdc_launch_dependents()
+    if not BESIDE:
+        gdc_launch_dependents()
     steps = (items - program + programs - 1) // programs * STEPS
     for stage in gl.static_range(STAGES - 2):
         tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K)
         mbarrier.expect(full.index(stage), LOADED, stage < steps)
         _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, BLOCKS, SILU)
     gdc_wait()
+    if BESIDE:
+        gdc_launch_dependents()
     for stage in gl.static_range(STAGES - 2):
         tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K)
         _copy(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
@@ -170,6 +174,7 @@ def stream(
     num_stages: int,
     programs: int,
     silu: bool,
+    beside: bool = False,
 ) -> None:
     """The product into `out`, as `triton_linear._launch` makes it; `block_n` weight rows a tile.
 
@@ -205,6 +210,7 @@ def stream(
         SPLIT=split,
         SILU=silu,
         STAGES=stages(block_n, block_m, block_k, num_stages),
+        BESIDE=beside,
         num_warps=num_warps,
         launch_pdl=True,
     )

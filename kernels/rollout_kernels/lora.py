@@ -33,6 +33,15 @@ class LoraBuffers:
         return self.b_SNR.shape[2]
 
 
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What a kernel that reads a product has yet to add to it: B of a token's slot times the sum of `low_PMA`."""
+
+    low_PMA: torch.Tensor  # float32, P parts of A x; tokens of slot 0 have nothing there
+    buffers: LoraBuffers
+    slots_M: torch.Tensor  # int32
+
+
 def padded_rank(rank: int) -> int:
     """The rank of slots that hold adapters of up to `rank`, which must be from 1 to MOST_RANK."""
     assert 1 <= rank <= MOST_RANK

@@ -6,6 +6,9 @@
 
 Where the cache holds e4m3 codes, `finish_qkv` makes them and their scales, of the values that it would have stored.
 
+Each adds what low-rank adapters have to correct in the product that it reads, where `triton_lora.shrink_beside` has
+made the first half of that.
+
 Partial sums come from `triton_linear.linear_parts` and are added up here in a fixed order, in float32; a product that
 is whole is one part, of any dtype.
 
@@ -18,7 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.lora import Correction
 from rollout_kernels.triton_fp8 import e4m3_code, head_scale
+from rollout_kernels.triton_lora import begin_expand, correction_arguments, expand_row
 from rollout_kernels.triton_math import follow, follow_options, narrow
 
 _BLOCK_HEADS = 8  # heads that a program of `finish_qkv` works on
@@ -30,23 +35,38 @@ def _add_rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     out_ptr,
+    low_ptr,
+    b_ptr,
+    adapters_ptr,
     rows,
     eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    R: tl.constexpr,
+    LOW_PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     live = h < H
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + h, mask=live, other=0.0).to(tl.float32)
+    if R > 0:
+        adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
+        b = b_ptr + ((adapter - 1).to(tl.int64) * H + h[:, None]) * R
+        takes = h[:, None] < tl.where(adapter > 0, H, 0)
+        first = begin_expand(b, takes, AT_ONCE)
     follow()
     x = tl.load(residual_ptr + row * H + h, mask=live, other=0.0).to(tl.float32)
     if PARTS > 0:
         added = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
             added += tl.load(parts_ptr + (part * rows + row) * H + h, mask=live, other=0.0)
+        if R > 0:
+            added += expand_row(
+                first, b, takes, low_ptr + row * R, rows * R, tl.where(adapter > 0, R, 0), R, LOW_PARTS, AT_ONCE
+            )
         # The sum is rounded as a matrix product's result would be, then the residual as the model keeps it.
         stored = narrow(x + narrow(added, dtype).to(tl.float32), dtype)
         tl.store(residual_ptr + row * H + h, stored, mask=live)
@@ -57,22 +77,29 @@ def _add_rms_norm_kernel(
 
 
 def add_rms_norm(
-    residual_MH: torch.Tensor, parts_SMH: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+    residual_MH: torch.Tensor,
+    parts_SMH: torch.Tensor | None,
+    weight_H: torch.Tensor,
+    eps: float,
+    correction: Correction | None = None,
 ) -> torch.Tensor:
-    """Add partial products (None for none) to `residual_MH` in place; returns its RMS norm, [M, H]."""
+    """Add partial products (None for none) and their correction to `residual_MH` in place; returns its norm, [M, H]."""
     rows, hidden = residual_MH.shape
+    assert correction is None or parts_SMH is not None
+    block, most = triton.next_power_of_2(hidden), 2048 if correction is not None else hidden
     out_MH = torch.empty_like(residual_MH)
     _add_rms_norm_kernel[(rows,)](
         parts_SMH,
         residual_MH,
         weight_H,
         out_MH,
-        rows,
-        eps,
+        rows=rows,
+        eps=eps,
         H=hidden,
-        BLOCK=triton.next_power_of_2(hidden),
+        BLOCK=block,
         PARTS=0 if parts_SMH is None else parts_SMH.shape[0],
-        num_warps=8 if hidden > 1024 else 4,
+        num_warps=4 if hidden <= 1024 else 8 if hidden <= most else 16,
+        **correction_arguments(correction, block),
         **follow_options(residual_MH.device),
     )
     return out_MH
@@ -90,6 +117,9 @@ def _finish_qkv_kernel(
     k_cache_ptr,
     v_cache_ptr,
     scales_ptr,
+    low_ptr,
+    b_ptr,
+    adapters_ptr,
     rows,
     eps,
     Q_HEADS: tl.constexpr,
@@ -102,6 +132,9 @@ def _finish_qkv_kernel(
     NORM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     FP8: tl.constexpr,
+    R: tl.constexpr,
+    LOW_PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
@@ -111,6 +144,12 @@ def _finish_qkv_kernel(
     live = (d < D // 2) & (head < heads)
     is_q = head < Q_HEADS
     is_v = head >= Q_HEADS + KV_HEADS
+    if R > 0:
+        adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
+        b = b_ptr + ((adapter - 1).to(tl.int64) * (heads * D) + (head * D + d)[:, :, None]) * R
+        takes = ((d < D // 2) & (head < tl.where(adapter > 0, heads, 0)))[:, :, None]
+        first_low = begin_expand(b, takes, AT_ONCE)
+        first_high = begin_expand(b + D // 2 * R, takes, AT_ONCE)
     follow()
     low = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
     high = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
@@ -118,6 +157,12 @@ def _finish_qkv_kernel(
         here = parts_ptr + ((part * rows + row) * heads + head) * D + d
         low += tl.load(here, mask=live, other=0.0)
         high += tl.load(here + D // 2, mask=live, other=0.0)
+    if R > 0:
+        module = (head >= Q_HEADS).to(tl.int32) + is_v.to(tl.int32)
+        sums = low_ptr + (row * 3 + module[:, :, None]) * R
+        ranks = tl.where(head < tl.where(adapter > 0, heads, 0), R, 0)[:, :, None]
+        low += expand_row(first_low, b, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
+        high += expand_row(first_high, b + D // 2 * R, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
     if BIAS:
         low += tl.load(bias_ptr + head * D + d, mask=live, other=0.0).to(tl.float32)
         high += tl.load(bias_ptr + head * D + D // 2 + d, mask=live, other=0.0).to(tl.float32)
@@ -178,6 +223,7 @@ def finish_qkv(
     q_heads: int,
     scales_P2GS: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    correction: Correction | None = None,
 ) -> torch.Tensor:
     """Finish the fused q/k/v product of M tokens and write their keys and values; returns the queries [M, heads, D].
 
@@ -194,6 +240,7 @@ def finish_qkv(
         q_heads: query heads.
         scales_P2GS: float32 scales of keys, then values, contiguous and written in place; with e4m3 codes only.
         dtype: of the queries, the model's; needed with e4m3 codes.
+        correction: what adapters add to the product, or None.
     """
     parts, rows, _ = parts_SMW.shape
     kv_heads, dim = k_cache_PSGD.shape[2:]
@@ -213,8 +260,8 @@ def finish_qkv(
         k_cache_PSGD,
         v_cache_PSGD,
         scales_P2GS,
-        rows,
-        eps,
+        rows=rows,
+        eps=eps,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         D=dim,
@@ -225,31 +272,63 @@ def finish_qkv(
         NORM=norm_2D is not None,
         PAGE_SIZE=k_cache_PSGD.shape[1],
         FP8=scales_P2GS is not None,
-        num_warps=4,
+        num_warps=4 if correction is None else 8,
+        **correction_arguments(correction, _BLOCK_HEADS * dim),
         **follow_options(parts_SMW.device),
     )
     return q_MHD
 
 
-@triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _silu_mul_kernel(
+    gate_up_ptr,
+    out_ptr,
+    low_ptr,
+    b_ptr,
+    adapters_ptr,
+    rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    LOW_PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = i < WIDTH
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if R > 0:
+        adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
+        b = b_ptr + ((adapter - 1).to(tl.int64) * (2 * WIDTH) + i[:, None]) * R
+        takes = i[:, None] < tl.where(adapter > 0, WIDTH, 0)
+        first_gate = begin_expand(b, takes, AT_ONCE)
+        first_up = begin_expand(b + WIDTH * R, takes, AT_ONCE)
     follow()
     gate = tl.load(gate_up_ptr + row * 2 * WIDTH + i, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + i, mask=live, other=0.0).to(tl.float32)
+    if R > 0:
+        low, part, ranks = low_ptr + row * 2 * R, rows * 2 * R, tl.where(adapter > 0, R, 0)
+        gate += expand_row(first_gate, b, takes, low, part, ranks, R, LOW_PARTS, AT_ONCE)
+        up += expand_row(first_up, b + WIDTH * R, takes, low + R, part, ranks, R, LOW_PARTS, AT_ONCE)
+        gate, up = narrow(gate, dtype).to(tl.float32), narrow(up, dtype).to(tl.float32)
     gate = narrow(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
     tl.store(out_ptr + row * WIDTH + i, narrow(gate * up, dtype), mask=live)
 
 
-def silu_mul(gate_up_M2I: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, gate first; returns [M, I] in the same dtype."""
+def silu_mul(gate_up_M2I: torch.Tensor, correction: Correction | None = None) -> torch.Tensor:
+    """`silu(gate) * up`, gate first, of the corrected product; returns [M, I] in the same dtype."""
     rows, width = gate_up_M2I.shape
     assert gate_up_M2I.is_contiguous()
     out_MI = torch.empty(rows, width // 2, dtype=gate_up_M2I.dtype, device=gate_up_M2I.device)
-    _silu_mul_kernel[(rows, triton.cdiv(width // 2, 1024))](
-        gate_up_M2I, out_MI, WIDTH=width // 2, BLOCK=1024, num_warps=4, **follow_options(out_MI.device)
+    block = 1024 if correction is None else 512
+    _silu_mul_kernel[(rows, triton.cdiv(width // 2, block))](
+        gate_up_M2I,
+        out_MI,
+        rows=rows,
+        WIDTH=width // 2,
+        BLOCK=block,
+        num_warps=4,
+        **correction_arguments(correction, 2 * block),
+        **follow_options(out_MI.device),
     )
     return out_MI

@@ -7,7 +7,8 @@ first operand of the tensor cores, the M tokens, padded to BLOCK_M, the second (
 128 at a time, each time with all weights, which only pays where the result must not depend on their number.
 
 Split products leave float32 partial sums, which the kernel that consumes them adds up in a fixed order. So a row's
-result depends on the chosen configuration, never on timing or on the other rows.
+result depends on the chosen configuration, never on timing or on the other rows. With `beside` the kernel that is
+launched next may read x before it waits for the product.
 
     linear        out = x w^T          bf16 or float32 out, SPLIT = 1
     linear_parts  parts[s] = x_s w_s^T float32 [SPLIT, M, N], summed by the consumer
@@ -158,7 +159,7 @@ def _stages(config: LinearConfig, block_m: int, element_bytes: int) -> int:
     return max(1, min(config.num_stages, _SHARED_BYTES // on_one // tile_bytes))
 
 
-def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig | GemvConfig, silu: bool) -> None:
+def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig | GemvConfig, silu: bool, beside: bool = False) -> None:
     if isinstance(config, GemvConfig):
         gemv(x_MK, w_NK, out, outputs, config, silu)
         return
@@ -168,7 +169,7 @@ def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig | GemvConfig, si
     if config.streamed:
         if gluon_linear.takes(x_MK, w_NK, silu):
             shape = (config.block_n, config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
-            gluon_linear.stream(x_MK, w_NK, out, outputs, *shape, silu)
+            gluon_linear.stream(x_MK, w_NK, out, outputs, *shape, silu, beside)
             return
         config = replace(config, block_n=config.block_n & -config.block_n)  # here a tile is a power of two
     outputs_a_tile = config.block_n // 2 if silu else config.block_n
@@ -198,21 +199,27 @@ def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig | GemvConfig, si
 
 
 def linear(
-    x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig | GemvConfig, out_dtype: torch.dtype | None = None
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    config: LinearConfig | GemvConfig,
+    out_dtype: torch.dtype | None = None,
+    beside: bool = False,
 ) -> torch.Tensor:
     """`x w^T`, accumulated in float32. `config.split` must be 1. Returns [M, N]."""
     assert config.split == 1
     outputs = w_NK.shape[0]
     out_MN = torch.empty(x_MK.shape[0], outputs, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    _launch(x_MK, w_NK, out_MN, outputs, config, silu=False)
+    _launch(x_MK, w_NK, out_MN, outputs, config, silu=False, beside=beside)
     return out_MN
 
 
-def linear_parts(x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig | GemvConfig) -> torch.Tensor:
+def linear_parts(
+    x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig | GemvConfig, beside: bool = False
+) -> torch.Tensor:
     """Partial sums of `x w^T` over `config.split` parts of K, float32 [split, M, N]."""
     outputs = w_NK.shape[0]
     parts = torch.empty(config.split, x_MK.shape[0], outputs, dtype=torch.float32, device=x_MK.device)
-    _launch(x_MK, w_NK, parts, outputs, config, silu=False)
+    _launch(x_MK, w_NK, parts, outputs, config, silu=False, beside=beside)
     return parts
 
 

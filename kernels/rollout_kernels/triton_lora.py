@@ -9,17 +9,28 @@ the grid, and programs whose slot no row of their block takes end at once. In ch
 two where chunks meet: there one program goes through the slots between the least and the largest of its block. A token
 has one slot, so no two programs write to the same place, and what a token gets does not depend on timing.
 
+With few tokens there is one kernel a product, which costs next to nothing, since it runs while the product does:
+
+    product      made with `beside`: once the kernel that makes x has ended, it lets in
+    shrink       which begins at once, and ends after the product has
+    whoever reads the product waits for the shrink, and so for both; it adds the correction (`expand_row`), and has B,
+                 which is a weight, on its way before it waits
+
+There each row reads B for itself, which is why it is for few.
+
 Legend: see `lora`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.lora import LoraBuffers
-from rollout_kernels.triton_math import dot, follow, follow_options, narrow
+from rollout_kernels.lora import Correction, LoraBuffers
+from rollout_kernels.triton_math import dot, follow, follow_options, let_next_begin, narrow, wait_for_last
 
 _BLOCK_K = 128
 _BLOCK_N = 64
@@ -29,6 +40,11 @@ _MOST_RANK_TILE = 64
 _INPUTS_A_PART = 512
 _MOST_PARTS = 8
 _NEVER = 1 << 30
+#: What rows may read of B one by one: from there on a kernel that reads it once is faster.
+_MOST_READ_BYTES = 16 << 20
+#: Ranks that `expand_row` takes at once, and values of B that a program then holds.
+_RANKS_AT_ONCE = 16
+_VALUES_AT_ONCE = 1 << 15
 
 
 @triton.jit
@@ -45,7 +61,9 @@ def _shrink_slot(
         acc = tl.zeros([BLOCK_M, TILE], tl.float32)
         for step in range(0, STEPS):
             at = k + step * BLOCK_K
-            x_MK = tl.load(x + at[None, :], mask=takes[:, None] & (at < K)[None, :], other=0.0)
+            here = takes[:, None] & (at < K)[None, :]
+            # Not from a multiprocessor's own cache: x may be younger than what lies there.
+            x_MK = tl.load(x + at[None, :], mask=here, other=0.0, cache_modifier=".cg")
             a_KR = tl.load(a + at[:, None], mask=(at < K)[:, None], other=0.0)
             acc = dot(x_MK, a_KR, acc)
         tl.store(low + r[None, :], acc, mask=takes[:, None])
@@ -66,11 +84,15 @@ def _shrink_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     SEGMENTED: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     tile, split = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     STEPS: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
-    follow()
+    if BESIDE:
+        let_next_begin()
+    else:
+        follow()
     slots = tl.load(slots_ptr + m, mask=m < tokens, other=0)
     x = x_ptr + m[:, None].to(tl.int64) * stride_x
     low = low_ptr + (split.to(tl.int64) * tokens + m[:, None]) * A
@@ -83,6 +105,8 @@ def _shrink_kernel(
     else:
         slot = tl.program_id(1) + 1
         _shrink_slot(slot, slots, x, low, a_ptr, begin, tile, K, A, BLOCK_M, BLOCK_K, TILE, STEPS)
+    if BESIDE:
+        wait_for_last()
 
 
 @triton.jit
@@ -156,21 +180,25 @@ def _parts(inputs: int, segmented: bool) -> int:
     return min(_MOST_PARTS, 1 << (max(1, inputs // _INPUTS_A_PART).bit_length() - 1))
 
 
-def lora_add(
-    y_MN: torch.Tensor, x_MK: torch.Tensor, buffers: LoraBuffers, slots_M: torch.Tensor, segmented: bool
-) -> None:
-    """See `rollout_kernels.lora.lora_add`."""
-    a_SAK, b_SNR = buffers.a_SAK, buffers.b_SNR
-    (tokens, inputs), (slots, ranks, _), (_, outputs, rank) = x_MK.shape, a_SAK.shape, b_SNR.shape
-    assert y_MN.is_contiguous() and x_MK.stride(1) == 1 and slots_M.is_contiguous() and len(buffers.ends) <= 3
-    block_m = _LARGEST_BLOCK_M if segmented else min(_LARGEST_BLOCK_M, max(16, triton.next_power_of_2(tokens)))
-    tile, parts = min(rank, _MOST_RANK_TILE), _parts(inputs, segmented)
-    grid_rest = (1 if segmented else slots, triton.cdiv(tokens, block_m))
+def _block_m(tokens: int, segmented: bool) -> int:
+    return _LARGEST_BLOCK_M if segmented else min(_LARGEST_BLOCK_M, max(16, triton.next_power_of_2(tokens)))
+
+
+def _options(rank: int, block_m: int, device: torch.device) -> dict[str, Any]:
+    return {"num_warps": 8 if rank > 32 and block_m > 16 else 4, **follow_options(device)}
+
+
+def _shrink(
+    x_MK: torch.Tensor, buffers: LoraBuffers, slots_M: torch.Tensor, segmented: bool, beside: bool
+) -> torch.Tensor:
+    """Sums of A x over parts of the inputs, float32 [parts, M, A]; tokens of slot 0 have none."""
+    (tokens, inputs), (slots, ranks, _), rank = x_MK.shape, buffers.a_SAK.shape, buffers.rank
+    assert x_MK.stride(1) == 1 and slots_M.is_contiguous() and len(buffers.ends) <= 3
+    block_m, tile, parts = _block_m(tokens, segmented), min(rank, _MOST_RANK_TILE), _parts(inputs, segmented)
     low = torch.empty(parts, tokens, ranks, dtype=torch.float32, device=x_MK.device)
-    options = {"num_warps": 8 if rank > 32 and block_m > 16 else 4, **follow_options(x_MK.device)}
-    _shrink_kernel[(ranks // tile * parts, *grid_rest)](
+    _shrink_kernel[(ranks // tile * parts, 1 if segmented else slots, triton.cdiv(tokens, block_m))](
         x_MK,
-        a_SAK,
+        buffers.a_SAK,
         slots_M,
         low,
         tokens,
@@ -182,19 +210,89 @@ def lora_add(
         TILE=tile,
         SPLIT=parts,
         SEGMENTED=segmented,
-        **options,
+        BESIDE=beside,
+        **_options(rank, block_m, x_MK.device),
     )
+    return low
+
+
+def adds_later(tokens: int, buffers: LoraBuffers, segmented: bool) -> bool:
+    """True where a step of `tokens` had better have a product's corrections added by the kernel that reads it."""
+    return not segmented and triton.next_power_of_2(tokens) * buffers.b_SNR[0].nbytes <= _MOST_READ_BYTES
+
+
+def shrink_beside(x_MK: torch.Tensor, buffers: LoraBuffers, slots_M: torch.Tensor) -> Correction:
+    """The first half of a correction, beside the product of `x_MK` that was launched last, with `beside`.
+
+    Whatever was launched before that product is over when this begins: `slots_M` must be older.
+    """
+    return Correction(_shrink(x_MK, buffers, slots_M, segmented=False, beside=True), buffers, slots_M)
+
+
+def correction_arguments(correction: Correction | None, block: int) -> dict[str, Any]:
+    """What a kernel that adds a correction to tiles of `block` outputs takes; its `R` is 0 where there is none."""
+    if correction is None:
+        return {"low_ptr": None, "b_ptr": None, "adapters_ptr": None, "R": 0, "LOW_PARTS": 0, "AT_ONCE": 0}
+    rank = correction.buffers.rank
+    return {
+        "low_ptr": correction.low_PMA,
+        "b_ptr": correction.buffers.b_SNR,
+        "adapters_ptr": correction.slots_M,
+        "R": rank,
+        "LOW_PARTS": correction.low_PMA.shape[0],
+        "AT_ONCE": max(1, min(rank, _RANKS_AT_ONCE, _VALUES_AT_ONCE // block)),
+    }
+
+
+@triton.jit
+def begin_expand(b, takes, AT_ONCE: tl.constexpr):
+    """Read the first ranks of B: to be called before `follow`. `b` points to the rows of B, [..., 1]."""
+    return tl.load(b + tl.arange(0, AT_ONCE), mask=takes, other=0.0)
+
+
+@triton.jit
+def _times_low(b_R, low, part, ranks, LOW_PARTS: tl.constexpr):
+    """Rows of B, some ranks of them, times a token's sums of these ranks."""
+    r = tl.arange(0, b_R.shape[len(b_R.shape) - 1])
+    low_R = tl.load(low + r, mask=r < ranks, other=0.0)
+    for at in tl.static_range(1, LOW_PARTS):
+        low_R += tl.load(low + at * part + r, mask=r < ranks, other=0.0)
+    return tl.sum(b_R.to(tl.float32) * low_R, axis=len(b_R.shape) - 1)
+
+
+@triton.jit
+def expand_row(first, b, takes, low, part, ranks, R: tl.constexpr, LOW_PARTS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """One token's correction, float32, in the shape of `b` without its last dimension.
+
+    `first` is what `begin_expand` has read; `low` points to the token's sums, `part` lies between those of two parts.
+    `ranks` is 0 where the token has no adapter, else R.
+    """
+    total = _times_low(first, low, part, ranks, LOW_PARTS)
+    for begin in tl.range(AT_ONCE, R, AT_ONCE, num_stages=1):  # unrolled, large ranks take all registers
+        rest = tl.load(b + begin + tl.arange(0, AT_ONCE), mask=takes, other=0.0)
+        total += _times_low(rest, low + begin, part, ranks, LOW_PARTS)
+    return total
+
+
+def lora_add(
+    y_MN: torch.Tensor, x_MK: torch.Tensor, buffers: LoraBuffers, slots_M: torch.Tensor, segmented: bool
+) -> None:
+    """See `rollout_kernels.lora.lora_add`."""
+    (tokens, _), (slots, outputs, rank) = x_MK.shape, buffers.b_SNR.shape
+    assert y_MN.is_contiguous()
+    low = _shrink(x_MK, buffers, slots_M, segmented, beside=False)
+    block_m = _block_m(tokens, segmented)
     ends = (*buffers.ends, *(_NEVER for _ in range(3 - len(buffers.ends))))
     widths = [end - start for start, end in zip((0, *buffers.ends[:-1]), buffers.ends, strict=True)]
     tiles = [triton.cdiv(width, _BLOCK_N) for width in widths]
-    _expand_kernel[(sum(tiles), *grid_rest)](
+    _expand_kernel[(sum(tiles), 1 if segmented else slots, triton.cdiv(tokens, block_m))](
         low,
-        b_SNR,
+        buffers.b_SNR,
         slots_M,
         y_MN,
         tokens,
         N=outputs,
-        A=ranks,
+        A=low.shape[2],
         R=rank,
         END_0=ends[0],
         END_1=ends[1] if len(tiles) > 1 else outputs,
@@ -202,7 +300,7 @@ def lora_add(
         TILES_1=tiles[0] + tiles[1] if len(tiles) > 2 else _NEVER,
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
-        SPLIT=parts,
+        SPLIT=low.shape[0],
         SEGMENTED=segmented,
-        **options,
+        **_options(rank, block_m, x_MK.device),
     )

@@ -22,9 +22,23 @@ def follow():
     What stands before this call in a kernel may read weights, which no kernel writes, and nothing else. Launched with
     `follow_options`, it overlaps with the end of the kernel before.
     """
+    wait_for_last()
+    let_next_begin()
+
+
+@triton.jit
+def wait_for_last():
+    """The first half of `follow`: wait until the kernel before, and all that it waited for, has written its results."""
     if not INTERPRETED:
         if cuda_capability_geq(9, 0):  # before Hopper kernels run one after the other
             gdc_wait()
+
+
+@triton.jit
+def let_next_begin():
+    """The second half of `follow`: once all programs are here the kernel after may begin."""
+    if not INTERPRETED:
+        if cuda_capability_geq(9, 0):
             gdc_launch_dependents()
 
 

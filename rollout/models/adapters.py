@@ -139,6 +139,10 @@ class StepAdapters:
     slots_T: torch.Tensor  # int32, 0 for none
     segmented: bool  # chunks of prompts
 
+    def of(self, layer: int, product: Product) -> LoraBuffers:
+        """The slots of a product."""
+        return self.slots.buffers[layer, product]
+
     def add(self, layer: int, product: Product, y_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
         """Add the corrections of a product's input `x_TK` to its result `y_TN`, in place."""
-        lora_add(y_TN, x_TK, self.slots.buffers[layer, product], self.slots_T, self.segmented)
+        lora_add(y_TN, x_TK, self.of(layer, product), self.slots_T, self.segmented)

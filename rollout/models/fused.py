@@ -7,7 +7,8 @@
 Decode and prefill differ in the attention, few and many tokens in the products: those with few tokens are our own, as
 far as `rollout_kernels.linear_table` goes, the others cuBLAS's. The residual stream is kept in the model's dtype and is
 read and written by the norms alone; products whose sum is added to it come in parts, float32 where there are
-several. A step with adapters corrects products after they are made, and SiLU is then a kernel of its own. A model
+several. A step with adapters has a small kernel beside each product, and SiLU is then a kernel of its own: what reads a
+product adds its correction. With many tokens, or where experts come next, products are corrected in place. A model
 whose queries and keys are normalised all heads together, or clipped, takes the generic operations
 between the q/k/v product and attention.
 
@@ -16,13 +17,15 @@ Legend: T tokens, S selected tokens, H hidden, W fused q/k/v width, I intermedia
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from rollout_kernels.linear_table import Config, last_rows, linear_config
+from rollout_kernels.lora import Correction
 from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
 from rollout_kernels.triton_linear import gate_up_silu, linear, linear_parts
+from rollout_kernels.triton_lora import adds_later, shrink_beside
 from rollout_kernels.triton_step import embed_rope
 
 from rollout.models import deterministic as one_order
@@ -59,6 +62,13 @@ def _configs(spec: ModelSpec, tokens: int, deterministic: bool) -> dict[str, Con
     return {name: linear_config(*product, tokens, deterministic) for name, product in products(spec).items()}
 
 
+class Unsummed(NamedTuple):
+    """A product as the kernel that reads it takes it."""
+
+    parts_STN: torch.Tensor
+    correction: Correction | None  # of adapters, not yet added
+
+
 class FusedDecoder:
     """Runs steps of a `Decoder` that `kernels_take`; shares its parameters and stands in for it.
 
@@ -84,10 +94,10 @@ class FusedDecoder:
             self._experts.begin_step(len(token_ids_T))
         rope = model.rope
         residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, model.embed, rope.inv_freq_D, rope.sign_D)
-        parts = None
+        last = None
         for layer in model.layers:
-            residual_TH, parts = self._layer(cast(DecoderLayer, layer), residual_TH, parts, cos_sin, batch, kv)
-        return add_rms_norm(residual_TH, parts, model.norm.weight, model.spec.eps)
+            residual_TH, last = self._layer(cast(DecoderLayer, layer), residual_TH, last, cos_sin, batch, kv)
+        return self._norm(residual_TH, last, model.norm.weight)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
@@ -113,38 +123,51 @@ class FusedDecoder:
         self,
         layer: DecoderLayer,
         residual_TH: torch.Tensor,
-        parts: torch.Tensor | None,
+        last: Unsummed | None,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         batch: AttentionBatch,
         kv: KVCache,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer; `parts` are the last layer's output, not yet added. Returns the residual and this layer's."""
-        eps = self._model.spec.eps
-        x_TH = add_rms_norm(residual_TH, parts, layer.input_norm.weight, eps)
-        parts = self._attention(layer.attention, x_TH, cos_sin, batch, kv)
+    ) -> tuple[torch.Tensor, Unsummed]:
+        """One layer; `last` is the last layer's output, not yet added. Returns the residual and this layer's."""
+        x_TH = self._norm(residual_TH, last, layer.input_norm.weight)
+        dense = isinstance(layer.mlp, DenseMLP)
+        attended = self._attention(layer.attention, x_TH, cos_sin, batch, kv, later=dense)
         if not isinstance(layer.mlp, DenseMLP):
             assert self._experts is not None
-            return self._experts.run(layer, residual_TH, parts, batch.experts)
-        x_TH = add_rms_norm(residual_TH, parts, layer.post_attention_norm.weight, eps)
+            residual_TH, parts = self._experts.run(layer, residual_TH, attended.parts_STN, batch.experts)
+            return residual_TH, Unsummed(parts, None)
+        x_TH = self._norm(residual_TH, attended, layer.post_attention_norm.weight)
         gated_TI = self._gated(x_TH, layer.mlp, batch.adapters)
         return residual_TH, self._product("down", gated_TI, layer.mlp.down_proj.weight, layer.mlp.layer, batch.adapters)
 
+    def _norm(self, residual_TH: torch.Tensor, added: Unsummed | None, weight_H: torch.Tensor) -> torch.Tensor:
+        parts, correction = (None, None) if added is None else added
+        return add_rms_norm(residual_TH, parts, weight_H, self._model.spec.eps, correction)
+
     def _product(
-        self, name: Product, x: torch.Tensor, weight: torch.Tensor, layer: int, adapters: StepAdapters | None
-    ) -> torch.Tensor:
-        """`x weight^T` in parts, [parts, T, outputs]; the first has the corrections of adapters, too."""
+        self,
+        name: Product,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        layer: int,
+        adapters: StepAdapters | None,
+        later: bool = True,
+    ) -> Unsummed:
+        """`x weight^T` in parts. Unless the correction may be added `later`, the first part has it already."""
         config = self._configs[name]
-        parts = F.linear(x, weight)[None] if config is None else linear_parts(x, weight, config)
-        if adapters is not None:
-            adapters.add(layer, name, parts[0], x)
-        return parts
+        beside = later and adapters is not None and _adds_later(adapters, layer, name)
+        parts = F.linear(x, weight)[None] if config is None else linear_parts(x, weight, config, beside)
+        return Unsummed(parts, _correct(adapters, layer, name, parts[0], x, beside))
 
     def _gated(self, x_TH: torch.Tensor, mlp: DenseMLP, adapters: StepAdapters | None) -> torch.Tensor:
         config, weight_2IH = self._configs["gate_up"], mlp.gate_up_proj.weight
         if adapters is not None:  # they correct what goes into SiLU, so that is no part of the product
-            gate_up = F.linear(x_TH, weight_2IH) if config is None else linear(x_TH, weight_2IH, config)
-            adapters.add(mlp.layer, "gate_up", gate_up, x_TH)
-            return silu_mul(gate_up)
+            beside = _adds_later(adapters, mlp.layer, "gate_up")
+            if config is None:
+                gate_up = F.linear(x_TH, weight_2IH)
+            else:
+                gate_up = linear(x_TH, weight_2IH, config, beside=beside)
+            return silu_mul(gate_up, _correct(adapters, mlp.layer, "gate_up", gate_up, x_TH, beside))
         return silu_mul(F.linear(x_TH, weight_2IH)) if config is None else gate_up_silu(x_TH, weight_2IH, config)
 
     def _attention(
@@ -154,13 +177,15 @@ class FusedDecoder:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         batch: AttentionBatch,
         kv: KVCache,
-    ) -> torch.Tensor:
-        """The attention block's output, in parts; writes this layer's keys and values."""
+        later: bool,
+    ) -> Unsummed:
+        """The attention block's output; writes this layer's keys and values. For `later` see `_product`."""
         spec = self._model.spec
         cache = kv.layer(attention.layer)
         if self._plain_qkv:
+            parts, correction = self._product("qkv", x_TH, attention.qkv_proj.weight, attention.layer, batch.adapters)
             q_TQD = finish_qkv(
-                self._product("qkv", x_TH, attention.qkv_proj.weight, attention.layer, batch.adapters),
+                parts,
                 attention.qkv_proj.bias,
                 attention.qk_norm_weight if spec.qk_norm == "head" else None,
                 spec.eps,
@@ -171,6 +196,7 @@ class FusedDecoder:
                 spec.heads,
                 cache.scales_P2GS,
                 x_TH.dtype,
+                correction,
             )
         else:
             q_TQD = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
@@ -179,4 +205,20 @@ class FusedDecoder:
         else:
             out_TQD = attention.attend(q_TQD, batch, cache)
         out_TK = out_TQD.flatten(1)
-        return self._product("o", out_TK, attention.o_proj.weight, attention.layer, batch.adapters)
+        return self._product("o", out_TK, attention.o_proj.weight, attention.layer, batch.adapters, later)
+
+
+def _adds_later(adapters: StepAdapters, layer: int, name: Product) -> bool:
+    return adds_later(len(adapters.slots_T), adapters.of(layer, name), adapters.segmented)
+
+
+def _correct(
+    adapters: StepAdapters | None, layer: int, name: Product, y: torch.Tensor, x: torch.Tensor, beside: bool
+) -> Correction | None:
+    """The correction of the product `y` that was just launched: begun beside it, or added to it in place."""
+    if adapters is None:
+        return None
+    if beside:
+        return shrink_beside(x, adapters.of(layer, name), adapters.slots_T)
+    adapters.add(layer, name, y, x)
+    return None

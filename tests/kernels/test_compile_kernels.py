@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
         ("8 rows: norm", 8, 90, {"_add_rms_norm_kernel", "_norm_router_kernel"}),
         ("8 rows: norm", 8, 80, {"_add_rms_norm_kernel", "_norm_router_kernel"}),
         ("dense, 32 rows: adapters, rank 16, qkv", 32, 90, {"_shrink_kernel", "_expand_kernel"}),
+        ("dense, 8 rows: adapters later, rank 16, qkv", 8, 90, {"_shrink_kernel", "_finish_qkv_kernel"}),
         ("dense, 32 rows: adapters, product", 32, 90, {"_stream_kernel"}),
         ("2 rows: experts, fp8_row", 2, 90, {"_gate_up_kernel", "_down_kernel", "_group_kernel", "_combine_kernel"}),
     ],

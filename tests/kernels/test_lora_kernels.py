@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank
+from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
+from rollout_kernels.triton_lora import adds_later, shrink_beside
 from rollout_kernels.triton_lora import lora_add as by_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,3 +86,70 @@ def test_a_slot_without_numbers_spoils_its_own_tokens_alone(add, segmented):
 
 def test_ranks_are_padded_to_what_a_tensor_core_multiplies():
     assert [padded_rank(rank) for rank in (1, 8, 16, 17, 33, 64, 256)] == [16, 16, 16, 32, 64, 64, 256]
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("hidden", [96, 1500])
+def test_the_norm_adds_what_is_still_to_be_corrected(rank, hidden):
+    torch.manual_seed(2)
+    buffers, slots = buffers_of(3, rank, 1100, (hidden,)), torch.tensor([2, 0, 3, 2], dtype=torch.int32, device=DEVICE)
+    x, parts = torch.randn(4, 1100, device=DEVICE), torch.randn(2, 4, hidden, device=DEVICE)
+    weight, residual = torch.rand(hidden, device=DEVICE), torch.randn(4, hidden, device=DEVICE)
+    expected, before = exact(residual + parts.sum(0), x, buffers, slots), residual.clone()
+    plain = add_rms_norm(before, parts, weight, 1e-6)
+    got = add_rms_norm(residual, parts, weight, 1e-6, shrink_beside(x, buffers, slots))
+    assert relative(residual, expected) < 1e-6
+    assert relative(got, expected * (expected.pow(2).mean(1, keepdim=True) + 1e-6).rsqrt() * weight) < 1e-6
+    assert torch.equal(residual[1], before[1]) and relative(got[1], plain[1].double()) < 1e-6
+
+
+@pytest.mark.parametrize("width", [72, 1100])
+@pytest.mark.parametrize("rank", [16, 32])
+def test_silu_takes_gate_and_up_corrected(width, rank):
+    torch.manual_seed(3)
+    buffers, slots = buffers_of(2, rank, 600, (width, width)), torch.tensor([1, 0, 2], dtype=torch.int32)
+    x, gate_up = torch.randn(3, 600, device=DEVICE), torch.randn(3, 2 * width, device=DEVICE)
+    slots = slots.to(DEVICE)
+    gate, up = exact(gate_up, x, buffers, slots).chunk(2, dim=1)
+    got = silu_mul(gate_up, shrink_beside(x, buffers, slots))
+    assert relative(got, torch.nn.functional.silu(gate) * up) < 1e-6
+    assert torch.equal(got[1], silu_mul(gate_up)[1])
+
+
+@pytest.mark.parametrize("dim", [16, 24])
+@pytest.mark.parametrize("rank", [16, 32])
+def test_queries_keys_and_values_are_each_corrected_by_their_own_module(dim, rank):
+    torch.manual_seed(4)
+    q_heads, kv_heads, rows = 7, 2, 3
+    widths = (q_heads * dim, kv_heads * dim, kv_heads * dim)
+    buffers, slots = buffers_of(2, rank, 1100, widths), torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE)
+    x, parts = torch.randn(rows, 1100, device=DEVICE), torch.randn(2, rows, sum(widths), device=DEVICE)
+    angles = torch.randn(rows, 1, dim, device=DEVICE)
+    norm, places = torch.rand(2, dim, device=DEVICE), torch.tensor([3, 17, 5], device=DEVICE)
+
+    def finished(parts, correction):
+        k, v = (torch.zeros(2, 16, kv_heads, dim, device=DEVICE) for _ in range(2))
+        how = (None, norm, 1e-6, angles.cos(), angles.sin(), places, k, v, q_heads)
+        return finish_qkv(parts, *how, correction=correction), k, v
+
+    whole = exact(parts.sum(0), x, buffers, slots).float()[None]
+    later = finished(parts, shrink_beside(x, buffers, slots))
+    for got, expected in zip(later, finished(whole, None), strict=True):
+        assert relative(got, expected.double()) < 2e-6
+    assert torch.equal(later[0][1], finished(parts, None)[0][1]), "a row without an adapter is as it was"
+
+
+def test_what_is_added_later_spoils_no_other_row_either():
+    buffers = buffers_of(3, 16, 64, (32,))
+    buffers.a_SAK[1] = buffers.b_SNR[1] = float("nan")
+    slots = torch.tensor([1, 2, 0, 3, 0], dtype=torch.int32, device=DEVICE)
+    x, residual = torch.randn(5, 64, device=DEVICE), torch.zeros(5, 32, device=DEVICE)
+    x[4] = float("nan")
+    correction = shrink_beside(x, buffers, slots)
+    got = add_rms_norm(residual, torch.ones(1, 5, 32, device=DEVICE), torch.ones(32, device=DEVICE), 1e-6, correction)
+    assert got.isfinite().all(1).tolist() == [True, False, True, True, True]
+
+
+def test_rows_that_would_read_too_much_one_by_one_have_it_added_before():
+    buffers = buffers_of(1, 16, 8, (8192,), torch.bfloat16)
+    assert adds_later(64, buffers, False) and not adds_later(65, buffers, False) and not adds_later(1, buffers, True)
