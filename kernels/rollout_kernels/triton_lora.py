@@ -62,7 +62,7 @@ def _shrink_slot(
         for step in range(0, STEPS):
             at = k + step * BLOCK_K
             here = takes[:, None] & (at < K)[None, :]
-            # Not from a multiprocessor's own cache: x may be younger than what lies there.
+            # Not from a multiprocessor's own cache, which without a wait may hold what was there before.
             x_MK = tl.load(x + at[None, :], mask=here, other=0.0, cache_modifier=".cg")
             a_KR = tl.load(a + at[:, None], mask=(at < K)[:, None], other=0.0)
             acc = dot(x_MK, a_KR, acc)
@@ -93,7 +93,7 @@ def _shrink_kernel(
         let_next_begin()
     else:
         follow()
-    slots = tl.load(slots_ptr + m, mask=m < tokens, other=0)
+    slots = tl.load(slots_ptr + m, mask=m < tokens, other=0, cache_modifier=".cg")
     x = x_ptr + m[:, None].to(tl.int64) * stride_x
     low = low_ptr + (split.to(tl.int64) * tokens + m[:, None]) * A
     begin = split * STEPS * BLOCK_K
