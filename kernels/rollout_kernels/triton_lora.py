@@ -29,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.linear_table import MOST_ROWS
 from rollout_kernels.lora import Correction, LoraBuffers
 from rollout_kernels.triton_math import dot, follow, follow_options, let_next_begin, narrow, wait_for_last
 
@@ -217,8 +218,12 @@ def _shrink(
 
 
 def adds_later(tokens: int, buffers: LoraBuffers, segmented: bool) -> bool:
-    """True where a step of `tokens` had better have a product's corrections added by the kernel that reads it."""
-    return not segmented and triton.next_power_of_2(tokens) * buffers.b_SNR[0].nbytes <= _MOST_READ_BYTES
+    """True where a step of `tokens` had better have a product's corrections added by the kernel that reads it.
+
+    The answer changes at powers of two up to `MOST_ROWS` alone: those are the sizes that start-up runs.
+    """
+    read = triton.next_power_of_2(tokens) * buffers.b_SNR[0].nbytes
+    return not segmented and tokens <= MOST_ROWS and read <= _MOST_READ_BYTES
 
 
 def shrink_beside(x_MK: torch.Tensor, buffers: LoraBuffers, slots_M: torch.Tensor) -> Correction:

@@ -153,3 +153,5 @@ def test_what_is_added_later_spoils_no_other_row_either():
 def test_rows_that_would_read_too_much_one_by_one_have_it_added_before():
     buffers = buffers_of(1, 16, 8, (8192,), torch.bfloat16)
     assert adds_later(64, buffers, False) and not adds_later(65, buffers, False) and not adds_later(1, buffers, True)
+    narrow = buffers_of(1, 16, 8, (8,), torch.bfloat16)
+    assert adds_later(128, narrow, False) and not adds_later(129, narrow, False), "more are products of another kind"
