@@ -81,6 +81,9 @@ class InPlaceLanding:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._parts: dict[int, torch.Tensor] = {}  # tensors that go to their view in one piece
         self._missing = [entry.nbytes for entry in self._entries]
+        device = next(iter(views.values())).device
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # everything that was put
+        self._device = device
 
     def room(self, start: int, end: int) -> np.ndarray:
         """The buffer."""
@@ -104,13 +107,12 @@ class InPlaceLanding:
             lo, hi = max(entry.offset, start), min(entry.end, end)
             if lo < hi:
                 self._write(i, entry, lo - entry.offset, data[lo - start : hi - start])
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
 
     def settled(self) -> bool:
-        """True once everything has been copied: what reads the parameters next runs on another stream."""
-        device = next(iter(self._views.values())).device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # generation is held: nothing else runs that this could delay
-        return True
+        """Whether everything has been copied: what reads the parameters next runs on another stream."""
+        return self._copied is None or self._copied.query()
 
     def check_aliases(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor]) -> None:
         """Raise `WeightsRejected` when tensors that are one parameter differ."""
@@ -122,8 +124,9 @@ class InPlaceLanding:
                 _check_equal(kept, other, views[kept], typed_view(part, _at_zero(entry)), views[kept].dtype)
 
     def abandon(self) -> None:
-        """Let go of what was gathered."""
-        self.settled()
+        """Return when nothing of this update is written any more; let go of what was gathered."""
+        if self._copied is not None:
+            self._copied.synchronize()
         self._parts.clear()
 
     def _write(self, i: int, entry: TensorEntry, at: int, data: torch.Tensor) -> None:

@@ -34,6 +34,7 @@ from trainer_bridge.payload import Payload
 from trainer_bridge.publish_handle import PublishHandle, WorkerReport
 from trainer_bridge.shards import HEADER, Shards
 from trainer_bridge.transports.group import END_S, Group, GroupError, device_name, local_address
+from trainer_bridge.transports.group_kept import KeptGroup
 from trainer_bridge.transports.group_ranks import take_part
 
 START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN = range(7)
@@ -58,6 +59,7 @@ class TrainerRanks:
         self._lock = threading.Lock()
         self._broken: str | None = None
         self._part: threading.Thread | None = None  # in a group
+        self._kept = KeptGroup()
         self.address = _address()
         cpu = torch.device("cpu")
         self._group = Group(
@@ -144,7 +146,8 @@ class TrainerRanks:
                 case [op, *_] if op == RELEASED:
                     payload.release()
                 case [op, length, *_] if op == JOIN:
-                    self._part = take_part(payload, self._read_map(length), self.rank, self._stop, self._end_part)
+                    order = self._read_map(length)
+                    self._part = take_part(payload, order, self.rank, self._stop, self._kept, self._end_part)
                 case [op, length, *_] if op == DONE:
                     handle.learn(*_ending(self._read_map(length)))
                     return
@@ -159,6 +162,7 @@ class TrainerRanks:
         self._stop.set()
         if self._part is not None:
             self._part.join(END_S)
+        self._kept.close()
         self._group.close(broken=self._broken is not None)
 
     def stop(self) -> None:

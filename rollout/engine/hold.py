@@ -23,6 +23,7 @@ class Door:
 
     def __init__(self) -> None:
         self.closed = False
+        self.on_shut: Callable[[], object] = _nothing  # called from the loop: it must not wait
         self._inside = False
         self._lock = threading.Lock()
 
@@ -40,6 +41,7 @@ class Door:
         """Let no update begin."""
         with self._lock:
             self.closed = True
+        self.on_shut()
 
     def open(self) -> None:
         """Let updates begin again."""

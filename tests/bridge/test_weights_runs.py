@@ -18,6 +18,7 @@ from trainer_bridge.transport_choice import TransportChoice
 from trainer_bridge.transports import TransferRules
 from trainer_bridge.transports.group import Group, GroupError, Place, StoreServer, connect, given_up
 from trainer_bridge.transports.group_broadcasts import Broadcasts
+from trainer_bridge.transports.group_kept import KeptGroup
 from trainer_bridge.transports.group_runs import Runs
 
 BUCKET = 128
@@ -61,7 +62,7 @@ def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor]) 
         store, watch = (connect(HOST, server.port, 20.0) for _ in range(2))
         place = Place("g", rank, len(devices), len(runs))
         rules = TransferRules(20.0, threading.Event())
-        job = Broadcasts(payload, store, place, HOST, rules, None if rank else runs, f"rank {rank}")
+        job = Broadcasts(payload, store, place, HOST, rules, KeptGroup(), None if rank else runs, f"rank {rank}")
         job.run(watch)
         jobs[rank] = job
 

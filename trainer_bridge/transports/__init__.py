@@ -119,6 +119,9 @@ class TransportReceiver(ABC):
     def drop(self, incoming: Incoming, error: RolloutError | None) -> None:  # noqa: B027
         """Forget an update, whole or failed; `error` is for the sender, where the transport can tell it."""
 
+    def rest(self) -> None:  # noqa: B027
+        """No update comes for a while: give back what was kept for the next one."""
+
     @property
     def sockets(self) -> Sequence[zmq.Socket]:
         """Sockets to wait on: readable means that `advance` has work."""

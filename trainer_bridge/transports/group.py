@@ -30,6 +30,7 @@ import torch.distributed as dist
 POLL_S = 0.002
 REACH_S = 2.0
 END_S = 2.0  # for threads at the end: one that is inside of torch while Python ends may abort the process
+_TOLD_S = 1.0
 _LANDED_POLL_S = 0.0005
 _LANDED_POLL_GPU_S = 0.0001  # between two GPUs a bucket takes 0.2 ms
 _GONE = "gone"  # key of a store
@@ -112,10 +113,17 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def give_up(store: dist.Store, why: str) -> None:
     """Tell all members why one gives up, unless another has done so before: what comes after is mostly of that.
 
-    Do it before the group is closed: that, too, is seen by the others.
+    Do it before the group is closed: that, too, is seen by the others. A store that does not answer, whose process was
+    stopped, is waited for no longer than a moment: on a GPU what is under way ends when the group is closed.
     """
-    with contextlib.suppress(RuntimeError):  # the store is gone: so is the group
-        store.compare_set(_GONE, "", why[:_MOST_WORDS])
+
+    def tell() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: so is the group
+            store.compare_set(_GONE, "", why[:_MOST_WORDS])
+
+    teller = threading.Thread(target=tell, name="weights-group-end", daemon=True)
+    teller.start()
+    teller.join(_TOLD_S)
 
 
 def given_up(store: dist.Store) -> str | None:

@@ -22,6 +22,7 @@ from trainer_bridge.fingerprint import fingerprint
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import TransferRules
 from trainer_bridge.transports.group import Group, GroupError, Pending, Place, give_up, given_up
+from trainer_bridge.transports.group_kept import KeptGroup
 from trainer_bridge.transports.group_runs import Bucket, Runs
 
 GRACE_S = 5.0  # beyond `stall_s`: a group that still can gives the better reason itself
@@ -44,6 +45,7 @@ class Broadcasts:
         place: Place,
         address: str,
         rules: TransferRules,
+        kept: KeptGroup,
         runs: Runs | None = None,
         who: str = "the publisher",
     ) -> None:
@@ -53,7 +55,7 @@ class Broadcasts:
         self.order: list[tuple[int, int]] = []
         self.fingerprints = torch.zeros(payload.manifest.bucket_count, dtype=torch.int64)
         self._payload, self._store, self._place = payload, store, place
-        self._address, self._rules, self._runs, self._who = address, rules, runs, who
+        self._address, self._rules, self._kept, self._runs, self._who = address, rules, kept, runs, who
         self._over = threading.Event()
         self._stop = threading.Event()
         self._moved_s = time.monotonic()
@@ -87,24 +89,36 @@ class Broadcasts:
         self._over.set()
 
     def _send(self) -> None:
-        payload, place = self._payload, self._place
-        group = Group(
-            self._store, place.name, place.rank, place.size, self._address, payload.device, self._rules.stall_s
-        )
-        broken = True
+        place = self._place
+        group = self._kept.take(place) or self._join()
         try:
             runs = self._runs
             if runs is None:
-                runs = Runs.learn(payload.manifest, group, place, self._stop)
+                runs = Runs.learn(self._payload.manifest, group, place, self._stop)
             elif place.runs:
                 runs.share(group, self._stop)
             self._broadcast(group, runs)
-            broken = False
         except Exception as error:
             give_up(self._store, f"{self._who} gave up: {error!s:.200}")
+            group.close(broken=True)
             raise
-        finally:
-            group.close(broken)
+        self._kept.keep(place, group)
+
+    def _join(self) -> Group:
+        place = self._place
+        try:
+            return Group(
+                self._store,
+                place.name,
+                place.rank,
+                place.size,
+                self._address,
+                self._payload.device,
+                self._rules.stall_s,
+            )
+        except GroupError as error:
+            give_up(self._store, f"{self._who} gave up: {error!s:.200}")
+            raise
 
     def _broadcast(self, group: Group, runs: Runs) -> None:
         payload, buffers = self._payload, [group.buffer(runs.room) for _ in range(group.buffers)]

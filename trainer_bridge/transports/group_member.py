@@ -1,6 +1,7 @@
-"""A worker's part in one group: a thread that joins, takes every bucket, and ends with the update.
+"""A worker's part in an update by a group: a thread that joins, takes every bucket, and ends with the update.
 
-    reaches the store --> waits for its place --> joins --> buckets, each to its place --> `done`
+    reaches the store --> waits for its place --> joins, or goes on in the group of before
+                      --> buckets, each to its place --> keeps the group --> `done`
 
 Invariants:
 
@@ -34,9 +35,11 @@ from trainer_bridge.transports.group import (
     give_up,
     local_address,
 )
+from trainer_bridge.transports.group_kept import KeptGroup
 from trainer_bridge.transports.group_runs import MAX_RUNS, Bucket, Runs
 
 _MAX_MEMBERS = 4096
+_MAX_NAME = 64
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +50,8 @@ class Member:
     def __init__(
         self,
         incoming: Incoming,
-        where: tuple[str, int, str],
+        where: tuple[str, int],
+        kept: KeptGroup,
         device: torch.device,
         timeout_s: float,
         wake: Callable[[], object],
@@ -55,7 +59,7 @@ class Member:
         self.error: RolloutError | None = None
         self.done = threading.Event()
         self.digest = ""
-        self._incoming, self._where = incoming, where
+        self._incoming, self._where, self._kept = incoming, where, kept
         self._device, self._timeout_s, self._wake = device, timeout_s, wake
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
@@ -91,29 +95,26 @@ class Member:
         self._wake()
 
     def _receive(self) -> None:
-        host, port, _ = self._where
+        host, port = self._where
         store = connect(host, port, self._timeout_s)
+        group: Group | None = None
         try:
-            self._take_part(store, host, port)
-        except Exception as error:
-            give_up(store, f"a worker gave up: {error!s:.200}")
-            raise
-
-    def _take_part(self, store: dist.TCPStore, host: str, port: int) -> None:
-        place = self._await_place(store)
-        address = local_address(f"tcp://{host}:{port}")
-        group = Group(store, place.name, place.rank, place.size, address, self._device, self._timeout_s)
-        broken = True
-        try:
+            place = self._await_place(store)
+            group = self._kept.take(place) or self._join(store, place)
             self._await(self._incoming.open.is_set, "the loop to hold generation")
             runs = Runs.learn(self._incoming.manifest, group, place, self._cancelled)
             self._take_buckets(group, store, place.rank, runs)
-            broken = False
         except Exception as error:
             give_up(store, f"a worker gave up: {error!s:.200}")
+            if group is not None:
+                group.close(broken=True)
             raise
-        finally:
-            group.close(broken)
+        self._kept.keep(place, group)
+        self.done.set()
+
+    def _join(self, store: dist.TCPStore, place: Place) -> Group:
+        address = local_address(f"tcp://{self._where[0]}:{self._where[1]}")
+        return Group(store, place.name, place.rank, place.size, address, self._device, self._timeout_s)
 
     def _take_buckets(self, group: Group, store: dist.Store, rank: int, runs: Runs) -> None:
         manifest = self._incoming.manifest
@@ -146,7 +147,6 @@ class Member:
             store.set(f"at/{rank}", str(index + 1))
         with group.on_stream():
             self.digest = fingerprints_digest(seen)
-        self.done.set()
 
     def _await_place(self, store: dist.Store) -> Place:
         key = f"member/{self._incoming.token.hex()}"
@@ -157,12 +157,12 @@ class Member:
             raise (
                 error if isinstance(error, GroupError) else GroupError(f"the publisher is gone: {error!s:.200}")
             ) from error
-        if type(place) is not list or len(place) != 3 or any(type(part) is not int for part in place):
+        if type(place) is not list or [type(part) for part in place] != [str, int, int, int]:
             raise GroupError("the publisher's store holds no place in the group")
-        rank, size, runs = place
-        if not 1 <= rank < size <= _MAX_MEMBERS or not 0 <= runs <= MAX_RUNS:
+        name, rank, size, runs = place
+        if not (1 <= len(name) <= _MAX_NAME and 1 <= rank < size <= _MAX_MEMBERS and 0 <= runs <= MAX_RUNS):
             raise GroupError("the publisher's store holds no place in the group")
-        return Place(self._where[2], rank, size, runs)
+        return Place(name, rank, size, runs)
 
     def _await(self, happened: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + self._timeout_s

@@ -35,6 +35,7 @@ from trainer_bridge.transports.group import (
     reach,
 )
 from trainer_bridge.transports.group_broadcasts import GRACE_S, Broadcasts
+from trainer_bridge.transports.group_kept import KeptGroup
 from trainer_bridge.transports.group_runs import MAX_RUNS, Runs
 
 _log = logging.getLogger(__name__)
@@ -113,22 +114,33 @@ def _runs(payload: Payload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def take_part(
-    payload: Payload, order: dict[str, Any], rank: int, closing: threading.Event, tell: Callable[[torch.Tensor], None]
+    payload: Payload,
+    order: dict[str, Any],
+    rank: int,
+    closing: threading.Event,
+    kept: KeptGroup,
+    tell: Callable[[torch.Tensor], None],
 ) -> threading.Thread | None:
     """Another rank: do what `join` says in a thread, and `tell` rank 0 how it ended; None: there is no place for it."""
     if str(rank) not in order["places"]:
         return None
-    thread = threading.Thread(target=_run, args=(payload, order, rank, closing, tell), name="weights-rank", daemon=True)
+    arguments = (payload, order, rank, closing, kept, tell)
+    thread = threading.Thread(target=_run, args=arguments, name="weights-rank", daemon=True)
     thread.start()
     return thread
 
 
 def _run(
-    payload: Payload, order: dict[str, Any], rank: int, closing: threading.Event, tell: Callable[[torch.Tensor], None]
+    payload: Payload,
+    order: dict[str, Any],
+    rank: int,
+    closing: threading.Event,
+    kept: KeptGroup,
+    tell: Callable[[torch.Tensor], None],
 ) -> None:
     ending = torch.zeros(1 + payload.manifest.bucket_count, dtype=torch.int64)
     try:
-        ending[1:] = _broadcast(payload, order, rank, closing)
+        ending[1:] = _broadcast(payload, order, rank, closing, kept)
         ending[0] = 1
     except GroupError as error:
         _log.warning("rank %d did not send its part of the weights: %s", rank, error)
@@ -139,7 +151,9 @@ def _run(
         tell(ending)
 
 
-def _broadcast(payload: Payload, order: dict[str, Any], rank: int, closing: threading.Event) -> torch.Tensor:
+def _broadcast(
+    payload: Payload, order: dict[str, Any], rank: int, closing: threading.Event, kept: KeptGroup
+) -> torch.Tensor:
     """Take part; the fingerprints of what was sent. Raises `GroupError`."""
     stall_s = order["stall_s"]
     host = reach(order["hosts"], order["port"], REACH_S)
@@ -147,7 +161,7 @@ def _broadcast(payload: Payload, order: dict[str, Any], rank: int, closing: thre
     place = Place(order["group"], order["places"][str(rank)], order["size"], order["runs"])
     address = local_address(f"tcp://{host}:{order['port']}")
     who = f"rank {rank} of the trainer"
-    job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), who=who)
+    job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), kept, who=who)
     job.run(watch)
     if job.error is not None:
         give_up(watch, f"{who} gave up: {job.error}")  # also where its thread hangs

@@ -1,16 +1,16 @@
-"""The transport `nccl`: buckets broadcast over a process group of publisher and workers, made for each update.
+"""The transport `nccl`: buckets broadcast over a process group of publisher and workers, kept from update to update.
 
     publisher, rank 0                                       worker, ranks 1 to n, a thread for each update
-    store on a free port           -- begin: hosts, port -->  reaches the store, grants
-    store: member/TOKEN = rank, size                     -->  joins
+    store on a free port           -- begin: hosts, port -->  reaches the store, grants: the group that it has kept
+    store: member/TOKEN = group, rank, size              -->  joins, unless all have kept that one
     pack bucket i+1 | broadcast i  ========================>  broadcast i+1 | bucket i to its place
                     (of several trainer ranks each broadcasts what it owns, see `group_ranks`)
                                    store: at/RANK = i   <--   so that a stall can be told of by name
                                    store: gone = why    <--   a worker gives up: nobody waits for it
     fingerprints of all buckets    -- commit -------------->  compared with its own
 
-Tensors on a GPU travel by NCCL from device to device, others by gloo. A group lives as long as its update: when a
-member is lost it is dropped, and whoever still lives meets again in a new one.
+Tensors on a GPU travel by NCCL from device to device, others by gloo. When a member is lost the group is dropped, and
+whoever still lives meets again in a new one.
 
 Invariants:
 
@@ -48,11 +48,14 @@ from trainer_bridge.transports.group import (
     reach,
 )
 from trainer_bridge.transports.group_broadcasts import Broadcasts
+from trainer_bridge.transports.group_kept import KeptGroup
 from trainer_bridge.transports.group_member import Member
 from trainer_bridge.transports.group_ranks import OtherRanks
 
+Members = tuple[Any, ...]  # the device of rank 0, workers by endpoint, ranks of the trainer with their places
+
 _MAX_HOSTS = 16
-_OPTIONS = {"hosts": list, "port": int, "backend": str, "group": str, "devices": list}
+_OPTIONS = {"hosts": list, "port": int, "backend": str, "devices": list}
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
@@ -69,6 +72,7 @@ class NcclReceiver(TransportReceiver):
         self._device, self._timeout_s, self._wake = device, timeout_s, wake
         self._member: Member | None = None
         self._members: list[Member] = []  # whose threads have not ended
+        self._kept = KeptGroup()
 
     def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
         """Look whether the group can be reached, and start to join it. Raises `BadRequest`."""
@@ -85,10 +89,11 @@ class NcclReceiver(TransportReceiver):
             host = reach(hosts, port, REACH_S)
         except GroupError as error:
             raise BadRequest(f"this worker does not reach the publisher: {error}", field="options.hosts") from error
-        self._member = Member(incoming, (host, port, options["group"]), self._device, self._timeout_s, self._wake)
+        grant = {"kept": self._kept.name}
+        self._member = Member(incoming, (host, port), self._kept, self._device, self._timeout_s, self._wake)
         self._member.start()
         self._members = [*(member for member in self._members if member.alive), self._member]
-        return {}
+        return grant
 
     def advance(self, incoming: Incoming | None) -> bool:
         """Raise what went wrong in the thread."""
@@ -112,6 +117,10 @@ class NcclReceiver(TransportReceiver):
             self._member.cancel()
             self._member = None
 
+    def rest(self) -> None:
+        """Leave the group that is kept, which takes memory of the device."""
+        self._kept.let_go()
+
     def close(self) -> None:
         """Have the threads end, and wait a moment for them."""
         if self._member is not None:
@@ -120,6 +129,7 @@ class NcclReceiver(TransportReceiver):
         for member in self._members:
             member.join(max(0.0, until_s - time.monotonic()))
         self._member, self._members = None, []
+        self._kept.close()
 
 
 def _read_options(options: Mapping[str, Any]) -> tuple[list[str], int]:
@@ -128,8 +138,8 @@ def _read_options(options: Mapping[str, Any]) -> tuple[list[str], int]:
     hosts, port = options["hosts"], options["port"]
     if not 1 <= len(hosts) <= _MAX_HOSTS or any(type(host) is not str or not 1 <= len(host) <= 255 for host in hosts):
         raise BadRequest("hosts must be a few addresses of the publisher", field="options.hosts")
-    if not 1 <= port <= 65535 or not 1 <= len(options["group"]) <= 64:
-        raise BadRequest("port and group must be those of the publisher's store", field="options")
+    if not 1 <= port <= 65535:
+        raise BadRequest("port must be that of the publisher's store", field="options.port")
     return hosts, port
 
 
@@ -144,7 +154,8 @@ class NcclSender(TransportSender):
     def __init__(self, endpoints: Sequence[str]) -> None:
         self._hosts = [local_address(endpoint) for endpoint in endpoints]
         self._server: StoreServer | None = None
-        self._name = ""
+        self._kept = KeptGroup()
+        self._kept_with: Members = ()
         self._others: OtherRanks | None = None
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
@@ -155,8 +166,7 @@ class NcclSender(TransportSender):
                 self._server = StoreServer([*self._hosts, *self._others.hosts], timeout_s=30.0)
             except (OSError, RuntimeError) as error:
                 raise RolloutError(f"prepare: no store can be opened: {error!s:.200}; use the transport zmq") from error
-            self._name = secrets.token_hex(8)
-        where = {"hosts": self._server.hosts, "port": self._server.port, "group": self._name}
+        where = {"hosts": self._server.hosts, "port": self._server.port}
         backend = "nccl" if payload.device.type == "cuda" else "gloo"
         return {**where, "backend": backend, "devices": self._others.devices}
 
@@ -167,13 +177,13 @@ class NcclSender(TransportSender):
         places = others.places(len(peers))
         runs = others.runs(payload, places)
         size = 1 + len(peers) + len(places)
-        place = Place(self._name, 0, size, len(runs) if places else 0)
+        place = Place(self._group_of(payload, peers, places), 0, size, len(runs) if places else 0)
         for rank, peer in enumerate(peers, 1):
-            server.store.set(f"member/{peer.token.hex()}", json.dumps([rank, size, place.runs]))
+            server.store.set(f"member/{peer.token.hex()}", json.dumps([place.name, rank, size, place.runs]))
         # A client of its own: one that waits for members keeps others from asking.
         watch = connect(server.local_host, server.port, rules.stall_s)
         others.join(server.hosts, server.port, place, places, rules.stall_s)
-        job = Broadcasts(payload, server.store, place, server.hosts[0], rules, runs)
+        job = Broadcasts(payload, server.store, place, server.hosts[0], rules, self._kept, runs)
         job.run(watch)
         if job.error is not None:
             give_up(watch, job.error)  # so that all end at once
@@ -182,6 +192,7 @@ class NcclSender(TransportSender):
             parts = {0: job.fingerprints, **others.endings(places, payload.manifest.bucket_count, rules.stall_s)}
         except RolloutError as error:
             self._server = None
+            self._kept.let_go()
             raise ConnectionLost(f"{error}; {job.error or 'all buckets were sent'}") from error
         missing = [
             f"rank {rank} of the trainer did not get to the end" for rank, at in places.items() if at not in parts
@@ -190,6 +201,7 @@ class NcclSender(TransportSender):
             payload.read()
             return {"fingerprints": fingerprints_digest([parts[root][index] for index, root in job.order])}
         self._server = None  # those that are tried again meet at a new one; `server` lives until this returns
+        self._kept.let_go()
         _fail(peers, places, watch, job.error or missing[0], job.sent, payload.manifest.bucket_count)
         return {}
 
@@ -198,8 +210,16 @@ class NcclSender(TransportSender):
         self._server = None
 
     def close(self) -> None:
-        """Close the store."""
+        """Close the store, and leave the group."""
         self._server = None
+        self._kept.close()
+
+    def _group_of(self, payload: Payload, peers: Sequence[Peer], places: Mapping[int, int]) -> str:
+        """The name of the group that all have kept, if they are the same members in the same places; else a new one."""
+        members: Members = (payload.device, *(peer.endpoint for peer in peers), *places.items())
+        name, before, self._kept_with = self._kept.name, self._kept_with, members
+        same = name and members == before and all(peer.grant.get("kept") == name for peer in peers)
+        return name if same else secrets.token_hex(8)
 
 
 def _fail(peers: Sequence[Peer], places: dict[int, int], store: dist.Store, why: str, sent: int, of: int) -> None:
