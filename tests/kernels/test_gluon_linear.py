@@ -88,7 +88,7 @@ kernel = gluon_linear._stream_kernel
 layout, paired = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 4))
 for block_m, silu, split, blocks in ((8, True, 1, 1), (32, False, 2, 3)):
     given = dict(K=2048, BLOCK_M=block_m, BLOCK_N=64, BLOCK_K=64, SPLIT=split, SILU=silu, STAGES=5, num_warps=4)
-    given["BLOCKS"] = blocks
+    given |= {"BLOCKS": blocks, "BESIDE": False}
     signature = dict.fromkeys(given, "constexpr") | dict.fromkeys(("rows", "N", "items", "tiles"), "i32")
     signature |= {"out_ptr": "*bf16", "w_desc": f"tensordesc<bf16[64, 64],{layout!r}>"}
     if silu:
