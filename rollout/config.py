@@ -253,6 +253,20 @@ class WeightsSettings(_Section):
             "they overwrite the weights; auto: staged where memory allows"
         ),
     )
+    staging: Literal["auto", "device", "host"] = Field(
+        "auto",
+        description=(
+            "where a staged update waits for its swap. device: in the GPU's memory, which the KV then lacks; host: in "
+            "pinned host memory, from which the swap takes some 40 times as long; auto: device if it takes at most a "
+            "third of what the weights leave free"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _waits_somewhere(self) -> WeightsSettings:
+        if self.apply == "in_place" and self.staging != "auto":
+            raise ValueError(f"staging = {self.staging} is for staged updates; leave it out, or set apply = staged")
+        return self
 
 
 class SecuritySettings(_Section):

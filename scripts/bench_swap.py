@@ -213,6 +213,7 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
         "page_size": _PAGE,
         "kv_pages": args.rows * (context // _PAGE + 2) + 8,
         "apply": args.apply,
+        "staging": args.staging,
         "wandb": False,
     }
     with start_worker(checkpoint, log_file=folder / "worker.log", **settings) as worker:
@@ -252,6 +253,7 @@ def main() -> int:
         "--transport", nargs="+", choices=("auto", *TRANSPORTS), default=["auto"], help="one after the other"
     )
     parser.add_argument("--apply", choices=("auto", "staged", "in_place"), default="auto")
+    parser.add_argument("--staging", choices=("auto", "device", "host"), default="auto", help="of staged updates")
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--plain-broadcast", action="store_true", help="also time a plain broadcast of as many bytes")
     parser.add_argument("--device", default=None, help="cuda:N or cpu, of both; absent: cuda:0 where there is one")

@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 class ApplyMode:
     """Makes the landings and updates of one mode. Owned by the receiver's thread.
 
-    `asked` is the setting `weights.apply`; `allocate` makes memory for a shadow.
+    `asked` and `staging` are the settings `weights.apply` and `weights.staging`; `allocate` makes memory for a shadow.
+    Raises ValueError where there is none for one that was asked for.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class ApplyMode:
         asked: Literal["auto", "staged", "in_place"],
         views: Mapping[str, torch.Tensor],
         allocate: Allocate | None = None,
+        staging: Literal["auto", "device", "host"] = "auto",
     ) -> None:
         self._views = views
         self._cuda = next((view.device for view in views.values() if view.is_cuda), None)
         nbytes = _parameter_bytes(views)
-        self.shadow = None if asked == "in_place" else _shadow(nbytes, self._cuda, allocate)
+        self.shadow = None if asked == "in_place" else _shadow(nbytes, self._cuda, allocate, staging)
         fits = self.shadow is not None or nbytes <= HOST_SHARE * _free_host_bytes()
         self.in_place = asked == "in_place" or (asked == "auto" and not fits)
         self.name = "in_place" if self.in_place else "staged"
@@ -100,8 +102,16 @@ def _parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
     return sum(storages.values()) + 64 * len(views)
 
 
-def _shadow(nbytes: int, device: torch.device | None, allocate: Allocate | None) -> DeviceShadow | None:
-    if device is None or nbytes > SHADOW_SHARE * torch.cuda.mem_get_info(device)[0]:
+def _shadow(
+    nbytes: int, device: torch.device | None, allocate: Allocate | None, staging: Literal["auto", "device", "host"]
+) -> DeviceShadow | None:
+    free_bytes = 0 if device is None else torch.cuda.mem_get_info(device)[0]
+    if staging == "device" and nbytes > free_bytes:
+        raise ValueError(
+            f"weights.staging = device takes {nbytes / (1 << 30):.1f} GiB of a GPU beside the weights, "
+            f"{free_bytes / (1 << 30):.1f} GiB are free; set it to host, or weights.apply to in_place"
+        )
+    if device is None or staging == "host" or (staging == "auto" and nbytes > SHADOW_SHARE * free_bytes):
         return None
     return DeviceShadow(nbytes, device, allocate)
 

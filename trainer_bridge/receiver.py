@@ -42,8 +42,8 @@ class WeightReceiver:
     """Receives updates for `views`, a map of Hugging Face names to views of the model's parameters.
 
     `version` is the version of the weights that `views` hold now. The socket is bound on return (`endpoint`); raises
-    ValueError when it cannot be, or must not be without CURVE. `allocate` makes memory of the device for updates that
-    wait there.
+    ValueError when it cannot be, or must not be without CURVE, or when updates have no room where they shall wait.
+    `allocate` makes memory of the device for updates that wait there.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class WeightReceiver:
         allocate: Allocate | None = None,
     ) -> None:
         parameters = ParameterMap(views)
+        self._mode = ApplyMode(settings.apply, views, allocate, settings.staging)
         self._receivers = make_receivers(
             settings.bind,
             max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes),
@@ -65,7 +66,6 @@ class WeightReceiver:
             wake=lambda: self._post(lambda: None),
         )
         self.endpoint: str = self._receivers["zmq"].endpoint  # type: ignore[attr-defined]
-        self._mode = ApplyMode(settings.apply, views, allocate)
         self.hold = Hold()  # asked for while an update is written in place
         self._reception = Reception(
             parameters,

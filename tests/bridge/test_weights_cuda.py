@@ -76,6 +76,16 @@ def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
         assert serves_now(worker, tensors)
 
 
+@pytest.mark.parametrize("staging", ["device", "host"])
+def test_an_update_waits_where_it_was_asked_to(monkeypatch: pytest.MonkeyPatch, staging: str) -> None:
+    monkeypatch.setattr("trainer_bridge.apply_mode.SHADOW_SHARE", 0.0 if staging == "device" else 1.0)
+    with Worker(model=TinyModel(device="cuda"), staging=staging) as worker:
+        assert worker.receiver.summary()["staging"] == staging
+        with WeightPublisher(worker.endpoint, bucket_bytes=192) as publisher:
+            publisher.publish(tensors := new_tensors(TinyModel(), 1), 1).applied(60)
+        assert serves_now(worker, tensors)
+
+
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_in_place_on_the_device(transport: str) -> None:
     with Worker(model=TinyModel(device="cuda"), apply="in_place") as worker:
