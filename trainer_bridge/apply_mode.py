@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from rollout.progress import stage
 from trainer_bridge.landing import InPlaceLanding, StagedLanding
 from trainer_bridge.manifest import Manifest
 from trainer_bridge.parameter_map import Fit
@@ -53,6 +54,9 @@ class ApplyMode:
         level = logging.INFO if self.in_place and asked == "auto" else logging.DEBUG  # it costs generation time
         _log.log(level, "updates of the weights apply %s%s", self.name, ", on the device" if self.shadow else "")
         self._staging = HostStaging(pinned=self._cuda is not None)
+        if self.staging == "host" and self._cuda is not None:  # half a minute for 61 GB: not while rows decode
+            with stage("pinning host memory for updates of the weights"):
+                self._staging.reserve(nbytes)
         self._copies: tuple[tuple[str, int], list[Copy]] | None = None
 
     @property

@@ -81,6 +81,8 @@ def test_an_update_waits_where_it_was_asked_to(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("trainer_bridge.apply_mode.SHADOW_SHARE", 0.0 if staging == "device" else 1.0)
     with Worker(model=TinyModel(device="cuda"), staging=staging) as worker:
         assert worker.receiver.summary()["staging"] == staging
+        pinned = worker.receiver._mode._staging._buffer  # before the first update: it takes long
+        assert (pinned.numel() > 0) == (staging == "host") and (pinned.is_pinned() or not pinned.numel())
         with WeightPublisher(worker.endpoint, bucket_bytes=192) as publisher:
             publisher.publish(tensors := new_tensors(TinyModel(), 1), 1).applied(60)
         assert serves_now(worker, tensors)
