@@ -100,10 +100,21 @@ worker.close()
 """
 
 
-def test_a_process_ends_cleanly_though_a_thread_was_waiting_for_its_group() -> None:
+KEPT = """
+from weights_harness import TinyModel, Worker, new_tensors
+from trainer_bridge.publisher import WeightPublisher
+
+with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl") as publisher:
+    for version in (1, 2):
+        publisher.publish(new_tensors(worker.model, version), version).applied(20)
+"""
+
+
+@pytest.mark.parametrize("script", [ENDS, KEPT], ids=["a thread was waiting", "a group was kept"])
+def test_a_process_ends_cleanly(script: str) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", ENDS], env=environment, timeout=120, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, timeout=120, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -212,16 +212,22 @@ class Group:
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             yield
 
-    def close(self, broken: bool) -> None:
-        """Leave; the other members of a broken group hear of it."""
+    def close(self, broken: bool) -> threading.Thread | None:
+        """Leave; the other members of a broken group hear of it.
+
+        What torch holds of a broken one is freed in a thread, which is returned: what is under way may keep it waiting.
+        """
         with contextlib.suppress(RuntimeError):  # of a device that is gone
             if broken:
                 self._backend.abort()  # ends what is under way: without it gloo's threads wait for their deadline
             elif self._stream is not None:
                 self._backend.shutdown()
         last, self._backend = [self._backend], None
-        if broken:  # what is under way may keep its end waiting for the deadline
-            threading.Thread(target=last.clear, name="weights-group-end", daemon=True).start()
+        if not broken:
+            return None
+        thread = threading.Thread(target=last.clear, name="weights-group-end", daemon=True)
+        thread.start()
+        return thread
 
     def _gloo(self, store: dist.Store, rank: int, size: int, address: str) -> Any:
         from torch.distributed import ProcessGroupGloo

@@ -100,7 +100,7 @@ class Broadcasts:
             self._broadcast(group, runs)
         except Exception as error:
             give_up(self._store, f"{self._who} gave up: {error!s:.200}")
-            group.close(broken=True)
+            self._kept.leave_broken(group)
             raise
         self._kept.keep(place, group)
 

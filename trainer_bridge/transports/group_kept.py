@@ -10,6 +10,7 @@ A group that broke is never kept. Both ends of a group that is let go of end by 
 from __future__ import annotations
 
 import threading
+import time
 
 from trainer_bridge.transports.group import END_S, Group, Place
 
@@ -30,8 +31,8 @@ class KeptGroup:
 
     def keep(self, place: Place, group: Group) -> None:
         """Until it is taken. Nothing is on its way in it."""
-        self.let_go()
         with self._lock:
+            self._let_go()
             self._kept = place, group
 
     def take(self, place: Place) -> Group | None:
@@ -41,20 +42,43 @@ class KeptGroup:
             if kept is not None and (kept[0].name, kept[0].rank, kept[0].size) == (place.name, place.rank, place.size):
                 self._kept = None
                 return kept[1]
-        self.let_go()
+            self._let_go()
         return None
 
     def let_go(self) -> None:
         """Leave the group, without a wait: to leave may take NCCL half a second."""
         with self._lock:
-            kept, self._kept = self._kept, None
-        if kept is not None:
-            thread = threading.Thread(target=kept[1].close, args=(True,), name="weights-group-end", daemon=True)
-            thread.start()
-            self._ending = [*(other for other in self._ending if other.is_alive()), thread]
+            self._let_go()
+
+    def leave_broken(self, group: Group) -> None:
+        """Leave one that was taken or made anew, and broke."""
+        thread = group.close(broken=True)
+        if thread is not None:
+            with self._lock:
+                self._note(thread)
 
     def close(self) -> None:
         """Leave it, and wait a moment: a thread that is inside of torch while Python ends may abort the process."""
         self.let_go()
-        for thread in self._ending:
-            thread.join(END_S)
+        until_s = time.monotonic() + END_S
+        with self._lock:
+            ending, self._ending = self._ending, []
+        for thread in ending:
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _let_go(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            thread = threading.Thread(target=_leave, args=(kept[1],), name="weights-group-end", daemon=True)
+            thread.start()
+            self._note(thread)
+
+    def _note(self, thread: threading.Thread) -> None:
+        self._ending = [*(other for other in self._ending if other.is_alive()), thread]
+
+
+def _leave(group: Group) -> None:
+    """Return when nothing of it is left."""
+    thread = group.close(broken=True)
+    if thread is not None:
+        thread.join()

@@ -107,7 +107,7 @@ class Member:
         except Exception as error:
             give_up(store, f"a worker gave up: {error!s:.200}")
             if group is not None:
-                group.close(broken=True)
+                self._kept.leave_broken(group)
             raise
         self._kept.keep(place, group)
         self.done.set()
