@@ -79,7 +79,7 @@ class WeightReceiver:
             post=self._post,
         )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.hold.door.on_shut = lambda: self._post(self._rest)
+        self.hold.door.on_shut = lambda: self._post(lambda: None)  # it looks what it need not keep
         self._ended = False
         self._post_lock = threading.Lock()
         self._wake = Wake()
@@ -179,10 +179,6 @@ class WeightReceiver:
             except queue.Empty:
                 return
             command()
-
-    def _rest(self) -> None:
-        for receiver in self._receivers.values():
-            receiver.rest()
 
     def _stop(self) -> None:
         self._reception.closing = True

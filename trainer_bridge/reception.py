@@ -132,8 +132,11 @@ class Reception:
         self._drop_idle()
 
     def leave_door(self) -> None:
-        """Nothing is inside unless an update is received, ready or applied."""
+        """Nothing is inside unless an update is received, ready or applied; behind a shut door nothing is kept, too."""
         if self.current is None and self.committed is None:
+            if self._hold.door.closed:
+                for receiver in self._receivers.values():
+                    receiver.rest()
             self._hold.door.leave()
 
     def reject(self, error: RolloutError) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from weights_harness import Worker, new_tensors, serves, wait_for
@@ -9,7 +12,9 @@ from weights_harness import Worker, new_tensors, serves, wait_for
 from trainer_bridge import publisher as publisher_module
 from trainer_bridge.errors import Unavailable, WeightsRejected
 from trainer_bridge.manifest import pack
+from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
+from trainer_bridge.transports.nccl import NcclSender
 
 
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
@@ -52,6 +57,41 @@ def test_an_update_is_inside_from_its_begin_until_it_is_in_use() -> None:
                 waiting.applied(20)
         wait_for(lambda: door.empty, "the door to be empty")
         assert worker.receiver.version == 1
+
+
+@pytest.mark.parametrize("when", ["begun", "half-way"])
+def test_a_group_that_is_kept_serves_the_update_inside_and_is_let_go_of_behind_it(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    with (
+        Worker() as worker,
+        WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=64, stall_s=5.0) as publisher,
+    ):
+        door, kept = worker.receiver.hold.door, worker.receiver._receivers["nccl"]._kept
+        publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
+        assert kept.name
+
+        def shut(*_: Any) -> None:
+            if not door.closed:
+                door.shut()
+                worker.status()  # the receiver has seen it
+
+        if when == "begun":  # the publisher was told that the group is kept, and has not given it out yet
+            monkeypatch.setattr(NcclSender, "transfer", before(shut, NcclSender.transfer))
+        else:
+            monkeypatch.setattr(Payload, "start_bucket", before(shut, Payload.start_bucket))
+        publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
+        assert serves(worker.model, tensors) and door.closed
+        wait_for(lambda: door.empty, "the door to be empty")
+        assert not kept.name
+
+
+def before(first: Callable[..., None], then: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*arguments: Any) -> Any:
+        first(*arguments)
+        return then(*arguments)
+
+    return both
 
 
 @pytest.mark.parametrize("how", ["aborted", "silent", "newer"])

@@ -120,7 +120,7 @@ class TransportReceiver(ABC):
         """Forget an update, whole or failed; `error` is for the sender, where the transport can tell it."""
 
     def rest(self) -> None:  # noqa: B027
-        """No update comes for a while: give back what was kept for the next one."""
+        """None has begun, and none comes for a while: give back what was kept for the next one."""
 
     @property
     def sockets(self) -> Sequence[zmq.Socket]:
