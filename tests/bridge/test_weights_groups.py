@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
 from trainer_bridge.transport_choice import TransportChoice
 from trainer_bridge.transports import group, group_broadcasts, group_member, nccl
-from trainer_bridge.transports.group import Group, GroupError, StoreServer, connect
+from trainer_bridge.transports.group import Group, GroupError, Place, StoreServer, connect
+from trainer_bridge.transports.group_broadcasts import Broadcasts
+from trainer_bridge.transports.group_member import Member
 from trainer_bridge.transports.nccl import NcclSender
 
 SMALL = 64
@@ -116,6 +119,72 @@ def test_a_process_ends_cleanly(script: str) -> None:
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([sys.executable, "-c", script], env=environment, timeout=120, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_publisher_that_closes_behind_the_last_bucket_keeps_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, closed, plain = threading.Event(), threading.Event(), Broadcasts._broadcast
+
+    def broadcast(self: Broadcasts, *arguments: Any) -> None:
+        plain(self, *arguments)
+        sent.set()
+        assert closed.wait(20)
+
+    monkeypatch.setattr(Broadcasts, "_broadcast", broadcast)
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl") as publisher:
+        handle = publisher.publish(new_tensors(worker.model, 1), 1)
+        assert sent.wait(20)
+        sender = publisher._choice._sender("nccl")
+        publisher.close()
+        closed.set()
+        with pytest.raises(RolloutError, match="the publisher was closed"):
+            handle.applied(20)
+        wait_for(lambda: not named("weights-group"), "the end of its thread")
+        assert sender._kept.name == ""
+
+
+def test_a_worker_whose_update_is_dropped_behind_the_last_bucket_keeps_no_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = Member._take_buckets
+
+    def take_buckets(self: Member, *arguments: Any) -> None:
+        plain(self, *arguments)
+        assert self._cancelled.wait(20)
+
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", apply_s=0.5) as publisher:
+        with monkeypatch.context() as patch:
+            patch.setattr(Member, "_take_buckets", take_buckets)
+            with pytest.raises(RolloutError, match="commit"):
+                publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
+            wait_for(lambda: not named("weights-nccl"), "the end of the worker's thread")
+        assert worker.receiver._receivers["nccl"]._kept.name == ""
+        publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
+        assert serves(worker.model, tensors)
+
+
+def named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_an_update_that_was_dropped_takes_no_group_from_the_next(
+    waiting: tuple[Worker, NcclSender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, sender = waiting
+    receiver = worker.receiver._receivers["nccl"]
+    member, placed, left = receiver._member, threading.Event(), []
+
+    def loads(data: bytes) -> Any:
+        placed.set()
+        return json.loads(data)
+
+    monkeypatch.setattr(group_member, "json", SimpleNamespace(loads=loads))
+    receiver._kept.keep(Place("kept", 1, 2, 0), SimpleNamespace(close=lambda broken: left.append(broken)))
+    with member._lock:  # its place comes at the same time as the end of its update
+        sender._server.store.set(f"member/{member._incoming.token.hex()}", '["another", 1, 2, 0]')
+        assert placed.wait(20)
+        member._cancelled.set()
+    wait_for(lambda: not member.alive, "the end of the update")
+    assert receiver._kept.name == "kept" and not left
 
 
 class Hangs:

@@ -58,6 +58,7 @@ class Broadcasts:
         self._address, self._rules, self._kept, self._runs, self._who = address, rules, kept, runs, who
         self._over = threading.Event()
         self._stop = threading.Event()
+        self._lock = threading.Lock()  # once it was told to stop it keeps no group
         self._moved_s = time.monotonic()
 
     def run(self, watch: dist.Store) -> None:
@@ -74,7 +75,8 @@ class Broadcasts:
                 self.error = f"nothing moved in the group for {still_s:.0f} s"
             else:
                 continue
-            self._stop.set()
+            with self._lock:
+                self._stop.set()
             return
 
     def _main(self) -> None:
@@ -98,11 +100,14 @@ class Broadcasts:
             elif place.runs:
                 runs.share(group, self._stop)
             self._broadcast(group, runs)
+            with self._lock:
+                if self._stop.is_set():
+                    raise GroupError("it was told to stop")
+                self._kept.keep(place, group)
         except Exception as error:
             give_up(self._store, f"{self._who} gave up: {error!s:.200}")
             self._kept.leave_broken(group)
             raise
-        self._kept.keep(place, group)
 
     def _join(self) -> Group:
         place = self._place

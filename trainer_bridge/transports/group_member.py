@@ -5,8 +5,8 @@
 
 Invariants:
 
-- It writes to its landing only while its update is the present one (`_lock`); whatever it waits for, it ends by its
-  deadline.
+- It writes to its landing, and takes or keeps a group, only while its update is the present one (`_lock`); whatever it
+  waits for, it ends by its deadline.
 - What goes wrong is in `error`, and in the store (`give_up`), so that nobody waits for this worker.
 """
 
@@ -79,7 +79,7 @@ class Member:
         self._thread.join(timeout_s)
 
     def cancel(self) -> None:
-        """After this nothing is written any more; the thread ends by its deadline."""
+        """After this nothing is written or kept any more; the thread ends by its deadline."""
         with self._lock:
             self._cancelled.set()
 
@@ -100,17 +100,28 @@ class Member:
         group: Group | None = None
         try:
             place = self._await_place(store)
-            group = self._kept.take(place) or self._join(store, place)
+            group = self._take(place) or self._join(store, place)
             self._await(self._incoming.open.is_set, "the loop to hold generation")
             runs = Runs.learn(self._incoming.manifest, group, place, self._cancelled)
             self._take_buckets(group, store, place.rank, runs)
+            with self._lock:
+                self._check_present()
+                self._kept.keep(place, group)
         except Exception as error:
             give_up(store, f"a worker gave up: {error!s:.200}")
             if group is not None:
                 self._kept.leave_broken(group)
             raise
-        self._kept.keep(place, group)
         self.done.set()
+
+    def _take(self, place: Place) -> Group | None:
+        with self._lock:  # the next update's publisher was told which group is kept
+            self._check_present()
+            return self._kept.take(place)
+
+    def _check_present(self) -> None:
+        if self._cancelled.is_set():
+            raise GroupError("the update was dropped")
 
     def _join(self, store: dist.TCPStore, place: Place) -> Group:
         address = local_address(f"tcp://{self._where[0]}:{self._where[1]}")
@@ -137,8 +148,7 @@ class Member:
                 part.wait(self._cancelled)
             buffer = buffers[index % len(buffers)]
             with self._lock, group.on_stream():
-                if self._cancelled.is_set():
-                    raise GroupError("the update was dropped")
+                self._check_present()
                 seen += [fingerprint(buffer[part.at : part.end]) for part in bucket.parts]
                 self._incoming.landing.put(manifest.bucket_span(index)[0], bucket.unpack(buffer, in_order))
                 self._incoming.note(bucket.nbytes)
@@ -167,8 +177,7 @@ class Member:
     def _await(self, happened: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + self._timeout_s
         while not happened():
-            if self._cancelled.is_set():
-                raise GroupError("the update was dropped")
+            self._check_present()
             if time.monotonic() > deadline_s:
                 raise GroupError(f"waited {self._timeout_s:g} s for {what}")
             time.sleep(POLL_S)
