@@ -261,7 +261,8 @@ class WeightPublisher:
             finished = self._deliver(payload, handle, peers)
             again = [peer for peer in peers if isinstance(peer.error, GroupBroken)]
             another_way = self._choice.avoid(again)
-            again = self._still_there(again) if another_way or len(again) > 1 else []
+            kept = any(isinstance(peer.error, GroupBroken) and peer.error.kept for peer in again)
+            again = self._still_there(again) if another_way or kept or len(again) > 1 else []
             if again:
                 _log.warning("a group broke; %d of its workers are tried again", len(again))
                 second = self._deliver(payload, handle, again)

@@ -258,6 +258,26 @@ def test_a_kept_group_that_lost_a_member_is_made_anew(faults: FaultServer, monke
         assert serves(one.model, tensors) and len(set(joined)) >= 2
 
 
+@pytest.mark.parametrize("transport", ["nccl", "auto"])
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_a_kept_group_that_broke_while_nobody_used_it_is_made_anew_for_the_same_update(
+    monkeypatch: pytest.MonkeyPatch, transport: str, apply: str
+) -> None:
+    def lost(*_: Any) -> None:
+        raise GroupError("Connection closed by peer")
+
+    monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("nccl", "shm", "zmq"))
+    joined = counted_groups(monkeypatch)
+    with Worker(apply=apply) as worker, WeightPublisher(worker.endpoint, transport=transport) as publisher:
+        for version in (1, 2, 3):
+            tensors = new_tensors(worker.model, version)
+            (report,) = publisher.publish(tensors, version).applied(20)
+            assert report.transport == "nccl" and serves(worker.model, tensors)
+            if version == 1:
+                worker.receiver._receivers["nccl"]._kept._kept[1].broadcast = lost
+        assert len(joined) == 4 and len(set(joined)) == 2
+
+
 def republished(publisher: WeightPublisher, tensors: dict[str, torch.Tensor], version: int) -> list[Any]:
     """The reports of `version`, or of the next one; none if that still went to the connection of before."""
     for number in (version, version + 1):

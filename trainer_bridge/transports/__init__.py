@@ -135,6 +135,7 @@ class GroupBroken(ConnectionLost):
     """A group of several workers broke, maybe by another one's fault: those that live can be tried again."""
 
     met = True  # false if it never came about: this way may not work at all
+    kept = False  # from an earlier update: it may have broken long ago, and through nobody's fault
 
 
 @dataclass

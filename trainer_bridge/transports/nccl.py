@@ -177,6 +177,7 @@ class NcclSender(TransportSender):
         places = others.places(len(peers))
         runs = others.runs(payload, places)
         size = 1 + len(peers) + len(places)
+        before = self._kept.name
         place = Place(self._group_of(payload, peers, places), 0, size, len(runs) if places else 0)
         for rank, peer in enumerate(peers, 1):
             server.store.set(f"member/{peer.token.hex()}", json.dumps([place.name, rank, size, place.runs]))
@@ -202,7 +203,8 @@ class NcclSender(TransportSender):
             return {"fingerprints": fingerprints_digest([parts[root][index] for index, root in job.order])}
         self._server = None  # those that are tried again meet at a new one; `server` lives until this returns
         self._kept.let_go()
-        _fail(peers, places, watch, job.error or missing[0], job.sent, payload.manifest.bucket_count)
+        why = job.error or missing[0]
+        _fail(peers, places, watch, why, job.sent, payload.manifest.bucket_count, kept=place.name == before)
         return {}
 
     def release(self, payload: Payload, applied: bool) -> None:
@@ -222,13 +224,15 @@ class NcclSender(TransportSender):
         return name if same else secrets.token_hex(8)
 
 
-def _fail(peers: Sequence[Peer], places: dict[int, int], store: dist.Store, why: str, sent: int, of: int) -> None:
+def _fail(
+    peers: Sequence[Peer], places: dict[int, int], store: dist.Store, why: str, sent: int, of: int, kept: bool
+) -> None:
     """Tell every peer that the group broke, and how far each member was."""
     ranks = "".join(f", rank {rank} {_progress(store, at)}" for rank, at in places.items())
     for at, peer in enumerate(peers, 1):
         had = f"{peer.endpoint} had {_progress(store, at)} of {of} buckets"
         broken = GroupBroken(f"transfer: {why}, after {sent} buckets; {had}{ranks}")
-        broken.met = sent > 0
+        broken.met, broken.kept = sent > 0 or kept, kept
         peer.fail(broken)
 
 
