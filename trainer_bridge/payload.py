@@ -130,6 +130,11 @@ class Payload:
             written = hi - start
         out[written : end - start].zero_()
 
+    def settle(self) -> None:
+        """Return when nothing of what was started to be packed is written any more."""
+        with contextlib.suppress(RuntimeError):  # of a device that is gone
+            self._settle()
+
     def _check_there(self) -> None:
         if self._released.is_set():
             raise RolloutError("transfer: the tensors were given back before they were sent", code="closed")
@@ -178,8 +183,7 @@ class Payload:
         with self._packing:
             if self._released.is_set():
                 return
-            with contextlib.suppress(RuntimeError):  # of a device that is gone
-                self._settle()  # a sender that failed may have begun to copy
+            self.settle()  # a sender that failed may have begun to copy
             self._tensors = []
             self._flat = self.shards = None
             self._released.set()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -185,6 +186,37 @@ def test_an_update_that_was_dropped_takes_no_group_from_the_next(
         member._cancelled.set()
     wait_for(lambda: not member.alive, "the end of the update")
     assert receiver._kept.name == "kept" and not left
+
+
+def test_buffers_of_an_update_that_failed_live_until_nothing_is_packed_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref] = []
+    alive: list[bool] = []
+    buffer, settle, start = Group.buffer, Payload.settle, Payload.start_bucket
+
+    def noted(self: Group, nbytes: int) -> torch.Tensor:
+        data = buffer(self, nbytes)
+        if threading.current_thread().name == "weights-group":
+            made.append(weakref.ref(data))
+        return data
+
+    def settled(self: Payload) -> None:
+        if threading.current_thread().name == "weights-group":
+            alive.extend(data() is not None for data in made)
+        settle(self)
+
+    def fails(self: Payload, index: int, out: torch.Tensor) -> int:
+        if index == 3:
+            raise RuntimeError("the device is gone")
+        return start(self, index, out)
+
+    monkeypatch.setattr(Group, "buffer", noted)
+    monkeypatch.setattr(Payload, "settle", settled)
+    monkeypatch.setattr(Payload, "start_bucket", fails)
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=SMALL) as publisher:
+        with pytest.raises(RolloutError, match="the device is gone"):
+            publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
+        wait_for(lambda: not named("weights-group"), "the end of its thread")
+    assert made and alive == [True] * len(made)
 
 
 class Hangs:

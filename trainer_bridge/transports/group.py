@@ -135,7 +135,7 @@ def given_up(store: dist.Store) -> str | None:
 
 
 class Group:
-    """A member's end. Belongs to one thread."""
+    """A member's end. Belongs to one thread at a time."""
 
     def __init__(
         self,

@@ -107,6 +107,7 @@ class Broadcasts:
         except Exception as error:
             give_up(self._store, f"{self._who} gave up: {error!s:.200}")
             self._kept.leave_broken(group)
+            self._payload.settle()  # before the buffers are free: the trainer may be given their memory at once
             raise
 
     def _join(self) -> Group:

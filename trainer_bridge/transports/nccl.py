@@ -208,7 +208,7 @@ class NcclSender(TransportSender):
         return {}
 
     def release(self, payload: Payload, applied: bool) -> None:
-        """Close the store."""
+        """Let go of the store; a group that is kept holds on to the one that its members met at."""
         self._server = None
 
     def close(self) -> None:
