@@ -1,8 +1,6 @@
 """`python -m rollout` is the `rollout` command."""
 
-import sys
-
-from rollout.cli import main
+from rollout.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -362,7 +362,7 @@ def settle_heap() -> None:
     """Keep what start-up made out of later garbage collections.
 
     Half a million objects of libraries never go away, and each full collection would look at all of them while the loop
-    waits. At the end of the process all is collected again, or libraries complain of leaks.
+    waits. A process that takes itself apart at its end collects all of it again, or libraries complain of leaks.
     """
     gc.collect()
     gc.freeze()

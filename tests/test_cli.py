@@ -177,6 +177,27 @@ def test_version_is_the_one_of_the_distribution():
     assert (done.returncode, done.stdout) == (0, f"rollout {version}\n")
 
 
+ENDING = """
+import atexit, sys, threading, time
+from rollout import cli
+
+def main():
+    threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+    atexit.register(print, "exit handler")
+    print("main")
+    return 7
+
+cli.main = main
+cli.run()
+"""
+
+
+def test_the_process_ends_once_threads_and_exit_handlers_are_through_and_all_is_written():
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, env=environ)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "main\nthread\nexit handler\n", "")
+
+
 def test_rollout_cli_module_is_the_command_too():
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(

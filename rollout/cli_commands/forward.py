@@ -41,9 +41,10 @@ def run(command: str, arguments: Sequence[str]) -> int:
 
 
 def _main(module: str, arguments: Sequence[str]) -> int:
+    from rollout.libraries import loading_libraries
     from rollout.progress import stage
 
-    with stage("loading libraries", quiet=True):
+    with stage("loading libraries", quiet=True), loading_libraries():
         main = importlib.import_module(module).main
     code: int = main(list(arguments))
     return code

@@ -133,9 +133,10 @@ def _serve(settings: Settings, restarts: int) -> int:
     for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
         del os.environ[name]  # what a launcher of ranks put there: W&B would log into the trainer's run
     set_up(settings.log_level, settings.log_format, worker_name())  # first: imports may warn
+    from rollout.libraries import loading_libraries
     from rollout.progress import stage
 
-    with stage("loading libraries", quiet=True):
+    with stage("loading libraries", quiet=True), loading_libraries():
         import zmq
 
         from rollout.worker import serve

@@ -12,7 +12,7 @@ import functools
 import sys
 from typing import Any
 
-from rollout.cli import main
+from rollout.cli import run
 from rollout.engine.plan import Plan
 from rollout.engine.runner import Runner
 from rollout.engine.slot import Slot
@@ -47,4 +47,5 @@ def overwrite(runner: Runner, page: int) -> None:
 
 if __name__ == "__main__":
     corrupt_one_page()
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    sys.argv.insert(1, "serve")
+    run()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from rollout.cli import main
+from rollout.cli import run
 from rollout.engine.runner import Runner
 from rollout.engine.scheduler import Scheduler
 from rollout.metrics.sinks import MetricsThread
@@ -109,4 +109,5 @@ before(Reception, "poll_ms", raiser({"receiver": RuntimeError("receiver")}))
 before(MetricsThread, "_each", raiser({"metrics": End("metrics")}))
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:]))
+    del sys.argv[1]
+    run()
