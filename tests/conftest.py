@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -15,6 +16,20 @@ from rollout.logs import LineStream
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ["TRITON_INTERPRET"] == "1":
+        from tests.quick_interpreter import make_quick
+
+        make_quick()
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: no collection needs to look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or libraries complain of leaks
 
 
 @pytest.fixture(autouse=True)
