@@ -10,9 +10,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from rollout.logs import LineStream
+# Before torch loads. The tensors here are small, and a second thread, of the tests or of what they start, waits with a
+# whole core for the first: beside workers that is many times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from rollout.logs import LineStream  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -330,7 +330,7 @@ def test_a_worker_that_gives_up_is_heard_of_while_the_others_are_waited_for(monk
         raise GroupError("no memory")
 
     monkeypatch.setattr(group_member.Member, "_take_buckets", give_up)
-    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", stall_s=20.0) as publisher:
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", stall_s=6.0) as publisher:
         handle = publisher.publish(new_tensors(worker.model, 1), 1)
         with pytest.raises(RolloutError, match=f"transfer: .*gave up: no memory.*{worker.endpoint}"):
             handle.applied(10)

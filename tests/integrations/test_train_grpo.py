@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_run_is_logged_and_drawn(run: tuple[Path, list[dict[str, Any]], dict[str
 
 def test_without_staleness_a_run_repeats_itself(tmp_path: Path) -> None:
     flags = {"--steps": 6, "--staleness": 0, "--seed": 3, "--groups": 4}
-    first, second = (train(tmp_path / name, "--no-wandb", **flags) for name in ("first", "second"))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda name: train(tmp_path / name, "--no-wandb", **flags), ("first", "second"))
     told = [
         [{k: v for k, v in step.items() if not k.startswith("time/")} for step in steps] for steps, _ in (first, second)
     ]

@@ -6,33 +6,45 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CASES = [
+    ("8 rows: norm", 8, 90, {"_add_rms_norm_kernel", "_norm_router_kernel"}),
+    ("8 rows: norm", 8, 80, {"_add_rms_norm_kernel", "_norm_router_kernel"}),
+    ("dense, 32 rows: adapters, rank 16, qkv", 32, 90, {"_shrink_kernel", "_expand_kernel"}),
+    ("dense, 8 rows: adapters later, rank 16, qkv", 8, 90, {"_shrink_kernel", "_finish_qkv_kernel"}),
+    ("dense, 32 rows: adapters, product", 32, 90, {"_stream_kernel"}),
+    ("2 rows: experts, fp8_row", 2, 90, {"_gate_up_kernel", "_down_kernel", "_group_kernel", "_combine_kernel"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("only", "rows", "capability", "kernels"),
-    [
-        ("8 rows: norm", 8, 90, {"_add_rms_norm_kernel", "_norm_router_kernel"}),
-        ("8 rows: norm", 8, 80, {"_add_rms_norm_kernel", "_norm_router_kernel"}),
-        ("dense, 32 rows: adapters, rank 16, qkv", 32, 90, {"_shrink_kernel", "_expand_kernel"}),
-        ("dense, 8 rows: adapters later, rank 16, qkv", 8, 90, {"_shrink_kernel", "_finish_qkv_kernel"}),
-        ("dense, 32 rows: adapters, product", 32, 90, {"_stream_kernel"}),
-        ("2 rows: experts, fp8_row", 2, 90, {"_gate_up_kernel", "_down_kernel", "_group_kernel", "_combine_kernel"}),
-    ],
-)
-def test_kernels_of_a_step_compile_for_hopper_and_before(
-    only: str, rows: int, capability: int, kernels: set[str], tmp_path: Path
-) -> None:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "scripts/compile_kernels.py"), "--only", only, "--rows", str(rows)]
-    command += ["--capability", str(capability)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen]]:
+    """The script for each case, all of them at once."""
+    script = str(ROOT / "scripts/compile_kernels.py")
+    started = []
+    for only, rows, capability, _ in CASES:
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+        environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+        command = [sys.executable, script, "--only", only, "--rows", str(rows), "--capability", str(capability)]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen(command, env=environment, text=True, **streams))
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{only}-{capability}" for only, _, capability, _ in CASES])
+def test_kernels_of_a_step_compile_for_hopper_and_before(compiling: list[subprocess.Popen], case: int) -> None:
+    _, _, capability, kernels = CASES[case]
+    out, error = compiling[case].communicate(timeout=240)
+    assert compiling[case].returncode == 0, error
+    *lines, last = out.splitlines()
     assert {re.split(r"  +", line)[1] for line in lines} >= kernels
     assert re.fullmatch(rf"{len(lines)} kernels compiled for compute capability {capability / 10} by Triton .*", last)
     assert all(re.search(r"\d+ registers +\d+ stack +\d+ shared", line) for line in lines)
