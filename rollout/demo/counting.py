@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 STEPS = (1, 2)
+PROBE_TOKENS = 400  # that a probe of the demo may take to get to its stop string
 _PROMPT = re.compile(r"(?:\d+ )*(0|[1-9]\d*):")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rollout.demo.trainer import PROBE_TOKENS
+from rollout.demo.counting import PROBE_TOKENS
 from trainer_bridge.launch import WorkerFailed, WorkerProcess, start_worker
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"

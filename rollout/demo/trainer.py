@@ -20,7 +20,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from rollout.demo.counting import CountingError, check_completion
+from rollout.demo.counting import PROBE_TOKENS, CountingError, check_completion
 from rollout.progress import stage
 from trainer_bridge.async_client import AsyncRolloutClient
 from trainer_bridge.publisher import WeightPublisher
@@ -29,7 +29,6 @@ from trainer_bridge.results import Completion
 STEP_OF_VERSION = {0: 1, 1: 2}
 _STREAM_EVERY = 256
 _PROBE_PROMPT, _PROBE_STOP, _PROBES = "8:", " 64", 12
-PROBE_TOKENS = 400
 
 
 @dataclass(frozen=True)
