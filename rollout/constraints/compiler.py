@@ -117,6 +117,8 @@ class ConstraintCompiler:
                     raise ConstraintError(problem)
                 return self._compiler.compile_regex(source)
             case "grammar":
+                if (problem := regex_check.refused_grammar(source)) is not None:
+                    raise ConstraintError(problem)
                 return self._compiler.compile_grammar(source)
             case _:
                 return self._compiler.compile_grammar(choices_grammar(source))
@@ -139,4 +141,5 @@ def _never_in_json(texts: list[bytes]) -> list[int]:
 
 def _reason(error: RuntimeError) -> str:
     """The message of xgrammar without times and places in its source."""
-    return re.sub(r"\[\d\d:\d\d:\d\d\] \S+: ", "", str(error)).strip()[:500]
+    said = re.sub(r"\[\d\d:\d\d:\d\d\] \S+: ", "", str(error)).strip()[:500]
+    return said or "the compiler does not take it, and does not say why"

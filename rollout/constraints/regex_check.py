@@ -1,12 +1,17 @@
 """What a regular expression may not hold, because the compiler would take it for something else in silence.
 
 xgrammar (0.2.8) passes over anchors that are not at an end of the text, takes letters behind a backslash that it does
-not know for themselves, and, in a JSON string, writes quotes, backslashes and control characters as they are.
+not know for themselves, and, in a JSON string, writes quotes, backslashes and control characters as they are and
+passes over what looks ahead.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+
+#: Groups in groups are compiled by recursion, and enough of them end the process.
+MAX_CHARS = 4096
 
 #: Behind a backslash: what the compiler knows, or refuses by itself.
 _ESCAPES = "dDwWsSnrtfvexuc0" + "bB" + "123456789kpP"
@@ -14,12 +19,26 @@ _ESCAPES = "dDwWsSnrtfvexuc0" + "bB" + "123456789kpP"
 _CONTROLS = "nrtfvec0"
 _NUMBERED = {"x": 2, "u": 4}  # hexadecimal digits
 _REPEATS = tuple("*+{")
+_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # none that a backslash takes into the text
+#: Behind a backslash in a class, where the compiler takes them for themselves; elsewhere it refuses them.
+_NO_CLASS = "123456789kpPB"
+
+
+def refused_grammar(text: str) -> str | None:
+    """Why a grammar cannot be taken that may have a regular expression in it; None if nothing is known."""
+    if "Regex" in text and any(len(part) > MAX_CHARS for part in _QUOTE.split(text)):
+        return f"a text of a grammar with 'Regex' has more than {MAX_CHARS} characters; shorten it"
+    return None
 
 
 def refused(text: str, in_json: bool = False) -> str | None:
     """What of this expression would not be kept to; None if nothing is known. With `in_json` it is of a JSON string."""
+    if len(text) > MAX_CHARS:
+        return f"it has more than {MAX_CHARS} characters; shorten it"
     elements = list(_elements(text))
-    for _, element in elements:
+    for at, element in elements:
+        if element == "(" and text.startswith(("?=", "?!", "?<=", "?<!"), at + 1):
+            return f"what looks ahead or behind, at character {at}, is not known; leave it out"
         if problem := _element_problem(element, in_json):
             return problem
     groups: list[tuple[bool, bool]] = []  # of those that are open: at the begin of the text, and with an anchor
@@ -95,6 +114,8 @@ def _element_problem(element: str, in_json: bool) -> str | None:
         negated, at = element.startswith("[^"), 1
         while at < len(element) - 1:
             end = at + 2 + _digits_of(element, at) if element[at] == "\\" else at + 1
+            if element[at] == "\\" and element[at + 1] in _NO_CLASS:
+                return f"{element[at:end]!r} in a class is not known; leave it out"
             if problem := _character_problem(element[at:end], in_json and not negated):
                 return problem
             at = end

@@ -50,21 +50,26 @@ _FORMATS = (
     *("uri", "uri-reference", "uri-template", "uuid"),
 )
 _DECIMALS = 6  # that bounds of numbers are kept to
+_MOST_STEP = 1024  # greater ones are passed over
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
 def refused(text: str) -> str | None:
-    """What of this schema would not be kept to, and where; None if nothing is known, or the text is no JSON."""
+    """What of this schema would not be kept to, and where; None if nothing is known."""
     try:
         schema = json.loads(text)
         return next(_problems(schema, "#", schema), None)
-    except (ValueError, RecursionError):
-        return None  # the compiler says what is wrong with it
+    except RecursionError:
+        return "it is nested too deep to be looked at; make it flatter"
+    except ValueError as error:  # the compiler may take it all the same: text behind the end, for one
+        return f"it is no JSON: {error}"
 
 
-def _problems(schema: Any, place: str, root: Any) -> Iterator[str]:
-    if not isinstance(schema, dict):
+def _problems(schema: Any, place: str, root: Any, seen: set[int] | None = None) -> Iterator[str]:
+    seen = set() if seen is None else seen
+    if not isinstance(schema, dict) or id(schema) in seen:
         return
+    seen.add(id(schema))
     for name in _NEVER:
         if schema.get(name, False) is not False:
             yield f"{name!r} at {place} cannot be enforced; leave it out"
@@ -74,12 +79,15 @@ def _problems(schema: Any, place: str, root: Any) -> Iterator[str]:
     yield from _of_objects(schema, place)
     for name in _MAPS:
         for key, part in schema[name].items() if isinstance(schema.get(name), dict) else ():
-            yield from _problems(part, f"{place}/{name}/{key}", root)
+            yield from _problems(part, f"{place}/{name}/{key}", root, seen)
     for name in _LISTS:
         for i, part in enumerate(schema[name]) if isinstance(schema.get(name), list) else ():
-            yield from _problems(part, f"{place}/{name}/{i}", root)
+            yield from _problems(part, f"{place}/{name}/{i}", root, seen)
     for name in _ONE:
-        yield from _problems(schema.get(name), f"{place}/{name}", root)
+        yield from _problems(schema.get(name), f"{place}/{name}", root, seen)
+    ref = schema.get("$ref")
+    if isinstance(ref, str):  # wherever it leads: the compiler follows it
+        yield from _problems(_followed(ref, root), ref, root, seen)
 
 
 def _beside_others(schema: dict[str, Any], place: str, root: Any) -> Iterator[str]:
@@ -137,8 +145,8 @@ def _types_named(schema: dict[str, Any], root: Any, known: dict[int, set[str] | 
 
 def _followed(ref: str, root: Any) -> Any:
     part = root
-    for name in ref.split("/")[1:]:
-        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
+    for name in ref.split("/")[1:]:  # as the compiler does: it knows no "~1"
+        part = part.get(name) if isinstance(part, dict) else None
     return part
 
 
@@ -148,6 +156,8 @@ def _of_numbers(schema: dict[str, Any], place: str) -> Iterator[str]:
     whole = isinstance(step, (int, float)) and step % 1 == 0  # of infinity and of what is no number it is neither
     if "multipleOf" in schema and (schema.get("type") != "integer" or not whole):
         yield f"'multipleOf' at {place} can be enforced for integers only; leave it out"
+    elif step > _MOST_STEP:
+        yield f"'multipleOf' at {place} can be enforced up to {_MOST_STEP} only; leave it out"
     if "multipleOf" in schema and bounds:
         yield f"'multipleOf' at {place} cannot be enforced with bounds; leave one of them out"
     for name, bound in bounds.items():
@@ -165,7 +175,11 @@ def _of_strings(schema: dict[str, Any], place: str) -> Iterator[str]:
         yield f"the format {form!r} with a pattern or a length at {place} cannot be enforced; leave one of them out"
     patterns = schema["patternProperties"] if isinstance(schema.get("patternProperties"), dict) else ()
     for pattern in (schema.get("pattern"), *patterns):
-        problem = regex_check.refused(pattern, in_json=True) if isinstance(pattern, str) else None
+        if not isinstance(pattern, str):
+            if pattern is not None:
+                yield f"the pattern at {place} is no text; write it as one"
+            continue
+        problem = regex_check.refused(pattern, in_json=True)
         if problem is not None:
             yield f"the pattern {pattern!r:.80} at {place} cannot be enforced: {problem}"
 

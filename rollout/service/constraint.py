@@ -6,8 +6,9 @@ import json
 import logging
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from rollout.constraints import regex_check
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list, available
 from rollout.constraints.matcher import Constraint
 from rollout.constraints.spec import ConstraintSpec
@@ -18,10 +19,18 @@ from rollout.service.text import TextCodec
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 64 * 1024
-MAX_REGEX_CHARS = 4096  # what compiling takes may grow with the square of it
+MAX_REGEX_CHARS = regex_check.MAX_CHARS  # what compiling takes may also grow with the square of it
 MAX_CHOICES = 4096
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARS)]
+
+
+def _schema(value: Any) -> Any:
+    if not isinstance(value, (dict, str)):
+        raise ValueError("a schema is a map, or its JSON as text")
+    if isinstance(value, str) and not 1 <= len(value) <= MAX_CHARS:
+        raise ValueError(f"the schema has no character, or more than {MAX_CHARS}")
+    return value
 
 
 class ConstraintFields(BaseModel):
@@ -29,7 +38,7 @@ class ConstraintFields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
-    json_schema: dict[str, Any] | Text | None = None
+    json_schema: Annotated[Any, BeforeValidator(_schema)] | None = None  # a map, or text
     regex: Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
     grammar: Text | None = None
     choices: list[Text] | None = Field(None, min_length=1, max_length=MAX_CHOICES)

@@ -127,7 +127,8 @@ def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tok
         ("grammar", 'start ::= "x"', '"root" is not found'),
         ("grammar", "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000, "Nest layer"),
         ("json_schema", '{"type": "strin"}', 'Unsupported type "strin"'),
-        ("json_schema", "{nope", "syntax error"),
+        ("json_schema", "{nope", "it is no JSON"),
+        ("json_schema", '{"type": "array", "items": {}, "uniqueItems": true} more', "it is no JSON"),
         ("json_schema", '{"type": "array", "items": {"type": "integer"}, "uniqueItems": true}', "'uniqueItems' at #"),
         ("json_schema", '{"type": "object", "properties": {"a": {"not": {}}}}', "'not' at #/properties/a"),
         ("json_schema", '{"minLength": 3}', "'minLength' at # .* without a 'type'"),
@@ -167,7 +168,18 @@ def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tok
         ("regex", "(^a)+", "an anchor is repeated"),
         ("regex", "(a|b)^c", "'\\^' at character 5"),
         ("regex", r"\Aab\Z", "A' is not known"),
-        ("json_schema", '{"type":"array","items":' * 20_000 + "true" + "}" * 20_000, "parse JSON"),
+        ("regex", "a(?=b)", "ahead or behind, at character 1"),
+        ("regex", "[0-\\p]", "in a class is not known"),
+        ("json_schema", '{"type": "string", "pattern": "(?!a)[ab]"}', "ahead or behind, at character 0"),
+        ("json_schema", '{"type": "string", "pattern": "x(?:(?<=x)y)"}', "ahead or behind, at character 4"),
+        ("json_schema", json.dumps({"type": "string", "pattern": r"[\p{L}]"}), "in a class is not known"),
+        ("json_schema", '{"type": "string", "pattern": 5}', "is no text"),
+        ("json_schema", '{"type": "integer", "multipleOf": 1025}', "up to 1024 only"),
+        ("json_schema", '{"type": "number", "minimum": 1e400}', "does not say why"),
+        ("json_schema", '{"$ref": "#/x", "x": {"type": "array", "uniqueItems": true}}', "'uniqueItems' at #/x"),
+        ("json_schema", '{"$ref": "#/a~1b", "a~1b": {"not": {}}}', "'not' at #/a~1b"),
+        ("json_schema", '{"anyOf": [{"not": {}}, {"const": ' + "[" * 1500 + "]" * 1500 + "}]}", "nested too deep"),
+        ("json_schema", '{"type":"array","items":' * 20_000 + "true" + "}" * 20_000, "nested too deep"),
     ],
 )
 def test_what_cannot_be_compiled_says_why(compiler, kind, source, reason):
@@ -190,6 +202,33 @@ def test_what_cannot_be_compiled_says_why(compiler, kind, source, reason):
 def test_anchors_at_the_ends_of_the_text_change_nothing(compiler, tokenizer, vocab, regex, text):
     constraint = compiler.compile(ConstraintSpec("regex", regex), (tokenizer.eos_token_id,), [])
     assert write(constraint, tokenizer, vocab, text) == ["<|im_end|>"]
+
+
+#: Groups in groups, as deep as a message of the largest size may have them: C++ that would overflow its stack.
+DEEP = "(" * 30_000 + "a" + ")" * 30_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", json.dumps({"type": "string", "pattern": DEEP})),
+        ("json_schema", json.dumps({"type": "object", "patternProperties": {DEEP: {}}})),
+        ("json_schema", json.dumps({"$ref": "#/x", "x": {"type": "string", "pattern": DEEP}})),
+        ("json_schema", json.dumps({"type": "string", "pattern": DEEP}) + " x"),
+        ("grammar", f'root ::= Regex("{DEEP}")'),
+        ("grammar", 'root ::= [\\"] Regex("' + '(\\"' * 15_000 + ")" * 15_000 + '")'),
+    ],
+)
+def test_what_would_end_the_process_is_refused_before_it_is_compiled(compiler, monkeypatch, kind, source):
+    monkeypatch.setattr(compiler, "_compiler", None)
+    with pytest.raises(ConstraintError, match="characters|no JSON"):
+        compiler.compile(ConstraintSpec(kind, source), (1,), [])
+
+
+def test_a_regular_expression_in_a_grammar_is_taken(compiler, tokenizer, vocab):
+    grammar = 'root ::= Regex("[ab]{2}") other\nother ::= "' + "c" * 3000 + '"'
+    constraint = compiler.compile(ConstraintSpec("grammar", grammar), (tokenizer.eos_token_id,), [])
+    assert write(constraint, tokenizer, vocab, "ab") == ["c"]
 
 
 def test_what_is_refused_is_found_soon_whatever_is_sent():

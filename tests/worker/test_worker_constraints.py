@@ -139,6 +139,13 @@ def test_a_continued_completion_stays_in_its_constraint(client: RolloutClient) -
         ({"constraint": {"regex": "(["}}, "constraint.regex", "Unclosed"),
         ({"constraint": {"grammar": "root ::= nothing"}}, "constraint.grammar", "not defined"),
         ({"constraint": {"json_schema": {"type": "strin"}}}, "constraint.json_schema", "Unsupported type"),
+        ({"constraint": {"json_schema": "5" * 65_537}}, "constraint.json_schema", "more than 65536"),
+        ({"constraint": {"json_schema": [5]}}, "constraint.json_schema", "a map, or its JSON"),
+        (
+            {"constraint": {"json_schema": {"type": "string", "pattern": "(" * 32_000 + "a" + ")" * 32_000}}},
+            "constraint.json_schema",
+            "more than 4096 characters",
+        ),
         ({"constraint": {"regex": "a", "choices": ["a"]}}, "constraint", "exactly one"),
         ({"constraint": {}}, "constraint", "exactly one"),
         ({"constraint": {"choices": []}}, "constraint.choices", "at least 1"),
