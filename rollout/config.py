@@ -71,7 +71,7 @@ class EngineSettings(_Section):
     deterministic: bool = Field(
         False,
         description="a completion is the same bit for bit whatever runs beside it and however its context came about; "
-        "prompts and steps take longer; needs a GPU and the fused kernels",
+        "prompts and steps take longer; needs a GPU and the fused kernels, and cannot have adapters",
     )
     routing: bool = Field(
         False,
@@ -98,7 +98,7 @@ class EngineSettings(_Section):
     sleep: bool = Field(
         False,
         description="offer sleep and wake: weights and KV lie in memory that can be given back to the device and had "
-        "again at the same addresses; not proven on a GPU yet",
+        "again at the same addresses",
     )
     sleep_rows: Literal["keep", "abort"] = Field(
         "keep",
@@ -127,7 +127,7 @@ class EngineSettings(_Section):
         0.0,
         ge=0.0,
         description="pinned host memory, GiB, for the KV of preempted sequences, and of all in a sleep of level 1, "
-        "which then come back without being computed again; 0: they are computed again. Not proven on a GPU yet",
+        "which then come back without being computed again; 0: they are computed again",
     )
     host_kv_piece_mib: float = Field(
         32.0,

@@ -206,6 +206,8 @@ def _reason(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].replace("Input should", "should")
+    if first["type"] == "value_error":  # of a section: what does not go together
+        place, reason = f"{place}:" if place else "", reason.removeprefix("Value error, ")
     return f"{place} {reason}" if place else reason
 
 

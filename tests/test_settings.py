@@ -110,6 +110,12 @@ def test_a_bad_value_is_an_error_even_if_a_later_source_replaces_it(tmp_path):
     assert "worker.toml" in message(write(tmp_path, "[engine]\nmax_rows = 0"), engine__max_rows="3")
 
 
+def test_settings_that_do_not_go_together_say_so_and_nothing_of_how_that_is_checked():
+    assert message(engine__deterministic=True, engine__adapter_slots=2) == (
+        "settings: engine: deterministic steps cannot have adapters: set adapter_slots = 0"
+    )
+
+
 def test_files_that_cannot_be_read_are_settings_errors(tmp_path):
     assert "nothing.toml" in message(tmp_path / "nothing.toml")
     assert "not a TOML file" in message(write(tmp_path, "[engine\n"))
