@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from moe_cases import DEVICE, Layer, exact, layer, poison, relative
@@ -9,6 +11,8 @@ from rollout_kernels.moe.formats import FORMATS
 from rollout_kernels.moe.triton_grouped import GroupedConfig, combine, grouped_down, grouped_gate_up
 from rollout_kernels.moe.triton_grouping import group_pairs
 from rollout_kernels.moe.triton_half import narrow_rows
+from rollout_kernels.moe.triton_quantize import quantize_on_device
+from rollout_kernels.moe.triton_warp import WarpConfig, moe_down, moe_gate_up
 
 SMALL = GroupedConfig(block_n=64, block_k=128)
 
@@ -25,6 +29,11 @@ def parts_of(case: Layer, config: GroupedConfig = SMALL, tile_rows: int = 16) ->
 
 def run(case: Layer, config: GroupedConfig = SMALL, tile_rows: int = 16) -> torch.Tensor:
     return combine(parts_of(case, config, tile_rows), case.x_TH.dtype, poison(*case.x_TH.shape, dtype=case.x_TH.dtype))
+
+
+def warp(case: Layer) -> torch.Tensor:
+    h = moe_gate_up(case.x_TH, case.experts_TK, case.gate_up, WarpConfig(rows=32))
+    return moe_down(h, case.experts_TK, case.weights_TK, case.down, WarpConfig(rows=32))
 
 
 @pytest.mark.parametrize("bulk", [True, False])
@@ -111,6 +120,19 @@ def test_all_codes_with_all_scales_that_weights_of_16_bits_have_room_for(inner):
         assert torch.equal(parts[0], case.down.dequantized()[0][:, columns].T.float())
     case.down.scales.fill_(135)
     assert not grouped_down(h, groups, weights, case.down, SMALL).isfinite().any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_shows_in_what_takes_its_expert_and_nowhere_else(number):
+    case = layer(4, format="mxfp8", top_k=1)
+    case.experts_TK.copy_(torch.tensor([[0], [3], [1], [3]], dtype=torch.int32))
+    weights = case.down.dequantized(torch.float32)
+    weights[3, 7, 20] = number
+    spoilt = replace(case, down=quantize_on_device(weights, "mxfp8"))
+    for got in (run(spoilt), warp(spoilt)):
+        assert got[:, 7].isfinite().tolist() == [True, False, True, False]
+    assert torch.equal(run(spoilt)[[0, 2]], run(case)[[0, 2]])
 
 
 @pytest.mark.parametrize("format", ["fp8_row", "fp8_block"])

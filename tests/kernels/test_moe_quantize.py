@@ -46,6 +46,17 @@ def test_every_code_is_made_of_its_value_and_of_what_rounds_to_it():
     assert torch.equal(got.values_ENK, w.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
+@pytest.mark.parametrize("number", [float("nan"), -float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_leaves_a_scale_that_is_not_a_number(number):
+    w = weights(1, 4, 96)
+    w[0, 2, 40] = number
+    got, expected = quantize_on_device(w, "mxfp8"), quantize(w, "mxfp8")
+    assert torch.equal(got.scales, expected.scales) and torch.equal(got.values_ENK, expected.values_ENK)
+    spoilt = torch.zeros(4, 3, dtype=torch.bool, device=DEVICE)
+    spoilt[2, 1] = True
+    assert torch.equal(got.scales[0] == 255, spoilt) and not got.dequantized()[0, 2, 32:64].isfinite().any()
+
+
 @pytest.mark.parametrize("make", [quantize, quantize_on_device])
 def test_mxfp8_comes_back_exactly(make):
     first = make(weights(2, 64, 96, spread=3.0), "mxfp8")

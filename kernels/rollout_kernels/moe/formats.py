@@ -3,7 +3,7 @@
     plain      bf16 or f16
     fp8_row    e4m3 codes, one float32 scale for each output row
     fp8_block  e4m3 codes, one float32 scale for each block of 128 x 128
-    mxfp8      e4m3 codes, one e8m0 scale (a power of two) for 32 codes along K
+    mxfp8      e4m3 codes, one e8m0 scale (a power of two; 255 is not a number) for 32 codes along K
 
 Codes and e8m0 scales are kept as uint8. Blocks of `fp8_block` start anew in each half of a fused gate/up projection.
 
@@ -99,7 +99,8 @@ class ExpertWeights:
         if self.format == "fp8_row":
             return self.scales[:, :, None]
         if self.format == "mxfp8":
-            return torch.exp2(self.scales.double() - 127).repeat_interleave(GROUP, dim=2)
+            powers = torch.exp2(self.scales.double() - 127).masked_fill(self.scales == 255, torch.nan)
+            return powers.repeat_interleave(GROUP, dim=2)
         rows = self.scales.unflatten(1, (self.halves, -1)).repeat_interleave(BLOCK, dim=2)
         rows = rows[:, :, : outputs // self.halves].flatten(1, 2)
         return rows.repeat_interleave(BLOCK, dim=2)[:, :, :inputs]

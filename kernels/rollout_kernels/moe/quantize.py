@@ -1,7 +1,8 @@
 """Codes and scales from weights, in torch: the twins of `triton_quantize`, equal to it bit for bit.
 
 Scales are the smallest that hold the largest value: amax / 448 (448 is the largest e4m3 value), for `mxfp8` the next
-power of two. Where everything is zero a scale is 1, for `mxfp8` 2^-126. Rounding is to nearest even.
+power of two. Where everything is zero a scale is 1, for `mxfp8` 2^-126. Rounding is to nearest even. What is not finite
+is not refused: products with its row are not finite either, for `mxfp8` by a scale that is not a number.
 
 Legend: E experts, N outputs, K inputs.
 """
@@ -22,7 +23,7 @@ def quantize(w_ENK: torch.Tensor, format: Format, halves: int = 1) -> ExpertWeig
     """Weights of experts (bf16, f16 or float32) in `format`; `halves` is 2 for gate rows followed by up rows.
 
     Weights that a format can hold come back exactly: for `mxfp8`, what was dequantised from it; for the others, codes
-    times a power of two. Not finite values are not looked for.
+    times a power of two.
     """
     if format == "plain":
         return ExpertWeights(w_ENK, None, format, halves)
@@ -32,8 +33,9 @@ def quantize(w_ENK: torch.Tensor, format: Format, halves: int = 1) -> ExpertWeig
         codes = codes_of(w / scales[:, :, None])
     elif format == "mxfp8":
         groups = w.unflatten(2, (-1, GROUP))
-        exponents = power_code(groups.abs().amax(dim=3))
-        scales = exponents.to(torch.uint8)
+        amax = groups.abs().amax(dim=3)
+        exponents = power_code(amax)
+        scales = torch.where(amax.isfinite(), exponents, 255).to(torch.uint8)
         # Exact: a power of two.
         codes = codes_of((groups * ((254 - exponents) << 23).view(torch.float32)[..., None]).flatten(2))
     else:

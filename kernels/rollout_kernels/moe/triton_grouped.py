@@ -75,7 +75,10 @@ def _operand(w, code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def _scaled(w, code):
-    """Bf16 values of e4m3 codes `w` times 2^(code - 127); infinite (0 becomes NaN) from 2^8 on."""
+    """Bf16 values of e4m3 codes `w` times 2^(code - 127); infinite (0 becomes NaN) from 2^8 on.
+
+    The code of NaN counts as 480: what `quantize` makes has it only beside a scale that is not a number.
+    """
     if INTERPRETED:
         scale = tl.where(code > 134, float("inf"), power_of_two(code))
         return narrow(w.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale, tl.bfloat16)

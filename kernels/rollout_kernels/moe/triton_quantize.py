@@ -34,11 +34,12 @@ def _mxfp8_kernel(w_ptr, codes_ptr, scales_ptr, groups, GROUPS: tl.constexpr):
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     live = group < groups
     w = tl.load(w_ptr + at, mask=live[:, None], other=0.0).to(tl.float32)
-    bits = tl.max(tl.abs(w), axis=1).to(tl.int32, bitcast=True)
+    # Of the bits, not of the values: among these NaN is not the largest, but passed over.
+    bits = tl.max(w.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     power = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
     inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
     tl.store(codes_ptr + at, e4m3_code(w * inverse[:, None]), mask=live[:, None])
-    tl.store(scales_ptr + group, power.to(tl.uint8), mask=live)
+    tl.store(scales_ptr + group, tl.where(bits < 0x7F800000, power, 255).to(tl.uint8), mask=live)
 
 
 @triton.jit(do_not_specialize=["rows", "K"])
