@@ -60,12 +60,14 @@ def test_every_shape_has_a_plan(shape, format):
             assert not plan.down.bulk or shape.inner * element_bytes % 16 == 0
 
 
+@pytest.mark.filterwarnings("ignore:no measured plan")
 def test_few_tokens_go_by_output_and_many_by_expert():
     for format in FORMATS:
         assert moe_plan(QWEN3_30B, format, torch.bfloat16, 1).path == "warp"
         assert moe_plan(QWEN3_30B, format, torch.bfloat16, 128).path == "grouped"
 
 
+@pytest.mark.filterwarnings("ignore:no measured plan")
 def test_the_deterministic_plan_is_one_for_any_number_of_tokens():
     for format in FORMATS:
         plans = {moe_plan(QWEN3_30B, format, torch.bfloat16, t, deterministic=True) for t in (1, 4, 5, 128, 9000)}
@@ -84,6 +86,11 @@ def test_a_shape_nobody_measured_says_so_once():
         warnings.simplefilter("error")
         assert moe_plan(shape, "plain", torch.bfloat16, 1) == plan
         moe_plan(QWEN3_30B, "plain", torch.bfloat16, 1)
+
+
+def test_the_table_holds_nothing_that_nobody_measured():
+    """Such a shape is to say so: an entry that is what it would get without one was not measured."""
+    assert all(entry != default_entry(*key) for key, entry in dispatch.measured_table().items())
 
 
 def test_the_table_is_read_as_it_was_written():
