@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rollout_kernels import triton_fused, triton_gemv, triton_linear, triton_lora
+from rollout_kernels.linear_table import linear_config
 from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank
 from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
+from rollout_kernels.triton_linear import linear, linear_parts
 from rollout_kernels.triton_lora import adds_later, shrink_beside
 from rollout_kernels.triton_lora import lora_add as by_triton
 
@@ -155,3 +158,68 @@ def test_rows_that_would_read_too_much_one_by_one_have_it_added_before():
     assert adds_later(64, buffers, False) and not adds_later(65, buffers, False) and not adds_later(1, buffers, True)
     narrow = buffers_of(1, 16, 8, (8,), torch.bfloat16)
     assert adds_later(128, narrow, False) and not adds_later(129, narrow, False), "more are products of another kind"
+
+
+def feed_forward(start, layers, slots, norm, beside: bool) -> torch.Tensor:
+    """Feed-forward blocks one after the other, as a decode step has them; with `beside` they are corrected later."""
+    residual, parts, correction = start.clone(), None, None
+    for gate_up, down, gate_up_slots, down_slots in layers:
+        rows, configs = len(start), []
+        for weight, kind in ((gate_up, "silu"), (down, "parts")):
+            configs.append(linear_config(*weight.shape, kind, rows))
+        x = add_rms_norm(residual, parts, norm, 1e-6, correction)
+        product = linear(x, gate_up, configs[0], beside=beside)
+        if beside:
+            gated = silu_mul(product, shrink_beside(x, gate_up_slots, slots))
+        else:
+            by_triton(product, x, gate_up_slots, slots, False)
+            gated = silu_mul(product)
+        parts = linear_parts(gated, down, configs[1], beside)
+        if beside:
+            correction = shrink_beside(gated, down_slots, slots)
+        else:
+            by_triton(parts[0], gated, down_slots, slots, False)
+    return add_rms_norm(residual, parts, norm, 1e-6, correction)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_overlapping_launches_change_no_bit(rows, monkeypatch):
+    """Captured with and without programmatic dependent launch; memory of one layer is used again by the next."""
+    torch.manual_seed(6)
+    hidden, inner = 4096, 12288
+
+    def weight(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, device="cuda") * shape[-1] ** -0.5).bfloat16()
+
+    layers = [
+        (
+            weight(2 * inner, hidden),
+            weight(hidden, inner),
+            buffers_of(3, 16, hidden, (inner, inner), torch.bfloat16),
+            buffers_of(3, 16, inner, (hidden,), torch.bfloat16),
+        )
+        for _ in range(3)
+    ]
+    slots = torch.arange(1, rows + 1, dtype=torch.int32, device="cuda") % 4
+    start, norm = torch.randn(rows, hidden, device="cuda").bfloat16(), torch.rand(hidden, device="cuda").bfloat16()
+    given = (start, [*layers, *layers], slots, norm)
+    assert adds_later(rows, layers[0][2], False)
+    results = []
+    for overlap in (True, False):
+        with monkeypatch.context() as patch:
+            if not overlap:
+                for module in (triton_fused, triton_gemv, triton_linear, triton_lora):
+                    patch.setattr(module, "follow_options", lambda device: {})
+            feed_forward(*given, True)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = feed_forward(*given, True)
+        for _ in range(20):
+            out.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            results.append(out.clone())
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert relative(results[0], feed_forward(*given, False).double()) < 5e-2
