@@ -7,6 +7,7 @@
     triton_warp      experts for few tokens, organised by output
     triton_grouping  which tokens chose which expert
     triton_grouped   experts for many tokens, organised by expert
+    triton_tiles     a tile of weights as the tensor cores take it
     triton_half      activations in f16, for products with codes
     dispatch         which of the two, and how it is cut up, from a measured table
 

@@ -10,11 +10,9 @@ tokens are enough for the fast instruction, and where few share an expert little
 of 64 or 128 tokens serve prefill. Sums are float32 in a fixed order; no two programs write to one place. The consumer
 of a residual stream (`add_rms_norm`) takes the parts as they are, and `combine` falls away.
 
-Codes become bf16 or f16 without loss before they are multiplied; block and row scales are applied to the float32 sums.
-With a configuration's `half`, bf16 activations beside `fp8_row` and `fp8_block` become f16 with a scale a row first, in
-a launch of their own (triton_half): then a code takes half an instruction instead of two.
-`mxfp8` scales are part of the bf16 weight, where a power of two costs no precision (above 2^-117, where bf16's normal
-values times the smallest code end; a scale over 2^7 makes the weight infinite); f16 has no room for them.
+Codes become bf16 or f16 without loss before they are multiplied (triton_tiles); block and row scales are applied to the
+float32 sums. With a configuration's `half`, bf16 activations beside `fp8_row` and `fp8_block` become f16 with a scale a
+row first, in a launch of their own (triton_half): then a code takes half an instruction instead of two.
 
 Legend: T tokens, E experts, K experts a token, P = T K pairs, H hidden, I intermediate, M tokens of a tile, L tiles.
 """
@@ -32,8 +30,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rollout_kernels.moe.formats import ExpertWeights
 from rollout_kernels.moe.triton_grouping import Groups
 from rollout_kernels.moe.triton_half import narrow_rows
-from rollout_kernels.moe.triton_lanes import power_of_two
-from rollout_kernels.triton_math import INTERPRETED, dot, follow, follow_options, narrow
+from rollout_kernels.moe.triton_tiles import add_tile, tile_scales
+from rollout_kernels.triton_math import INTERPRETED, follow, follow_options, narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,86 +48,6 @@ class GroupedConfig:
     num_stages: int = 3
     bulk: bool = True
     half: bool = False
-
-
-@triton.jit
-def _operand(w, code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile of stored weights as the tensor cores take it; `code` has the scales of `mxfp8` as `_scale` gives them."""
-    if FORMAT == "plain":
-        return w
-    elif FORMAT == "mxfp8":
-        if code.dtype == tl.int32:
-            # Byte by byte with `join`: of an `arange` of shifts Triton can't tell that it may move to the tensor cores'
-            # layout, and would take the tile there through shared memory instead.
-            pairs = tl.join(tl.join(code, code >> 16), tl.join(code >> 8, code >> 24))
-            code = tl.reshape(pairs, [BLOCK_N, 4]) & 255
-        grouped = tl.reshape(w, [BLOCK_N, BLOCK_K // 32, 32])
-        return tl.reshape(_scaled(grouped, code[:, :, None]), [BLOCK_N, BLOCK_K])
-    else:
-        half = w.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        if DTYPE == tl.float16:
-            return half
-        else:
-            return narrow(half.to(tl.float32), DTYPE)
-
-
-@triton.jit
-def _scaled(w, code):
-    """Bf16 values of e4m3 codes `w` times 2^(code - 127); infinite (0 becomes NaN) from 2^8 on.
-
-    The code of NaN counts as 480: what `quantize` makes has it only beside a scale that is not a number.
-    """
-    if INTERPRETED:
-        scale = tl.where(code > 134, float("inf"), power_of_two(code))
-        return narrow(w.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale, tl.bfloat16)
-    else:
-        # With its exponent and mantissa where those of a bf16 are, a code is 2^-120 of its value: one product of two
-        # pairs puts that right and scales. Two codes become [sign, code] each, and are moved left by 4 bits.
-        factor = (tl.minimum(code.to(tl.int32) + 120, 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair, zero;
-            cvt.u32.u16 pair, $1;
-            prmt.b32 pair, pair, 0, 0x9180;
-            shl.b32 pair, pair, 4;
-            and.b32 pair, pair, 0x87f087f0;
-            mov.b32 zero, 0x80008000;
-            fma.rn.bf16x2 $0, pair, $2, zero;
-            }""",
-            "=r,h,r",
-            [w, factor],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def _add(acc, w, x, scale, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`acc` [N, M] plus the product of a tile [N, K] and activations [M, K]."""
-    operand = _operand(w, scale, FORMAT, x.dtype, BLOCK_N, BLOCK_K)
-    if FORMAT == "fp8_block":
-        return acc + scale * dot(operand, x.T, tl.zeros_like(acc))
-    else:
-        return dot(operand, x.T, acc)
-
-
-@triton.jit
-def _scale(scale_ptr, row, k, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Scales of a tile that starts at column `k`, 0 if there are none; `scale_ptr` is that of the expert (or half)."""
-    if FORMAT == "mxfp8" and BLOCK_K == 128 and INPUTS % 128 == 0:
-        # The four of a row as one int32, [N]: Triton has each thread fetch so few values itself, where it needs them.
-        # More, [N, K / 32], it spreads over the threads and then passes on through shared memory, between barriers.
-        words = scale_ptr.to(tl.pointer_type(tl.int32)) + row * (INPUTS // 128)
-        return tl.load(words + tl.minimum(k // 128, INPUTS // 128 - 1))
-    elif FORMAT == "mxfp8":
-        group = k // 32 + tl.arange(0, BLOCK_K // 32)
-        at = row[:, None] * (INPUTS // 32) + tl.minimum(group, INPUTS // 32 - 1)[None, :]
-        return tl.load(scale_ptr + at)
-    elif FORMAT == "fp8_block":
-        return tl.load(scale_ptr + (tl.min(row) // 128) * ((INPUTS + 127) // 128) + tl.minimum(k, INPUTS - 1) // 128)
-    else:
-        return tl.zeros([1], tl.float32)
 
 
 @triton.jit
@@ -202,18 +120,18 @@ def _gate_up_kernel(
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # Scales are too small for the pipeline that fetches the tiles, so those of the next step are read by hand.
-    next_gate = _scale(gate_scale, row, 0, INNER, H, FORMAT, BLOCK_K)
-    next_up = _scale(gate_scale + SCALES // 2, row, 0, INNER, H, FORMAT, BLOCK_K)
+    next_gate = tile_scales(gate_scale, row, 0, H, FORMAT, BLOCK_K)
+    next_up = tile_scales(gate_scale + SCALES // 2, row, 0, H, FORMAT, BLOCK_K)
     for k in tl.range(0, H, BLOCK_K, num_stages=STAGES):
         w_gate = _weights(w_ptr, gate_row0, gate_row, k, H, BULK, BLOCK_K)
         w_up = _weights(w_ptr, gate_row0 + INNER, gate_row + INNER, k, H, BULK, BLOCK_K)
         x = _activations(x_row, live, k, H, BLOCK_K)
         scale_gate = next_gate
         scale_up = next_up
-        next_gate = _scale(gate_scale, row, k + BLOCK_K, INNER, H, FORMAT, BLOCK_K)
-        next_up = _scale(gate_scale + SCALES // 2, row, k + BLOCK_K, INNER, H, FORMAT, BLOCK_K)
-        gate = _add(gate, w_gate, x, scale_gate, FORMAT, BLOCK_N, BLOCK_K)
-        up = _add(up, w_up, x, scale_up, FORMAT, BLOCK_N, BLOCK_K)
+        next_gate = tile_scales(gate_scale, row, k + BLOCK_K, H, FORMAT, BLOCK_K)
+        next_up = tile_scales(gate_scale + SCALES // 2, row, k + BLOCK_K, H, FORMAT, BLOCK_K)
+        gate = add_tile(gate, w_gate, x, scale_gate, FORMAT, BLOCK_N, BLOCK_K)
+        up = add_tile(up, w_up, x, scale_up, FORMAT, BLOCK_N, BLOCK_K)
     if HALF:
         x_scale = tl.load(x_scale_ptr + pair // TOP_K)[None, :]
         gate *= x_scale
@@ -255,7 +173,7 @@ def _down_kernel(
     expert, count, pair, live = _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M)
     weight = tl.load(weights_ptr + pair, mask=live, other=0.0)
     scale = scale_ptr + expert.to(tl.int64) * SCALES
-    next_scale = _scale(scale, row, 0, H, INNER, FORMAT, BLOCK_K)
+    next_scale = tile_scales(scale, row, 0, INNER, FORMAT, BLOCK_K)
     if count == 0:  # without a wait, so that the kernel after can begin: there is always a tile whose programs wait
         return
     follow()
@@ -266,8 +184,8 @@ def _down_kernel(
         w = _weights(w_ptr, row0, expert * H + row, k, INNER, BULK, BLOCK_K)
         x = _activations(h_row, live, k, INNER, BLOCK_K)
         scale_now = next_scale
-        next_scale = _scale(scale, row, k + BLOCK_K, H, INNER, FORMAT, BLOCK_K)
-        acc = _add(acc, w, x, scale_now, FORMAT, BLOCK_N, BLOCK_K)
+        next_scale = tile_scales(scale, row, k + BLOCK_K, INNER, FORMAT, BLOCK_K)
+        acc = add_tile(acc, w, x, scale_now, FORMAT, BLOCK_N, BLOCK_K)
     if HALF:
         weight *= tl.load(h_scale_ptr + pair)
     if FORMAT == "fp8_row":
