@@ -248,6 +248,7 @@ def finish_qkv(
         scales_P2GS is None or dtype is not None
     )
     assert scales_P2GS is None or scales_P2GS.is_contiguous()
+    half = triton.next_power_of_2(dim // 2)
     q_MHD = torch.empty(rows, q_heads, dim, dtype=dtype or k_cache_PSGD.dtype, device=parts_SMW.device)
     _finish_qkv_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, _BLOCK_HEADS))](
         parts_SMW,
@@ -266,14 +267,14 @@ def finish_qkv(
         KV_HEADS=kv_heads,
         D=dim,
         BLOCK_HEADS=_BLOCK_HEADS,
-        HALF=triton.next_power_of_2(dim // 2),
+        HALF=half,
         PARTS=parts,
         BIAS=bias_W is not None,
         NORM=norm_2D is not None,
         PAGE_SIZE=k_cache_PSGD.shape[1],
         FP8=scales_P2GS is not None,
         num_warps=4 if correction is None else 8,
-        **correction_arguments(correction, _BLOCK_HEADS * dim),
+        **correction_arguments(correction, _BLOCK_HEADS * 2 * half),
         **follow_options(parts_SMW.device),
     )
     return q_MHD

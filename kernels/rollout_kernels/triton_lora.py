@@ -235,7 +235,10 @@ def shrink_beside(x_MK: torch.Tensor, buffers: LoraBuffers, slots_M: torch.Tenso
 
 
 def correction_arguments(correction: Correction | None, block: int) -> dict[str, Any]:
-    """What a kernel that adds a correction to tiles of `block` outputs takes; its `R` is 0 where there is none."""
+    """What a kernel that adds a correction to tiles of `block` outputs takes; its `R` is 0 where there is none.
+
+    `block` is a power of two.
+    """
     if correction is None:
         return {"low_ptr": None, "b_ptr": None, "adapters_ptr": None, "R": 0, "LOW_PARTS": 0, "AT_ONCE": 0}
     rank = correction.buffers.rank

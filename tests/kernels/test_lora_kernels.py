@@ -119,8 +119,7 @@ def test_silu_takes_gate_and_up_corrected(width, rank):
     assert torch.equal(got[1], silu_mul(gate_up)[1])
 
 
-@pytest.mark.parametrize("dim", [16, 24])
-@pytest.mark.parametrize("rank", [16, 32])
+@pytest.mark.parametrize(("dim", "rank"), [(16, 16), (24, 16), (24, 32), (288, 16)])
 def test_queries_keys_and_values_are_each_corrected_by_their_own_module(dim, rank):
     torch.manual_seed(4)
     q_heads, kv_heads, rows = 7, 2, 3
