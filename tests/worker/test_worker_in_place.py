@@ -59,7 +59,8 @@ def test_completions_change_step_where_their_versions_say(in_place: WorkerProces
 
 
 def test_a_stale_worker_says_why_keeps_its_rows_and_is_cured_by_a_whole_update(in_place: WorkerProcess) -> None:
-    with RolloutClient(in_place.endpoint, timeout_s=60) as client, ThreadPoolExecutor() as pool:
+    client, other = (RolloutClient(in_place.endpoint, timeout_s=60) for _ in range(2))  # each belongs to a thread
+    with client, other, ThreadPoolExecutor() as pool:
         with client.generate("17:", max_tokens=30_000, stream="tokens", stream_every=8) as stream:
             next(stream)
             publish_half(in_place.endpoint, 4)
@@ -71,7 +72,7 @@ def test_a_stale_worker_says_why_keeps_its_rows_and_is_cured_by_a_whole_update(i
                 publisher.publish(tensors(1), 5).applied(60)
                 status = client.status()
                 assert (status["state"], status["problems"]) == ("serving", [])
-                waiting = pool.submit(client.generate, "17:", max_tokens=20, min_version=6)
+                waiting = pool.submit(other.generate, "17:", max_tokens=20, min_version=6)
                 while next(stream).part.versions[-1][0] != 5:
                     pass
                 until(lambda: client.status()["queue"]["waiting"] == 1, "the request that waits for version 6")
