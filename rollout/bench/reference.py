@@ -37,6 +37,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "rope_theta": 1000000.0},
+    "olmoe": {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "rope_theta": 10000.0,
+        "norm_topk_prob": False,
+    },
 }
 FAMILIES = tuple(_FAMILIES)
 _COMMON: dict[str, Any] = {
@@ -120,8 +127,14 @@ SIZES = tuple(_SIZES)
 def config_of(family: str, size: str) -> dict[str, Any]:
     """The `config.json` of a family at a size."""
     config = {**_COMMON, **_SIZES[size], **_FAMILIES[family]}
-    if family != "qwen3_moe":
-        config = {key: value for key, value in config.items() if "expert" not in key and "moe" not in key}
+    if family in ("qwen3", "llama"):
+        return {key: value for key, value in config.items() if "expert" not in key and "moe" not in key}
+    if family in ("mixtral", "olmoe"):  # all layers have experts, whose width has the dense one's name there
+        config["intermediate_size"] = config.pop("moe_intermediate_size")
+    if family == "mixtral":
+        config["num_local_experts"] = config.pop("num_experts")
+    if family == "olmoe":  # has no width of a head of its own
+        config["num_attention_heads"] = config["hidden_size"] // config.pop("head_dim")
     return config
 
 
@@ -149,7 +162,7 @@ def _make_less_tame(model: Decoder, seed: int) -> None:
     for name, view in views.items():
         if name.endswith("norm.weight"):
             view.mul_(torch.empty_like(view).uniform_(0.7, 1.3, generator=generator))
-    wide = ("q_norm.weight", "k_norm.weight") if model.spec.qk_norm == "head" else ("q_proj.weight", "k_proj.weight")
+    wide = ("q_proj.weight", "k_proj.weight") if model.spec.qk_norm == "none" else ("q_norm.weight", "k_norm.weight")
     for name, view in views.items():
         if name.endswith(wide):
             view.mul_(_SHARPER)

@@ -126,7 +126,8 @@ def test_the_stop_token_is_new_to_every_row(pipeline):
 def test_a_right_engine_passes(correctness, monkeypatch, tmp_path):
     arguments = ("--size", "toy", "--dtype", "float32")
     status, found = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
-    assert status == 0 and [one["family"] for one in found] == ["qwen3", "llama", "qwen3_moe"]
+    families = ["qwen3", "llama", "qwen3_moe", "mixtral", "olmoe"]
+    assert status == 0 and [one["family"] for one in found] == families
     assert all(0.5 <= one["entropy"] <= 2.0 and one["logits"]["ours"]["rms"] < 1e-5 for one in found)
     assert all(one["depths"]["equal"]["logprobs_equal"] for one in found)
 
