@@ -25,6 +25,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 from rollout_kernels import (
+    SamplingRows,
     gluon_linear,
     triton_decode_attention,
     triton_fused,
@@ -33,6 +34,7 @@ from rollout_kernels import (
     triton_lora,
     triton_math,
     triton_step,
+    triton_truncate,
 )
 from rollout_kernels.linear_table import linear_config
 from rollout_kernels.lora import Correction, LoraBuffers
@@ -160,9 +162,11 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     columns = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 3, "TEMPERATURE": 0, "NOISE": 1}
     for drawn in (None, floats(rows, shape.vocab)):
         logits, out = floats(rows, shape.vocab), ints(4, rows)
-        yield "draw", lambda a=(logits, drawn, row_ids, *state, out, columns): draw_and_advance(*a)
+        yield "sampling, draw", lambda a=(logits, drawn, row_ids, *state, out, columns): draw_and_advance(*a)
+    cut = SamplingRows(*state[1].T[:2], row_ids, row_ids, top_k_S=row_ids, top_p_S=floats(rows), min_p_S=floats(rows))
+    yield "sampling, truncation", lambda: triton_truncate.truncate(floats(rows, shape.vocab), cut)
     masks = ints(rows, -(-shape.vocab // 32))
-    yield "allow", lambda: allow_only(floats(rows, shape.vocab), row_ids, masks)
+    yield "sampling, allow", lambda: allow_only(floats(rows, shape.vocab), row_ids, masks)
     yield "fingerprint", lambda: add_words(ints(1 << 20), ints(1, dtype=torch.int64), 0x1E3779B97F4A7C15)
 
 

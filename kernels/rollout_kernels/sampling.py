@@ -114,23 +114,23 @@ def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return logits_SV
 
 
-def truncate(logits_SV: torch.Tensor, rows: SamplingRows, exact_sums: bool = False) -> torch.Tensor:
+def truncate(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """-inf for all but the tokens that top-k, then top-p, then min-p keep; at least one token stays. Ties by index.
 
-    A GPU groups the additions of a running sum by the number of rows. With `exact_sums` probabilities are added as
-    multiples of 2^-40, in whole numbers: the same whatever the other rows, for more memory and time.
+    A running sum of floats depends on how additions are grouped. Probabilities are added as multiples of 2^-40 of the
+    likeliest token's, in whole numbers: the same on every device, whatever the other rows. Of a row whose largest logit
+    is no finite number only top-k applies. `triton_truncate` is the same without a sort.
     """
     assert rows.top_k_S is not None and rows.top_p_S is not None and rows.min_p_S is not None
     sorted_SV, order_SV = logits_SV.sort(dim=1, descending=True, stable=True)
-    rank_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
-    sorted_SV = sorted_SV.masked_fill(rank_V >= rows.top_k_S[:, None], -torch.inf)
-    probs_SV = sorted_SV.softmax(dim=1)
-    if exact_sums:
-        units_SV = (probs_SV * 2.0**40).long()
-        before_SV = (units_SV.cumsum(dim=1) - units_SV).double() * 2.0**-40
-    else:
-        before_SV = probs_SV.cumsum(dim=1) - probs_SV
-    drop_SV = (before_SV >= rows.top_p_S[:, None]) | (probs_SV < rows.min_p_S[:, None] * probs_SV[:, :1])
+    best_S1 = sorted_SV[:, :1]
+    beyond_SV = torch.arange(logits_SV.shape[1], device=logits_SV.device) >= rows.top_k_S[:, None]
+    weights_SV = (sorted_SV - best_S1).exp()
+    units_SV = (weights_SV * 2.0**40).long().masked_fill(beyond_SV, 0)
+    before_SV = units_SV.cumsum(dim=1) - units_SV
+    bound_S = (rows.top_p_S.double() * units_SV.sum(dim=1)).ceil().clamp(max=2.0**62).long()
+    drop_SV = (before_SV >= bound_S[:, None]) | (weights_SV < rows.min_p_S[:, None])
+    drop_SV = (drop_SV & best_S1.isfinite()) | beyond_SV
     drop_SV[:, 0] = False
     sorted_SV = sorted_SV.masked_fill(drop_SV, -torch.inf)
     return torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)

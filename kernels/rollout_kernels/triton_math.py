@@ -93,3 +93,14 @@ def widen(x):
         return bits.to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
+
+
+@triton.jit
+def last_to_arrive(arrived_ptr):
+    """True in the last of the programs along the first axis to get here: it sees what the others have stored."""
+    # All threads have stored; one of them says so, and learns whether the other programs have too.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+    return last

@@ -68,7 +68,7 @@ class Runner:
         self.rows = rows
         self.adapters = adapters
         self.loads = None if adapters is None else device.stream("adapters")  # copies them to slots that nobody reads
-        self.sample = Sampler(rows, deterministic)
+        self.sample = Sampler(rows)
         self._exact_sums = deterministic  # a row's scores do not depend on the other rows
         self.graphs: DecodeGraphs | None = None  # captured decode steps, where the device has them
         self.mover: PageMover | None = None  # of pages to the host and back, where they are offloaded

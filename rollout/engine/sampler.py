@@ -9,7 +9,7 @@ Legend: S rows that sample, V vocabulary, I and F columns of the row state.
 from __future__ import annotations
 
 import torch
-from rollout_kernels import Sampled, SamplingRows, change_logits, sample, truncate
+from rollout_kernels import Sampled, SamplingRows, change_logits, sample
 
 from rollout.engine.masks import StepMasks
 from rollout.engine.rows import (
@@ -43,9 +43,8 @@ _COLUMNS = {
 class Sampler:
     """Draws tokens for rows of one row state; everything runs on the compute stream."""
 
-    def __init__(self, rows: RowState, deterministic: bool = False) -> None:
+    def __init__(self, rows: RowState) -> None:
         self.rows = rows
-        self._exact_sums = deterministic  # a row's draw does not depend on the other rows
 
     def __call__(
         self,
@@ -93,13 +92,14 @@ class Sampler:
         masks: StepMasks | None,
     ) -> None:
         from rollout_kernels.triton_sampling import draw_and_advance
+        from rollout_kernels.triton_truncate import truncate
 
         drawn_SV = None
         if features.reshapes:
             settings = self._settings(rows_S, self.rows.ints.index_select(0, rows_S), features, masks)
             drawn_SV = change_logits(logits_SV, settings) / settings.temperature_S[:, None]
             if settings.top_k_S is not None:
-                drawn_SV = truncate(drawn_SV, settings, self._exact_sums)
+                truncate(drawn_SV, settings)
         draw_and_advance(logits_SV, drawn_SV, rows_S, self.rows.ints, self.rows.floats, output_4R, _COLUMNS)
 
     def _settings(

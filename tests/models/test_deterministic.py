@@ -171,7 +171,7 @@ def test_models_whose_products_depend_on_the_batch_are_refused(tmp_path):
     check_deterministic(load("mixtral", tmp_path / "mixtral").spec)
 
 
-def test_what_top_p_keeps_is_the_same_with_sums_in_whole_numbers():
+def test_sums_in_whole_numbers_keep_what_top_p_means():
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(1)) * 3
     rows = SamplingRows(
         temperature_S=torch.ones(40),
@@ -182,9 +182,8 @@ def test_what_top_p_keeps_is_the_same_with_sums_in_whole_numbers():
         top_p_S=torch.linspace(0.1, 0.99, 40),
         min_p_S=torch.zeros(40),
     )
-    kept = truncate(logits, rows, exact_sums=True).isfinite()
+    kept = truncate(logits, rows).isfinite()
     probs = logits.double().softmax(1)
     for row in range(40):
         mine = probs[row][kept[row]]
         assert mine.sum() >= rows.top_p_S[row] - 1e-6 and mine.sum() - mine.min() < rows.top_p_S[row] + 1e-6
-    assert (kept != truncate(logits, rows).isfinite()).sum() <= 2

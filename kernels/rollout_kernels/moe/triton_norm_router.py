@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.moe.triton_router import Record, Routing, choose, places, record_arguments, routing_outputs
-from rollout_kernels.triton_math import follow, follow_options, narrow
+from rollout_kernels.triton_math import follow, follow_options, last_to_arrive, narrow
 
 #: Tokens up to which this is worth it: each reads its residual and parts once for every few experts.
 MOST_TOKENS = 8
@@ -45,17 +45,6 @@ class NormRouting:
     residual_TH: torch.Tensor
     x_TH: torch.Tensor
     routing: Routing
-
-
-@triton.jit
-def _last_to_arrive(arrived_ptr):
-    """True in the last of the programs along the first axis to get here: it sees what the others have stored."""
-    # All threads have stored; one of them says so, and learns whether the other programs have too.
-    tl.debug_barrier()
-    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1
-    if last:
-        tl.store(arrived_ptr, 0)
-    return last
 
 
 @triton.jit(do_not_specialize=["tokens", "record_stride"])
@@ -108,7 +97,7 @@ def _norm_router_kernel(
         tl.store(x_ptr + token * H + h, x, mask=live)
     logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
     tl.store(logits_ptr + token * E + e, narrow(logits, dtype).to(tl.float32), mask=e < E)
-    if _last_to_arrive(arrived_ptr + token):
+    if last_to_arrive(arrived_ptr + token):
         every = tl.arange(0, E2)
         # Past the cache of this multiprocessor: other ones wrote them.
         written = tl.load(logits_ptr + token * E + every, mask=every < E, other=0.0, cache_modifier=".cg")
