@@ -12,6 +12,10 @@ and tells each completion its own (`engine.routing`); `overhead_pct` is what the
 With --adapters 0 1 4 8 one engine with slots for the most of them measures each number of rows with so many adapters of
 rank 16 in all modules of dense layers, which rows take in turn; `overhead_pct` is over 0, where that is measured.
 
+With --truncate each number of rows is measured without and then with top-k 50, top-p 0.95 and min-p 0.05 in all rows,
+by one engine; `overhead_pct` is what the second takes longer. Random weights give flat logits: nearly every token is a
+candidate.
+
 With --set NAME=VALUE a setting of the engine is another, such as expert_dtype=fp8_block, kv_dtype=fp8_e4m3 or
 deterministic=true. The floor follows what experts and KV are kept as.
 """
@@ -34,9 +38,11 @@ from rollout.bench.peers.ours_engine import ADAPTER_RANK, OursEngine, engine_set
 from rollout.bench.peers.workloads import uniform_work
 from rollout.bench.results import write_results
 from rollout.bench.shapes import SHAPES, StepBytes, model_config, step_bytes
+from rollout.engine.types import SamplingParams
 from rollout.settings_sources import SettingsError
 
 _WARM_TOKENS = 8
+_TRUNCATED = SamplingParams(top_k=50, top_p=0.95, min_p=0.05)
 
 
 def step_needs(shape: str, changes: dict[str, str]) -> StepBytes:
@@ -64,8 +70,18 @@ def measure(engine: OursEngine, job: Job, rows: int, bandwidth: float | None, ne
     return row
 
 
+def overhead_pct(row: Row, plain: Row) -> dict[str, float]:
+    """What a step takes longer than another, percent."""
+    return {name: (row[name] / plain[name] - 1) * 100 for name in ("steady_ms", "device_ms")}
+
+
 def measure_all(
-    job: Job, depth: int, bandwidth: float | None, changes: dict[str, str], routing: bool = False
+    job: Job,
+    depth: int,
+    bandwidth: float | None,
+    changes: dict[str, str],
+    routing: bool = False,
+    truncate: bool = False,
 ) -> tuple[list[Row], Row]:
     """A row of results for each number of rows, by an engine of its own, and what is to be said of that."""
     engine = OursEngine(job, depth, routing, changes=changes)
@@ -76,6 +92,12 @@ def measure_all(
         row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes))
         results.append(row | ({"routing": True} if routing else {}))
         print(json.dumps(results[-1]), flush=True)
+        if truncate:
+            plain, engine.sampling = results[-1], _TRUNCATED
+            row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes))
+            results.append(row | {"truncated": True, "overhead_pct": overhead_pct(row, plain)})
+            engine.sampling = SamplingParams()
+            print(json.dumps(results[-1]), flush=True)
     engine.close()
     return results, facts
 
@@ -95,7 +117,7 @@ def measure_adapters(
             row = measure(engine, job, rows, bandwidth, step_needs(job.shape, changes)) | {"adapters": count}
             plain = row if count == 0 else plain
             if plain is not None and count:
-                row["overhead_pct"] = {name: (row[name] / plain[name] - 1) * 100 for name in ("steady_ms", "device_ms")}
+                row["overhead_pct"] = overhead_pct(row, plain)
             results.append(row)
             print(json.dumps(row), flush=True)
     engine.close()
@@ -119,6 +141,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, choices=(1, 2), default=2)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--routing", action="store_true", help="without and with the experts of all tokens kept")
+    parser.add_argument("--truncate", action="store_true", help="without and with top-k, top-p and min-p")
     parser.add_argument("--adapters", type=int, nargs="+", help="adapters in use at once, 0 for none")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="an engine setting; repeatable"
@@ -136,12 +159,12 @@ def main() -> None:
     if args.adapters:
         results, facts = measure_adapters(job, args.depth, bandwidth, changes, args.adapters)
     else:
-        results, facts = measure_all(job, args.depth, bandwidth, changes)
+        results, facts = measure_all(job, args.depth, bandwidth, changes, truncate=args.truncate)
     if args.routing:
         free_memory()
         routed, _ = measure_all(job, args.depth, bandwidth, changes, routing=True)
         for plain, row in zip(list(results), routed, strict=True):
-            row["overhead_pct"] = {name: (row[name] / plain[name] - 1) * 100 for name in ("steady_ms", "device_ms")}
+            row["overhead_pct"] = overhead_pct(row, plain)
             print(json.dumps({"rows": row["rows"], "overhead_pct": row["overhead_pct"]}), flush=True)
         results += routed
     write_results(args.out, results, **facts)

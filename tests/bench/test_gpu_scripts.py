@@ -65,6 +65,14 @@ def test_the_decode_benchmark_measures_a_step_with_routing_beside_one_without(mo
     assert routed["overhead_pct"]["steady_ms"] == pytest.approx(overhead)
 
 
+def test_the_decode_benchmark_measures_a_step_that_truncates_beside_one_that_does_not(monkeypatch, tmp_path):
+    sizes = ("--shape", "toy", "--rows", "2", "--prompt", "8", "--new", "40")
+    _, (plain, cut) = run(load_script("bench_decode"), monkeypatch, tmp_path / "d.json", *sizes, "--truncate")
+    assert "truncated" not in plain and cut["truncated"] and plain["rows"] == cut["rows"] == 2
+    overhead = (cut["steady_ms"] / plain["steady_ms"] - 1) * 100
+    assert cut["overhead_pct"]["steady_ms"] == pytest.approx(overhead)
+
+
 def test_the_decode_benchmark_takes_settings_and_its_floor_follows_them(monkeypatch, tmp_path):
     need = load_script("bench_decode").step_needs
     plain, coded = need("toy-moe", {}), need("toy-moe", {"expert_dtype": "mxfp8", "kv_dtype": "fp8_e4m3"})

@@ -44,7 +44,7 @@ class OursEngine:
 
     With `routing` the experts of all tokens are kept, and every completion is told its own. With `adapters` so many of
     rank 16 are there, and requests take them in turn; `use_adapters` says how many of them. `changes` are further
-    engine settings.
+    engine settings. Requests are sampled as `sampling` says, each with a seed of its own.
     """
 
     keeps_prefixes = True
@@ -64,6 +64,7 @@ class OursEngine:
         self._depth = depth
         self._routing = routing
         self.use_adapters = adapters
+        self.sampling = SamplingParams()
         self._ends: list[float] = []
         self._runs = 0
         self._steps_before = 0
@@ -92,7 +93,7 @@ class OursEngine:
         began_s = time.perf_counter()
         for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
             key = (f"run{self._runs}", str(i))
-            request = Request(key, prompt, length, sampling=SamplingParams(seed=i))
+            request = Request(key, prompt, length, sampling=replace(self.sampling, seed=i))
             if self.use_adapters:
                 request = replace(request, adapter=f"adapter{i % self.use_adapters}")
             if self._routing:
