@@ -8,6 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def freeze_heap() -> None:
+    """Keep what is there out of later garbage collections."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries complain of leaks where a process takes itself apart without
+
+
 @contextmanager
 def loading_libraries() -> Iterator[None]:
     """Collect no garbage while libraries load.
@@ -18,6 +24,5 @@ def loading_libraries() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()  # else the next look would be at all of it
-        atexit.register(gc.unfreeze)  # libraries complain of leaks where a process takes itself apart without
+        freeze_heap()  # else the next look would be at all of it
         gc.enable()

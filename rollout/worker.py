@@ -13,7 +13,6 @@ watchdog's thread, and ends with status HUNG.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib.util
 import json
@@ -37,6 +36,7 @@ from rollout.engine.last_steps import last_steps, running_requests
 from rollout.engine.snapshot import state_of
 from rollout.engine.types import Command, EngineStatus, PutAdapter, Shutdown
 from rollout.engine.views import EngineViews
+from rollout.libraries import freeze_heap
 from rollout.logs import set_up, worker_name
 from rollout.metrics import JsonlSink, MetricsThread, Sink, WandbSink, write_timeline
 from rollout.metrics.prometheus import PrometheusSink
@@ -362,11 +362,10 @@ def settle_heap() -> None:
     """Keep what start-up made out of later garbage collections.
 
     Half a million objects of libraries never go away, and each full collection would look at all of them while the loop
-    waits. A process that takes itself apart at its end collects all of it again, or libraries complain of leaks.
+    waits.
     """
     gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)
+    freeze_heap()
 
 
 def check_settings(settings: Settings) -> Device:

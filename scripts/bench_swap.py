@@ -29,7 +29,7 @@ from rollout.bench.driver import random_prompt
 from rollout.bench.memory import resident_mib
 from rollout.bench.plain_broadcast import plain_seconds
 from rollout.bench.results import write_results
-from rollout.bench.shapes import SHAPES, model_config, write_checkpoint
+from rollout.bench.shapes import SHAPES, kv_pages, model_config, write_checkpoint
 from rollout.bench.swap_pause import pause_of, usual_step
 from rollout.bench.swap_rows import Rows
 from rollout.bench.swap_trainer import Order, TrainerProcess
@@ -211,7 +211,7 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
         "max_rows": args.rows,
         "max_context_tokens": context,
         "page_size": _PAGE,
-        "kv_pages": args.rows * (context // _PAGE + 2) + 8,
+        "kv_pages": kv_pages(args.rows, context, _PAGE),
         "apply": args.apply,
         "staging": args.staging,
         "wandb": False,

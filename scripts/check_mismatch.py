@@ -25,6 +25,7 @@ import torch
 
 from rollout.bench.reference import FAMILIES, SIZES, make_checkpoint
 from rollout.bench.results import print_table, write_results
+from rollout.bench.shapes import kv_pages
 from rollout.metrics.mismatch import Mismatch, compare
 from rollout.progress import stage
 from trainer_bridge.client import RolloutClient
@@ -126,7 +127,7 @@ def main() -> int:
                 "max_rows": args.completions,
                 "max_context_tokens": context,
                 "page_size": _PAGE,
-                "kv_pages": args.completions * (context // _PAGE + 2) + 8,  # the memory that is left is transformers'
+                "kv_pages": kv_pages(args.completions, context, _PAGE),  # the memory that is left is transformers'
             }
             worker = stack.enter_context(start_worker(args.model, wandb=False, dtype=args.dtype, **settings))
             endpoint = worker.endpoint

@@ -54,9 +54,8 @@ class ApplyMode:
         level = logging.INFO if self.in_place and asked == "auto" else logging.DEBUG  # it costs generation time
         _log.log(level, "updates of the weights apply %s%s", self.name, ", on the device" if self.shadow else "")
         self._staging = HostStaging(pinned=self._cuda is not None)
-        if self.staging == "host" and self._cuda is not None:  # half a minute for 61 GB: not while rows decode
-            with stage("pinning host memory for updates of the weights"):
-                self._staging.reserve(nbytes)
+        if self.staging == "host" and self._cuda is not None:
+            _pin(self._staging, nbytes)
         self._copies: tuple[tuple[str, int], list[Copy]] | None = None
 
     @property
@@ -118,6 +117,18 @@ def _shadow(
     if device is None or staging == "host" or (staging == "auto" and nbytes > SHADOW_SHARE * free_bytes):
         return None
     return DeviceShadow(nbytes, device, allocate)
+
+
+def _pin(staging: HostStaging, nbytes: int) -> None:
+    """Take the host memory before anything decodes: for 61 GB that takes half a minute. Raises ValueError."""
+    try:
+        with stage("pinning host memory for updates of the weights"):
+            staging.reserve(nbytes)
+    except RuntimeError as error:  # of an allocator: the memory there is may not be had, or not be pinned
+        raise ValueError(
+            f"the host does not give {nbytes / (1 << 30):.1f} GiB of pinned memory for updates of the weights: set "
+            f"weights.staging to device, or weights.apply to in_place ({error!s:.200})"
+        ) from error
 
 
 def _free_host_bytes() -> float:

@@ -54,6 +54,7 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 _SIZES: dict[str, dict[str, Any]] = {
     "small": {
         "hidden_size": 2048,
@@ -63,9 +64,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 128,
         "vocab_size": 65536,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 512,
+        **_EXPERTS,
         "max_position_embeddings": 16384,
     },
     "8b": {  # layers of Qwen3-8B, so that products take what the table has for them
@@ -76,9 +75,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 512,
+        **_EXPERTS,
         "max_position_embeddings": 16384,
     },
     "30b-a3b": {  # of Qwen3-30B-A3B
@@ -102,9 +99,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 512,
+        **_EXPERTS,
         "max_position_embeddings": 40960,
     },
     "toy": {

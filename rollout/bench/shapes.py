@@ -129,6 +129,11 @@ def write_checkpoint(shape: str, folder: Path) -> Path:
     return folder
 
 
+def kv_pages(rows: int, context_tokens: int, page_size: int) -> int:
+    """Pages for so many rows of so many tokens, and a few more."""
+    return rows * (context_tokens // page_size + 2) + 8
+
+
 def step_bytes(shape: str, width: int = 2) -> StepBytes:
     """The least that a decode step reads, with `width` bytes a number."""
     c = model_config(shape)

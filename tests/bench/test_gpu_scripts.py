@@ -57,20 +57,17 @@ def test_the_pipeline_benchmark_runs_and_draws(pipeline, monkeypatch, tmp_path):
     assert picture.stat().st_size > 1000
 
 
-def test_the_decode_benchmark_measures_a_step_with_routing_beside_one_without(monkeypatch, tmp_path):
-    sizes = ("--shape", "toy-moe", "--rows", "2", "--prompt", "8", "--new", "40")
-    _, (plain, routed) = run(load_script("bench_decode"), monkeypatch, tmp_path / "d.json", *sizes, "--routing")
-    assert "routing" not in plain and routed["routing"] and plain["rows"] == routed["rows"] == 2
-    overhead = (routed["steady_ms"] / plain["steady_ms"] - 1) * 100
-    assert routed["overhead_pct"]["steady_ms"] == pytest.approx(overhead)
-
-
-def test_the_decode_benchmark_measures_a_step_that_truncates_beside_one_that_does_not(monkeypatch, tmp_path):
-    sizes = ("--shape", "toy", "--rows", "2", "--prompt", "8", "--new", "40")
-    _, (plain, cut) = run(load_script("bench_decode"), monkeypatch, tmp_path / "d.json", *sizes, "--truncate")
-    assert "truncated" not in plain and cut["truncated"] and plain["rows"] == cut["rows"] == 2
-    overhead = (cut["steady_ms"] / plain["steady_ms"] - 1) * 100
-    assert cut["overhead_pct"]["steady_ms"] == pytest.approx(overhead)
+@pytest.mark.parametrize(
+    ("shape", "option", "mark"), [("toy-moe", "routing", "routing"), ("toy", "truncate", "truncated")]
+)
+def test_the_decode_benchmark_measures_a_step_with_an_option_beside_one_without(
+    monkeypatch, tmp_path, shape, option, mark
+):
+    sizes = ("--shape", shape, "--rows", "2", "--prompt", "8", "--new", "40")
+    _, (plain, other) = run(load_script("bench_decode"), monkeypatch, tmp_path / "d.json", *sizes, f"--{option}")
+    assert mark not in plain and other[mark] and plain["rows"] == other["rows"] == 2
+    overhead = (other["steady_ms"] / plain["steady_ms"] - 1) * 100
+    assert other["overhead_pct"]["steady_ms"] == pytest.approx(overhead)
 
 
 def test_the_decode_benchmark_takes_settings_and_its_floor_follows_them(monkeypatch, tmp_path):

@@ -7,8 +7,10 @@ import torch
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
 from rollout.engine.hold import Hold
+from trainer_bridge.apply_mode import _pin
 from trainer_bridge.errors import WeightsRejected
 from trainer_bridge.publisher import WeightPublisher
+from trainer_bridge.staging import HostStaging
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -107,3 +109,14 @@ def test_where_a_staged_update_waits_is_refused_where_there_is_no_such_place() -
         Worker(apply="in_place", staging="host")
     with Worker(staging="host") as worker:
         assert worker.receiver.summary()["staging"] == "host"
+
+
+def test_host_memory_that_cannot_be_pinned_is_told_with_what_to_change() -> None:
+    class Full(HostStaging):
+        def reserve(self, nbytes: int) -> torch.Tensor:
+            raise RuntimeError("CUDA error: out of memory")
+
+    with pytest.raises(
+        ValueError, match=r"does not give 3\.0 GiB of pinned memory.*weights\.apply to in_place .*out of"
+    ):
+        _pin(Full(pinned=True), 3 << 30)

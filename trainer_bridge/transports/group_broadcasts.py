@@ -111,20 +111,8 @@ class Broadcasts:
             raise
 
     def _join(self) -> Group:
-        place = self._place
-        try:
-            return Group(
-                self._store,
-                place.name,
-                place.rank,
-                place.size,
-                self._address,
-                self._payload.device,
-                self._rules.stall_s,
-            )
-        except GroupError as error:
-            give_up(self._store, f"{self._who} gave up: {error!s:.200}")
-            raise
+        place, device = self._place, self._payload.device
+        return Group(self._store, place.name, place.rank, place.size, self._address, device, self._rules.stall_s)
 
     def _broadcast(self, group: Group, runs: Runs) -> None:
         payload, buffers = self._payload, [group.buffer(runs.room) for _ in range(group.buffers)]

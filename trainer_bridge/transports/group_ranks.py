@@ -124,31 +124,23 @@ def take_part(
     """Another rank: do what `join` says in a thread, and `tell` rank 0 how it ended; None: there is no place for it."""
     if str(rank) not in order["places"]:
         return None
-    arguments = (payload, order, rank, closing, kept, tell)
-    thread = threading.Thread(target=_run, args=arguments, name="weights-rank", daemon=True)
+
+    def run() -> None:
+        ending = torch.zeros(1 + payload.manifest.bucket_count, dtype=torch.int64)
+        try:
+            ending[1:] = _broadcast(payload, order, rank, closing, kept)
+            ending[0] = 1
+        except GroupError as error:
+            _log.warning("rank %d did not send its part of the weights: %s", rank, error)
+        # Rank 0 must be told, whatever it was.
+        except Exception:
+            _log.exception("rank %d failed to send its part of the weights", rank)
+        with contextlib.suppress(RolloutError):  # rank 0 is gone: whoever waits here hears of it
+            tell(ending)
+
+    thread = threading.Thread(target=run, name="weights-rank", daemon=True)
     thread.start()
     return thread
-
-
-def _run(
-    payload: Payload,
-    order: dict[str, Any],
-    rank: int,
-    closing: threading.Event,
-    kept: KeptGroup,
-    tell: Callable[[torch.Tensor], None],
-) -> None:
-    ending = torch.zeros(1 + payload.manifest.bucket_count, dtype=torch.int64)
-    try:
-        ending[1:] = _broadcast(payload, order, rank, closing, kept)
-        ending[0] = 1
-    except GroupError as error:
-        _log.warning("rank %d did not send its part of the weights: %s", rank, error)
-    # Rank 0 must be told, whatever it was.
-    except Exception:
-        _log.exception("rank %d failed to send its part of the weights", rank)
-    with contextlib.suppress(RolloutError):  # rank 0 is gone: whoever waits here hears of it
-        tell(ending)
 
 
 def _broadcast(
