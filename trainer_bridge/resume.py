@@ -288,7 +288,7 @@ class Resumer:
                 self._add(call, part, missing)
         call.learn_prompt(result)
         del call.legs[leg]
-        call.results.append(result)
+        call.results[leg] = result
         if self._core.acknowledges or leg.id != call.id:  # ids of our own are known to nobody else
             self._core.acknowledge(leg)
 

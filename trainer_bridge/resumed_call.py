@@ -67,7 +67,7 @@ class ResumedCall(Call):
         self.parts = [Part(index, each, down_since=self.started) for index, each in enumerate(seeds)]
         self.waiting: list[Part] = list(self.parts)
         self.legs: dict[Call, list[int]] = {}  # which completions each one has, by its own index
-        self.results: list[GenerateResult] = []  # of legs
+        self.results: dict[Call, GenerateResult] = {}  # of legs
         self.scoring: Call | None = None  # the leg that was asked last for the prompt's log-probs
         self.resumes = 0
         self.cancelled = False
@@ -167,18 +167,21 @@ class ResumedCall(Call):
 
     def conclude(self) -> GenerateResult:
         """The result, once every completion is done."""
-        if self.resumes == 0 and len(self.results) == 1:
-            return replace(self.results[0], id=self.id)
-        last = self.results[-1] if self.results else None
+        results = list(self.results.values())
+        if self.resumes == 0 and len(results) == 1:
+            return replace(results[0], id=self.id)
+        # A worker that gave a completion back may say its last word after the one that went on has ended.
+        newest = max(self.results, key=lambda leg: leg.started, default=None)
+        last = None if newest is None else self.results[newest]
         prompt = self.plan.fields.get("prompt")
         known = len(prompt) if isinstance(prompt, np.ndarray) else 0
         return GenerateResult(
             id=self.id,
             completions=self.completions(),
-            prompt_tokens=max([known, *(result.prompt_tokens for result in self.results)]),
-            cached_tokens=max([0, *(result.cached_tokens for result in self.results)]),
+            prompt_tokens=max([known, *(result.prompt_tokens for result in results)]),
+            cached_tokens=max([0, *(result.cached_tokens for result in results)]),
             timing=self._timing(),
-            preemptions=sum(result.preemptions for result in self.results),
+            preemptions=sum(result.preemptions for result in results),
             worker=None if last is None else last.worker,
             metadata=self.plan.fields.get("metadata"),
             prompt_logprobs=self.assembler.prompt_logprobs,
@@ -195,7 +198,7 @@ class ResumedCall(Call):
         ]
 
     def _timing(self) -> Timing:
-        timings = [result.timing for result in self.results]
+        timings = [result.timing for result in self.results.values()]
         longest = {
             name: max((getattr(timing, name) for timing in timings), default=0.0)
             for name in ("queued_s", "prefill_s", "decode_s")

@@ -145,13 +145,14 @@ def test_text_before_the_callers_completion_is_in_the_result(connect: Connect, s
     assert generates(first)[0]["continue_from"]["text_chars"] == 0
 
 
-def hand_back(reason: str) -> Any:
+def hand_back(reason: str, late_s: float = 0.0) -> Any:
     """End completion 0 as a worker does that ends, or whose device failed."""
 
     def fail(worker: ScriptedWorker, peer: bytes, header: dict[str, Any]) -> None:
         have = {**columns(SEEDS[0], 0, 4, 3), "index": 0, "finish_reason": reason, "error": "it ends"}
         chunk = {**have, **columns(SEEDS[0], 4, 4, 3), "offset": 4}
         worker.reply(peer, header, {"op": "chunk", **chunk})
+        time.sleep(late_s)
         counts = {"prompt_tokens": 1, "cached_tokens": 0, "preemptions": 0, "timing": {}}
         worker.reply(peer, header, {"op": "result", "completions": [have], **counts})
 
@@ -386,6 +387,12 @@ def test_a_session_moves_when_its_endpoint_refuses(connect: Connect, serve: Serv
     places += [client.generate([1], max_tokens=8, seed=SEED, session="s").endpoint for _ in range(3)]
     assert places[1:] == [other.endpoint] * 3
     assert len(generates(there)) == 2
+
+
+def test_a_result_is_of_the_worker_that_went_on_whoever_has_the_last_word(connect: Connect, serve: Serve) -> None:
+    first, second = serve(Model(3, reach=(4,), fail=hand_back("cancelled", late_s=0.3))), serve(Model(4))
+    result = connect(first.endpoint, second.endpoint, resume=True).generate([1], max_tokens=8, seed=SEED)
+    assert (result.endpoint, result.worker, result.resumes) == (second.endpoint, "w4", 1)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "7"])
