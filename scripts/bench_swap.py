@@ -3,12 +3,15 @@
     PYTHONPATH=.:kernels python scripts/bench_swap.py --shape qwen3-8b --transport cuda_ipc shm zmq --out FILE
     ... --shape qwen3-30b-a3b --apply in_place --transport cuda_ipc        one card: the model does not fit twice
     ... --trainer-device cuda:1 --transport nccl --plain-broadcast         two GPUs, beside a plain broadcast
+    ... --trainer-device cuda:0 cuda:1 --worker-device cuda:2 cuda:3       a trainer of two ranks, two workers
     ... --updates 100 --new 16384                                          weights that show their version in the tokens
 
-A worker (`rollout serve`, random weights of the shape) and a trainer with tensors of its own are a process each. The
-pause is the extra time between two steps, from the times of the worker's own steps (`rollout.bench.swap_pause`);
-`reported` is what the worker says in its reply. The floor is 2 x bytes over the bandwidth of a device copy, measured in
-the same run before anything decodes (bytes over that of an upload where updates wait in pinned host memory).
+A worker (`rollout serve`, random weights of the shape) and a trainer with tensors of its own are a process each. Where
+there are several devices there is a worker for each, of which the first is measured, or a rank of the trainer for each,
+with its part of every tensor, as FSDP2 cuts them; an update is applied when all workers use it. The pause is the extra
+time between two steps, from the times of the worker's own steps (`rollout.bench.swap_pause`); `reported` is what the
+worker says in its reply. The floor is 2 x bytes over the bandwidth of a device copy, measured in the same run before
+anything decodes (bytes over that of an upload where updates wait in pinned host memory).
 
 With --updates rows are then greedy, under weights that draw another token for each version; every token is compared
 with the version that its completion says. Ends with status 1 if an update or a request failed, a token is wrong, or
@@ -21,7 +24,8 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,7 @@ from rollout.bench.results import write_results
 from rollout.bench.shapes import SHAPES, kv_pages, model_config, write_checkpoint
 from rollout.bench.swap_pause import pause_of, usual_step
 from rollout.bench.swap_rows import Rows
-from rollout.bench.swap_trainer import Order, TrainerProcess
+from rollout.bench.swap_trainer import Order, Trainer
 from rollout.bench.swap_weights import wrong_tokens
 from rollout.metrics.recording import MAX_STEPS, Recording
 from trainer_bridge.client import RolloutClient
@@ -49,12 +53,13 @@ _MOST_DEVICE_GROWTH = 64 << 20  # bytes
 
 
 class Bench:
-    """The worker, the trainer and the rows of one run."""
+    """The workers, of which the first is measured, the trainer and the rows of one run."""
 
-    def __init__(self, args: argparse.Namespace, worker: WorkerProcess, trainer: TrainerProcess) -> None:
-        self.args, self.worker, self.trainer = args, worker, trainer
-        self.client = RolloutClient(worker.endpoint, timeout_s=args.limit_s)
+    def __init__(self, args: argparse.Namespace, workers: Sequence[WorkerProcess], trainer: Trainer) -> None:
+        self.args, self.worker, self.trainer = args, workers[0], trainer
+        self.client, *others = self.clients = [RolloutClient(one.endpoint, timeout_s=args.limit_s) for one in workers]
         self.rows = Rows(self.client, rows_asked(args), args.limit_s)
+        self.other_rows = [Rows(client, rows_asked(args), args.limit_s) for client in others]
         self.version = 0
         weights = self.client.status()["weights"]
         self.facts = {**trainer.facts, "apply": weights["apply"], "staging": weights["staging"]}
@@ -77,7 +82,8 @@ class Bench:
 
     def measured(self, transport: str) -> dict[str, Any]:
         """One update while rows decode: a row of the table."""
-        self.rows.keep_running()
+        for rows in (*self.other_rows, self.rows):
+            rows.keep_running()
         usual_s = usual_step(self.recording())
         answer = self.publish(transport)
         self.rows.decode(4)
@@ -123,9 +129,15 @@ class Bench:
         }
 
     def close(self) -> None:
-        """End the rows and the client."""
-        self.rows.stop()
-        self.client.close()
+        """End the rows and the clients."""
+        self.stop_rows()
+        for client in self.clients:
+            client.close()
+
+    def stop_rows(self) -> None:
+        """End them."""
+        for rows in (self.rows, *self.other_rows):
+            rows.stop()
 
 
 def rows_asked(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
@@ -152,8 +164,8 @@ def measure(bench: Bench, show: Callable[[dict[str, Any]], None]) -> bool:
         show({"median_of": len(whole), "transport": rows[-1]["transport"], **medians})
         well &= len(whole) == bench.args.repeat
     if bench.args.plain_broadcast:
-        bench.rows.stop()
-        devices = (bench.args.trainer_device, bench.args.worker_device)
+        bench.stop_rows()
+        devices = (bench.args.trainer_device[0], bench.args.worker_device[0])
         plain_s = plain_seconds(devices, bench.facts["bytes"], bench.args.bucket_mib << 20)
         show({"plain_broadcast_ms": 1e3 * plain_s, "gb_per_s": bench.facts["bytes"] / plain_s / 1e9})
     return well
@@ -206,7 +218,6 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
     checkpoint = write_checkpoint(args.shape, folder / args.shape)
     context = args.prompt + args.new
     settings = {
-        "device": args.worker_device,
         "load_format": "random",
         "max_rows": args.rows,
         "max_context_tokens": context,
@@ -216,24 +227,33 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
         "staging": args.staging,
         "wandb": False,
     }
-    with start_worker(checkpoint, log_file=folder / "worker.log", **settings) as worker:
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                start_worker(checkpoint, log_file=folder / f"worker-{i}.log", device=device, **settings)
+            )
+            for i, device in enumerate(args.worker_device)
+        ]
         order = Order(
             folder=str(checkpoint),
-            endpoint=worker.endpoint,
-            device=args.trainer_device,
+            endpoints=[worker.endpoint for worker in workers],
+            device="",  # each rank's own
             bucket_bytes=args.bucket_mib << 20,
             disk=str(folder / "updates"),
             limit_s=args.limit_s,
+            store=str(folder / "store"),
         )
-        trainer = TrainerProcess(order)
+        trainer = Trainer(order, args.trainer_device)
         try:
-            bench = Bench(args, worker, trainer)
-            show({"shape": args.shape, "rows": args.rows, **bench.facts})
+            bench = Bench(args, workers, trainer)
+            places = {"workers": len(workers), "ranks": len(args.trainer_device)}
+            show({"shape": args.shape, "rows": args.rows, **places, **bench.facts})
             well = measure(bench, show) if args.repeat else True
             well &= many(bench, show) if args.updates else True
             bench.close()
         except BaseException:
-            print(worker.log_path.read_text()[-4000:], flush=True)
+            for worker in workers:
+                print(worker.log_path.read_text()[-4000:], flush=True)
             raise
         finally:
             trainer.close()
@@ -257,16 +277,18 @@ def main() -> int:
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--plain-broadcast", action="store_true", help="also time a plain broadcast of as many bytes")
     parser.add_argument("--device", default=None, help="cuda:N or cpu, of both; absent: cuda:0 where there is one")
-    parser.add_argument("--worker-device", default=None, help="where it is another one")
-    parser.add_argument("--trainer-device", default=None, help="where it is another one")
+    parser.add_argument("--worker-device", nargs="+", default=None, help="where it is another one; a worker for each")
+    parser.add_argument("--trainer-device", nargs="+", default=None, help="where it is another one; a rank for each")
     parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for any one thing")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.updates and model_config(args.shape)["tie_word_embeddings"]:
         parser.error(f"{args.shape} cannot show its version: its output layer is its embedding; take another shape")
     device = args.device or _device()
-    args.worker_device = args.worker_device or device
-    args.trainer_device = args.trainer_device or device
+    args.worker_device = args.worker_device or [device]
+    args.trainer_device = args.trainer_device or [device]
+    if args.updates and len(args.worker_device) + len(args.trainer_device) > 2:
+        parser.error("--updates is for one worker and a trainer of one rank")
     rows: list[dict[str, Any]] = []
 
     def show(row: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ class Payload:
     def pack_pieces(self, pieces: Sequence[tuple[int, int, int]], out: torch.Tensor) -> None:
         """Write what this rank of a trainer sends itself: bytes of the stream (first, past-the-last), place in `out`.
 
-        They are in the order of their places; `out` is zero between them. Else as `pack_bucket`.
+        They are in the order of their places; `out` is zero between them. Else as `start_bucket`.
         """
         with self._packing:
             self._check_there()
@@ -112,7 +112,6 @@ class Payload:
                     out[written:at].zero_()
                     written = at + end - start
                     self._pack(start, end, out[at:written], self._own)
-            self._settle()
 
     def _pack(self, start: int, end: int, out: torch.Tensor, spread: Callable[[int, int, int], torch.Tensor]) -> None:
         """Write bytes `start` to `end` of the stream; `spread` gives elements of a DTensor."""

@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import queue
@@ -98,6 +99,7 @@ class WeightPublisher:
         self._jobs_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that is inside of torch while Python ends aborts the process
 
     def publish(
         self, named_tensors: NamedTensors, version: int, *, adapter: str | None = None, adapter_config: Any = None
@@ -149,6 +151,7 @@ class WeightPublisher:
             self._thread.join(self._ranks.timeout_s)  # what is under way ends when rank 0 says so, or closes
             self._ranks.stop()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> WeightPublisher:
         return self

@@ -163,7 +163,9 @@ class TrainerRanks:
         if self._part is not None:
             self._part.join(END_S)
         self._kept.close()
-        self._group.close(broken=self._broken is not None)
+        ending = self._group.close(broken=self._broken is not None)
+        if ending is not None:
+            ending.join(END_S)
 
     def stop(self) -> None:
         """Any thread: end what is waited for."""

@@ -1,4 +1,4 @@
-"""The trainer of the swap benchmark: a process of its own with the weights of a shape, which publishes when told to.
+"""The trainer of the swap benchmark: a process for each rank with the weights of a shape, which publish when told to.
 
     python -m rollout.bench.swap_trainer ORDER      ORDER: JSON of `Order`
 
@@ -9,7 +9,7 @@
     {"do": "visible"}                      {}: from now on the weights show their version in the tokens
     {"do": "memory"}                       {"resident_mib", "device_bytes" (in use on the GPU, by everybody)}
 
-Its input's end is its own.
+Its input's end is its own. Of several ranks each has its part of every tensor, as FSDP2 cuts them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from rollout.bench.memory import resident_mib
 from rollout.bench.swap_weights import make_visible, shape_tensors, show
@@ -40,16 +43,43 @@ class Order:
     """What to be."""
 
     folder: str  # of the checkpoint without weights
-    endpoint: str  # of the worker
+    endpoints: list[str]  # of the workers
     device: str
     bucket_bytes: int
     disk: str  # folder of the transport disk
     limit_s: float  # of an update
+    rank: int = 0
+    ranks: int = 1
+    store: str = ""  # file where several ranks meet
 
 
-class TrainerProcess:
-    """The process, from the outside."""
+class Trainer:
+    """Its ranks, from the outside."""
 
+    def __init__(self, order: Order, devices: Sequence[str]) -> None:
+        places = [replace(order, device=device, rank=i, ranks=len(devices)) for i, device in enumerate(devices)]
+        self._ranks = [_RankProcess(place) for place in places]
+        self.facts = self._answer()  # `bytes`, `tensors`
+
+    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+        """Give all of them an order; the first one's answer, or an error. Raises RuntimeError when one has ended."""
+        for rank in self._ranks:
+            rank.tell(do, **fields)
+        return self._answer()
+
+    def close(self) -> None:
+        """End them."""
+        for rank in self._ranks:
+            rank.end()
+        for rank in self._ranks:
+            rank.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        answers = [rank.answer() for rank in self._ranks]
+        return next((answer for answer in answers if "error" in answer), answers[0])
+
+
+class _RankProcess:
     def __init__(self, order: Order) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, json.dumps(asdict(order))],
@@ -57,37 +87,39 @@ class TrainerProcess:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.facts = self._answer()  # `bytes`, `tensors`
 
-    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """Give it an order; its answer. Raises RuntimeError when it has ended."""
+    def tell(self, do: str, **fields: Any) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
         self._process.stdin.flush()
-        return self._answer()
 
-    def close(self) -> None:
-        """End it."""
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a trainer process ended with status {self._process.wait(30)}; see its lines above")
+        return json.loads(line)
+
+    def end(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def wait(self) -> None:
         try:
             self._process.wait(30)
         finally:
             self._process.kill()
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the trainer process ended with status {self._process.wait(30)}; see its lines above")
-        return json.loads(line)
 
-
-class _Trainer:
+class _Rank:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._device = torch.device(order.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         self._tensors = shape_tensors(Path(order.folder), self._device)
+        if order.ranks > 1:
+            self._cut()
         self._visible = False
         self._publishers: dict[str, WeightPublisher] = {}
 
@@ -105,7 +137,7 @@ class _Trainer:
         try:
             handle.held(self._order.limit_s)
             held_s = time.perf_counter() - began_s
-            (report,) = handle.applied(self._order.limit_s)
+            report = max(handle.applied(self._order.limit_s), key=lambda report: report.seconds)  # of all workers
         except RolloutError as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"published_at_s": published_at_s, "held_s": held_s, "report": asdict(report)}
@@ -137,18 +169,36 @@ class _Trainer:
     def close(self) -> None:
         for publisher in self._publishers.values():
             publisher.close()
+        if self._order.ranks > 1:
+            dist.destroy_process_group()
+
+    def _cut(self) -> None:
+        order = self._order
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
+            init_method=f"file://{order.store}",
+            rank=order.rank,
+            world_size=order.ranks,
+        )
+        mesh = init_device_mesh(self._device.type, (order.ranks,))
+        for name, tensor in self._tensors.items():
+            own = tensor.chunk(order.ranks)[order.rank].clone()
+            self._tensors[name] = DTensor.from_local(
+                own, mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride(), run_check=False
+            )
 
     def _publisher(self, transport: str) -> WeightPublisher:
         order = self._order
         if transport not in self._publishers:
             self._publishers[transport] = WeightPublisher(
-                order.endpoint,
+                order.endpoints,
                 transport=transport,
                 folder=order.disk,
                 bucket_bytes=order.bucket_bytes,
                 begin_s=order.limit_s,
                 stall_s=order.limit_s,
                 apply_s=order.limit_s,
+                collective=order.ranks > 1,
             )
         return self._publishers[transport]
 
@@ -170,7 +220,7 @@ class _Trainer:
 def main() -> None:
     """Obey until the input ends."""
     out, sys.stdout = sys.stdout, sys.stderr  # answers only
-    trainer = _Trainer(Order(**json.loads(sys.argv[1])))
+    trainer = _Rank(Order(**json.loads(sys.argv[1])))
     print(json.dumps(trainer.facts()), file=out, flush=True)
     for line in sys.stdin:
         order = json.loads(line)

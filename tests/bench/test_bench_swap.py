@@ -150,6 +150,23 @@ def test_updates_are_measured_beside_rows_that_decode_and_then_come_many_in_a_ro
     assert last["completions"] % 4 == 0 and 2 <= last["most_versions"] <= 6
 
 
+def test_an_update_of_several_ranks_is_applied_when_all_workers_use_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places = ("--trainer-device", "cpu", "cpu", "--worker-device", "cpu", "cpu")
+    status, found = run(
+        monkeypatch, tmp_path / "swap.json", *places, "--transport", "nccl", "--repeat", "1", "--new", "20000"
+    )
+    facts, *rows, medians = found
+    assert status == 0 and (facts["workers"], facts["ranks"]) == (2, 2)
+    assert [(row["version"], row["transport"], row["bytes"]) for row in rows] == [
+        (version, "nccl", facts["bytes"]) for version in (1, 2)
+    ]
+    assert medians["median_of"] == 1
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "swap.json", *places, "--updates", "5")
+
+
 def test_a_shape_that_cannot_show_its_version_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,11 +1,11 @@
 """One rank of a trainer whose model FSDP2 shards: publishes, trains on at once, publishes again.
 
-    {"role": "fsdp", "rank", "endpoints", "transport", "candidates", "folder", "fault"}    a line for `fault_server`
+    {"role": "fsdp", "rank", "endpoints", "transport", "candidates", "device", "folder", "fault"}
 
-`candidates` are the transports that `auto` tries, null: the usual ones. `fault` is what befalls rank 1 in version 2:
-"die" before it publishes, "die in group" after it has broadcast some buckets, "corrupt": a bit of what it broadcasts
-changes on its way. Each rank writes what it saw as JSON; rank 0 the whole tensors of each version, which are what a
-worker must serve.
+a line for `fault_server`. `candidates` are the transports that `auto` tries, null: the usual ones. `fault` is what
+befalls rank 1 in version 2: "die" before it publishes, "die in group" after it has broadcast some buckets, "corrupt": a
+bit of what it broadcasts changes on its way. Each rank writes what it saw as JSON; rank 0 the whole tensors of each
+version, which are what a worker must serve.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUCKET = 128
 RANKS = 2
 
 
-def sharded_model(mesh: Any) -> torch.nn.Module:
+def sharded_model(mesh: Any, device: torch.device) -> torch.nn.Module:
     """A module with the tiny model's parameters, sharded as FSDP2 does."""
     model = torch.nn.Module()
     for name, tensor in new_tensors(TinyModel(), 1, dtype=torch.float32).items():
@@ -47,7 +47,7 @@ def sharded_model(mesh: Any) -> torch.nn.Module:
             if not hasattr(home, part):
                 home.add_module(part, torch.nn.Module())
             home = getattr(home, part)
-        home.register_parameter(last, torch.nn.Parameter(tensor.clone()))
+        home.register_parameter(last, torch.nn.Parameter(tensor.clone().to(device)))
     return fully_shard(model, mesh=mesh)
 
 
@@ -85,12 +85,19 @@ def corrupt(version: list[int]) -> None:
 def train_fsdp(order: dict[str, Any]) -> None:
     """One rank, from start to end."""
     rank, folder, fault = order["rank"], Path(order["folder"]), order["fault"]
+    device = torch.device(order["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=30),
     )
     groups = len(dist.distributed_c10d._world.pg_map)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    model = sharded_model(mesh)
+    mesh = init_device_mesh(device.type, (RANKS,))
+    model = sharded_model(mesh, device)
     seen: dict[str, Any] = {"versions": [], "transports": [], "errors": [], "fetched": [], "packed": []}
     publisher_module._ABORT_S = 20.0  # for which a worker on a busy machine may take to answer
     at = [0]
@@ -115,7 +122,7 @@ def train_fsdp(order: dict[str, Any]) -> None:
             if version == 3:  # other placements: columns, and one that every rank has
                 state["q.weight"] = distribute_tensor(state["q.weight"].full_tensor(), mesh, [Shard(1)])
                 state["k.weight"] = distribute_tensor(state["k.weight"].full_tensor(), mesh, [Replicate()])
-            whole = {name: tensor.full_tensor().clone() for name, tensor in state.items()}
+            whole = {name: tensor.full_tensor().cpu().clone() for name, tensor in state.items()}
             if rank == 0:
                 save_file(whole, folder / f"{version}.safetensors")
             if fault == "die" and version == 2 and rank == 1:

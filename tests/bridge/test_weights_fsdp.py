@@ -1,4 +1,4 @@
-"""A trainer of two ranks, each with its part of the weights (FSDP2 on the CPU), and workers that get them whole."""
+"""A trainer of two ranks, each with its part of the weights (FSDP2), and workers that get them whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from fault_client import FaultServer
 from safetensors.torch import load_file
-from weights_harness import Worker, new_tensors, serves, wait_for
+from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
 from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
@@ -23,14 +23,22 @@ BUCKET = 128
 
 
 def train(
-    faults: FaultServer, workers: list[Worker], transport: str, folder: Path, fault: str = "", candidates: Any = None
+    faults: FaultServer,
+    workers: list[Worker],
+    transport: str,
+    folder: Path,
+    fault: str = "",
+    candidates: Any = None,
+    devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> list[dict]:
     """Run both ranks; what each one that lived saw."""
     order = {"endpoints": [worker.endpoint for worker in workers], "transport": transport, "candidates": candidates}
     files = [folder / f"rank-{rank}.json" for rank in range(1 if fault else RANKS)]
     with ExitStack() as stack:
         for rank in range(RANKS):
-            stack.enter_context(faults.child(role="fsdp", rank=rank, folder=str(folder), fault=fault, **order))
+            stack.enter_context(
+                faults.child(role="fsdp", rank=rank, device=devices[rank], folder=str(folder), fault=fault, **order)
+            )
         for file in files:
             wait_for(file.exists, f"the end of {file.stem}", 120)
     return [json.loads(file.read_text()) for file in files]
@@ -61,6 +69,31 @@ def test_the_parts_of_all_ranks_arrive_as_one(faults: FaultServer, tmp_path: Pat
         assert fetched == [nbytes] * 3
     if transport != "disk":
         assert all(size <= BUCKET for _, size in seen[0]["fetched"])  # one bucket, never a tensor or a model
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_ranks_on_two_gpus_send_their_parts_to_workers_on_two_others(
+    faults: FaultServer, tmp_path: Path, apply: str
+) -> None:
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(Worker(model=TinyModel(device=f"cuda:{gpu}"), apply=apply, idle_s=30.0))
+            for gpu in (2, 3)
+        ]
+        seen = train(faults, workers, "auto", tmp_path, devices=("cuda:0", "cuda:1"))
+        tensors = load_file(tmp_path / "3.safetensors")
+        for worker, gpu in zip(workers, (2, 3), strict=True):
+            torch.cuda.synchronize(gpu)
+            assert [update.version for update in worker.updates] == ([1, 2, 3] if apply == "staged" else [])
+            assert worker.receiver.version == 3
+            assert serves(worker.model, {name: tensor.to(f"cuda:{gpu}") for name, tensor in tensors.items()})
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    for rank in seen:
+        assert rank["errors"] == [] and rank["transports"] == [["nccl", "nccl"]] * 3
+        assert sum(of_version(rank["packed"], 1)) > nbytes / 3
+    assert [sum(of_version(seen[0]["fetched"], version)) for version in (1, 2)] == [0, 0]
 
 
 def test_ranks_and_workers_meet_again_without_one_another_while_a_worker_takes_another_way(
