@@ -97,6 +97,8 @@ def _choose_digit(state, top_k, top_p, best, MASS: tl.constexpr, SHIFT: tl.const
     found = tl.zeros([1 << BITS], tl.int64)
     for copy in tl.static_range(_COPIES):
         found += tl.load(bins + copy * _BINS, cache_modifier=".cg")  # what other programs added lies in the L2 cache
+    tl.debug_barrier()  # the thread that clears a bin need not be the one that reads it
+    for copy in tl.static_range(_COPIES):
         tl.store(bins + copy * _BINS, tl.zeros([1 << BITS], tl.int64))
     reached = tl.cumsum(found)
     above = reached - found
