@@ -41,6 +41,7 @@ from rollout.bench.swap_weights import wrong_tokens
 from rollout.metrics.recording import MAX_STEPS, Recording
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.launch import WorkerProcess, start_worker
+from trainer_bridge.manifest import MAX_BUCKET_BYTES
 from trainer_bridge.transports import TRANSPORTS
 
 _PAGE = 16
@@ -163,12 +164,14 @@ def measure(bench: Bench, show: Callable[[dict[str, Any]], None]) -> bool:
         medians = {name: statistics.median(row[name] for row in whole) for name in _MEDIANS if whole}
         show({"median_of": len(whole), "transport": rows[-1]["transport"], **medians})
         well &= len(whole) == bench.args.repeat
-    if bench.args.plain_broadcast:
-        bench.stop_rows()
-        devices = (bench.args.trainer_device[0], bench.args.worker_device[0])
-        plain_s = plain_seconds(devices, bench.facts["bytes"], bench.args.bucket_mib << 20)
-        show({"plain_broadcast_ms": 1e3 * plain_s, "gb_per_s": bench.facts["bytes"] / plain_s / 1e9})
     return well
+
+
+def plain_broadcast(args: argparse.Namespace, nbytes: int) -> dict[str, float]:
+    """What torch.distributed takes for as many bytes, now that workers and trainer are gone."""
+    bucket_bytes = MAX_BUCKET_BYTES if args.bucket_mib is None else args.bucket_mib << 20
+    seconds = plain_seconds((args.trainer_device[0], args.worker_device[0]), nbytes, bucket_bytes)
+    return {"plain_broadcast_ms": 1e3 * seconds, "gb_per_s": nbytes / seconds / 1e9}
 
 
 def many(bench: Bench, show: Callable[[dict[str, Any]], None]) -> bool:
@@ -238,7 +241,7 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
             folder=str(checkpoint),
             endpoints=[worker.endpoint for worker in workers],
             device="",  # each rank's own
-            bucket_bytes=args.bucket_mib << 20,
+            bucket_bytes=None if args.bucket_mib is None else args.bucket_mib << 20,
             disk=str(folder / "updates"),
             limit_s=args.limit_s,
             store=str(folder / "store"),
@@ -257,6 +260,8 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
             raise
         finally:
             trainer.close()
+    if args.plain_broadcast:
+        show(plain_broadcast(args, bench.facts["bytes"]))
     return well
 
 
@@ -274,7 +279,7 @@ def main() -> int:
     )
     parser.add_argument("--apply", choices=("auto", "staged", "in_place"), default="auto")
     parser.add_argument("--staging", choices=("auto", "device", "host"), default="auto", help="of staged updates")
-    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--bucket-mib", type=int, help="absent: as publishers choose")
     parser.add_argument("--plain-broadcast", action="store_true", help="also time a plain broadcast of as many bytes")
     parser.add_argument("--device", default=None, help="cuda:N or cpu, of both; absent: cuda:0 where there is one")
     parser.add_argument("--worker-device", nargs="+", default=None, help="where it is another one; a worker for each")

@@ -38,7 +38,7 @@ class KeptUpdate:
         """All of it was packed."""
         self._manifest = payload.manifest
 
-    def payload(self, bucket_bytes: int) -> Payload:
+    def payload(self, bucket_bytes: int | None) -> Payload:
         """The update, to be sent again."""
         assert self._manifest is not None
         tensors = {entry.name: typed_view(self._buffer, entry) for entry in self._manifest.tensors}

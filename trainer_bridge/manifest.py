@@ -30,7 +30,6 @@ from typing import Any
 from trainer_bridge.errors import WeightsRejected
 
 ALIGN_BYTES = 64
-DEFAULT_BUCKET_BYTES = 64 << 20
 MAX_BUCKET_BYTES = 256 << 20
 MAX_VERSION = (1 << 63) - 1
 MAX_TENSORS = 1 << 18
@@ -41,6 +40,8 @@ _MAX_DIMS = 8
 _MAX_NAME_CHARS = 512
 _MAX_STREAM_BYTES = 1 << 50
 _MAX_BUCKETS = 1 << 18
+_USUAL_BUCKET_BYTES = 64 << 20
+_USUAL_BUCKETS = 64
 _FIELDS = {"version", "bucket_bytes", "tensors", "digest"}
 
 
@@ -111,6 +112,17 @@ class Manifest:
             "tensors": _rows(self.tensors),
             "digest": self.digest,
         }
+
+
+def usual_bucket_bytes(total_bytes: int, gpus: bool) -> int:
+    """64 MiB; where there are `gpus` up to 256 of an update so large that it has 64 buckets all the same.
+
+    A host needs some 0.8 ms for a bucket of any size, in which a link between GPUs moves 256 MiB.
+    """
+    if not gpus:
+        return _USUAL_BUCKET_BYTES
+    even = total_bytes // _USUAL_BUCKETS // ALIGN_BYTES * ALIGN_BYTES
+    return min(max(even, _USUAL_BUCKET_BYTES), MAX_BUCKET_BYTES)
 
 
 def pack(version: int, tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> Manifest:

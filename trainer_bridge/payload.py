@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer_bridge.errors import RolloutError
-from trainer_bridge.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack
+from trainer_bridge.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack, usual_bucket_bytes
 from trainer_bridge.shards import Shards, is_spread
 from trainer_bridge.staging import TORCH_DTYPES, typed_view
 
@@ -28,17 +28,23 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 class Payload:
     """An update to publish. Holds references to the tensors until `release`.
 
-    With `spread` tensors may be DTensors, whose parts are fetched from the ranks that hold them.
+    With `spread` tensors may be DTensors, whose parts are fetched from the ranks that hold them. Without `bucket_bytes`
+    buckets have their usual size.
 
     Raises ValueError for tensors that cannot be sent: other dtypes than float32, bfloat16 and float16, sparse ones,
     several CUDA devices.
     """
 
-    def __init__(self, named_tensors: NamedTensors, version: int, bucket_bytes: int, spread: bool = False) -> None:
+    def __init__(
+        self, named_tensors: NamedTensors, version: int, bucket_bytes: int | None, spread: bool = False
+    ) -> None:
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         tensors = [(name, _checked(name, tensor)) for name, tensor in pairs]
         if not tensors:
             raise ValueError("there are no tensors to publish; pass every parameter of the model")
+        if bucket_bytes is None:  # alike on all ranks, also where the tensors of some are not on their GPUs
+            total_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+            bucket_bytes = usual_bucket_bytes(total_bytes, torch.cuda.is_available())
         self.manifest: Manifest = pack(
             version, ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in tensors), bucket_bytes
         )

@@ -32,7 +32,6 @@ from trainer_bridge.adapter_config import config_map
 from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout
 from trainer_bridge.kept_update import KeptUpdate
 from trainer_bridge.keys import ClientCurve
-from trainer_bridge.manifest import DEFAULT_BUCKET_BYTES
 from trainer_bridge.payload import NamedTensors, Payload
 from trainer_bridge.publish_handle import PublishHandle, WorkerReport
 from trainer_bridge.trainer_ranks import RELEASED, TrainerRanks
@@ -53,9 +52,10 @@ class WeightPublisher:
 
     `endpoints` are the workers' request sockets, as `RolloutClient` takes them. `transport` is `shm` (one host), `zmq`,
     `nccl`, `disk` (with `folder`, on a path that the workers can read) or `auto`: for each worker the fastest that
-    works; reports and the log say which and why. Deadlines in seconds: `begin_s` for connecting and for the workers'
-    check of the manifest, `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses the
-    weights. `curve` has the keys for workers that use CURVE.
+    works; reports and the log say which and why. An update travels in buckets of `bucket_bytes`, a multiple of 64, at
+    most 256 MiB; absent: 64 MiB, and where there are GPUs up to 256 MiB for a large model. Deadlines in seconds:
+    `begin_s` for connecting and for the workers' check of the manifest, `stall_s` without progress of a transfer,
+    `apply_s` from commit until a worker uses the weights. `curve` has the keys for workers that use CURVE.
 
     With `keep` the last update stays in this host's memory, so that a worker that comes back (its supervisor started it
     again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on.
@@ -74,7 +74,7 @@ class WeightPublisher:
         *,
         transport: str = "auto",
         folder: str | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         begin_s: float = 30.0,
         stall_s: float = 30.0,
         apply_s: float = 120.0,

@@ -45,7 +45,7 @@ class Order:
     folder: str  # of the checkpoint without weights
     endpoints: list[str]  # of the workers
     device: str
-    bucket_bytes: int
+    bucket_bytes: int | None  # None: the usual ones
     disk: str  # folder of the transport disk
     limit_s: float  # of an update
     rank: int = 0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from weights_harness import TinyModel
 
 from trainer_bridge.errors import WeightsRejected
-from trainer_bridge.manifest import ALIGN_BYTES, DTYPE_BYTES, Manifest, from_wire, pack
+from trainer_bridge.manifest import ALIGN_BYTES, DTYPE_BYTES, Manifest, from_wire, pack, usual_bucket_bytes
 from trainer_bridge.parameter_map import ParameterMap
 
 ROWS = [("a", "float32", [3, 5]), ("b", "bfloat16", [7]), ("empty", "float16", [0, 4]), ("scalar", "float32", [])]
@@ -157,3 +157,11 @@ def test_cover_by_strided_views_agrees_with_marking_elements(order: list, dim: i
     else:
         with pytest.raises(WeightsRejected):
             ParameterMap(views).check(manifest)
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "gpus", "mib"),
+    [(0, True, 64), (4 << 30, True, 64), (8 << 30, True, 128), (61 << 30, True, 256), (61 << 30, False, 64)],
+)
+def test_large_models_travel_between_gpus_in_large_buckets(total_bytes: int, gpus: bool, mib: int) -> None:
+    assert usual_bucket_bytes(total_bytes, gpus) == mib << 20
