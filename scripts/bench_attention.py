@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:kernels python scripts/bench_attention.py docs/results/attention.json [--sweep]
         [--kinds decode prefill] [--heads 32/8 32/4] [--shapes 1x256 32x4K mix] [--page-size 16] [--window 4096] [--fp8]
+        [--min-tiles 0 1 8]
 
 Decode: one query a row over `rows x context` tokens of KV in shuffled pages, bf16 or e4m3 codes with scales. A captured
 graph goes through so many layers' caches that none is read from the L2 cache. The floor of a layer is the bytes of
@@ -129,7 +130,7 @@ def check_decode(
     out = torch.empty_like(q)
 
     def step() -> None:
-        work = plan_decode_work(lens, kv_heads, window=window, config=config, max_context=4500)
+        work = plan_decode_work(lens, kv_heads, group=heads // kv_heads, window=window, config=config, max_context=4500)
         got = decode_attention(
             q, k, v, problem.table, lens, scale=problem.scale, window=window, scales_P2GS=problem.scales[0], work=work
         )
@@ -158,7 +159,10 @@ def time_decode(problem: Problem, config: DecodeConfig, window: int | None) -> t
 
     def make_plan():
         most = int(problem.table.shape[1]) * problem.kv[0][0].shape[1]
-        return plan_decode_work(problem.lens, problem.kv_heads, window=window, config=config, max_context=most)
+        group = problem.heads // problem.kv_heads
+        return plan_decode_work(
+            problem.lens, problem.kv_heads, group=group, window=window, config=config, max_context=most
+        )
 
     work = make_plan()
 
@@ -200,7 +204,8 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
     tiny = Problem([700], heads, kv_heads, args.page_size, 1, args.fp8)
 
     def compile_one(config: DecodeConfig) -> float:
-        work = plan_decode_work(tiny.lens, kv_heads, window=args.window, config=config, max_context=700)
+        how = {"group": heads // kv_heads, "window": args.window, "config": config, "max_context": 700}
+        work = plan_decode_work(tiny.lens, kv_heads, **how)
         k, v = tiny.kv[0]
         options = {"scale": tiny.scale, "window": args.window, "scales_P2GS": tiny.scales[0], "work": work}
         decode_attention(tiny.queries(1), k, v, tiny.table, tiny.lens, **options)
@@ -218,9 +223,7 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
         problem = Problem(lens, heads, kv_heads, args.page_size, layers, args.fp8)
         timed = []
         for config, error in good:
-            several = (
-                ((1, 2, 3, 4, 6, 8), (1, 2, 4)) if args.sweep else ((config.programs_per_sm,), (config.min_tiles,))
-            )
+            several = ((1, 2, 3, 4, 6, 8), (0, 1, 2, 4)) if args.sweep else ((config.programs_per_sm,), args.min_tiles)
             for per_sm, min_tiles in itertools.product(*several):
                 config = dataclasses.replace(config, programs_per_sm=per_sm, min_tiles=min_tiles)
                 us, plan_us = time_decode(problem, config, args.window)
@@ -316,6 +319,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", help="decode shapes: rows x tokens of context (K for 1,024), or mix")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--window", type=int)
+    parser.add_argument("--min-tiles", type=int, nargs="+", default=[0], help="of a part; 0: as the plan chooses")
     parser.add_argument("--fp8", action="store_true", help="KV as e4m3 codes with scales")
     args = parser.parse_args()
     bandwidth, rate = read_bandwidth(), matrix_rate()

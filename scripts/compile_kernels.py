@@ -172,7 +172,9 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
 
 def _decode(shape: Shape, rows: int, cache, scales, table, lens, window) -> None:
     config = triton_decode_attention.default_decode_config(shape.dim, torch.bfloat16, rows)
-    work = plan_decode_work(lens, shape.kv_heads, window=window, config=config, multiprocessors=MULTIPROCESSORS)
+    group = shape.heads // shape.kv_heads
+    how = {"group": group, "window": window, "config": config, "multiprocessors": MULTIPROCESSORS}
+    work = plan_decode_work(lens, shape.kv_heads, **how)
     q = empty(rows, shape.heads, shape.dim)
     how = {"scale": 0.1, "window": window, "scales_P2GS": scales, "work": work}
     triton_decode_attention.decode_attention(q, cache, cache, table, lens, **how)

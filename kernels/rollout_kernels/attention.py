@@ -107,13 +107,14 @@ def plan_paged_decode(
     context_lens_B: torch.Tensor,
     k_cache_PSGD: torch.Tensor,
     *,
+    heads: int,
     window: int | None,
     max_context: int,
     dtype: torch.dtype | None = None,
 ) -> DecodePlan | DecodeWork:
     """The plan that `paged_decode_attention` takes on the device of these tensors; one for all layers of a window.
 
-    `dtype` is the queries', the cache's where it is not given.
+    `heads` is the number of query heads, `dtype` the queries', the cache's where it is not given.
     """
     _, page_size, kv_heads, dim = k_cache_PSGD.shape
     dtype = dtype or k_cache_PSGD.dtype
@@ -123,7 +124,7 @@ def plan_paged_decode(
     from rollout_kernels.triton_decode_plan import plan_decode_work
 
     config = default_decode_config(dim, dtype, len(context_lens_B))
-    return plan_decode_work(context_lens_B, kv_heads, window=window, config=config)
+    return plan_decode_work(context_lens_B, kv_heads, group=heads // kv_heads, window=window, config=config)
 
 
 def paged_decode_attention(
@@ -146,7 +147,13 @@ def paged_decode_attention(
     """
     if plan is None:
         plan = plan_paged_decode(
-            page_table_BP, context_lens_B, k_cache_PSGD, window=window, max_context=max_context, dtype=q_BHD.dtype
+            page_table_BP,
+            context_lens_B,
+            k_cache_PSGD,
+            heads=q_BHD.shape[1],
+            window=window,
+            max_context=max_context,
+            dtype=q_BHD.dtype,
         )
     if not isinstance(plan, DecodePlan):
         from rollout_kernels.triton_decode_attention import decode_attention

@@ -285,7 +285,7 @@ def decode_attention(
     assert scales_P2GS is None or scales_P2GS.is_contiguous()
     if work is None:
         config = default_decode_config(dim, q_BHD.dtype, rows)
-        work = plan_decode_work(context_lens_B, kv_heads, window=window, config=config)
+        work = plan_decode_work(context_lens_B, kv_heads, group=heads // kv_heads, window=window, config=config)
     assert work.window == window and work.arrivals_BG.shape == (rows, kv_heads)
     config, group = work.config, heads // kv_heads
     items, shares = work.items.shape[0], work.first.shape[0] - 1

@@ -69,18 +69,19 @@ class AttentionBatch:
         return self._shared[key]
 
     def decode_plan(
-        self, window: int | None, k_cache_PSGD: torch.Tensor, dtype: torch.dtype
+        self, window: int | None, k_cache_PSGD: torch.Tensor, q_TQD: torch.Tensor
     ) -> DecodePlan | DecodeWork:
-        """What the decode layers of this window share; their caches have one shape, their queries are of `dtype`."""
+        """What the decode layers of this window share; their caches, and their queries, are alike."""
         return self.shared(
             window,
             lambda: plan_paged_decode(
                 self.page_table_BP,
                 self.context_lens_B,
                 k_cache_PSGD,
+                heads=q_TQD.shape[1],
                 window=window,
                 max_context=self.max_context,
-                dtype=dtype,
+                dtype=q_TQD.dtype,
             ),
         )
 

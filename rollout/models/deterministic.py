@@ -100,4 +100,4 @@ def _rows(batch: AttentionBatch) -> Iterator[tuple[slice, torch.Tensor, torch.Te
 
 
 def _plan(lens_T: torch.Tensor, kv_heads: int, window: int | None, max_context: int) -> DecodeWork:
-    return plan_decode_work(lens_T, kv_heads, window=window, config=_CONFIG, max_context=max_context)
+    return plan_decode_work(lens_T, kv_heads, group=1, window=window, config=_CONFIG, max_context=max_context)

@@ -165,7 +165,7 @@ class Attention(Block):
             window=self.window,
             max_context=batch.max_context,
             scales_P2GS=cache.scales_P2GS,
-            plan=batch.decode_plan(self.window, cache.k_PSGD, q_TQD.dtype),
+            plan=batch.decode_plan(self.window, cache.k_PSGD, q_TQD),
         )
 
     def _project(self, x_TH: torch.Tensor, adapters: StepAdapters | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from rollout_kernels.triton_prefill_attention import PrefillConfig, prefill_atte
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.2
-SMALL = DecodeConfig(block_n=16, num_stages=2)
+SMALL = DecodeConfig(block_n=16, num_stages=2, min_tiles=1)
 LENS = [17, 1, 100, 15, 16]
 
 
@@ -82,6 +82,7 @@ def plan(pool, kv_heads, window=None, config=SMALL, shares=3, max_context=None):
     return plan_decode_work(
         pool.lens,
         kv_heads,
+        group=1,
         window=window,
         config=config,
         max_context=max_context,
@@ -109,7 +110,7 @@ def items_of(work: DecodeWork):
 def test_plan_covers_each_visible_tile_once_and_shares_are_even(lens, shares, window):
     lens_B = torch.tensor(lens, device=DEVICE)
     config = dataclasses.replace(SMALL, programs_per_sm=1)
-    work = plan_decode_work(lens_B, 2, window=window, config=config, multiprocessors=2 * shares)
+    work = plan_decode_work(lens_B, 2, group=1, window=window, config=config, multiprocessors=2 * shares)
     items, by_share = items_of(work)
     assert len(items) <= work.items.shape[0]
     expected = []
@@ -130,6 +131,27 @@ def test_share_is_never_smaller_than_asked_for():
     pool = Pool([100], 16, 1, 64)
     work = plan(pool, 1, config=dataclasses.replace(SMALL, min_tiles=3), shares=20)
     assert [item[2] - item[1] for item in items_of(work)[0]] == [3, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("lens", "group", "tiles"),
+    [
+        ([384], 1, 1),
+        ([384], 4, 2),
+        ([384], 8, 3),
+        ([4096], 8, 10),
+        ([4096], 4, 7),
+        ([16384], 8, 20),
+        ([4096, 0], 8, 10),
+    ],
+)
+def test_parts_are_so_large_that_combining_them_takes_no_longer_than_making_them(lens, group, tiles):
+    """In tiles of 32: sqrt(3 * query heads * positions) positions, whatever the number of programs allows."""
+    config = DecodeConfig(block_n=32, programs_per_sm=1)
+    lens_B = torch.tensor(lens, device=DEVICE)
+    work = plan_decode_work(lens_B, 1, group=group, window=None, config=config, multiprocessors=1000)
+    sizes = [item[2] - item[1] for item in items_of(work)[0] if item[0] == 0]
+    assert set(sizes[:-1]) == {tiles} and sizes[-1] <= tiles and sum(sizes) == -(-lens[0] // 32)
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -253,7 +275,7 @@ def test_chunked_result_does_not_depend_on_the_other_rows():
     together = attend(q, pool, plan(pool, 1, config=config, max_context=112))
     for row in range(len(LENS)):
         lens = pool.lens[row : row + 1].contiguous()
-        work = plan_decode_work(lens, 1, window=None, config=config, max_context=112, multiprocessors=4)
+        work = plan_decode_work(lens, 1, group=1, window=None, config=config, max_context=112, multiprocessors=4)
         alone = decode_attention(
             q[row : row + 1], pool.k, pool.v, pool.table[row : row + 1], lens, scale=SCALE, window=None, work=work
         )

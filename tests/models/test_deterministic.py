@@ -147,7 +147,7 @@ def test_a_prompts_tokens_attend_as_those_of_decode_steps_do():
 def _whole(lens, window):
     from rollout_kernels.triton_decode_plan import DecodeConfig, plan_decode_work
 
-    return plan_decode_work(lens, 2, window=window, config=DecodeConfig(block_n=16), multiprocessors=1)
+    return plan_decode_work(lens, 2, group=1, window=window, config=DecodeConfig(block_n=16), multiprocessors=1)
 
 
 def test_steps_of_any_size_have_one_plan_for_experts_and_no_product_of_torchs(tmp_path):

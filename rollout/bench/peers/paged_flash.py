@@ -154,7 +154,7 @@ class PagedDecode:
         if self._first_cache is None:
             self._first_cache = k_cache.data_ptr()
         if self._plan is None or k_cache.data_ptr() == self._first_cache:
-            self._plan = plan_paged_decode(table, lens, k_cache, window=None, max_context=most)
+            self._plan = plan_paged_decode(table, lens, k_cache, heads=q.shape[2], window=None, max_context=most)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         out = paged_decode_attention(
             q[:, 0], k_cache, v_cache, table, lens, scale=scale, window=None, max_context=most, plan=self._plan
