@@ -198,7 +198,7 @@ def usable(configs: list, compile_one: Callable, check: Callable) -> list:
 
 def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_heads: int) -> list[dict]:
     """Time all shapes for one number of heads."""
-    bases = [default_decode_config(DIM, torch.bfloat16, rows) for rows in (1, 32)]
+    bases = [default_decode_config(DIM, torch.bfloat16, rows, args.fp8) for rows in (1, 32)]
     chunked = dataclasses.replace(bases[1], chunk=1024)
     configs = [*dict.fromkeys([*bases, *decode_candidates()])] if args.sweep else [*bases, chunked]
     tiny = Problem([700], heads, kv_heads, args.page_size, 1, args.fp8)
@@ -231,7 +231,7 @@ def bench_decode(args: argparse.Namespace, bandwidth: float, heads: int, kv_head
         timed.sort(key=lambda entry: entry["us"])
         floor_us = kv_bytes / bandwidth * 1e6
         best = timed[0]
-        base = default_decode_config(DIM, torch.bfloat16, len(lens))
+        base = default_decode_config(DIM, torch.bfloat16, len(lens), args.fp8)
         default = min((t for t in timed if _same(t, base)), key=lambda t: t["us"], default=best)
         rows.append({"heads": f"{heads}/{kv_heads}", "shape": shape, "floor_us": floor_us, "timed": timed[:12]})
         rows[-1]["default"] = default

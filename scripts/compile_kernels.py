@@ -171,7 +171,8 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
 
 
 def _decode(shape: Shape, rows: int, cache, scales, table, lens, window) -> None:
-    config = triton_decode_attention.default_decode_config(shape.dim, torch.bfloat16, rows)
+    coded = scales is not None
+    config = triton_decode_attention.default_decode_config(shape.dim, torch.bfloat16, rows, coded)
     group = shape.heads // shape.kv_heads
     how = {"group": group, "window": window, "config": config, "multiprocessors": MULTIPROCESSORS}
     work = plan_decode_work(lens, shape.kv_heads, **how)

@@ -123,7 +123,7 @@ def plan_paged_decode(
     from rollout_kernels.triton_decode_attention import default_decode_config
     from rollout_kernels.triton_decode_plan import plan_decode_work
 
-    config = default_decode_config(dim, dtype, len(context_lens_B))
+    config = default_decode_config(dim, dtype, len(context_lens_B), coded=k_cache_PSGD.dtype == torch.uint8)
     return plan_decode_work(context_lens_B, kv_heads, group=heads // kv_heads, window=window, config=config)
 
 

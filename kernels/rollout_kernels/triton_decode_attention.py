@@ -6,8 +6,7 @@ base 2 and float32. A row in one item is written at once; otherwise each item le
 logarithm of its sum, and the last program of the row to arrive, or a second kernel, combines them in a fixed order:
 results never depend on timing.
 
-Caches may hold e4m3 codes with a scale for each token and KV head (`attention`). A scale is constant along a head, so
-it is applied to the products: a key's to its score, a value's to its weight.
+Caches may also hold e4m3 codes (`triton_decode_codes`).
 
 Nothing is read on the host and the grid depends on the plan's shapes only, so a captured graph stays right while the
 contexts grow. Hidden positions are never loaded: what other sequences left there does not matter.
@@ -24,65 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels.triton_decode_plan import ITEM_WORDS, DecodeConfig, DecodeWork, plan_decode_work
-from rollout_kernels.triton_fp8 import operand
+from rollout_kernels.triton_decode_codes import decode_codes_kernel
+from rollout_kernels.triton_decode_parts import HIDDEN, WORDS, combine_kernel, store_item
+from rollout_kernels.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.triton_math import dot, follow, follow_options, narrow
-
-# Score of a hidden position: finite, so that a row without any position stays finite.
-_HIDDEN = tl.constexpr(-1e30)
-_ITEM_WORDS = tl.constexpr(ITEM_WORDS)
-
-
-@triton.jit
-def _combine(
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    row,
-    head,
-    first_item,
-    count,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    COMBINE_STAGES: tl.constexpr,
-):
-    """Weigh the parts of one row and one KV head's query heads by their sums; write the output."""
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    here = (g[:, None] < GROUP) & (d[None, :] < D)
-    at = (head + g[:, None]) * D + d[None, :]
-    peak = tl.full([BLOCK_G], _HIDDEN, tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in tl.range(0, count, BLOCK_I, num_stages=COMBINE_STAGES):
-        i = start + tl.arange(0, BLOCK_I)
-        item = (first_item + i).to(tl.int64)
-        live = i < count
-        # Other programs wrote these while this one ran: the L1 cache is passed by.
-        lse = tl.load(
-            lse_ptr + item[:, None] * H + head + g[None, :],
-            mask=live[:, None] & (g[None, :] < GROUP),
-            other=_HIDDEN,
-            cache_modifier=".cg",
-        )
-        part = tl.load(
-            part_ptr + item[:, None, None] * (H * D) + at[None, :, :],
-            mask=live[:, None, None] & here[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
-        keep = tl.exp2(peak - new_peak)
-        weight = tl.exp2(lse - new_peak[None, :])
-        total = total * keep + tl.sum(weight, 0)
-        acc = acc * keep[:, None] + tl.sum(weight[:, :, None] * part, 0)
-        peak = new_peak
-    out = narrow(acc / total[:, None], out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
 
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
@@ -90,7 +34,6 @@ def _decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    scales_ptr,
     table_ptr,
     out_ptr,
     part_ptr,
@@ -111,7 +54,6 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    FP8: tl.constexpr,
     FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -128,16 +70,11 @@ def _decode_kernel(
     is_q = (m[:, None] < GROUP) & (d[None, :] < D)
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
     v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
-    if FP8:
-        # [P, 2, G, S]: a head's key scales of a page, and its value scales G heads further on.
-        page_scales: tl.constexpr = 2 * (H // GROUP) * PAGE_SIZE
-        v_scales: tl.constexpr = (H // GROUP) * PAGE_SIZE
-        scale_base = scales_ptr + kv_head * PAGE_SIZE
     follow()
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
     for i in range(first, last):
-        item = items_ptr + i * _ITEM_WORDS
+        item = items_ptr + i * WORDS
         row = tl.load(item)
         begin = tl.load(item + 1)
         end = tl.load(item + 2)
@@ -147,7 +84,7 @@ def _decode_kernel(
         q_at = row.to(tl.int64) * stride_q_row + (head + m[:, None]) * stride_q_head + d[None, :]
         q = tl.load(q_ptr + q_at, mask=is_q, other=0.0)
         table = table_ptr + row.to(tl.int64) * stride_table
-        peak = tl.full([BLOCK_M], _HIDDEN, tl.float32)
+        peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
         # The sum stays spread over the tile's columns until the end: one reduction an item, not one a tile.
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -163,98 +100,38 @@ def _decode_kernel(
                 live = live & (d[None, :] < D)
             k = tl.load(k_base + at[:, None] + d[None, :], mask=live, other=0.0)
             v = tl.load(v_base + at[:, None] + d[None, :], mask=live, other=0.0)
-            if FP8:
-                k = operand(k, q.dtype)
-                # A weight times a value's scale has no room in f16.
-                v = operand(v, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
-                scale_at = scale_base + page.to(tl.int64) * page_scales + n % PAGE_SIZE
-                scaled = n < length
-                if HAS_WINDOW:
-                    scaled = scaled & (n >= length - window)
-                k_scale = tl.load(scale_at, mask=scaled, other=0.0)
-                v_scale = tl.load(scale_at + v_scales, mask=scaled, other=0.0)
             # The next tile's pages are under way while this tile is worked on.
             next_n = n + BLOCK_N
             page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
             score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
-            if FP8:
-                score = score * k_scale[None, :]
             visible = n < length
             if HAS_WINDOW:
                 visible = visible & (n >= length - window)
-            score = tl.where(visible[None, :], score, _HIDDEN)
+            score = tl.where(visible[None, :], score, HIDDEN)
             new_peak = tl.maximum(peak, tl.max(score, 1))
             keep = tl.exp2(peak - new_peak)
             weight = tl.exp2(score - new_peak[:, None])
             total = total * keep[:, None] + weight
-            if FP8:
-                weight = weight * v_scale[None, :]
             acc = dot(narrow(weight, v.dtype), v, acc * keep[:, None])
             peak = new_peak
         sum_M = tl.sum(total, 1)
         result = acc / sum_M[:, None]
-        at_out = (head + m[:, None]) * D + d[None, :]
-        if count == 1:
-            out = narrow(result, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + row.to(tl.int64) * (H * D) + at_out, out, mask=is_q)
-        else:
-            tl.store(part_ptr + i * (H * D) + at_out, result, mask=is_q)
-            tl.store(lse_ptr + i * H + head + m, peak + tl.log2(sum_M), mask=m < GROUP)
-            if FUSED:
-                arrival = arrivals_ptr + row * (H // GROUP) + kv_head
-                # All threads have written before one of them announces it; it then sees what others announced.
-                tl.debug_barrier()
-                arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
-                if arrived == count - 1:
-                    tl.debug_barrier()
-                    _combine(
-                        part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
-                        H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
-                    )  # fmt: skip
-                    tl.store(arrival, 0)
+        store_item(
+            out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, head, first_item, count, result, peak + tl.log2(sum_M),
+            kv_head, H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["shares"])
-def _combine_kernel(
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    items_ptr,
-    first_ptr,
-    shares,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    COMBINE_STAGES: tl.constexpr,
-):
-    i = tl.program_id(1)
-    follow()
-    if i < tl.load(first_ptr + shares):
-        item = items_ptr + i * _ITEM_WORDS
-        first_item = tl.load(item + 3)
-        count = tl.load(item + 4)
-        if (first_item == i) & (count > 1):
-            head = tl.program_id(0) * GROUP
-            row = tl.load(item)
-            _combine(
-                part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
-                H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
-            )  # fmt: skip
-
-
-def default_decode_config(dim: int, dtype: torch.dtype, rows: int) -> DecodeConfig:
+def default_decode_config(dim: int, dtype: torch.dtype, rows: int, coded: bool = False) -> DecodeConfig:
     """The configuration for a head dimension, the dtype of the queries and a number of rows.
 
-    Measured on an H200 with caches of that dtype; those of e4m3 codes take the same, unmeasured. Small tiles and many
-    programs: a program waits at the start of each row, which short contexts make frequent. Few rows in many programs
-    leave many parts a row to combine.
+    Measured on an H200, but for caches that are `coded`, of which tiles twice as long have as many bytes. Small tiles
+    and many programs: a program waits at the start of each row, which short contexts make frequent. Few rows in many
+    programs leave many parts a row to combine.
     """
     if dim * dtype.itemsize > 256:
         return DecodeConfig(block_n=32)
-    return DecodeConfig(block_n=32, num_warps=2, programs_per_sm=2 if rows <= 4 else 4)
+    return DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=2 if rows <= 4 else 4)
 
 
 def decode_attention(
@@ -284,7 +161,7 @@ def decode_attention(
     assert k_cache_PSGD.dtype == (q_BHD.dtype if scales_P2GS is None else torch.uint8)
     assert scales_P2GS is None or scales_P2GS.is_contiguous()
     if work is None:
-        config = default_decode_config(dim, q_BHD.dtype, rows)
+        config = default_decode_config(dim, q_BHD.dtype, rows, coded=scales_P2GS is not None)
         work = plan_decode_work(context_lens_B, kv_heads, group=heads // kv_heads, window=window, config=config)
     assert work.window == window and work.arrivals_BG.shape == (rows, kv_heads)
     config, group = work.config, heads // kv_heads
@@ -293,15 +170,18 @@ def decode_attention(
     out_BHD = torch.empty(rows, heads, dim, dtype=q_BHD.dtype, device=device)
     part_IHD = torch.empty(items, heads, dim, dtype=torch.float32, device=device)
     lse_IH = torch.empty(items, heads, dtype=torch.float32, device=device)
-    block_g, block_d = triton.next_power_of_2(group), max(16, triton.next_power_of_2(dim))
+    coded = scales_P2GS is not None
+    block_g, block_d = triton.next_power_of_2(group), max(64 if coded else 16, triton.next_power_of_2(dim))
     # 4,096 values of parts at a time: 32 registers of each of 128 threads.
     sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
     sizes |= {"BLOCK_I": max(1, 4096 // (block_g * block_d)), "COMBINE_STAGES": config.combine_stages}
-    _decode_kernel[(kv_heads, shares)](
+    caches = [k_cache_PSGD, v_cache_PSGD]
+    if scales_P2GS is not None:
+        assert dim % 4 == 0, "e4m3 caches are for head dimensions that are multiples of 4"
+        caches = [*(cache.view(torch.int32) for cache in caches), scales_P2GS]  # four codes a word
+    (decode_codes_kernel if coded else _decode_kernel)[(kv_heads, shares)](
         q_BHD,
-        k_cache_PSGD,
-        v_cache_PSGD,
-        scales_P2GS,
+        *caches,
         page_table_BP,
         out_BHD,
         part_IHD,
@@ -313,11 +193,10 @@ def decode_attention(
         window or 0,
         q_BHD.stride(0),
         q_BHD.stride(1),
-        *k_cache_PSGD.stride()[:3],
+        *caches[0].stride()[:3],
         page_table_BP.stride(0),
         PAGE_SIZE=page_size,
         HAS_WINDOW=window is not None,
-        FP8=scales_P2GS is not None,
         FUSED=config.fused,
         BLOCK_M=max(16, block_g),
         BLOCK_N=config.block_n,
@@ -328,7 +207,7 @@ def decode_attention(
         **sizes,
     )
     if not config.fused:
-        _combine_kernel[(kv_heads, items)](
+        combine_kernel[(kv_heads, items)](
             part_IHD, lse_IH, out_BHD, work.items, work.first, shares, **follow_options(device), **sizes
         )
     return out_BHD

@@ -68,11 +68,15 @@ def no_room_for_steps(settings: EngineSettings, model: Decoder, free_bytes: int)
 def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
     """What keys and values are kept as: the model's dtype, or e4m3 codes with scales.
 
-    Raises ValueError for codes on a GPU whose kernels cannot read them.
+    Raises ValueError for codes on a GPU whose kernels cannot read them, or not of heads of that size.
     """
     if settings.kv_dtype == "auto":
         return model.embed.dtype
     device = model.embed.device
+    if model.spec.head_dim % 4:
+        raise ValueError(
+            f"kv_dtype = fp8_e4m3 is for head dimensions that are multiples of 4, not {model.spec.head_dim}: use auto"
+        )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ValueError("kv_dtype = fp8_e4m3 needs a GPU of compute capability 8.9 or later: use auto")
     return torch.float8_e4m3fn

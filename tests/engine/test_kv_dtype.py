@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +186,10 @@ def test_on_a_gpu_captured_steps_keep_codes_as_well_as_launched_ones(kind, tmp_p
         means[fused] = torch.cat([errors(coded, ids, bench, name) for name, ids in prompts.items()]).mean()
         bench.close()
     assert means[True] < 1.3 * means[False] + 1e-2, means
+
+
+def test_a_head_dimension_that_codes_are_not_for_is_refused_at_the_start() -> None:
+    model: Any = SimpleNamespace(spec=SimpleNamespace(head_dim=6), embed=torch.zeros(1))
+    with pytest.raises(ValueError, match="multiples of 4, not 6: use auto"):
+        kv_dtype(EngineSettings(**FP8), model)
+    assert kv_dtype(EngineSettings(), model) == torch.float32

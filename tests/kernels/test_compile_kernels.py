@@ -18,6 +18,7 @@ CASES = [
     ("dense, 32 rows: adapters, rank 16, qkv", 32, 90, {"_shrink_kernel", "_expand_kernel"}),
     ("dense, 8 rows: adapters later, rank 16, qkv", 8, 90, {"_shrink_kernel", "_finish_qkv_kernel"}),
     ("dense, 32 rows: adapters, product", 32, 90, {"_stream_kernel"}),
+    ("dense, 32 rows: decode attention, fp8 KV", 32, 90, {"decode_codes_kernel", "_plan_kernel"}),
     ("dense, 32 rows: sampling", 32, 90, {"_search_kernel", "_cut_kernel", "_pass_1", "_pass_2", "_allow_kernel"}),
     ("2 rows: experts, fp8_row", 2, 90, {"_gate_up_kernel", "_down_kernel", "_group_kernel", "_combine_kernel"}),
 ]

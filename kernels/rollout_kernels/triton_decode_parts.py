@@ -1,0 +1,152 @@
+"""What decode attention does with an item's result, and with the parts of a row that several items made.
+
+A row in one item is written at once. Otherwise each item leaves its normalised result and the logarithm of its sum; the
+last program of the row to arrive, or a second kernel, combines them in a fixed order: results never depend on timing.
+
+Legend: H query heads, D head dimension, M query heads of a KV head, padded; I items.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rollout_kernels.triton_decode_plan import ITEM_WORDS
+from rollout_kernels.triton_math import follow, narrow
+
+#: Score of a hidden position: finite, so that a row without any position stays finite.
+HIDDEN = tl.constexpr(-1e30)
+WORDS = tl.constexpr(ITEM_WORDS)
+
+
+@triton.jit
+def _combine(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    row,
+    head,
+    first_item,
+    count,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    COMBINE_STAGES: tl.constexpr,
+):
+    """Weigh the parts of one row and one KV head's query heads by their sums; write the output."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    here = (g[:, None] < GROUP) & (d[None, :] < D)
+    at = (head + g[:, None]) * D + d[None, :]
+    peak = tl.full([BLOCK_G], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in tl.range(0, count, BLOCK_I, num_stages=COMBINE_STAGES):
+        i = start + tl.arange(0, BLOCK_I)
+        item = (first_item + i).to(tl.int64)
+        live = i < count
+        # Other programs wrote these while this one ran: the L1 cache is passed by.
+        lse = tl.load(
+            lse_ptr + item[:, None] * H + head + g[None, :],
+            mask=live[:, None] & (g[None, :] < GROUP),
+            other=HIDDEN,
+            cache_modifier=".cg",
+        )
+        part = tl.load(
+            part_ptr + item[:, None, None] * (H * D) + at[None, :, :],
+            mask=live[:, None, None] & here[None, :, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        keep = tl.exp2(peak - new_peak)
+        weight = tl.exp2(lse - new_peak[None, :])
+        total = total * keep + tl.sum(weight, 0)
+        acc = acc * keep[:, None] + tl.sum(weight[:, :, None] * part, 0)
+        peak = new_peak
+    out = narrow(acc / total[:, None], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
+
+
+@triton.jit
+def store_item(
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    arrivals_ptr,
+    i,
+    row,
+    head,
+    first_item,
+    count,
+    result_MD,
+    lse_M,
+    kv_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    COMBINE_STAGES: tl.constexpr,
+):
+    """Write item `i`'s normalised result: to the output, or as a part, and combine the row's where it is the last."""
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    here = (m[:, None] < GROUP) & (d[None, :] < D)
+    at = (head + m[:, None]) * D + d[None, :]
+    if count == 1:
+        out = narrow(result_MD, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
+    else:
+        tl.store(part_ptr + i * (H * D) + at, result_MD, mask=here)
+        tl.store(lse_ptr + i * H + head + m, lse_M, mask=m < GROUP)
+        if FUSED:
+            arrival = arrivals_ptr + row * (H // GROUP) + kv_head
+            # All threads have written before one of them announces it; it then sees what others announced.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
+            if arrived == count - 1:
+                tl.debug_barrier()
+                _combine(
+                    part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
+                    H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
+                )  # fmt: skip
+                tl.store(arrival, 0)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def combine_kernel(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    items_ptr,
+    first_ptr,
+    shares,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    COMBINE_STAGES: tl.constexpr,
+):
+    """A program for each item: the first one of a row in several combines them."""
+    i = tl.program_id(1)
+    follow()
+    if i < tl.load(first_ptr + shares):
+        item = items_ptr + i * WORDS
+        first_item = tl.load(item + 3)
+        count = tl.load(item + 4)
+        if (first_item == i) & (count > 1):
+            head = tl.program_id(0) * GROUP
+            row = tl.load(item)
+            _combine(
+                part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
+                H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
+            )  # fmt: skip
