@@ -5,9 +5,10 @@
 MODEL is a checkpoint folder or a hub id; `--make qwen3 1.7b` makes one there first, with random weights. A worker
 generates at temperature 1 (one is started, or --endpoint names one that serves the same weights); then transformers
 reads prompt and completion in one forward, once in float32 and once in bf16, and the worker's `raw_logprobs` are
-compared with both: mean and largest absolute difference, and the K3 estimate of KL(worker || trainer), in nats. With
---report the worker gets the bf16 ones, as a trainer would send them, and its metrics show the same figures. Exit status
-1 if the K3 KL against bf16 is above --most-k3.
+compared with both: mean and largest absolute difference, and the K3 estimate of KL(worker || trainer), in nats. So are
+transformers' own two with one another, which says how much of it is bf16's. With --report the worker gets the bf16
+ones, as a trainer would send them, and its metrics show the same figures. Exit status 1 if the K3 KL against bf16 is
+above --most-k3.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ def generate(client: RolloutClient, args: argparse.Namespace) -> list[tuple[list
 def measure(
     args: argparse.Namespace, client: RolloutClient, made: list[tuple[list[int], GenerateResult]]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each precision."""
+    """A row for each precision, and one of the two against one another."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    exact: list[np.ndarray] = []
+    own = Mismatch()
     for dtype in (torch.float32, torch.bfloat16):
         model, total = load(args.model, dtype, device), Mismatch()
         with stage(f"transformers in {dtype}".replace("torch.", "")) as advance:
@@ -80,16 +83,20 @@ def measure(
                 (completion,) = result.completions
                 trainer = recompute(model, prompt, completion.token_ids.tolist())
                 total += compare(completion.raw_logprobs, trainer)
+                if dtype is torch.float32:
+                    exact.append(trainer)
+                else:
+                    own += compare(trainer, exact[i])
                 if args.report and dtype is torch.bfloat16:
                     client.report(result, [trainer])
                 advance(i + 1, len(made))
-        yield {
-            "against": str(dtype).removeprefix("torch."),
-            "tokens": total.tokens,
-            "mean_abs": total.mean_abs,
-            "max_abs": total.max_abs,
-            "k3_kl": total.k3_kl,
-        }
+        yield _row("worker", str(dtype).removeprefix("torch."), total)
+    yield _row("transformers in bfloat16", "float32", own)
+
+
+def _row(of: str, against: str, total: Mismatch) -> dict[str, Any]:
+    figures = {"tokens": total.tokens, "mean_abs": total.mean_abs, "max_abs": total.max_abs, "k3_kl": total.k3_kl}
+    return {"of": of, "against": against, **figures}
 
 
 def make(folder: Path, family: str, size: str) -> None:
@@ -136,8 +143,9 @@ def main() -> int:
         print_table(f"{args.model}: log-probs of the worker against transformers", rows)
         if args.out is not None:
             write_results(args.out, rows, model=args.model, completions=args.completions)
-    print(json.dumps({row["against"]: row["k3_kl"] for row in rows}))
-    return int(rows[-1]["k3_kl"] > args.most_k3)
+    *_, bf16, _ = rows
+    print(json.dumps({row["against"]: row["k3_kl"] for row in rows[:2]}))
+    return int(bf16["k3_kl"] > args.most_k3)
 
 
 if __name__ == "__main__":

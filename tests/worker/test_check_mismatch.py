@@ -29,8 +29,10 @@ def test_the_same_weights_agree_and_others_do_not(worker: WorkerProcess, tmp_pat
     runs = ((ONES, tmp_path / "same.json"), (TWOS, tmp_path / "other.json"))
     with ThreadPoolExecutor(2) as pool:
         (code, same), (other_code, other) = pool.map(lambda given: run(given[0], worker, given[1]), runs)
-    exact, rounded = same["rows"]
+    exact, rounded, own = same["rows"]
     assert code == 0 and exact["tokens"] == rounded["tokens"] == 2400
     assert exact["max_abs"] < 1e-4 and exact["k3_kl"] < 1e-9
     assert rounded["k3_kl"] < 1e-4 and rounded["mean_abs"] > exact["mean_abs"]
+    assert (own["of"], own["against"]) == ("transformers in bfloat16", "float32")
+    assert own["mean_abs"] == pytest.approx(rounded["mean_abs"], rel=1e-2), "the worker is float32 itself"
     assert other_code == 1 and other["rows"][0]["k3_kl"] > 0.1
