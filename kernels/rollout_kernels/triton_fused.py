@@ -87,6 +87,8 @@ def add_rms_norm(
     rows, hidden = residual_MH.shape
     assert correction is None or parts_SMH is not None
     block, most = triton.next_power_of_2(hidden), 2048 if correction is not None else hidden
+    # No more lanes than values: of two warps with the same ones, one might read what the other has stored already.
+    warps = min(4 if hidden <= 1024 else 8 if hidden <= most else 16, max(1, block // 32))
     out_MH = torch.empty_like(residual_MH)
     _add_rms_norm_kernel[(rows,)](
         parts_SMH,
@@ -98,7 +100,7 @@ def add_rms_norm(
         H=hidden,
         BLOCK=block,
         PARTS=0 if parts_SMH is None else parts_SMH.shape[0],
-        num_warps=4 if hidden <= 1024 else 8 if hidden <= most else 16,
+        num_warps=warps,
         **correction_arguments(correction, block),
         **follow_options(residual_MH.device),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels import SamplingRows, apply_rope, gumbel_noise, head_rms_norm, rope_cos_sin, sample
+from rollout_kernels import SamplingRows, apply_rope, gumbel_noise, head_rms_norm, rope_cos_sin, sample, triton_fused
 from rollout_kernels import silu_mul as silu_mul_twin
 from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
 from rollout_kernels.triton_sampling import draw_and_advance
@@ -30,6 +30,16 @@ def test_add_rms_norm(parts, rows, hidden, dtype):
     assert relative(residual, added) < exact
     expected = residual.double() * (residual.double().pow(2).mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
     assert relative(got, expected) < exact
+
+
+def test_no_two_warps_of_a_norm_have_the_same_values(monkeypatch):
+    launches = []
+    kernel = {(1,): lambda *_, num_warps, BLOCK, **__: launches.append((BLOCK, num_warps))}  # noqa: N803
+    monkeypatch.setattr(triton_fused, "_add_rms_norm_kernel", kernel)
+    for hidden in (24, 64, 96, 1024, 2048, 8192):
+        add_rms_norm(torch.zeros(1, hidden), None, torch.ones(hidden), 1e-6)
+    assert [warps for _, warps in launches] == [1, 2, 4, 4, 8, 8]
+    assert all(32 * warps <= max(32, block) for block, warps in launches)
 
 
 @pytest.mark.parametrize("width", [64, 1500])
