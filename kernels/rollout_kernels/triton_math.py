@@ -19,8 +19,9 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def follow():
     """Wait until the kernel before has written its results, and let the one after start its own preparations.
 
-    What stands before this call in a kernel may read weights, which no kernel writes, and nothing else. Launched with
-    `follow_options`, it overlaps with the end of the kernel before.
+    What stands before this call in a kernel may read weights, which no kernel writes, and, past a multiprocessor's own
+    cache, what was there before the kernel before let this one in; it writes nothing. Launched with `follow_options`,
+    it overlaps with the end of the kernel before.
     """
     wait_for_last()
     let_next_begin()

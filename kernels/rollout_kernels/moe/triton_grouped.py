@@ -75,15 +75,15 @@ def _activations(row_ptr, live, k, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M: tl.constexpr):
+def _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M: tl.constexpr, CACHE: tl.constexpr):
     """Expert, number of rows, pairs [M] and which of them are live, of this program's tile."""
     tile = tiles_ptr + 3 * tl.program_id(1)
-    count = tl.load(tile + 2)
-    expert = tl.load(tile, mask=count > 0, other=0)
-    start = tl.load(tile + 1, mask=count > 0, other=0)
+    count = tl.load(tile + 2, cache_modifier=CACHE)
+    expert = tl.load(tile, mask=count > 0, other=0, cache_modifier=CACHE)
+    start = tl.load(tile + 1, mask=count > 0, other=0, cache_modifier=CACHE)
     m = tl.arange(0, BLOCK_M)
     live = m < count
-    return expert, count, tl.load(pairs_ptr + start + m, mask=live, other=0), live
+    return expert, count, tl.load(pairs_ptr + start + m, mask=live, other=0, cache_modifier=CACHE), live
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def _gate_up_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, INNER - 1)
     follow()
-    expert, count, pair, live = _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M)
+    expert, count, pair, live = _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M, "")
     if count == 0:
         return
     gate_row0 = expert * (2 * INNER) + tl.program_id(0) * BLOCK_N
@@ -169,9 +169,10 @@ def _down_kernel(
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, H - 1)
-    # The tiles were there before `grouped_gate_up` began; only its activations have to be waited for.
-    expert, count, pair, live = _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M)
-    weight = tl.load(weights_ptr + pair, mask=live, other=0.0)
+    # The tiles were there before `grouped_gate_up` began; only its activations have to be waited for. They are not read
+    # from a multiprocessor's own cache, which without a wait may hold what was there before.
+    expert, count, pair, live = _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M, ".cg")
+    weight = tl.load(weights_ptr + pair, mask=live, other=0.0, cache_modifier=".cg")
     scale = scale_ptr + expert.to(tl.int64) * SCALES
     next_scale = tile_scales(scale, row, 0, INNER, FORMAT, BLOCK_K)
     if count == 0:  # without a wait, so that the kernel after can begin: there is always a tile whose programs wait

@@ -164,7 +164,8 @@ def _down_kernel(
             scales = ()
             row_scales = ()
             for i in tl.static_range(AT_ONCE):
-                expert = tl.load(experts_ptr + token * TOP_K + first + i).to(tl.int64)
+                # Not from a multiprocessor's own cache, which without a wait may hold what was there before.
+                expert = tl.load(experts_ptr + token * TOP_K + first + i, cache_modifier=".cg").to(tl.int64)
                 scale = scale_ptr + expert * SCALES
                 for neuron in tl.static_range(NEURONS):
                     row0 = block * (ROWS * NEURONS) + neuron * ROWS
