@@ -86,9 +86,11 @@ def add_rms_norm(
     """Add partial products (None for none) and their correction to `residual_MH` in place; returns its norm, [M, H]."""
     rows, hidden = residual_MH.shape
     assert correction is None or parts_SMH is not None
-    block, most = triton.next_power_of_2(hidden), 2048 if correction is not None else hidden
+    block = triton.next_power_of_2(hidden)
+    # Four values of a part a thread: with more the compiler reads the parts one after the other, to save registers.
+    warps = block // 128 if correction is None else 4 if hidden <= 1024 else 8 if hidden <= 2048 else 16
     # No more lanes than values: of two warps with the same ones, one might read what the other has stored already.
-    warps = min(4 if hidden <= 1024 else 8 if hidden <= most else 16, max(1, block // 32))
+    warps = min(max(warps, 1), 16, max(1, block // 32))
     out_MH = torch.empty_like(residual_MH)
     _add_rms_norm_kernel[(rows,)](
         parts_SMH,
@@ -152,7 +154,12 @@ def _finish_qkv_kernel(
         takes = ((d < D // 2) & (head < tl.where(adapter > 0, heads, 0)))[:, :, None]
         first_low = begin_expand(b, takes, AT_ONCE)
         first_high = begin_expand(b + D // 2 * R, takes, AT_ONCE)
+    if NORM:
+        weight = norm_ptr + tl.where(is_q, 0, D) + d
+        weight_low = tl.load(weight, mask=live, other=0.0).to(tl.float32)
+        weight_high = tl.load(weight + D // 2, mask=live, other=0.0).to(tl.float32)
     follow()
+    slot = tl.load(slots_ptr + row).to(tl.int64)
     low = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
     high = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
     for part in tl.static_range(PARTS):
@@ -174,9 +181,7 @@ def _finish_qkv_kernel(
     x_low, x_high = low, high
     if NORM:
         scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
-        weight = norm_ptr + tl.where(is_q, 0, D) + d
-        x_low = narrow(low * scale, dtype).to(tl.float32) * tl.load(weight, mask=live, other=0.0).to(tl.float32)
-        weight_high = tl.load(weight + D // 2, mask=live, other=0.0).to(tl.float32)
+        x_low = narrow(low * scale, dtype).to(tl.float32) * weight_low
         x_high = narrow(high * scale, dtype).to(tl.float32) * weight_high
         x_low = narrow(x_low, dtype).to(tl.float32)
         x_high = narrow(x_high, dtype).to(tl.float32)
@@ -190,7 +195,6 @@ def _finish_qkv_kernel(
     at_q = q_ptr + (row * Q_HEADS + head) * D + d
     tl.store(at_q, low, mask=live & is_q)
     tl.store(at_q + D // 2, high, mask=live & is_q)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
     token = slot * KV_HEADS
     at_k = k_cache_ptr + (token + head - Q_HEADS) * D + d
     is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
@@ -275,7 +279,7 @@ def finish_qkv(
         NORM=norm_2D is not None,
         PAGE_SIZE=k_cache_PSGD.shape[1],
         FP8=scales_P2GS is not None,
-        num_warps=4 if correction is None else 8,
+        num_warps=8,
         **correction_arguments(correction, _BLOCK_HEADS * 2 * half),
         **follow_options(parts_SMW.device),
     )
