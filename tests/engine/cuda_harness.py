@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,23 @@ def assert_steady(bench: Bench) -> None:
     tick_without_waiting(bench)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     bench.run()
+
+
+def assert_one_launch_a_step(bench: Bench, steps: int = 32) -> None:
+    """Of rows that decode a step is one graph launch, one copy to the device and one from it, and nothing else."""
+    for _ in range(20):
+        bench.engine.tick()
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for _ in range(steps):
+            bench.engine.tick()
+        torch.cuda.synchronize()
+    calls = Counter(event.name for event in profiler.events())
+    assert calls["cudaGraphLaunch"] == steps, calls
+    assert calls["cudaMemcpyAsync"] == 2 * steps, calls
+    assert not [name for name in calls if "LaunchKernel" in name or name.startswith(("cudaMemset", "cudaMalloc"))], (
+        calls
+    )
 
 
 def tick_without_waiting(bench: Bench) -> None:

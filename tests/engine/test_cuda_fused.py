@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from cuda_harness import assert_steady, load_bf16
+from cuda_harness import assert_one_launch_a_step, assert_steady, load_bf16
 from harness import Bench
 
 from rollout.engine.device import make_device
@@ -124,5 +124,6 @@ def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, prompt_of)
     bench = Bench(load_bf16(checkpoint[0]), make_device("cuda"), kv_pages=512, page_size=16)
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(9, i), 200, sampling=SAMPLED)
+    assert_one_launch_a_step(bench)
     assert_steady(bench)
     bench.close()
