@@ -8,7 +8,9 @@ byte of two words becomes two f16 values by two instructions.
     words of values  [N, D / 4]     out[:, j::4] = weights x byte j
 
 A scale is constant along a head, so it is applied to the products: a key's to its score, a value's to its weight. Both
-factors have to fit f16: queries are divided by a power of two a head, and weights by the largest scale so far.
+factors have to fit f16: queries are divided by a power of two a head, and weights by the largest scale so far. What is
+then 1 at most is multiplied by 2^15, so that many small weights still count beside a large one of a small value (a
+first token that heads with nothing to say look at), or beside a large value that nobody looks at.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ _BYTE_0 = tl.constexpr(_TO_HALVES % "0x0040")
 _BYTE_1 = tl.constexpr(_TO_HALVES % "0x0051")
 _BYTE_2 = tl.constexpr(_TO_HALVES % "0x0062")
 _BYTE_3 = tl.constexpr(_TO_HALVES % "0x0073")
+_ROOM = tl.constexpr(2.0**15)  # of a weight: f16 ends at twice that
+_LEAST_UNIT = tl.constexpr(2.0**-126)  # the device's logarithms and powers take what is smaller for zero
 
 
 @triton.jit
@@ -111,7 +115,7 @@ def decode_codes_kernel(
         most = tl.zeros([BLOCK_M], tl.float32)
         for j in tl.static_range(4):
             most = tl.maximum(most, tl.max(tl.abs(tl.load(q_at + j, mask=is_q, other=0.0).to(tl.float32)), 1))
-        unit = tl.exp2(tl.floor(tl.log2(tl.where(most > 0.0, most, 1.0))))
+        unit = tl.exp2(tl.floor(tl.log2(tl.where(most >= _LEAST_UNIT, most, 1.0))))
         q_0 = _queries(q_at, is_q, unit[:, None], dtype)
         q_1 = _queries(q_at + 1, is_q, unit[:, None], dtype)
         q_2 = _queries(q_at + 2, is_q, unit[:, None], dtype)
@@ -155,7 +159,7 @@ def decode_codes_kernel(
             total = total * keep[:, None] + weight
             new_largest = tl.maximum(largest, tl.max(v_scale, 0))
             some = tl.where(new_largest > 0.0, new_largest, 1.0)
-            weight = narrow(weight * (v_scale / some)[None, :], dtype)
+            weight = narrow(weight * (v_scale / some * _ROOM)[None, :], dtype)
             kept = (keep * (largest / some))[:, None]
             acc_0 = dot(weight, _byte(v, 0, dtype), acc_0 * kept)
             acc_1 = dot(weight, _byte(v, 1, dtype), acc_1 * kept)
@@ -165,7 +169,7 @@ def decode_codes_kernel(
             largest = new_largest
         sum_M = tl.sum(total, 1)
         acc = tl.join(tl.join(acc_0, acc_2), tl.join(acc_1, acc_3)).reshape(BLOCK_M, BLOCK_D)
-        result = acc * (largest / sum_M)[:, None]
+        result = acc * (largest / (sum_M * _ROOM))[:, None]
         store_item(
             out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, head, first_item, count, result, peak + tl.log2(sum_M),
             kv_head, H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,

@@ -204,6 +204,25 @@ def test_weights_count_beside_those_of_much_larger_values():
     assert relative(attend(q, pool, plan(pool, 1)), exact_decode(q, pool, [70], None)) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("score", "size"), [(17.5, 2.0**-12), (-35.0, 2.0**26)])
+def test_small_weights_count_beside_a_large_one_of_a_small_value_and_large_values_of_a_small_one(score, size, dtype):
+    """The first token's score and the size of its values: heads look at it for want of anything better, or do not."""
+    pool, q = CodedPool([700], 16, 1, 64), queries(1, 1, 64, dtype)
+    (k, v), page = pool.contexts[0], pool.table[0, 0].long()
+    scores = torch.einsum("hd,nhd->n", q[0].cpu().double(), k) * SCALE
+    sizes = torch.full((700,), 0.5 / scores.std())
+    sizes[0] = score / scores[0]
+    pool.scales[:, 0] *= sizes[1].item()
+    pool.scales[page, 0, :, 0] *= (sizes[0] / sizes[1]).item()
+    pool.scales[page, 1, :, 0] *= size
+    pool.v &= 0x7F  # of one sign: they add up
+    v = v.abs()
+    v[0] *= size
+    pool.contexts[0] = k * sizes[:, None, None], v
+    assert relative(attend(q, pool, plan(pool, 1)), exact_decode(q, pool, [700], None)) < 3e-3
+
+
 def test_a_value_that_is_not_a_number_shows_in_its_row_only():
     pool, q = CodedPool([40, 33], 16, 1, 64), queries(2, 4, 64)
     pool.v[pool.table[1, 1].long(), 2, 0, 9] = NAN
