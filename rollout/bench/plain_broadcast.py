@@ -27,12 +27,12 @@ def plain_seconds(devices: tuple[str, str], nbytes: int, bucket_bytes: int) -> f
         raise ValueError(f"a broadcast needs two GPUs, both are {devices[0]}: NCCL does not connect one with itself")
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        files = [folder / "first", folder / "second"]
+        outputs, errors = ([folder / f"{what} {rank}" for rank in range(2)] for what in ("output", "errors"))
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", __name__, str(rank), f"{folder}/store", device, str(nbytes), str(bucket_bytes)],
-                stdout=stack.enter_context(files[rank].open("wb")),
-                stderr=subprocess.STDOUT,
+                stdout=stack.enter_context(outputs[rank].open("wb")),
+                stderr=stack.enter_context(errors[rank].open("wb")),  # warnings may come behind the figure
             )
             for rank, device in enumerate(devices)
         ]
@@ -46,10 +46,10 @@ def plain_seconds(devices: tuple[str, str], nbytes: int, bucket_bytes: int) -> f
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        said = [file.read_text(errors="replace") for file in files]
+        said, *words = (file.read_text(errors="replace") for file in (outputs[0], *errors))
     if any(rank.returncode for rank in ranks):
-        raise RuntimeError("the plain broadcast failed or took too long: " + " | ".join(text[-500:] for text in said))
-    return float(said[0].split()[-1])
+        raise RuntimeError("the plain broadcast failed or took too long: " + " | ".join(text[-500:] for text in words))
+    return float(said.split()[-1])
 
 
 def main(rank: int, store: Path, device_name: str, nbytes: int, bucket_bytes: int) -> None:

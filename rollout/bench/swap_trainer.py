@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import subprocess
 import sys
 import time
@@ -59,7 +60,11 @@ class Trainer:
     def __init__(self, order: Order, devices: Sequence[str]) -> None:
         places = [replace(order, device=device, rank=i, ranks=len(devices)) for i, device in enumerate(devices)]
         self._ranks = [_RankProcess(place) for place in places]
-        self.facts = self._answer()  # `bytes`, `tensors`
+        try:
+            self.facts = self._answer()  # `bytes`, `tensors`
+        except BaseException:
+            self.kill()
+            raise
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
         """Give all of them an order; the first one's answer, or an error. Raises RuntimeError when one has ended."""
@@ -69,14 +74,31 @@ class Trainer:
 
     def close(self) -> None:
         """End them."""
+        try:
+            for rank in self._ranks:
+                rank.end()
+            for rank in self._ranks:
+                rank.wait()
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End those that did not end, whatever they do."""
         for rank in self._ranks:
-            rank.end()
-        for rank in self._ranks:
-            rank.wait()
+            rank.kill()
 
     def _answer(self) -> dict[str, Any]:
-        answers = [rank.answer() for rank in self._ranks]
-        return next((answer for answer in answers if "error" in answer), answers[0])
+        """What all say; the first that ends without a word is told of while the others may wait for it."""
+        with selectors.DefaultSelector() as ready:
+            for rank in self._ranks:
+                ready.register(rank.out, selectors.EVENT_READ, rank)
+            answers: dict[_RankProcess, dict[str, Any]] = {}
+            while len(answers) < len(self._ranks):
+                for key, _ in ready.select():
+                    answers[key.data] = key.data.answer()
+                    ready.unregister(key.fileobj)
+        in_order = [answers[rank] for rank in self._ranks]
+        return next((answer for answer in in_order if "error" in answer), in_order[0])
 
 
 class _RankProcess:
@@ -87,6 +109,8 @@ class _RankProcess:
             stdout=subprocess.PIPE,
             text=True,
         )
+        assert self._process.stdout is not None
+        self.out = self._process.stdout
 
     def tell(self, do: str, **fields: Any) -> None:
         assert self._process.stdin is not None
@@ -94,8 +118,7 @@ class _RankProcess:
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self.out.readline()
         if not line:
             raise RuntimeError(f"a trainer process ended with status {self._process.wait(30)}; see its lines above")
         return json.loads(line)
@@ -105,10 +128,11 @@ class _RankProcess:
         self._process.stdin.close()
 
     def wait(self) -> None:
-        try:
-            self._process.wait(30)
-        finally:
-            self._process.kill()
+        self._process.wait(30)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 class _Rank:

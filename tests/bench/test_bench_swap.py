@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_gpu_scripts import load_script
 
 from rollout.bench.driver import Driver
+from rollout.bench.plain_broadcast import plain_seconds
 from rollout.bench.shapes import write_checkpoint
 from rollout.bench.swap_pause import pause_of, usual_step
+from rollout.bench.swap_trainer import Order, Trainer
 from rollout.bench.swap_weights import make_visible, shape_tensors, show, token_of, wrong_tokens
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device import make_device
@@ -165,6 +170,33 @@ def test_an_update_of_several_ranks_is_applied_when_all_workers_use_it(
     assert medians["median_of"] == 1
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path / "swap.json", *places, "--updates", "5")
+
+
+def test_a_rank_that_cannot_begin_is_told_of_and_leaves_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[subprocess.Popen] = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *how: Any, **more: Any) -> None:
+            super().__init__(*how, **more)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    folder = write_checkpoint("toy", tmp_path / "model")
+    order = Order(str(folder), ["tcp://127.0.0.1:1"], "", None, "", limit_s=10.0, store=str(tmp_path / "store"))
+    with pytest.raises(RuntimeError, match="a trainer process ended with status 1"):
+        Trainer(order, ["cpu", "cuda:99"])
+    assert len(started) == 2 and all(rank.poll() is not None for rank in started)
+
+
+def test_the_figure_of_a_plain_broadcast_is_not_the_last_word_of_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    last = "import atexit, sys; atexit.register(lambda: print('Warning: line 12', file=sys.stderr))"
+    (tmp_path / "sitecustomize.py").write_text(last)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    assert plain_seconds(("cpu", "cpu"), 1 << 20, 1 << 18) != 12.0
 
 
 def test_a_shape_that_cannot_show_its_version_is_refused_at_once(
