@@ -32,6 +32,7 @@ from trainer_bridge.adapter_config import config_map
 from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout
 from trainer_bridge.kept_update import KeptUpdate
 from trainer_bridge.keys import ClientCurve
+from trainer_bridge.manifest import usual_bucket_bytes
 from trainer_bridge.payload import NamedTensors, Payload
 from trainer_bridge.publish_handle import PublishHandle, WorkerReport
 from trainer_bridge.trainer_ranks import RELEASED, TrainerRanks
@@ -41,6 +42,7 @@ from trainer_bridge.weight_messages import ControlLink, ask_all, read_token
 
 __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 
+_BETWEEN_GPUS = ("auto", "nccl", "cuda_ipc")
 _ABORT_S = 1.0
 _WATCH_S = 1.0  # between two looks for workers that came back
 
@@ -53,9 +55,10 @@ class WeightPublisher:
     `endpoints` are the workers' request sockets, as `RolloutClient` takes them. `transport` is `shm` (one host), `zmq`,
     `nccl`, `disk` (with `folder`, on a path that the workers can read) or `auto`: for each worker the fastest that
     works; reports and the log say which and why. An update travels in buckets of `bucket_bytes`, a multiple of 64, at
-    most 256 MiB; absent: 64 MiB, and where there are GPUs up to 256 MiB for a large model. Deadlines in seconds:
-    `begin_s` for connecting and for the workers' check of the manifest, `stall_s` without progress of a transfer,
-    `apply_s` from commit until a worker uses the weights. `curve` has the keys for workers that use CURVE.
+    most 256 MiB; absent: 64 MiB, and up to 256 MiB for a large model that `auto`, `nccl` or `cuda_ipc` bring where
+    there are GPUs. Deadlines in seconds: `begin_s` for connecting and for the workers' check of the manifest,
+    `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses the weights. `curve` has the
+    keys for workers that use CURVE.
 
     With `keep` the last update stays in this host's memory, so that a worker that comes back (its supervisor started it
     again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on.
@@ -65,7 +68,8 @@ class WeightPublisher:
     others what they own, a bucket at a time. `held` and `applied` mean the same on all ranks. The default group is left
     alone.
 
-    Closing ends what is unfinished: wait for `applied` first. Workers keep what they serve.
+    Closing ends what is unfinished: wait for `applied` first. Workers keep what they serve. A publisher that is open
+    when Python ends is closed then, and waits up to `begin_s` for a rank that never published what this one did.
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class WeightPublisher:
         self.transport = transport
         self._curve = curve
         self._choice = TransportChoice(transport, folder, curve, self.endpoints)
+        if bucket_bytes is None and transport not in _BETWEEN_GPUS:
+            bucket_bytes = usual_bucket_bytes(0, gpus=False)
         self._bucket_bytes, self._begin_s, self._apply_s = bucket_bytes, begin_s, apply_s
         self._closing = threading.Event()
         self._rules = TransferRules(stall_s, self._closing)

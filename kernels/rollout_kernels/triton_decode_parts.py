@@ -104,7 +104,7 @@ def store_item(
         out = narrow(result_MD, out_ptr.dtype.element_ty)
         tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
     else:
-        tl.store(part_ptr + i * (H * D) + at, result_MD, mask=here)
+        tl.store(part_ptr + tl.cast(i, tl.int64) * (H * D) + at, result_MD, mask=here)
         tl.store(lse_ptr + i * H + head + m, lse_M, mask=m < GROUP)
         if FUSED:
             arrival = arrivals_ptr + row * (H // GROUP) + kv_head

@@ -390,3 +390,19 @@ def test_a_group_that_hangs_while_it_connects_does_not_keep_others_from_being_ma
     second.join(20)
     assert not second.is_alive() and Backend.made == [0, 1]
     assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
+
+
+def test_a_group_is_left_where_python_starts_no_thread_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an exit handler of Python 3.12.0."""
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl") as publisher:
+        publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
+        kept = publisher._choice._sender("nccl")._kept
+        name = kept.name
+
+        def refuse(self: threading.Thread) -> None:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        with monkeypatch.context() as ending:
+            ending.setattr(threading.Thread, "start", refuse)
+            kept.close()
+        assert name and kept.name == ""

@@ -13,6 +13,7 @@ from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
 from trainer_bridge import WeightPublisher as LazyPublisher
 from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
+from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
 from trainer_bridge.transports.bucket_link import reachable
 from trainer_bridge.wire import decode, encode
@@ -310,3 +311,14 @@ def test_a_worker_that_dies_before_it_answers_is_told_of_at_once() -> None:
         router.close(0)
         with pytest.raises(ConnectionLost, match="begin: the connection to .* was lost"):
             handle.applied(20)
+
+
+@pytest.mark.parametrize(("transport", "large"), [("auto", True), ("nccl", True), ("zmq", False), ("shm", False)])
+def test_only_what_may_go_between_gpus_travels_in_large_buckets(
+    monkeypatch: pytest.MonkeyPatch, transport: str, large: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("trainer_bridge.manifest._USUAL_BUCKET_BYTES", 64)
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport=transport) as publisher:
+        payload = Payload({"a": torch.zeros(1 << 16)}, 1, publisher._bucket_bytes)
+    assert payload.manifest.bucket_bytes == (4096 if large else 64)

@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -110,6 +110,17 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         raise GroupError(f"the store at {host}:{port} cannot be used: {_first_line(error)}") from error
 
 
+def begin_ending(work: Callable[[], object]) -> threading.Thread | None:
+    """Start a thread that does it. None if it is done: where Python itself ends, 3.12.0 to 3.12.2 start no thread."""
+    thread = threading.Thread(target=work, name="weights-group-end", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        work()
+        return None
+    return thread
+
+
 def give_up(store: dist.Store, why: str) -> None:
     """Tell all members why one gives up, unless another has done so before: what comes after is mostly of that.
 
@@ -121,9 +132,9 @@ def give_up(store: dist.Store, why: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so is the group
             store.compare_set(_GONE, "", why[:_MOST_WORDS])
 
-    teller = threading.Thread(target=tell, name="weights-group-end", daemon=True)
-    teller.start()
-    teller.join(_TOLD_S)
+    teller = begin_ending(tell)
+    if teller is not None:
+        teller.join(_TOLD_S)
 
 
 def given_up(store: dist.Store) -> str | None:
@@ -215,7 +226,8 @@ class Group:
     def close(self, broken: bool) -> threading.Thread | None:
         """Leave; the other members of a broken group hear of it.
 
-        What torch holds of a broken one is freed in a thread, which is returned: what is under way may keep it waiting.
+        What torch holds of a broken one is freed in a thread: what is under way may keep it waiting. It is returned if
+        it runs.
         """
         with contextlib.suppress(RuntimeError):  # of a device that is gone
             if broken:
@@ -225,9 +237,7 @@ class Group:
         last, self._backend = [self._backend], None
         if not broken:
             return None
-        thread = threading.Thread(target=last.clear, name="weights-group-end", daemon=True)
-        thread.start()
-        return thread
+        return begin_ending(last.clear)
 
     def _gloo(self, store: dist.Store, rank: int, size: int, address: str) -> Any:
         from torch.distributed import ProcessGroupGloo

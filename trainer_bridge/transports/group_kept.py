@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 
-from trainer_bridge.transports.group import END_S, Group, Place
+from trainer_bridge.transports.group import END_S, Group, Place, begin_ending
 
 
 class KeptGroup:
@@ -69,9 +69,9 @@ class KeptGroup:
     def _let_go(self) -> None:
         kept, self._kept = self._kept, None
         if kept is not None:
-            thread = threading.Thread(target=_leave, args=(kept[1],), name="weights-group-end", daemon=True)
-            thread.start()
-            self._note(thread)
+            thread = begin_ending(lambda: _leave(kept[1]))
+            if thread is not None:
+                self._note(thread)
 
     def _note(self, thread: threading.Thread) -> None:
         self._ending = [*(other for other in self._ending if other.is_alive()), thread]
