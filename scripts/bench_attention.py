@@ -113,11 +113,9 @@ def decode_candidates() -> Iterator[DecodeConfig]:
     grid += [(256, 8, s) for s in (1, 2)]
     for (block_n, warps, stages), fused in itertools.product(grid, (True, False)):
         yield DecodeConfig(block_n=block_n, num_warps=warps, num_stages=stages, fused=fused)
-    yield DecodeConfig(combine_stages=3)
     yield DecodeConfig(max_registers=168)
     for stages, registers in itertools.product((2, 3), (96, 128, 168)):  # so that more programs fit
         yield DecodeConfig(block_n=32, num_warps=2, num_stages=stages, max_registers=registers)
-    yield DecodeConfig(block_n=128, num_warps=8, num_stages=2, combine_stages=3)
     yield DecodeConfig(chunk=1024)
 
 
@@ -255,7 +253,6 @@ def _short(entry: dict) -> str:
         f"n{entry['block_n']} w{entry['num_warps']} s{entry['num_stages']} p{entry['programs_per_sm']} {kind}"
         f" t{entry['min_tiles']}"
         f"{' chunk' if entry['chunk'] else ''}{' r' + str(entry['max_registers']) if entry['max_registers'] else ''}"
-        f"{' c' + str(entry['combine_stages']) if entry['combine_stages'] > 1 else ''}"
     )
 
 

@@ -28,6 +28,9 @@ from rollout_kernels.triton_decode_parts import HIDDEN, WORDS, combine_kernel, s
 from rollout_kernels.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.triton_math import dot, follow, follow_options, narrow
 
+#: Values and parts that are combined together: of more the compiler reads some after others, to save registers.
+_COMBINED_VALUES, _COMBINED_PARTS = 3072, 8
+
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
 def _decode_kernel(
@@ -60,7 +63,6 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    COMBINE_STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
@@ -118,7 +120,7 @@ def _decode_kernel(
         result = acc / sum_M[:, None]
         store_item(
             out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, head, first_item, count, result, peak + tl.log2(sum_M),
-            kv_head, H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
+            kv_head, H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
         )  # fmt: skip
 
 
@@ -172,9 +174,8 @@ def decode_attention(
     lse_IH = torch.empty(items, heads, dtype=torch.float32, device=device)
     coded = scales_P2GS is not None
     block_g, block_d = triton.next_power_of_2(group), max(64 if coded else 16, triton.next_power_of_2(dim))
-    # 4,096 values of parts at a time: 32 registers of each of 128 threads.
     sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
-    sizes |= {"BLOCK_I": max(1, 4096 // (block_g * block_d)), "COMBINE_STAGES": config.combine_stages}
+    sizes["BLOCK_I"] = min(max(_COMBINED_VALUES // (block_g * block_d), 1), _COMBINED_PARTS)
     caches = [k_cache_PSGD, v_cache_PSGD]
     if scales_P2GS is not None:
         assert dim % 4 == 0, "e4m3 caches are for head dimensions that are multiples of 4"

@@ -83,7 +83,6 @@ def decode_codes_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    COMBINE_STAGES: tl.constexpr,
 ):
     """As `_decode_kernel`; `k_ptr` and `v_ptr` and their strides are of words."""
     kv_head = tl.program_id(0)
@@ -172,5 +171,5 @@ def decode_codes_kernel(
         result = acc * (largest / (sum_M * _ROOM))[:, None]
         store_item(
             out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, head, first_item, count, result, peak + tl.log2(sum_M),
-            kv_head, H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
+            kv_head, H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
         )  # fmt: skip

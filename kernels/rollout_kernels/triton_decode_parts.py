@@ -34,9 +34,11 @@ def _combine(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    COMBINE_STAGES: tl.constexpr,
 ):
-    """Weigh the parts of one row and one KV head's query heads by their sums; write the output."""
+    """Weigh the parts of one row and one KV head's query heads by their sums; write the output.
+
+    A thread keeps its places of all parts: what is added up lies in one thread, whatever the number of parts.
+    """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     here = (g[:, None] < GROUP) & (d[None, :] < D)
@@ -44,28 +46,25 @@ def _combine(
     peak = tl.full([BLOCK_G], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in tl.range(0, count, BLOCK_I, num_stages=COMBINE_STAGES):
-        i = start + tl.arange(0, BLOCK_I)
-        item = (first_item + i).to(tl.int64)
-        live = i < count
+    for start in range(0, count, BLOCK_I):
+        sums: tl.tuple = ()
+        parts: tl.tuple = ()
         # Other programs wrote these while this one ran: the L1 cache is passed by.
-        lse = tl.load(
-            lse_ptr + item[:, None] * H + head + g[None, :],
-            mask=live[:, None] & (g[None, :] < GROUP),
-            other=HIDDEN,
-            cache_modifier=".cg",
-        )
-        part = tl.load(
-            part_ptr + item[:, None, None] * (H * D) + at[None, :, :],
-            mask=live[:, None, None] & here[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        for i in tl.static_range(BLOCK_I):
+            item = tl.cast(first_item + start + i, tl.int64)
+            live = (tl.full([BLOCK_G], i, tl.int32) + start < count) & (g < GROUP)
+            sums += (tl.load(lse_ptr + item * H + head + g, live, HIDDEN, cache_modifier=".cg"),)
+            parts += (tl.load(part_ptr + item * (H * D) + at, live[:, None] & here, 0.0, cache_modifier=".cg"),)
+        new_peak = peak
+        for i in tl.static_range(BLOCK_I):
+            new_peak = tl.maximum(new_peak, sums[i])
         keep = tl.exp2(peak - new_peak)
-        weight = tl.exp2(lse - new_peak[None, :])
-        total = total * keep + tl.sum(weight, 0)
-        acc = acc * keep[:, None] + tl.sum(weight[:, :, None] * part, 0)
+        total = total * keep
+        acc = acc * keep[:, None]
+        for i in tl.static_range(BLOCK_I):
+            weight = tl.exp2(sums[i] - new_peak)
+            total += weight
+            acc += weight[:, None] * parts[i]
         peak = new_peak
     out = narrow(acc / total[:, None], out_ptr.dtype.element_ty)
     tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
@@ -93,7 +92,6 @@ def store_item(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    COMBINE_STAGES: tl.constexpr,
 ):
     """Write item `i`'s normalised result: to the output, or as a part, and combine the row's where it is the last."""
     m = tl.arange(0, BLOCK_M)
@@ -115,7 +113,7 @@ def store_item(
                 tl.debug_barrier()
                 _combine(
                     part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
-                    H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
+                    H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
                 )  # fmt: skip
                 tl.store(arrival, 0)
 
@@ -134,7 +132,6 @@ def combine_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    COMBINE_STAGES: tl.constexpr,
 ):
     """A program for each item: the first one of a row in several combines them."""
     i = tl.program_id(1)
@@ -148,5 +145,5 @@ def combine_kernel(
             row = tl.load(item)
             _combine(
                 part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
-                H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I, COMBINE_STAGES,
+                H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
             )  # fmt: skip

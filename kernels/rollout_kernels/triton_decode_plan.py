@@ -8,9 +8,9 @@ program. So one row of 32K and 128 rows of 1K fill the chip alike, and so does a
     items    |------ 0 ------|----- 1 -----|2|--- 3 ---|--4--|-5-|
 
 An item is what a share and a row have in common. A row's items are consecutive; so are a share's. A row in a single
-item is finished by it; the results of several are combined, in their order, by one program a KV head, which takes some
-0.055 us for each of them and each of its query heads (an H200). An item itself takes 0.02 us a position, so that
-sqrt(3 * query heads * context) positions an item are best where there are programs enough.
+item is finished by it; the results of several are combined, in their order, by one program a KV head, which waits some
+0.03 us for each of them and each of its query heads (an H200). An item itself takes 0.02 us a position, so that
+sqrt(1.5 * query heads * context) positions an item are best where there are programs enough.
 
 The plan depends on the lengths only, so all layers with the same window share it. Where results must not depend on
 the other rows of a step, rows are cut every `chunk` positions instead, and each item is a share of its own.
@@ -40,7 +40,6 @@ class DecodeConfig:
     programs_per_sm: int = 2
     min_tiles: int = 0  # of a share; 0: as many as are best for the rows' mean length
     fused: bool = True  # the last program of a row combines its parts; otherwise a second kernel does
-    combine_stages: int = 1  # more than one: parts are prefetched while others are combined
     max_registers: int | None = None  # of a thread; fewer let more programs run on a multiprocessor
     chunk: int | None = None
 
@@ -92,7 +91,7 @@ def _plan_kernel(
         total = tl.sum(tiles, 0)
         # The mean length is that of the row which a tile belongs to: the longest rows take longest.
         mean = tl.sum(tiles.to(tl.float32) * tiles, 0) / tl.maximum(total, 1)
-        best = (tl.sqrt(3.0 * GROUP * mean / BLOCK_N) + 0.5).to(tl.int32)
+        best = (tl.sqrt(1.5 * GROUP * mean / BLOCK_N) + 0.5).to(tl.int32)
         least = tl.where(min_tiles > 0, min_tiles, tl.maximum(best, 1))
         share_tiles = tl.maximum((total + shares - 1) // shares, least)
         left = tl.cumsum(tiles, 0) - tiles

@@ -138,15 +138,15 @@ def test_share_is_never_smaller_than_asked_for():
     [
         ([384], 1, 1),
         ([384], 4, 2),
-        ([384], 8, 3),
-        ([4096], 8, 10),
-        ([4096], 4, 7),
-        ([16384], 8, 20),
-        ([4096, 0], 8, 10),
+        ([384], 8, 2),
+        ([4096], 8, 7),
+        ([4096], 4, 5),
+        ([16384], 8, 14),
+        ([4096, 0], 8, 7),
     ],
 )
 def test_parts_are_so_large_that_combining_them_takes_no_longer_than_making_them(lens, group, tiles):
-    """In tiles of 32: sqrt(3 * query heads * positions) positions, whatever the number of programs allows."""
+    """In tiles of 32: sqrt(1.5 * query heads * positions) positions, whatever the number of programs allows."""
     config = DecodeConfig(block_n=32, programs_per_sm=1)
     lens_B = torch.tensor(lens, device=DEVICE)
     work = plan_decode_work(lens_B, 1, group=group, window=None, config=config, multiprocessors=1000)
@@ -176,12 +176,11 @@ def test_decode_for_head_groups_and_splits(heads, kv_heads, shares, fused):
     assert relative(attend(q, pool, work), exact_decode(q, pool, LENS, None)) < 1e-5
 
 
-@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("fused", [True, False])
-def test_decode_combines_more_parts_than_fit_in_registers_at_once(fused, stages):
+def test_decode_combines_more_parts_than_fit_in_registers_at_once(fused):
     pool, q = Pool([30, 330], 16, 1, 64), queries(2, 8, 64)
     q[1] *= 3  # so that the parts differ in weight
-    work = plan(pool, 1, config=dataclasses.replace(SMALL, fused=fused, combine_stages=stages), shares=40)
+    work = plan(pool, 1, config=dataclasses.replace(SMALL, fused=fused), shares=40)
     assert max(item[4] for item in items_of(work)[0]) == 21
     assert relative(attend(q, pool, work), exact_decode(q, pool, [30, 330], None)) < 1e-5
 
