@@ -70,6 +70,7 @@ def _plan_kernel(
     KV_HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -98,22 +99,26 @@ def _plan_kernel(
     first_share = left // share_tiles
     count = tl.where(is_row, (left + tiles + share_tiles - 1) // share_tiles - first_share, 0)
     first_item = tl.cumsum(count, 0) - count
-    for i in range(tl.max(count, 0)):
-        is_item = i < count
-        share_left = (first_share + i) * share_tiles
-        item_left = tl.maximum(share_left, left)
-        item_right = tl.minimum(share_left + share_tiles, left + tiles)
-        item = items_ptr + (first_item + i) * 8
-        tl.store(item, b, mask=is_item)
-        tl.store(item + 1, begin + item_left - left, mask=is_item)
-        tl.store(item + 2, begin + item_right - left, mask=is_item)
-        tl.store(item + 3, first_item, mask=is_item)
-        tl.store(item + 4, count, mask=is_item)
-        tl.store(item + 5, length, mask=is_item)
+    row, row_begin, row_left, row_tiles = b[:, None], begin[:, None], left[:, None], tiles[:, None]
+    row_count, row_first, row_share = count[:, None], first_item[:, None], first_share[:, None]
+    for start in range(0, tl.max(count, 0), BLOCK_I):
+        i = start + tl.arange(0, BLOCK_I)[None, :]
+        is_item = i < row_count
+        share_left = (row_share + i) * share_tiles
+        item_left = tl.maximum(share_left, row_left)
+        item_right = tl.minimum(share_left + share_tiles, row_left + row_tiles)
+        item = items_ptr + (row_first + i) * 8
+        same = tl.zeros([BLOCK_B, BLOCK_I], tl.int32)
+        tl.store(item, row + same, mask=is_item)
+        tl.store(item + 1, row_begin + item_left - row_left, mask=is_item)
+        tl.store(item + 2, row_begin + item_right - row_left, mask=is_item)
+        tl.store(item + 3, row_first + same, mask=is_item)
+        tl.store(item + 4, row_count + same, mask=is_item)
+        tl.store(item + 5, length[:, None] + same, mask=is_item)
         if CHUNKED:
-            tl.store(first_ptr + first_item + i, first_item + i, mask=is_item)
+            tl.store(first_ptr + row_first + i, row_first + i, mask=is_item)
         else:
-            tl.store(first_ptr + first_share + i, first_item + i, mask=is_item & (item_left == share_left))
+            tl.store(first_ptr + row_share + i, row_first + i, mask=is_item & (item_left == share_left))
     items = tl.sum(count, 0)
     if CHUNKED:
         used = items
@@ -157,6 +162,7 @@ def plan_decode_work(
     items = torch.empty(most_items, ITEM_WORDS, dtype=torch.int32, device=device)
     first = torch.empty(shares + 1, dtype=torch.int32, device=device)
     arrivals_BG = torch.empty(rows, kv_heads, dtype=torch.int32, device=device)
+    block_b = max(32, triton.next_power_of_2(rows))
     _plan_kernel[(1,)](
         context_lens_B,
         items,
@@ -170,7 +176,8 @@ def plan_decode_work(
         GROUP=group,
         KV_HEADS=kv_heads,
         BLOCK_N=config.block_n,
-        BLOCK_B=max(32, triton.next_power_of_2(rows)),
+        BLOCK_B=block_b,
+        BLOCK_I=min(max(1024 // block_b, 1), 16),
         BLOCK_S=256,
         HAS_WINDOW=window is not None,
         CHUNKED=config.chunk is not None,
