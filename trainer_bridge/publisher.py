@@ -42,7 +42,6 @@ from trainer_bridge.weight_messages import ControlLink, ask_all, read_token
 
 __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 
-_BETWEEN_GPUS = ("auto", "nccl", "cuda_ipc")
 _ABORT_S = 1.0
 _WATCH_S = 1.0  # between two looks for workers that came back
 
@@ -92,7 +91,7 @@ class WeightPublisher:
         self.transport = transport
         self._curve = curve
         self._choice = TransportChoice(transport, folder, curve, self.endpoints)
-        if bucket_bytes is None and transport not in _BETWEEN_GPUS:
+        if bucket_bytes is None and not self._choice.for_gpus:
             bucket_bytes = usual_bucket_bytes(0, gpus=False)
         self._bucket_bytes, self._begin_s, self._apply_s = bucket_bytes, begin_s, apply_s
         self._closing = threading.Event()

@@ -54,6 +54,11 @@ class TransportChoice:
         if transport != "auto":
             self._sender(transport)
 
+    @property
+    def for_gpus(self) -> bool:
+        """Whether updates may go from GPU to GPU."""
+        return self._asked == "auto" or self._asked in _FOR_GPUS
+
     def next_options(self, payload: Payload, peers: Iterable[Peer]) -> dict[str, dict[str, Any]]:
         """Give each peer the next transport to try; the options of `begin` for each of these."""
         options: dict[str, dict[str, Any]] = {}

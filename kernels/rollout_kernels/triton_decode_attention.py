@@ -2,9 +2,7 @@
 
 A program belongs to one KV head and one share of the plan, and goes through the share's items: a row and a range of
 tiles of its context. The query heads of a KV head are the rows of the matrix products, padded to 16. Scores are in
-base 2 and float32. A row in one item is written at once; otherwise each item leaves its normalised result and the
-logarithm of its sum, and the last program of the row to arrive, or a second kernel, combines them in a fixed order:
-results never depend on timing.
+base 2 and float32. What becomes of an item's result `triton_decode_parts` says: it never depends on timing.
 
 Caches may also hold e4m3 codes (`triton_decode_codes`).
 
@@ -24,7 +22,7 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.triton_decode_codes import decode_codes_kernel
-from rollout_kernels.triton_decode_parts import HIDDEN, WORDS, combine_kernel, store_item
+from rollout_kernels.triton_decode_parts import HIDDEN, combine_kernel, read_item, store_item, weigh
 from rollout_kernels.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.triton_math import dot, follow, follow_options, narrow
 
@@ -76,18 +74,11 @@ def _decode_kernel(
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
     for i in range(first, last):
-        item = items_ptr + i * WORDS
-        row = tl.load(item)
-        begin = tl.load(item + 1)
-        end = tl.load(item + 2)
-        first_item = tl.load(item + 3)
-        count = tl.load(item + 4)
-        length = tl.load(item + 5)
+        row, begin, end, first_item, count, length = read_item(items_ptr, i)
         q_at = row.to(tl.int64) * stride_q_row + (head + m[:, None]) * stride_q_head + d[None, :]
         q = tl.load(q_ptr + q_at, mask=is_q, other=0.0)
         table = table_ptr + row.to(tl.int64) * stride_table
         peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
-        # The sum stays spread over the tile's columns until the end: one reduction an item, not one a tile.
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -110,17 +101,13 @@ def _decode_kernel(
             if HAS_WINDOW:
                 visible = visible & (n >= length - window)
             score = tl.where(visible[None, :], score, HIDDEN)
-            new_peak = tl.maximum(peak, tl.max(score, 1))
-            keep = tl.exp2(peak - new_peak)
-            weight = tl.exp2(score - new_peak[:, None])
-            total = total * keep[:, None] + weight
+            weight, keep, total, peak = weigh(score, peak, total)
             acc = dot(narrow(weight, v.dtype), v, acc * keep[:, None])
-            peak = new_peak
         sum_M = tl.sum(total, 1)
         result = acc / sum_M[:, None]
         store_item(
-            out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, head, first_item, count, result, peak + tl.log2(sum_M),
-            kv_head, H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
+            out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, kv_head, first_item, count, result, peak + tl.log2(sum_M),
+            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
         )  # fmt: skip
 
 

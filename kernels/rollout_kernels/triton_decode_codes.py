@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rollout_kernels.triton_decode_parts import HIDDEN, WORDS, store_item
+from rollout_kernels.triton_decode_parts import HIDDEN, read_item, store_item, weigh
 from rollout_kernels.triton_fp8 import operand
 from rollout_kernels.triton_math import INTERPRETED, dot, follow, narrow
 
@@ -43,6 +43,15 @@ def _byte(words, j: tl.constexpr, dtype: tl.constexpr):
         asm: tl.constexpr = _BYTE_0 if j == 0 else _BYTE_1 if j == 1 else _BYTE_2 if j == 2 else _BYTE_3
         half = tl.inline_asm_elementwise(asm, "=r,r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
     return half if dtype == tl.float16 else half.to(tl.float32)
+
+
+@triton.jit
+def _unit(at, is_q, BLOCK_M: tl.constexpr):
+    """What each head's queries are divided by: the power of two below the largest."""
+    most = tl.zeros([BLOCK_M], tl.float32)
+    for j in tl.static_range(4):
+        most = tl.maximum(most, tl.max(tl.abs(tl.load(at + j, mask=is_q, other=0.0).to(tl.float32)), 1))
+    return tl.exp2(tl.floor(tl.log2(tl.where(most >= _LEAST_UNIT, most, 1.0))))
 
 
 @triton.jit
@@ -103,18 +112,9 @@ def decode_codes_kernel(
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
     for i in range(first, last):
-        item = items_ptr + i * WORDS
-        row = tl.load(item)
-        begin = tl.load(item + 1)
-        end = tl.load(item + 2)
-        first_item = tl.load(item + 3)
-        count = tl.load(item + 4)
-        length = tl.load(item + 5)
+        row, begin, end, first_item, count, length = read_item(items_ptr, i)
         q_at = q_ptr + row.to(tl.int64) * stride_q_row + (head + m[:, None]) * stride_q_head + 4 * w[None, :]
-        most = tl.zeros([BLOCK_M], tl.float32)
-        for j in tl.static_range(4):
-            most = tl.maximum(most, tl.max(tl.abs(tl.load(q_at + j, mask=is_q, other=0.0).to(tl.float32)), 1))
-        unit = tl.exp2(tl.floor(tl.log2(tl.where(most >= _LEAST_UNIT, most, 1.0))))
+        unit = _unit(q_at, is_q, BLOCK_M)
         q_0 = _queries(q_at, is_q, unit[:, None], dtype)
         q_1 = _queries(q_at + 1, is_q, unit[:, None], dtype)
         q_2 = _queries(q_at + 2, is_q, unit[:, None], dtype)
@@ -152,10 +152,7 @@ def decode_codes_kernel(
             score = dot(q_3, tl.trans(_byte(k, 3, dtype)), score)
             score = score * (unit * scale_log2)[:, None] * k_scale[None, :]
             score = tl.where(visible[None, :], score, HIDDEN)
-            new_peak = tl.maximum(peak, tl.max(score, 1))
-            keep = tl.exp2(peak - new_peak)
-            weight = tl.exp2(score - new_peak[:, None])
-            total = total * keep[:, None] + weight
+            weight, keep, total, peak = weigh(score, peak, total)
             new_largest = tl.maximum(largest, tl.max(v_scale, 0))
             some = tl.where(new_largest > 0.0, new_largest, 1.0)
             weight = narrow(weight * (v_scale / some * _ROOM)[None, :], dtype)
@@ -164,12 +161,11 @@ def decode_codes_kernel(
             acc_1 = dot(weight, _byte(v, 1, dtype), acc_1 * kept)
             acc_2 = dot(weight, _byte(v, 2, dtype), acc_2 * kept)
             acc_3 = dot(weight, _byte(v, 3, dtype), acc_3 * kept)
-            peak = new_peak
             largest = new_largest
         sum_M = tl.sum(total, 1)
         acc = tl.join(tl.join(acc_0, acc_2), tl.join(acc_1, acc_3)).reshape(BLOCK_M, BLOCK_D)
         result = acc * (largest / (sum_M * _ROOM))[:, None]
         store_item(
-            out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, head, first_item, count, result, peak + tl.log2(sum_M),
-            kv_head, H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
+            out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, kv_head, first_item, count, result, peak + tl.log2(sum_M),
+            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 A row in one item is written at once. Otherwise each item leaves its normalised result and the logarithm of its sum; the
 last program of the row to arrive, or a second kernel, combines them in a fixed order: results never depend on timing.
 
-Legend: H query heads, D head dimension, M query heads of a KV head, padded; I items.
+Legend: H query heads, D head dimension, M query heads of a KV head, padded; N positions of a tile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,28 @@ from rollout_kernels.triton_math import follow, narrow
 
 #: Score of a hidden position: finite, so that a row without any position stays finite.
 HIDDEN = tl.constexpr(-1e30)
-WORDS = tl.constexpr(ITEM_WORDS)
+_WORDS = tl.constexpr(ITEM_WORDS)
+
+
+@triton.jit
+def read_item(items_ptr, i):
+    """Row, first and last + 1 tile, first item of the row, items of the row, context length of item `i`."""
+    item = items_ptr + i * _WORDS
+    return (
+        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    )  # fmt: skip
+
+
+@triton.jit
+def weigh(score_MN, peak_M, total_MN):
+    """A tile's weights [M, N], what earlier sums are multiplied by [M], the new sum of weights and the new peak.
+
+    The sum stays spread over the tile's columns until the end: one reduction an item, not one a tile.
+    """
+    new_peak_M = tl.maximum(peak_M, tl.max(score_MN, 1))
+    keep_M = tl.exp2(peak_M - new_peak_M)
+    weight_MN = tl.exp2(score_MN - new_peak_M[:, None])
+    return weight_MN, keep_M, total_MN * keep_M[:, None] + weight_MN, new_peak_M
 
 
 @triton.jit
@@ -78,12 +99,11 @@ def store_item(
     arrivals_ptr,
     i,
     row,
-    head,
+    kv_head,
     first_item,
     count,
     result_MD,
     lse_M,
-    kv_head,
     H: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,
@@ -94,6 +114,7 @@ def store_item(
     BLOCK_I: tl.constexpr,
 ):
     """Write item `i`'s normalised result: to the output, or as a part, and combine the row's where it is the last."""
+    head = kv_head * GROUP
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     here = (m[:, None] < GROUP) & (d[None, :] < D)
@@ -137,12 +158,9 @@ def combine_kernel(
     i = tl.program_id(1)
     follow()
     if i < tl.load(first_ptr + shares):
-        item = items_ptr + i * WORDS
-        first_item = tl.load(item + 3)
-        count = tl.load(item + 4)
+        row, _, _, first_item, count, _ = read_item(items_ptr, i)
         if (first_item == i) & (count > 1):
             head = tl.program_id(0) * GROUP
-            row = tl.load(item)
             _combine(
                 part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
                 H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,

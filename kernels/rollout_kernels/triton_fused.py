@@ -88,9 +88,9 @@ def add_rms_norm(
     assert correction is None or parts_SMH is not None
     block = triton.next_power_of_2(hidden)
     # Four values of a part a thread: with more the compiler reads the parts one after the other, to save registers.
-    warps = block // 128 if correction is None else 4 if hidden <= 1024 else 8 if hidden <= 2048 else 16
+    warps = min(block // 128, 16) if correction is None else 4 if hidden <= 1024 else 8 if hidden <= 2048 else 16
     # No more lanes than values: of two warps with the same ones, one might read what the other has stored already.
-    warps = min(max(warps, 1), 16, max(1, block // 32))
+    warps = max(min(warps, block // 32), 1)
     out_MH = torch.empty_like(residual_MH)
     _add_rms_norm_kernel[(rows,)](
         parts_SMH,

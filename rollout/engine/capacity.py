@@ -73,10 +73,8 @@ def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
     if settings.kv_dtype == "auto":
         return model.embed.dtype
     device = model.embed.device
-    if device.type == "cuda" and model.spec.head_dim % 4:
-        raise ValueError(
-            f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {model.spec.head_dim}: use auto"
-        )
+    if device.type == "cuda" and (dim := model.spec.head_dim) % 4:
+        raise ValueError(f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {dim}: use auto")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ValueError("kv_dtype = fp8_e4m3 needs a GPU of compute capability 8.9 or later: use auto")
     return torch.float8_e4m3fn

@@ -157,6 +157,8 @@ def test_equal_loads_are_spread(connect: Connect, serve: Serve) -> None:
         client.generate([i])  # ends before the next one begins
     counts = [sum(header["op"] == "generate" for header in worker.requests) for worker in workers]
     assert counts == [10, 10, 10]
+    client.generate_many([[i] for i in range(30)], max_in_flight=6)
+    assert sum(header["op"] == "generate" for worker in workers for header in worker.requests) == 60
 
 
 def test_a_session_stays_where_it_is(connect: Connect, serve: Serve) -> None:
