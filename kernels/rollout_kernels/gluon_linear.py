@@ -25,15 +25,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rollout_kernels.triton_math import follow_options
+
 # Renamed after Triton 3.6.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
-def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Tile and first input of a program's step."""
+def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.constexpr, TURN: gl.constexpr):
+    """Tile and first input of a program's step; with TURN an item begins a step further on than the one before it."""
     item = program + step // STEPS * programs
-    return item % tiles, (item // tiles * STEPS + step % STEPS) * BLOCK_K
+    part = step % STEPS
+    if TURN:
+        part = (part + item) % STEPS
+    return item % tiles, (item // tiles * STEPS + part) * BLOCK_K
 
 
 @gluon.jit
@@ -98,6 +103,7 @@ def _stream_kernel(
     SILU: gl.constexpr,
     STAGES: gl.constexpr,
     BESIDE: gl.constexpr,
+    TURN: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     program = gl.program_id(0)
@@ -115,14 +121,14 @@ def _stream_kernel(
         gdc_launch_dependents()
     steps = (items - program + programs - 1) // programs * STEPS
     for stage in gl.static_range(STAGES - 2):
-        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K)
+        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, TURN)
         mbarrier.expect(full.index(stage), LOADED, stage < steps)
         _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, BLOCKS, SILU)
     gdc_wait()
     if BESIDE:
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES - 2):
-        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K)
+        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, TURN)
         _copy(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
     for turn in range(steps // STEPS):
         zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
@@ -135,7 +141,7 @@ def _stream_kernel(
             # The product of the step before may still run, but that of the one before it is over in all warps.
             ahead = step + STAGES - 2
             free = ahead % STAGES
-            tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K)
+            tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, TURN)
             mbarrier.expect(full.index(free), LOADED, ahead < steps)
             _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, BLOCKS, SILU)
             _copy(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
@@ -175,11 +181,13 @@ def stream(
     programs: int,
     silu: bool,
     beside: bool = False,
+    turn: bool = False,
 ) -> None:
     """The product into `out`, as `triton_linear._launch` makes it; `block_n` weight rows a tile.
 
     That is a power of two, or three times one: three blocks, each with sums of its own, that share a tile of x. So 128
-    programs of 192 rows have all of 24,576, where 132 programs of 256 would leave every fourth idle.
+    programs of 192 rows have all of 24,576, where 132 programs of 256 would leave every fourth idle. With `turn` the
+    programs are at different columns at any time, and do not all ask for the same piece of x.
     """
     rows, inputs = x_MK.shape
     block_m = min(128, max(8, triton.next_power_of_2(rows)))
@@ -211,6 +219,7 @@ def stream(
         SILU=silu,
         STAGES=stages(block_n, block_m, block_k, num_stages),
         BESIDE=beside,
+        TURN=turn,
         num_warps=num_warps,
-        launch_pdl=True,
+        **follow_options(x_MK.device),
     )

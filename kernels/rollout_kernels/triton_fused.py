@@ -24,7 +24,7 @@ import triton.language as tl
 from rollout_kernels.lora import Correction
 from rollout_kernels.triton_fp8 import e4m3_code, head_scale
 from rollout_kernels.triton_lora import begin_expand, correction_arguments, expand_row
-from rollout_kernels.triton_math import follow, follow_options, narrow
+from rollout_kernels.triton_math import follow, follow_options, let_next_begin, narrow, wait_for_last
 
 _BLOCK_HEADS = 8  # heads that a program of `finish_qkv` works on
 
@@ -57,7 +57,9 @@ def _add_rms_norm_kernel(
         b = b_ptr + ((adapter - 1).to(tl.int64) * H + h[:, None]) * R
         takes = h[:, None] < tl.where(adapter > 0, H, 0)
         first = begin_expand(b, takes, AT_ONCE)
-    follow()
+    # The product after this one brings its first weights while this kernel, and the one before it, still run.
+    let_next_begin()
+    wait_for_last()
     x = tl.load(residual_ptr + row * H + h, mask=live, other=0.0).to(tl.float32)
     if PARTS > 0:
         added = tl.zeros([BLOCK], tl.float32)

@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout_kernels import gluon_linear
-from rollout_kernels.triton_gemv import GemvConfig, gemv
+from rollout_kernels import gluon_linear, triton_gemv
+from rollout_kernels.triton_gemv import GemvConfig
 from rollout_kernels.triton_math import dot, follow, follow_options, narrow
 
 #: Shared memory of a Hopper multiprocessor that programs may take, bytes, and the multiprocessors of an H200.
@@ -49,6 +49,7 @@ class LinearConfig:
     num_stages: int
     programs: int
     streamed: bool = False  # by `gluon_linear`, where it runs
+    turn: bool = False  # streamed: items go through K from places of their own
 
 
 @triton.jit
@@ -160,16 +161,18 @@ def _stages(config: LinearConfig, block_m: int, element_bytes: int) -> int:
 
 
 def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig | GemvConfig, silu: bool, beside: bool = False) -> None:
-    if isinstance(config, GemvConfig):
-        gemv(x_MK, w_NK, out, outputs, config, silu)
-        return
     rows, inputs = x_MK.shape
+    if isinstance(config, GemvConfig):
+        if triton_gemv.takes(x_MK, w_NK, config):
+            triton_gemv.gemv(x_MK, w_NK, out, outputs, config, silu)
+            return
+        config = LinearConfig(64, 64, config.split, 4, 8, _MULTIPROCESSORS)  # which takes every dtype
     assert inputs % (config.block_k * config.split) == 0, f"K = {inputs} is no multiple of {config}"
     block_m = _block_m(rows)
     if config.streamed:
         if gluon_linear.takes(x_MK, w_NK, silu):
             shape = (config.block_n, config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
-            gluon_linear.stream(x_MK, w_NK, out, outputs, *shape, silu, beside)
+            gluon_linear.stream(x_MK, w_NK, out, outputs, *shape, silu, beside, config.turn)
             return
         config = replace(config, block_n=config.block_n & -config.block_n)  # here a tile is a power of two
     outputs_a_tile = config.block_n // 2 if silu else config.block_n

@@ -21,7 +21,8 @@ def follow():
 
     What stands before this call in a kernel may read weights, which no kernel writes, and, past a multiprocessor's own
     cache, what was there before the kernel before let this one in; it writes nothing. Launched with `follow_options`,
-    it overlaps with the end of the kernel before.
+    it overlaps with the end of the kernel before. A kernel that lets the next one in first, as norms and streamed
+    products do, leaves that one nothing to read but weights.
     """
     wait_for_last()
     let_next_begin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels import triton_fused, triton_gemv, triton_linear, triton_lora
+from rollout_kernels import gluon_linear, triton_fused, triton_gemv, triton_linear, triton_lora
 from rollout_kernels.linear_table import linear_config
 from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank
 from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
@@ -208,7 +208,7 @@ def test_overlapping_launches_change_no_bit(rows, monkeypatch):
     for overlap in (True, False):
         with monkeypatch.context() as patch:
             if not overlap:
-                for module in (triton_fused, triton_gemv, triton_linear, triton_lora):
+                for module in (triton_fused, gluon_linear, triton_gemv, triton_linear, triton_lora):
                     patch.setattr(module, "follow_options", lambda device: {})
             feed_forward(*given, True)
             torch.cuda.synchronize()

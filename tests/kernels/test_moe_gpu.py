@@ -182,9 +182,10 @@ def test_weights_are_quantised_as_by_the_twin(format):
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_overlapping_launches_change_no_bit(format, tokens, monkeypatch):
     """Layers with routers, one after the other, captured with and without programmatic dependent launch."""
-    from rollout_kernels import triton_fused, triton_linear
+    from rollout_kernels import gluon_linear, triton_fused, triton_linear
 
-    modules = (triton_fused, triton_linear, triton_warp, triton_grouped, triton_grouping, triton_half, triton_router)
+    modules = (triton_fused, triton_linear, gluon_linear, triton_warp)
+    modules += (triton_grouped, triton_grouping, triton_half, triton_router)
     layers = [qwen3(1, format, seed=seed) for seed in range(3)]
     routers = [torch.randn(128, 2048, device="cuda").bfloat16() * 0.02 for _ in layers]
     norm = torch.rand(2048, device="cuda").bfloat16()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels import SamplingRows, apply_rope, gumbel_noise, head_rms_norm, rope_cos_sin, sample, triton_fused
+from rollout_kernels import SamplingRows, gumbel_noise, rope_cos_sin, sample, triton_fused
 from rollout_kernels import silu_mul as silu_mul_twin
 from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
 from rollout_kernels.triton_sampling import draw_and_advance
@@ -76,11 +76,14 @@ def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, bias, dim):
     k_cache, v_cache = (torch.full((4, 4, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(2))
     slots = torch.tensor([3, 14, 8], device=DEVICE)
     got = finish_qkv(partial, bias_W, norm_2D, 1e-6, cos, sin, slots, k_cache, v_cache, q_heads)
-    qkv = (partial.sum(0) + (bias_W if bias else 0)).view(rows, -1, dim)
+    qkv = (partial.double().sum(0) + (bias_W.double() if bias else 0)).view(rows, -1, dim)
     qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
     if norm:
-        qk = head_rms_norm(qk, torch.cat([norm_2D[:1].expand(q_heads, -1), norm_2D[1:].expand(kv_heads, -1)]), 1e-6)
-    qk = apply_rope(qk, cos, sin)
+        weights = torch.cat([norm_2D[:1].expand(q_heads, -1), norm_2D[1:].expand(kv_heads, -1)]).double()
+        qk = qk * (qk.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weights
+    first, second = qk.chunk(2, dim=-1)
+    angles = torch.tensor([0, 5, 77], device=DEVICE).double()[:, None] * inv_freq.double()
+    qk = qk * angles.cos()[:, None] + torch.cat([-second, first], -1) * angles.sin()[:, None]
     assert relative(got, qk[:, :q_heads]) < 1e-5
     assert relative(k_cache.flatten(0, 1)[slots], qk[:, q_heads:]) < 1e-5
     assert relative(v_cache.flatten(0, 1)[slots], v) < 1e-6

@@ -85,7 +85,7 @@ def test_a_depth_that_does_not_divide_is_refused():
 @pytest.mark.gpu
 def test_overlapping_launches_change_no_bit(monkeypatch):
     """A chain of products and norms, captured with and without programmatic dependent launch."""
-    from rollout_kernels import triton_fused, triton_linear
+    from rollout_kernels import gluon_linear, triton_fused, triton_linear
 
     weights = [torch.randn(512, 512, device="cuda").bfloat16() * 0.05 for _ in range(6)]
     norm = torch.rand(512, device="cuda").bfloat16()
@@ -102,7 +102,7 @@ def test_overlapping_launches_change_no_bit(monkeypatch):
     results = []
     for overlap in (True, False):
         if not overlap:
-            for module in (triton_fused, triton_linear):
+            for module in (triton_fused, triton_linear, gluon_linear):
                 monkeypatch.setattr(module, "follow_options", lambda device: {})
         chain()
         torch.cuda.synchronize()
