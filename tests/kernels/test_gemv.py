@@ -52,6 +52,15 @@ def test_rows_may_be_a_part_of_a_wider_tensor_but_not_more_than_four_nor_of_odd_
     assert not takes(x.float(), w, config)
 
 
+@pytest.mark.parametrize("split", [1, 2])
+def test_what_it_does_not_take_goes_in_tiles_cut_the_same_way(split):
+    x, w, _ = operands(1, 24, 512)
+    x, w = x.float() + 1e-4, w.float()
+    expected = x.double() @ w.double().T
+    parts = linear_parts(x, w, GemvConfig(split, at_once=1))
+    assert parts.shape == (split, 1, 24) and relative(parts.double().sum(0), expected) < 1e-6
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize(("outputs", "inputs", "split"), [(6144, 4096, 1), (4096, 12288, 3), (5120, 2048, 1)])

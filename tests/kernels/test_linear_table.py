@@ -26,10 +26,27 @@ def test_every_entry_divides_its_inputs(shape):
 
 
 def test_a_shape_that_was_not_measured_is_split_until_there_is_an_item_for_half_of_the_chip():
-    assert linear_config(1024, 4096, "parts", 1) == LinearConfig(64, 128, 8, 4, 6, 132)
-    assert linear_config(8192, 4096, "parts", 1) == LinearConfig(64, 128, 1, 4, 6, 132)
-    assert linear_config(1024, 192, "parts", 1) == LinearConfig(64, 64, 1, 4, 6, 132)
-    assert linear_config(1024, 4096, "silu", 100) == LinearConfig(64, 64, 1, 4, 8, 132)
+    for deterministic, last in ((True, (4, 6, 132)), (False, (4, 8, 132, True))):
+        assert linear_config(1024, 4096, "parts", 2, deterministic) == LinearConfig(64, 128, 8, *last)
+        assert linear_config(8192, 4096, "parts", 2, deterministic) == LinearConfig(64, 128, 1, *last)
+        assert linear_config(1024, 192, "parts", 2, deterministic) == LinearConfig(64, 64, 1, *last)
+    assert linear_config(1024, 4096, "silu", 100) == LinearConfig(64, 64, 1, 4, 8, 132, True, True)
+    assert linear_config(1024, 4096, "silu", 100, deterministic=True) == LinearConfig(64, 64, 1, 4, 8, 132)
+
+
+def test_a_row_of_a_shape_that_was_not_measured_goes_by_output_where_whole_loads_divide_it():
+    assert linear_config(1024, 4096, "parts", 1) == GemvConfig(at_once=16)
+    assert linear_config(1024, 14336, "parts", 1) == GemvConfig(at_once=8)
+    assert linear_config(1024, 28672, "parts", 1) == GemvConfig(split=7, at_once=16)
+    assert linear_config(1024, 25600, "parts", 1) == GemvConfig(split=5, neurons=2, at_once=4)
+    assert linear_config(32000, 8192, "whole", 1) == GemvConfig(at_once=16)
+    assert linear_config(1024, 32768, "whole", 1) == LinearConfig(64, 128, 1, 4, 8, 132, True), "too many loads"
+    assert linear_config(1024, 5120, "silu", 1) == GemvConfig(at_once=4)
+    assert linear_config(1024, 192, "parts", 1) == LinearConfig(64, 64, 1, 4, 8, 132, True)
+
+
+def test_tiles_that_are_too_narrow_for_the_copy_engine_are_not_streamed():
+    assert linear_config(1024, 96, "parts", 1) == LinearConfig(64, 32, 1, 4, 6, 132)
 
 
 def test_what_no_tile_divides_and_the_output_layer_of_many_rows_are_left_to_cublas():
