@@ -28,6 +28,8 @@ from rollout_kernels.triton_math import dot, follow, follow_options, narrow
 
 #: Values and parts that are combined together: of more the compiler reads some after others, to save registers.
 _COMBINED_VALUES, _COMBINED_PARTS = 3072, 8
+#: Rows up to which a step's attention is mostly waiting.
+_FEW_ROWS = 4
 
 
 @triton.jit(do_not_specialize=["window", "stride_table"])
@@ -114,13 +116,15 @@ def _decode_kernel(
 def default_decode_config(dim: int, dtype: torch.dtype, rows: int, coded: bool = False) -> DecodeConfig:
     """The configuration for a head dimension, the dtype of the queries and a number of rows.
 
-    Measured on an H200, but for caches that are `coded`, of which tiles twice as long have as many bytes. Small tiles
-    and many programs: a program waits at the start of each row, which short contexts make frequent. Few rows in many
-    programs leave many parts a row to combine.
+    Measured on an H200 in whole steps. Small tiles and many programs: a program waits at the start of each row, which
+    short contexts make frequent. Few rows in many programs leave many parts a row to combine, and little for a program
+    to do but to wait: there larger tiles in fewer turns. Of caches that are `coded` tiles of 64 have as many bytes.
     """
     if dim * dtype.itemsize > 256:
         return DecodeConfig(block_n=32)
-    return DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=2 if rows <= 4 else 4)
+    if rows > _FEW_ROWS:
+        return DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=4)
+    return DecodeConfig(num_warps=2) if coded else DecodeConfig(num_stages=2)
 
 
 def decode_attention(

@@ -26,6 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.triton_math import follow, follow_options
+
 # Words of an item: row, first and last + 1 tile, first item of the row, items of the row, context length.
 ITEM_WORDS = 8
 
@@ -77,6 +79,7 @@ def _plan_kernel(
 ):
     b = tl.arange(0, BLOCK_B)
     is_row = b < rows
+    follow()
     length = tl.load(lens_ptr + b, mask=is_row, other=0).to(tl.int32)
     begin = tl.zeros([BLOCK_B], tl.int32)
     if HAS_WINDOW:
@@ -182,5 +185,6 @@ def plan_decode_work(
         HAS_WINDOW=window is not None,
         CHUNKED=config.chunk is not None,
         num_warps=4,
+        **follow_options(device),
     )
     return DecodeWork(items, first, arrivals_BG, window, config)
