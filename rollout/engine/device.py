@@ -232,28 +232,40 @@ class _CudaClock:
     """Maps CUDA events to the host's clock.
 
     CUDA gives the time between two events as a float32 of milliseconds, so the event that all are compared with is
-    renewed every few seconds: at 10 s the resolution is a microsecond.
+    renewed every few seconds: at 10 s the resolution is a microsecond. Nothing waits for the newer one: it is recorded
+    on a stream that runs nothing else, and taken at the first question after it was reached.
     """
 
     _RENEW_MS = 10_000.0
 
     def __init__(self) -> None:
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record()
+        self._stream = torch.cuda.Stream()
+        self._newer: torch.cuda.Event | None = None
+        self._origin = self._record()
         self._origin.synchronize()
         self._origin_s = time.perf_counter()
 
     def time_s(self, event: torch.cuda.Event) -> float:
         """`time.perf_counter()` seconds at which a reached event was recorded."""
         elapsed_ms = self._origin.elapsed_time(event)
-        if elapsed_ms > self._RENEW_MS:
-            newer = torch.cuda.Event(enable_timing=True)
-            newer.record()  # on the default stream, which runs nothing: reached at once
-            newer.synchronize()
-            self._origin_s += self._origin.elapsed_time(newer) * 1e-3
-            self._origin = newer
-            elapsed_ms = newer.elapsed_time(event)
+        if elapsed_ms > self._RENEW_MS and self._renew():
+            elapsed_ms = self._origin.elapsed_time(event)
         return self._origin_s + elapsed_ms * 1e-3
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def _renew(self) -> bool:
+        """Ask for a newer origin, or take the one that was asked for; False while it was not reached."""
+        if self._newer is None:
+            self._newer = self._record()
+        if not self._newer.query():
+            return False
+        self._origin_s += self._origin.elapsed_time(self._newer) * 1e-3
+        self._origin, self._newer = self._newer, None
+        return True
 
 
 class CudaEvent:

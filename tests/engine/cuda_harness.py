@@ -11,8 +11,11 @@ from families import make_checkpoint
 from harness import Bench
 
 from rollout.config import ModelSettings
+from rollout.engine.device import _CudaClock
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
+
+TokensAndLogprobs = dict[str, tuple[list[int], list[float]]]
 
 
 def load_bf16(folder: Path) -> Decoder:
@@ -27,10 +30,11 @@ def make_fused_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def assert_steady(bench: Bench) -> None:
+def assert_steady(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that decode cost no allocation and no synchronisation but one event a step; then run to the end."""
     for _ in range(20):
         bench.engine.tick()
+    monkeypatch.setattr(_CudaClock, "_RENEW_MS", 0.5)  # every few steps instead of every few thousand
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     tick_without_waiting(bench)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -62,6 +66,12 @@ def tick_without_waiting(bench: Bench) -> None:
             bench.engine.tick()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def tokens_and_logprobs(bench: Bench) -> TokensAndLogprobs:
+    """What each request got, by its name."""
+    done = {name: completion for (name, _), completion in bench.completions.items()}
+    return {name: (completion.token_ids, completion.logprobs) for name, completion in sorted(done.items())}
 
 
 def watch_compilation(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -120,10 +120,10 @@ def test_padding_rows_disturb_nothing(checkpoint, prompt_of):
     bench.close()
 
 
-def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, prompt_of):
+def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, prompt_of, monkeypatch):
     bench = Bench(load_bf16(checkpoint[0]), make_device("cuda"), kv_pages=512, page_size=16)
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(9, i), 200, sampling=SAMPLED)
     assert_one_launch_a_step(bench)
-    assert_steady(bench)
+    assert_steady(bench, monkeypatch)
     bench.close()

@@ -142,11 +142,11 @@ def test_depth_one_and_two_are_equal_bit_for_bit(checkpoint):
 
 
 @pytest.mark.parametrize("rows", [2, 40])
-def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, rows):
+def test_a_steady_step_neither_allocates_nor_synchronises(checkpoint, rows, monkeypatch):
     bench = bench_of(load_bf16(checkpoint[0]), max_rows=rows, prefill_chunk_tokens=512)
     for i in range(rows):
         bench.submit(f"r{i}", prompt(9, i), 200, sampling={"temperature": 1.0, "seed": i})
-    assert_steady(bench)
+    assert_steady(bench, monkeypatch)
     bench.close()
 
 
@@ -257,12 +257,12 @@ def test_forwards_that_slots_share_hand_their_record_on(mixtrals):
         assert alike > 3 and (routing[:entries] == other[:entries]).mean() > 0.97
 
 
-def test_a_steady_step_with_routing_neither_allocates_nor_synchronises(checkpoint):
+def test_a_steady_step_with_routing_neither_allocates_nor_synchronises(checkpoint, monkeypatch):
     bench = bench_of(load_bf16(checkpoint[0]), max_rows=8, prefill_chunk_tokens=512, routing=True)
     for i in range(8):
         sampling = {"temperature": 1.0, "seed": i}
         bench.submit(f"r{i}", prompt(9, i), 200, routing_from=0, stream_every=16, sampling=sampling)
-    assert_steady(bench)
+    assert_steady(bench, monkeypatch)
     bench.close()
 
 

@@ -97,7 +97,7 @@ def test_memory_is_the_drivers_once_nothing_lies_in_it(folders):
 
 
 @pytest.mark.parametrize("in_bf16", [True, False], ids=["bf16", "float32"])
-def test_captured_steps_replay_at_the_same_addresses(folders, fused, prompt_of, in_bf16):
+def test_captured_steps_replay_at_the_same_addresses(folders, fused, prompt_of, in_bf16, monkeypatch):
     bench = bench_of(load_bf16(fused) if in_bf16 else load(folders[0], "cuda"))
     assert isinstance(bench.engine.runner.forward, FusedDecoder) == in_bf16
     graphs, kv = bench.engine.runner.graphs, bench.engine.runner.kv
@@ -112,7 +112,7 @@ def test_captured_steps_replay_at_the_same_addresses(folders, fused, prompt_of, 
         assert now == places and not any(cache.any() for cache in kv.tensors)
         assert some_tokens(bench, prompt_of, f"after{i}") == before
     bench.submit("steady", prompt_of(12), 300)
-    assert_steady(bench)
+    assert_steady(bench, monkeypatch)
     bench.close()
 
 

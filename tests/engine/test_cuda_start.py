@@ -153,12 +153,12 @@ def test_models_without_fused_kernels_are_captured_too(folders):
 
 
 @pytest.mark.parametrize("rows", [4, MOST_ROWS + 12])
-def test_a_steady_step_neither_allocates_nor_synchronises_at_any_size(folder, rows):
+def test_a_steady_step_neither_allocates_nor_synchronises_at_any_size(folder, rows, monkeypatch):
     fields = {"max_rows": rows, "page_size": 16, "kv_pages": 16 * rows, "prefill_chunk_tokens": 2048}
     bench = Bench(load_bf16(folder), make_device("cuda"), **fields)
     for i in range(rows):
         bench.submit(f"r{i}", prompt(9, i), 200, sampling={"temperature": 1.0, "seed": i})
-    assert_steady(bench)
+    assert_steady(bench, monkeypatch)
     bench.close()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,6 +28,7 @@ class Recording:
     """In the place of a CUDA graph."""
 
     under_way: Recording | None = None
+    pools: list[object] = []
 
     def __init__(self) -> None:
         self.replay: Callable[[], object] | None = None
@@ -34,6 +36,7 @@ class Recording:
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
         assert Recording.under_way is None and capture_error_mode == "thread_local"  # weights may arrive meanwhile
         Recording.under_way = self
+        Recording.pools.append(pool)
 
     def capture_end(self) -> None:
         Recording.under_way = None
@@ -72,7 +75,9 @@ def replays(monkeypatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(DecodeGraphs, "_forward", record_forward)
     monkeypatch.setattr(DecodeGraphs, "_stream", Current())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    handles = count()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
+    monkeypatch.setattr(Recording, "pools", [])
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(build, "capturable", lambda model, fused_experts: True)
     return ran
@@ -166,6 +171,12 @@ def test_progress_is_told_of_every_size_largest_first(model, replays, monkeypatc
     made.capture(list(bench.engine.pipeline._free), lambda done, total: told.append((done, total)))
     assert captured == [6, 4, 3, 2, 1] and told == [(i, 5) for i in range(1, 6)]
     assert made.count == 2 * 5 + 4 and made.kept_bytes == (1 + 2 + 4) * bench.engine.runner.rows.vocab * 4
+    bench.close()
+
+
+def test_all_captures_of_an_engine_share_one_memory_pool(model, replays):
+    bench = Bench(model, max_rows=6)
+    assert len(Recording.pools) == bench.engine.runner.graphs.count and len(set(Recording.pools)) == 1
     bench.close()
 
 
