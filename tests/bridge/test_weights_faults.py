@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cut_cable import CutCable
 from fault_client import FaultServer
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
@@ -20,7 +21,7 @@ from trainer_bridge.errors import ConnectionLost, RolloutError, RolloutTimeout, 
 from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
 from trainer_bridge.transport_choice import TransportChoice
-from trainer_bridge.transports import group, group_broadcasts, group_member, nccl
+from trainer_bridge.transports import bucket_link, group, group_broadcasts, group_member, nccl
 from trainer_bridge.transports.group import GroupError
 
 TRANSPORTS = ["shm", "zmq", "nccl", "disk"]
@@ -103,6 +104,36 @@ def test_in_place_a_worker_is_stale_until_a_whole_update_has_come(
         new = good(worker, transport, tmp_path, 3)
         assert serves(worker.model, new) and not hold.stale and not hold.wanted and not hold.granted
         assert worker.status()["state"] == "idle"
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_connection_that_is_cut_in_the_middle_of_a_bucket_ends_the_update_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, apply: str
+) -> None:
+    """Both ends live on, and no packet says that the other is gone."""
+    grant, cables = bucket_link.read_grant, []
+
+    def through_a_cable(peer: Any) -> tuple[int, str]:
+        window, address = grant(peer)
+        cables.append(CutCable(int(address.rpartition(":")[2]), most=700 if transport == "zmq" else 250))
+        return window, f"tcp://127.0.0.1:{cables[-1].port}"
+
+    with Worker(idle_s=1.0, apply=apply) as worker:
+        old = good(worker, transport, tmp_path, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(bucket_link, "read_grant", through_a_cable)
+            how = {"transport": transport, "bucket_bytes": SMALL, "stall_s": 1.0}
+            with WeightPublisher(worker.endpoint, **how) as publisher, pytest.raises(RolloutTimeout) as caught:
+                publisher.publish(new_tensors(worker.model, 2), 2).applied(20)
+            assert str(caught.value).startswith("transfer:") and worker.endpoint in str(caught.value)
+        (cable,) = cables
+        cable.close()
+        assert cable.cut.is_set()
+        wait_for(lambda: worker.status()["state"] in ("idle", "stale"), "the end of the update")
+        assert worker.receiver.version == 1
+        assert apply == "in_place" if worker.receiver.hold.stale else serves(worker.model, old)
+        assert serves(worker.model, good(worker, transport, tmp_path, 3)) and not worker.receiver.hold.wanted
 
 
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
