@@ -16,110 +16,18 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from rollout_kernels.linear_table import Config, Kind, linear_config
-from rollout_kernels.triton_gemv import MOST_ROWS, GemvConfig
 from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear_parts
 
 from rollout.bench.cuda_timing import graph_us, read_bandwidth
+from rollout.bench.linear_candidates import SHAPES, WAYS, candidates
 
-# name: (outputs, inputs, kind); gate_up outputs count both halves.
-SHAPES: dict[str, dict[str, tuple[int, int, Kind]]] = {
-    "8b": {
-        "qkv": (6144, 4096, "parts"),
-        "o": (4096, 4096, "parts"),
-        "gate_up": (24576, 4096, "silu"),
-        "down": (4096, 12288, "parts"),
-        "head": (151936, 4096, "whole"),
-    },
-    "30b-a3b": {"qkv": (5120, 2048, "parts"), "o": (2048, 4096, "parts"), "head": (151936, 2048, "whole")},
-    "1.7b": {
-        "qkv": (4096, 2048, "parts"),
-        "o": (2048, 2048, "parts"),
-        "gate_up": (12288, 2048, "silu"),
-        "down": (2048, 6144, "parts"),
-    },
-    "0.6b": {
-        "qkv": (4096, 1024, "parts"),
-        "o": (1024, 2048, "parts"),
-        "gate_up": (6144, 1024, "silu"),
-        "down": (1024, 3072, "parts"),
-    },
-}
 _CACHE_BYTES = 400e6  # weights in rotation, several times the L2
-
-
-def candidates(outputs: int, inputs: int, rows: int, kind: Kind, ways: list[str]) -> list[Config]:
-    """Configurations worth a try, of the kernels named in `ways`."""
-    return [config for way in ways for config in WAYS[way](outputs, inputs, rows, kind)]
-
-
-def _pipelined(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
-    """Enough items for the chip, tiles that fit in shared memory."""
-    found = []
-    for block_n, block_k, split, stages, programs in itertools.product(
-        (64, 128), (64, 128), (1, 2, 4, 8), (4, 6, 8), (132, 192)
-    ):
-        outputs_a_tile = block_n // 2 if kind == "silu" else block_n
-        items = (outputs // 2 if kind == "silu" else outputs) // outputs_a_tile * split
-        tile_bytes = 2 * block_k * (block_n + max(16, rows))
-        if inputs % (block_k * split) or (kind != "parts" and split > 1) or inputs // (block_k * split) < 3:
-            continue
-        if items < 64 or items < programs - 60 or tile_bytes * stages * (1 if programs == 132 else 2) > 220_000:
-            continue
-        found.append(LinearConfig(block_n, block_k, split, 4, stages, programs))
-    return found
-
-
-def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
-    """One or two rings of tiles a multiprocessor, as large as leaves room for other kernels or not."""
-    found = []
-    for (block_n, warps), block_k, split, programs, ring in itertools.product(
-        ((64, 4), (128, 4), (192, 4), (128, 8), (256, 4), (256, 8)),
-        (64, 128),
-        (1, 2, 4, 8),
-        (96, 128, 132, 264),
-        (100_000, 160_000, 210_000),
-    ):
-        items = -(-outputs // block_n) * split
-        tile_bytes = 2 * block_k * (block_n + max(8, rows))
-        ring_bytes = ring // (2 if programs > 132 else 1)
-        if inputs % (block_k * split) or (kind != "parts" and split > 1) or items < 64 or ring_bytes < 3 * tile_bytes:
-            continue
-        if items < programs and programs != 132:
-            continue
-        # Many rows are read anew by every tile, so that tall ones pay; few rows leave wide sums without use.
-        if (rows < 64 and (warps == 8 or split == 8)) or block_n * rows > 6144 * warps:
-            continue
-        found.append(LinearConfig(block_n, block_k, split, warps, ring_bytes // tile_bytes, programs, True))
-    return found
-
-
-def _gemv(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
-    """Whole rows by many small programs, for the fewest rows."""
-    found = []
-    for split, neurons, at_once, warps in itertools.product((1, 2, 3), (1, 2), (4, 8, 16), (4, 8)):
-        reads = at_once * neurons * (2 if kind == "silu" else 1)
-        if (
-            rows > MOST_ROWS
-            or inputs % (256 * at_once * split)
-            or not 8 <= reads <= 16
-            or (kind != "parts" and split > 1)
-        ):
-            continue
-        found.append(GemvConfig(split, neurons, at_once, warps))
-    return found
-
-
-WAYS: dict[str, Callable[[int, int, int, Kind], Sequence[Config]]] = {
-    "pipelined": _pipelined,
-    "streamed": _streamed,
-    "gemv": _gemv,
-}
 
 
 def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwidth: float, ways: list[str]) -> dict:

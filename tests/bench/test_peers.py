@@ -256,7 +256,9 @@ def test_script_measures_and_goes_on_without_vllm(tmp_path: Path, monkeypatch, c
     assert vllm["engine"] == "vllm" and "importable" in vllm["skipped"]
 
 
-@pytest.mark.parametrize("name", ["bench_peers", "bench_decode", "bench_attention", "tune_linear", "profile_decode"])
+@pytest.mark.parametrize(
+    "name", ["bench_peers", "bench_decode", "bench_attention", "tune_linear", "tune_steps", "profile_decode"]
+)
 def test_script_says_how_it_is_used(name: str, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:

@@ -136,6 +136,7 @@ def _post(engine: Engine, job: Job) -> Iterator[Row]:
         "new": job.post_new,
         "total_s": total_s,
         "tokens_per_s": work.tokens / total_s,
+        **engine.last_steps(),
     }
 
 

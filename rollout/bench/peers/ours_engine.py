@@ -68,6 +68,7 @@ class OursEngine:
         self._ends: list[float] = []
         self._runs = 0
         self._steps_before = 0
+        self._active_pct = 0.0
         inbox: SimpleQueue[Command] = SimpleQueue()
         with stage("preparing decode steps") as advance:
             self._engine = build_engine(settings, device, loaded.model, inbox, self._take, progress=advance)
@@ -90,7 +91,7 @@ class OursEngine:
         self._runs += 1
         prompts = [np.asarray(prompt, dtype=np.int32) for prompt in work.prompts]
         self._ends, self._steps_before = [], self._engine.meter.steps
-        began_s = time.perf_counter()
+        began_s, idle_s = time.perf_counter(), self._idle_s()
         for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
             key = (f"run{self._runs}", str(i))
             request = Request(key, prompt, length, sampling=replace(self.sampling, seed=i))
@@ -103,7 +104,12 @@ class OursEngine:
         while self._engine.busy:
             self._engine.tick()
         assert len(self._ends) == len(work.lengths), "a completion is missing"
+        self._active_pct = (1 - (self._idle_s() - idle_s) / (time.perf_counter() - began_s)) * 100
         return Finished([end - began_s for end in self._ends])
+
+    def _idle_s(self) -> float:
+        """Seconds since the start in which the device ran no step, by the meter."""
+        return sum(self._engine.meter.idle_seconds().values())
 
     def _take(self, events: list[Event]) -> None:
         now = time.perf_counter()
@@ -122,14 +128,16 @@ class OursEngine:
     def last_steps(self) -> Row:
         """Of the second half of the decode steps with all rows: wall and device time, idle time between two, host work.
 
-        Milliseconds; empty when too few steps were kept. Of a mixture of experts also how many of them the last
-        captured step of so many rows chose, on average over its layers.
+        Milliseconds; none of them when too few steps were kept. Of the whole run the share of its time in which the
+        device ran a step. Of a mixture of experts also how many of them the last captured step of so many rows chose,
+        on average over its layers.
         """
         count = min(self._engine.meter.steps - self._steps_before, _KEPT_STEPS)
         recent = [step for step in self._engine.meter.recent_steps()[-count:] if step.kind == "decode"]
         most = max((step.rows for step in recent), default=0)
         full = [step for step in recent if step.rows == most]
-        return {**steady_figures(full[len(full) // 2 :]), **self._distinct_experts(most)}
+        steady = steady_figures(full[len(full) // 2 :])
+        return {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
 
     def _distinct_experts(self, rows: int) -> Row:
         graphs = self._engine.runner.graphs
