@@ -48,7 +48,7 @@ class EngineSettings(_Section):
     kv_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
         description="how KV is kept: auto in the model's type; fp8_e4m3 in half the bytes of 16 bits, each value with "
-        "an error of up to 1/16 of it; on a GPU from compute capability 8.9 on, where it is not proven yet",
+        "an error of up to 1/16 of it; on a GPU from compute capability 8.9 on",
     )
     kv_memory_fraction: float = Field(
         0.85,
