@@ -58,19 +58,23 @@ def main(rank: int, store: Path, device_name: str, nbytes: int, bucket_bytes: in
     import torch.distributed as dist
 
     device = torch.device(device_name)
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    how = {"backend": "nccl", "device_id": device} if on_gpu else {"backend": "gloo"}
     limit = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit, **how)
     data = torch.zeros(min(bucket_bytes, nbytes), dtype=torch.uint8, device=device)
     best_s = float("inf")
     for _ in range(_RUNS):
-        dist.barrier()
+        # Not `barrier`: it may take the GPU that has the rank's number for the rank's own.
+        dist.all_reduce(data[:1])
+        if on_gpu:
+            torch.cuda.synchronize()
         began_s = time.perf_counter()
         for start in range(0, nbytes, bucket_bytes):
             dist.broadcast(data[: min(bucket_bytes, nbytes - start)], 0)
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
         best_s = min(best_s, time.perf_counter() - began_s)
     if rank == 0:

@@ -1,7 +1,7 @@
 """A process that has imported everything and forks a publisher, a worker or a rank for each line on its standard input.
 
     {"role": "publisher", "endpoint", "transport", "folder", "phase", "fault", "version", "seed", "device"}
-    {"role": "worker", "port", "settings"}
+    {"role": "worker", "port", "settings"}, and "folder" where `cuda_ipc` may come
     {"role": "rank", "endpoint", "rank", "publishes", "timeout_s", "folder"}
     {"role": "fsdp", ...}                                                    see `fsdp_trainer`
 
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from file_memory import share_from
 from fsdp_trainer import train_fsdp
 from weights_harness import TinyModel, Worker, new_tensors, wait_for
 
@@ -29,7 +30,7 @@ from trainer_bridge import transport_choice
 from trainer_bridge.errors import RolloutError
 from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
-from trainer_bridge.transports import bucket_link, disk, group
+from trainer_bridge.transports import bucket_link, cuda_ipc, disk, group
 
 SMALL = 64
 
@@ -81,6 +82,7 @@ def corrupt() -> None:
         if len(buckets) == 5:
             data[0] ^= 1
 
+    after(cuda_ipc, "fingerprint", lambda _, data: flip(data))
     after(bucket_link, "checksum", lambda _, data: flip(torch.frombuffer(data, dtype=torch.uint8)))
     broadcast = group.Group.broadcast
     group.Group.broadcast = lambda self, data, *root: (flip(data), broadcast(self, data, *root))[1]  # type: ignore[method-assign]
@@ -100,11 +102,14 @@ def publish(order: dict[str, Any]) -> None:
     with WeightPublisher(
         order["endpoint"], transport=order["transport"], folder=order["folder"], bucket_bytes=SMALL
     ) as publisher:
+        if order["transport"] == "cuda_ipc" and order["device"] == "cpu":
+            share_from(publisher, Path(order["folder"]))
         publisher.publish(tensors, order["version"]).applied(20)
 
 
 def work(order: dict[str, Any]) -> None:
-    with Worker(port=order["port"], **order["settings"]):
+    shared = Path(order["folder"]) if "folder" in order else None
+    with Worker(port=order["port"], shared=shared, **order["settings"]):
         time.sleep(60)
 
 

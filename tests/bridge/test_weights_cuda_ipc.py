@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from fault_client import FaultServer
-from test_weights_faults import run_fault
-from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
+from weights_harness import TinyModel, Worker, new_tensors, serves
 
 from trainer_bridge import publisher as publisher_module
 from trainer_bridge.errors import RolloutError, WeightsRejected
@@ -516,32 +514,3 @@ def test_another_process_publishes_from_the_same_gpu(apply: str) -> None:
         torch.cuda.synchronize()
         expected = {name: tensor.cuda() for name, tensor in new_tensors(TinyModel(), 3).items()}
         assert serves(worker.model, expected)
-
-
-def published(faults: FaultServer, worker: Worker, version: int) -> dict[str, torch.Tensor]:
-    """A whole update from a process of its own; what the worker must serve then."""
-    order = {"endpoint": worker.endpoint, "transport": "cuda_ipc", "folder": "", "device": "cuda:0"}
-    with faults.child(role="publisher", phase="none", fault="none", version=version, seed=version, **order):
-        wait_for(lambda: worker.receiver.version == version, f"version {version}")
-        wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
-    torch.cuda.synchronize()
-    return {name: tensor.cuda() for name, tensor in new_tensors(TinyModel(), version).items()}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize(
-    ("phase", "fault"),
-    [("prepare", "kill"), ("begin", "kill"), ("transfer", "kill"), ("commit", "kill"), ("transfer", "stop")],
-)
-def test_a_publisher_lost_on_the_way_leaves_whole_weights(
-    faults: FaultServer, tmp_path: Path, phase: str, fault: str, apply: str
-) -> None:
-    with Worker(model=TinyModel(device="cuda"), apply=apply, idle_s=1.0) as worker:
-        old = published(faults, worker, 1)
-        run_fault(faults, worker, "cuda_ipc", tmp_path, phase, fault, device="cuda:0")
-        hold = worker.receiver.hold
-        assert worker.receiver.version == 1
-        assert apply == "in_place" if hold.stale else serves(worker.model, old)
-        assert serves(worker.model, published(faults, worker, 3)) and not hold.stale and not hold.wanted

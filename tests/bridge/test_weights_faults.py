@@ -15,6 +15,7 @@ import pytest
 import torch
 from cut_cable import CutCable
 from fault_client import FaultServer
+from file_memory import share_from
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
 from trainer_bridge.errors import ConnectionLost, RolloutError, RolloutTimeout, WeightsRejected
@@ -24,7 +25,7 @@ from trainer_bridge.transport_choice import TransportChoice
 from trainer_bridge.transports import bucket_link, group, group_broadcasts, group_member, nccl
 from trainer_bridge.transports.group import GroupError
 
-TRANSPORTS = ["shm", "zmq", "nccl", "disk"]
+TRANSPORTS = ["cuda_ipc", "shm", "zmq", "nccl", "disk"]  # the first over files in the place of a GPU's memory
 SMALL = 64
 
 
@@ -37,6 +38,7 @@ def good(worker: Worker, transport: str, folder: Path, version: int) -> dict[str
     """A publish from start to end."""
     tensors = new_tensors(worker.model, version)
     with WeightPublisher(worker.endpoint, transport=transport, folder=str(folder), bucket_bytes=SMALL) as publisher:
+        share_from(publisher, folder)
         (report,) = publisher.publish(tensors, version).applied(20)
     assert report.version == version and report.transport == transport
     return tensors
@@ -78,7 +80,7 @@ def ended_or_stopped(pid: int) -> bool:
 def test_the_old_weights_serve_on_and_the_next_publish_works(
     faults: FaultServer, tmp_path: Path, transport: str, phase: str, fault: str
 ) -> None:
-    with Worker(idle_s=idle_s(transport), apply="staged") as worker:
+    with Worker(idle_s=idle_s(transport), apply="staged", shared=tmp_path) as worker:
         old = good(worker, transport, tmp_path, 1)
         run_fault(faults, worker, transport, tmp_path, phase, fault)
         assert serves(worker.model, old) and worker.receiver.version == 1 and not worker.receiver.hold.wanted
@@ -91,16 +93,16 @@ def test_the_old_weights_serve_on_and_the_next_publish_works(
 def test_in_place_a_worker_is_stale_until_a_whole_update_has_come(
     faults: FaultServer, tmp_path: Path, transport: str, fault: str
 ) -> None:
-    with Worker(idle_s=idle_s(transport), apply="in_place") as worker:
+    with Worker(idle_s=idle_s(transport), apply="in_place", shared=tmp_path) as worker:
         old = good(worker, transport, tmp_path, 1)
         run_fault(faults, worker, transport, tmp_path, "transfer", fault)
         hold, status = worker.receiver.hold, worker.status()
         if hold.stale:
             assert hold.wanted and status["state"] == "stale" and "version 2" in status["stale"]
             assert "Publish a whole update" in hold.stale and worker.receiver.version == 1
-        else:  # nothing was written: disk's publisher died before it told the worker, a group before it met
+        else:  # nothing was written: the publisher died before it told the worker of a file, or of half of its slots
             assert serves(worker.model, old) and not hold.wanted
-        assert bool(hold.stale) or (transport == "disk" and fault != "corrupt")
+        assert bool(hold.stale) or (transport in ("disk", "cuda_ipc") and fault != "corrupt")
         new = good(worker, transport, tmp_path, 3)
         assert serves(worker.model, new) and not hold.stale and not hold.wanted and not hold.granted
         assert worker.status()["state"] == "idle"
@@ -141,13 +143,14 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_bucket_ends_the_update_and_
 def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothing(
     tmp_path: Path, transport: str, apply: str
 ) -> None:
-    with Worker(apply=apply) as worker:
+    with Worker(apply=apply, shared=tmp_path) as worker:
         good(worker, transport, tmp_path, 4)
         tensors = good(worker, transport, tmp_path, 5)
         before = worker.model.snapshot()
         wrong = {**new_tensors(worker.model, 6), "q.weight": torch.zeros(7, 6)}
         attempts = [(wrong, 6, "q.weight"), (tensors, 5, "not newer"), (tensors, 4, "not newer")]
         with WeightPublisher(worker.endpoint, transport=transport, folder=str(tmp_path)) as publisher:
+            share_from(publisher, tmp_path)
             for update, version, text in attempts:
                 with pytest.raises(WeightsRejected, match=text):
                     publisher.publish(update, version).applied(20)
@@ -157,9 +160,9 @@ def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothi
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("transport", ["shm", "zmq", "nccl"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "zmq", "nccl"])
 def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_update(
-    faults: FaultServer, monkeypatch: pytest.MonkeyPatch, transport: str, fault: signal.Signals
+    faults: FaultServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, fault: signal.Signals
 ) -> None:
     with Worker() as spare:
         port = spare.port  # free again in a moment
@@ -177,12 +180,13 @@ def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_u
     limits = {"stall_s": 1.5, "begin_s": 10.0, "apply_s": 10.0}
     monkeypatch.setattr(Payload, "start_bucket", pack)
     with WeightPublisher(endpoint, transport=transport, bucket_bytes=SMALL, **limits) as publisher:
-        with faults.child(role="worker", port=port, settings={}) as pid:
+        share_from(publisher, tmp_path)
+        with faults.child(role="worker", port=port, folder=str(tmp_path), settings={}) as pid:
             handle = publisher.publish(tensors, 1)
             with pytest.raises((ConnectionLost, RolloutTimeout, RolloutError)) as caught:
                 handle.applied(20)
             assert endpoint in str(caught.value) and str(caught.value).startswith(("transfer:", "commit:"))
-        with faults.child(role="worker", port=port, settings={}):
+        with faults.child(role="worker", port=port, folder=str(tmp_path), settings={}):
             assert wait_for(lambda: tried(publisher, tensors), "the next update") == 2
 
 

@@ -6,10 +6,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import zmq
+from file_memory import share_with
 
 from rollout.adapter_sources import AdapterTarget
 from rollout.config import WeightsSettings
@@ -94,10 +96,14 @@ class Worker:
         model: TinyModel | None = None,
         port: int = 0,
         adapters: AdapterTarget | None = None,
+        shared: Path | None = None,
         **settings: Any,
     ) -> None:
+        """`shared`: a folder of files by which `cuda_ipc` may come."""
         self.model = model or TinyModel()
         self.receiver = WeightReceiver(self.model.views, version, WeightsSettings(**settings), adapters=adapters)
+        if shared is not None:
+            share_with(self, shared)
         self.gate = threading.Event()
         self.gate.set()
         self.updates: list[StagedUpdate | AdapterUpdate] = []
