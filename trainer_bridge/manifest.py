@@ -10,9 +10,9 @@ Invariants:
 - `from_wire` reads data from strangers: it returns a manifest that is sound in itself or raises `WeightsRejected`,
   and allocates no more than the message already did. Whether the manifest fits a model is `ParameterMap.check`.
 
-Bytes on their way are guarded by CRC-32, from zlib: it finds damage, needs no dependency, lets other threads run, and
-is about four times as fast as BLAKE2b. It is no defence against a forger, and needs to be none: who may talk to the
-worker may send it weights. The manifest, and the list of all checksums, are pinned by BLAKE2b digests.
+Bytes on their way are guarded by 32 bits of XXH3: it finds damage, lets other threads run, and is five times as fast as
+CRC-32 (11 GB/s a core). It is no defence against a forger, and needs to be none: who may talk to the worker may send it
+weights. The manifest, and the list of all checksums, are pinned by BLAKE2b digests.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import hashlib
 import json
 import math
 import struct
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import xxhash
 
 from trainer_bridge.errors import WeightsRejected
 
@@ -42,6 +43,7 @@ _MAX_STREAM_BYTES = 1 << 50
 _MAX_BUCKETS = 1 << 18
 _USUAL_BUCKET_BYTES = 64 << 20
 _USUAL_BUCKETS = 64
+_LOW_32 = (1 << 32) - 1
 _FIELDS = {"version", "bucket_bytes", "tensors", "digest"}
 
 
@@ -170,8 +172,24 @@ def from_wire(value: Any, max_tensors: int = MAX_TENSORS) -> Manifest:
 
 
 def checksum(data: Any) -> int:
-    """CRC-32 of a bytes-like object, as an unsigned integer."""
-    return zlib.crc32(data)
+    """The lowest 32 bits of XXH3-64 of a bytes-like object."""
+    return xxhash.xxh3_64_intdigest(data) & _LOW_32
+
+
+class Checksum:
+    """The same of bytes that come piece by piece."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def add(self, data: Any) -> None:
+        """Go on with more bytes."""
+        self._state.update(data)
+
+    @property
+    def value(self) -> int:
+        """Of all so far."""
+        return self._state.intdigest() & _LOW_32
 
 
 def checksums_digest(checksums: Sequence[int]) -> str:

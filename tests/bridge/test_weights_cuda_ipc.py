@@ -166,11 +166,11 @@ class ByHand:
         self.link.connect(self.zmq.endpoint)
 
     def pack(self, indices: range) -> list[int]:
-        return [crc for crc, _ in self.sender._pack(self.payload, indices, 16)]
+        return [check for check, _ in self.sender._pack(self.payload, indices, 16)]
 
-    def announce(self, index: int, crc: int) -> None:
+    def announce(self, index: int, check: int) -> None:
         """Tell the worker, and have it take the message."""
-        self.link.send(BUCKET.pack(SHARED_MAGIC, bytes(16), index, crc))
+        self.link.send(BUCKET.pack(SHARED_MAGIC, bytes(16), index, check))
         assert self.zmq.sockets[0].poll(5000)
         assert self.zmq.advance(self.incoming)
 
@@ -208,13 +208,13 @@ def test_buckets_are_acknowledged_once_they_have_settled_and_not_before(monkeypa
 
 def test_a_bucket_that_is_repeated_before_it_has_settled_is_not_acknowledged_before_either() -> None:
     with ByHand() as hand:
-        (crc,) = hand.pack(range(1))
-        hand.announce(0, crc)
-        hand.announce(0, crc)
+        (check,) = hand.pack(range(1))
+        hand.announce(0, check)
+        hand.announce(0, check)
         assert hand.answers() == []  # the copy out of the slot may not have run
         hand.zmq.advance(hand.incoming)
         assert hand.answers() == [0, 0]
-        hand.announce(0, crc)
+        hand.announce(0, check)
         assert hand.answers() == [0] and hand.incoming.arrived_bytes == SMALL
 
 
@@ -224,8 +224,8 @@ def test_a_commit_before_all_has_settled_waits_for_it(damaged: bool) -> None:
         checksums = hand.pack(range(hand.count))
         if damaged:
             hand.receiver._slots[1][5] ^= 1
-        for index, crc in enumerate(checksums):
-            hand.announce(index, crc)
+        for index, check in enumerate(checksums):
+            hand.announce(index, check)
         options = {"checksums": bucket_link.checksums_digest(checksums)}
         if damaged:
             with pytest.raises(WeightsRejected, match="bucket 1 arrived damaged"):
@@ -272,10 +272,10 @@ def test_slots_are_closed_when_copies_out_of_them_have_run_though_taking_one_fai
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     with ByHand(Driver()) as hand:
-        (crc,) = hand.pack(range(1))
+        (check,) = hand.pack(range(1))
         monkeypatch.setattr(cuda_ipc, "fingerprint", fails)
         with pytest.raises(RuntimeError, match="no compiler"):
-            hand.announce(0, crc)  # its copy is on the stream
+            hand.announce(0, check)  # its copy is on the stream
         hand.receiver.drop(hand.incoming, WeightsRejected("it failed"))
         assert events == ["wait"] + ["close"] * 16
 
@@ -284,8 +284,8 @@ def test_a_damaged_bucket_leaves_a_worker_in_place_stale_until_a_whole_update(mo
     plain = CudaIpcReceiver.take
     damaged = threading.Event()
 
-    def take(self: CudaIpcReceiver, incoming: Incoming, index: int, crc: int) -> bool:
-        return plain(self, incoming, index, crc ^ damaged.is_set())
+    def take(self: CudaIpcReceiver, incoming: Incoming, index: int, check: int) -> bool:
+        return plain(self, incoming, index, check ^ damaged.is_set())
 
     monkeypatch.setattr(CudaIpcReceiver, "take", take)
     with Worker(apply="in_place") as worker:
@@ -316,8 +316,8 @@ def test_no_slot_is_packed_anew_before_every_worker_has_acknowledged_it(
             super().__init__(*arguments)
             links.append(self)
 
-        def send(self, index: int, crc: int, data: memoryview | None) -> None:
-            assert index == self.sent and crc == 7 * index
+        def send(self, index: int, check: int, data: memoryview | None) -> None:
+            assert index == self.sent and check == 7 * index
             self.sent += 1
 
         def read(self) -> None:

@@ -51,7 +51,7 @@ def test_an_update_that_was_refused_keeps_no_memory(apply: str) -> None:
         raw = RawPublisher(worker, new_tensors(worker.model, 1), 1)
         assert raw.begin()["op"] == "ok"
         landing = weakref.ref(worker.receiver._reception.current.landing)
-        raw.send(0, crc=1)
+        raw.send(0, check=1)
         assert raw.answer()[0] == b"WNO1"
         wait_for(lambda: worker.receiver._reception.failure is not None, "the refusal")
         worker.status()  # the thread has left what refused it

@@ -50,10 +50,10 @@ class RawPublisher:
             **changes,
         }
 
-    def send(self, index: int, data: bytes | None = None, crc: int | None = None, token: bytes | None = None) -> None:
+    def send(self, index: int, data: bytes | None = None, check: int | None = None, token: bytes | None = None) -> None:
         data = self.buckets[index] if data is None else data
-        crc = checksum(data) if crc is None else crc
-        self.socket.send_multipart([struct.pack("<4s16sII", b"WBK1", token or self.token, index, crc), data])
+        check = checksum(data) if check is None else check
+        self.socket.send_multipart([struct.pack("<4s16sII", b"WBK1", token or self.token, index, check), data])
 
     def answer(self) -> tuple[bytes, Any]:
         assert self.socket.poll(20_000), "no answer from the worker"
@@ -124,7 +124,7 @@ def test_a_corrupted_bucket_leaves_the_old_weights(worker: Worker) -> None:
         raw.answer()
     damaged = bytearray(raw.buckets[-1])
     damaged[0] ^= 1
-    raw.send(len(raw.buckets) - 1, bytes(damaged), crc=checksum(raw.buckets[-1]))
+    raw.send(len(raw.buckets) - 1, bytes(damaged), check=checksum(raw.buckets[-1]))
     kind, reason = raw.answer()
     assert kind == b"WNO1" and "damaged" in reason
     assert_rejected(raw.commit(), "damaged")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
 from hashlib import blake2b
 
 import pytest
+import xxhash
 import zmq
 from raw_client import RawClient
 from safetensors.torch import load_file
@@ -39,7 +39,7 @@ def build_update(version: int) -> tuple[dict, list[bytes]]:
     return manifest, [stream[at : at + BUCKET_BYTES] for at in range(0, len(stream), BUCKET_BYTES)]
 
 
-@pytest.mark.parametrize("damage", [None, "crc32", "checksums", "a bucket is missing"])
+@pytest.mark.parametrize("damage", [None, "check", "checksums", "a bucket is missing"])
 def test_an_update_by_hand(weights_worker: WorkerProcess, ledger: dict[int, int], damage: str | None) -> None:
     with RawClient(weights_worker.endpoint) as raw, zmq.Context() as context, context.socket(zmq.DEALER) as data:
         data.linger, data.rcvtimeo = 0, 30_000
@@ -52,20 +52,20 @@ def test_an_update_by_hand(weights_worker: WorkerProcess, ledger: dict[int, int]
         token, window = bytes.fromhex(begun["token"]), begun["grant"]["window"]
         assert begun["grant"]["endpoint"] == before["endpoint"] == weights_worker.weights_endpoint and window >= 1
         data.connect(begun["grant"]["endpoint"])
-        crcs, refused = b"", None
+        checks, refused = b"", None
         for index, bucket in enumerate(buckets):
             if damage == "a bucket is missing" and index == 2:
                 continue
-            crc = zlib.crc32(bucket) ^ (damage == "crc32" and index == 2)
-            crcs += struct.pack("<I", crc)
-            data.send_multipart([b"WBK1" + token + struct.pack("<II", index, crc), bucket])
+            check = (xxhash.xxh3_64_intdigest(bucket) & 0xFFFFFFFF) ^ (damage == "check" and index == 2)
+            checks += struct.pack("<I", check)
+            data.send_multipart([b"WBK1" + token + struct.pack("<II", index, check), bucket])
             answer = data.recv()  # a window of one is within any window
             if answer[:4] == b"WNO1":
                 assert answer[4:20] == token
                 refused = answer[20:].decode()
                 break
             assert answer == b"WAK1" + token + struct.pack("<I", index)
-        checksums = digest(crcs[::-1] if damage == "checksums" else crcs)
+        checksums = digest(checks[::-1] if damage == "checksums" else checks)
         reply = raw.ask("weights", "c", action="commit", token=begun["token"], options={"checksums": checksums})
         if damage is None:
             assert (reply["op"], reply["version"]) == ("ok", version), reply
@@ -73,7 +73,7 @@ def test_an_update_by_hand(weights_worker: WorkerProcess, ledger: dict[int, int]
             assert reply["pause_s"] > 0 and reply["bytes"] > 400_000 and "apply" in reply["phases"]
         else:
             assert (reply["op"], reply["code"]) == ("error", "weights_rejected"), reply
-            assert (refused is not None) == (damage == "crc32")
+            assert (refused is not None) == (damage == "check")
         after = raw.ask("weights", "s", action="status")
         assert (after["state"], after["version"]) == ("idle", version if damage is None else version - 1)
         again = raw.ask("weights", "d", action="commit", token="00" * 16, options={})

@@ -20,7 +20,7 @@ from trainer_bridge.manifest import checksum, checksums_digest
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import Peer, TransferRules
 
-BUCKET = struct.Struct("<4s16sII")  # magic, token, index, crc32
+BUCKET = struct.Struct("<4s16sII")  # magic, token, index, checksum
 ACK = struct.Struct("<4s16sI")  # magic, token, index
 REFUSAL = struct.Struct("<4s16s")  # magic, token; the reason follows as UTF-8
 BUCKET_MAGIC, SHARED_MAGIC = b"WBK1", b"WSB1"  # the bytes follow as a second frame; they lie in shared memory
@@ -59,10 +59,10 @@ class Link:
         """Whether the worker still takes part."""
         return self.peer.error is None
 
-    def send(self, index: int, crc: int, data: memoryview | None) -> None:
+    def send(self, index: int, check: int, data: memoryview | None) -> None:
         """Send a bucket, or (None) say that it lies in shared memory; the bytes must stay until acknowledged."""
         magic = SHARED_MAGIC if data is None else BUCKET_MAGIC
-        frames = [BUCKET.pack(magic, self.peer.token, index, crc)] + ([] if data is None else [data])
+        frames = [BUCKET.pack(magic, self.peer.token, index, check)] + ([] if data is None else [data])
         self.last_progress_s = time.monotonic()
         self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
@@ -193,10 +193,10 @@ def send_buckets(
             wait_acknowledged(links, indices.stop - slots, rules)
             if rules.closing.is_set() or not alive(links):
                 return {}, True
-            for index, (crc, data) in zip(indices, pack(indices, slots), strict=True):
-                checksums.append(crc)
+            for index, (check, data) in zip(indices, pack(indices, slots), strict=True):
+                checksums.append(check)
                 for link in alive(links):
-                    link.send(index, crc, data)
+                    link.send(index, check, data)
         payload.read()
         wait_acknowledged(links, count, rules)
     finally:

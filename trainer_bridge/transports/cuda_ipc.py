@@ -6,7 +6,7 @@
     pack into the other half     <-- WAK1 each --         the slots are free again
 
 What travels is 64 bytes for each slot, which the driver makes and reads; never a pickle. The messages are those of
-`shm`, on the socket of `zmq`; where these have a CRC-32 of a bucket there are 32 bits of its fingerprint, which is
+`shm`, on the socket of `zmq`; where these have a checksum of a bucket there are 32 bits of its fingerprint, which is
 computed on the device.
 
 Invariants:
@@ -200,20 +200,20 @@ class CudaIpcReceiver(TransportReceiver):
         for slot in slots:
             self._memory.close(slot)
 
-    def take(self, incoming: Incoming, index: int, crc: int) -> bool:
+    def take(self, incoming: Incoming, index: int, check: int) -> bool:
         """Begin to copy a bucket to its place."""
         start, end = incoming.manifest.bucket_span(index)
         data = self._slots[index % len(self._slots)][: end - start]
         incoming.landing.put(start, data)
-        self._taken.append((index, crc, fingerprint(data)))
+        self._taken.append((index, check, fingerprint(data)))
         return False
 
     def settle(self, incoming: Incoming) -> None:
         """Wait for what was begun. Raises `WeightsRejected` for a damaged bucket."""
         taken, self._taken = self._taken, []
-        for (index, crc, _), found in zip(taken, _low_words([found for *_, found in taken]), strict=True):
-            if found != crc:
-                raise WeightsRejected(f"bucket {index} arrived damaged: fingerprint {found:08x}, sent as {crc:08x}")
+        for (index, check, _), found in zip(taken, _low_words([found for *_, found in taken]), strict=True):
+            if found != check:
+                raise WeightsRejected(f"bucket {index} arrived damaged: fingerprint {found:08x}, sent as {check:08x}")
             start, end = incoming.manifest.bucket_span(index)
             incoming.note(end - start)
 

@@ -3,7 +3,7 @@
     <folder>/version-12-5f0c.../model-00001-of-00003.safetensors ... model.safetensors.index.json
 
 The publisher writes the folder under a temporary name and renames it once it is whole, so whoever finds it finds all
-of it; any reader of Hugging Face checkpoints can read it. The worker gets the names, sizes and CRC-32 of the files in
+of it; any reader of Hugging Face checkpoints can read it. The worker gets names, sizes and checksums of the files in
 `begin`, reads them while it generates, and writes their bytes straight to the staging memory.
 
 Invariants of the reader:
@@ -23,7 +23,6 @@ import secrets
 import shutil
 import stat
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any
 from safetensors.torch import save
 
 from trainer_bridge.errors import BadRequest, RolloutError, WeightsRejected
-from trainer_bridge.manifest import TensorEntry, checksum
+from trainer_bridge.manifest import Checksum, TensorEntry, checksum
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
 
@@ -56,7 +55,7 @@ class _FileNote:
 
     name: str
     nbytes: int
-    crc: int
+    checksum: int
 
 
 class DiskReceiver(TransportReceiver):
@@ -146,7 +145,7 @@ class _OpenFile:
                 raise self._bad(
                     f"has {found.st_size} bytes, but was written with {note.nbytes}; it is cut off or changed"
                 )
-            self._crc = 0
+            self._checksum = Checksum()
             self._pieces = self._read_header(entries)
         except BaseException:
             self.close()
@@ -165,8 +164,8 @@ class _OpenFile:
             self._read_into(memoryview(incoming.room(start, end)))  # type: ignore[arg-type]
             incoming.arrived(start, end)
             self._at += 1
-        if self.done and self._crc != self._note.crc:
-            raise self._bad(f"is damaged: checksum {self._crc:08x}, written as {self._note.crc:08x}")
+        if self.done and self._checksum.value != self._note.checksum:
+            raise self._bad(f"is damaged: checksum {self._checksum.value:08x}, written as {self._note.checksum:08x}")
 
     def close(self) -> None:
         """Close the file."""
@@ -231,7 +230,7 @@ class _OpenFile:
             if count == 0:
                 raise self._bad("ended before its last tensor")
             done += count
-        self._crc = zlib.crc32(out, self._crc)
+        self._checksum.add(out)
 
     def _bad(self, what: str) -> WeightsRejected:
         return WeightsRejected(f"{self._name} {what}", field="options.files")
@@ -239,11 +238,11 @@ class _OpenFile:
 
 def _read_notes(files: Any) -> list[_FileNote]:
     if type(files) is not list or not 1 <= len(files) <= _MAX_FILES:
-        raise BadRequest("files must be a list of [name, bytes, crc32]", field="options.files")
+        raise BadRequest("files must be a list of [name, bytes, checksum]", field="options.files")
     notes = []
     for item in files:
         if type(item) is not list or len(item) != 3 or [type(part) for part in item] != [str, int, int]:
-            raise BadRequest("files must be a list of [name, bytes, crc32]", field="options.files")
+            raise BadRequest("files must be a list of [name, bytes, checksum]", field="options.files")
         if not _FILE_NAME.fullmatch(item[0]):
             raise BadRequest(f"{item[0]!r:.80} is not a plain name of a .safetensors file", field="options.files")
         notes.append(_FileNote(*item))

@@ -2,7 +2,7 @@
 
     publisher                                            worker
     memfd: header | slot 0 | slot 1 | ..   -- begin -->  /proc/PID/fd/FD opened, header compared, mapped read-only
-    pack into slot i                       -- WSB1 -->   slot i copied to its place, CRC-32 of the copy
+    pack into slot i                       -- WSB1 -->   slot i copied to its place, checksum of the copy
                                            <-- WAK1 --   slot i is free again
 
 The messages are those of `zmq`, on the same socket, without the bytes. One segment serves all workers of the host.
@@ -100,14 +100,14 @@ class ShmReceiver(TransportReceiver):
             self._map.close()
             self._map = None
 
-    def take(self, incoming: Incoming, index: int, crc: int) -> bool:
+    def take(self, incoming: Incoming, index: int, check: int) -> bool:
         """Copy a bucket to its place. Raises `WeightsRejected` if it is damaged."""
         assert self._map is not None
         start, end = incoming.manifest.bucket_span(index)
         at = _HEADER_BYTES + index % self._slots * self._slot_bytes
         room = incoming.room(start, end)
         np.copyto(room, np.frombuffer(self._map, np.uint8, end - start, at))
-        check_bucket(index, memoryview(room), crc)  # type: ignore[arg-type]  # the copy: nobody else can change it
+        check_bucket(index, memoryview(room), check)  # type: ignore[arg-type]  # the copy: nobody else can change it
         incoming.arrived(start, end)
         return True
 

@@ -1,7 +1,7 @@
 """The transport `zmq`: buckets of the packed stream over a ZeroMQ socket of their own; works between any two hosts.
 
     publisher, DEALER, connects                       worker, ROUTER, binds
-    [WBK1 token index crc32, payload]   ---------->   crc32 checked, copied to its place in the stream
+    [WBK1 token index check, payload]   ---------->   checked, copied to its place in the stream
                                         <----------   [WAK1 token index]             bucket is in place
                                         <----------   [WNO1 token, reason]           update refused
 
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 class SharedBuckets(Protocol):
     """Brings buckets from shared memory to their place. Raises `RolloutError` for a damaged one."""
 
-    def take(self, incoming: Incoming, index: int, crc: int) -> bool:
+    def take(self, incoming: Incoming, index: int, check: int) -> bool:
         """Take one; false if it is in its place, and found whole, only after `settle`."""
 
     def settle(self, incoming: Incoming) -> None:
@@ -124,7 +124,7 @@ class ZmqReceiver(TransportReceiver):
         if (magic, len(parts)) not in ((BUCKET_MAGIC, 2), (SHARED_MAGIC, 1)):
             self._ignore("is not a bucket", incoming)
             return True
-        _, token, index, crc = BUCKET.unpack(parts[0])
+        _, token, index, check = BUCKET.unpack(parts[0])
         if incoming is None or token != incoming.token:
             self._ignore("is of no update that is being received", incoming)
             self._refuse(sender, token, "this update is not being received (any more); publish again")
@@ -132,7 +132,7 @@ class ZmqReceiver(TransportReceiver):
         self._sender = sender
         if (magic == SHARED_MAGIC) != (self._shared is not None):
             raise WeightsRejected(f"a bucket came in another way than {incoming.transport}, as begin agreed on")
-        if self._take(incoming, index, crc, parts[1] if len(parts) == 2 else None):
+        if self._take(incoming, index, check, parts[1] if len(parts) == 2 else None):
             self._send(sender, ACK.pack(ACK_MAGIC, token, index))
         else:
             self._unsettled.append(index)
@@ -141,7 +141,7 @@ class ZmqReceiver(TransportReceiver):
     def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
         """Verify that every bucket is here, and that they are the ones that were sent."""
         self._settle(incoming)
-        missing = [i for i, crc in enumerate(self._checksums) if crc is None]
+        missing = [i for i, check in enumerate(self._checksums) if check is None]
         if missing:
             raise WeightsRejected(
                 f"{len(missing)} of {len(self._checksums)} buckets are not here at commit, the first is {missing[0]}; "
@@ -173,7 +173,7 @@ class ZmqReceiver(TransportReceiver):
         self._unsettled = []
         return True
 
-    def _take(self, incoming: Incoming, index: int, crc: int, payload: memoryview | None) -> bool:
+    def _take(self, incoming: Incoming, index: int, check: int, payload: memoryview | None) -> bool:
         """Take a bucket; false if it is in its place only after `_settle`."""
         manifest = incoming.manifest
         if index >= manifest.bucket_count:
@@ -182,10 +182,10 @@ class ZmqReceiver(TransportReceiver):
         if payload is not None and len(payload) != end - start:
             raise WeightsRejected(f"bucket {index} has {len(payload)} bytes; the manifest says {end - start}")
         known = self._checksums[index]
-        if known is not None and known != crc:
+        if known is not None and known != check:
             raise WeightsRejected(f"bucket {index} was sent twice with different content")
         if payload is not None:
-            check_bucket(index, payload, crc)
+            check_bucket(index, payload, check)
         if known is not None:
             return index not in self._unsettled
         here = True
@@ -194,12 +194,12 @@ class ZmqReceiver(TransportReceiver):
             incoming.arrived(start, end)
         else:
             assert self._shared is not None
-            here = self._shared.take(incoming, index, crc)
-        self._checksums[index] = crc
+            here = self._shared.take(incoming, index, check)
+        self._checksums[index] = check
         return here
 
     def _digest(self) -> str:
-        return checksums_digest([crc for crc in self._checksums if crc is not None])
+        return checksums_digest([check for check in self._checksums if check is not None])
 
     def _ignore(self, why: str, incoming: Incoming | None) -> None:
         if incoming is not None:
@@ -218,11 +218,11 @@ class ZmqReceiver(TransportReceiver):
             _log.warning("cannot answer on the weight socket: %s", error)
 
 
-def check_bucket(index: int, data: memoryview, crc: int) -> None:
+def check_bucket(index: int, data: memoryview, check: int) -> None:
     """Raise `WeightsRejected` if a bucket's bytes are not those that were sent."""
     actual = checksum(data)
-    if actual != crc:
-        raise WeightsRejected(f"bucket {index} arrived damaged: checksum {actual:08x}, sent as {crc:08x}")
+    if actual != check:
+        raise WeightsRejected(f"bucket {index} arrived damaged: checksum {actual:08x}, sent as {check:08x}")
 
 
 # --- trainer ---------------------------------------------------------------------------------------------------------
