@@ -117,6 +117,7 @@ class Worker:
                 routing=kept_routing(settings.engine, model),
                 adapters=settings.engine.adapter_slots > 0,
                 sleep=settings.engine.sleep,
+                min_version=settings.weights.min_version,
             ),
             inbox=inbox,
             status=self.latest_status,
@@ -151,6 +152,9 @@ class Worker:
         self.last_tick_s = time.perf_counter()
         self.watchdog.start()
         self.status = self.engine.status()
+        versions = {"version": self.receiver.version, "min_version": self.settings.weights.min_version}
+        if versions["version"] < versions["min_version"]:
+            log.info("requests wait for newer weights", extra=versions)
         self._announce()
 
     def latest_status(self) -> EngineStatus:

@@ -110,7 +110,7 @@ class Intake:
             deadline_s=None if message.deadline_s is None else max(message.deadline_s - elapsed_s, _MIN_DEADLINE_S),
             stream_every=self._delta_every(message),
             prior=_prior(message.continue_from),
-            min_version=message.min_version or 0,
+            min_version=max(message.min_version or 0, self._model.min_version),
             constraint=prepared.constraint,
             min_complete=message.min_complete,
             max_version_span=message.max_version_span,

@@ -87,7 +87,9 @@ def status_reply(
         "state": "draining" if draining and status.state != "stalled" else status.state,
         "weights_version": status.weights_version,
         "weights_endpoint": weights_endpoint,
-        "weights": None if weights is None else {"version": status.weights_version, **weights},
+        "weights": None
+        if weights is None
+        else {"version": status.weights_version, "min_version": model.min_version, **weights},
         "rows": {"running": status.rows_running, "max": status.rows_max},
         "queue": {"waiting": status.queue_waiting + preparing, "max": status.queue_max or max_queue},
         "pages": {

@@ -19,3 +19,4 @@ class ServedModel:
     routing: RoutingShape | None = None  # what is kept of those that tokens take
     adapters: bool = False  # requests can name them
     sleep: bool = False  # its memory can be given back
+    min_version: int = 0  # no request begins under older weights
