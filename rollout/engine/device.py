@@ -233,39 +233,46 @@ class _CudaClock:
 
     CUDA gives the time between two events as a float32 of milliseconds, so the event that all are compared with is
     renewed every few seconds: at 10 s the resolution is a microsecond. Nothing waits for the newer one: it is recorded
-    on a stream that runs nothing else, and taken at the first question after it was reached.
+    on a stream that runs nothing of the steps, and taken at the first question after it was reached. Only where nobody
+    asked for so long that the resolution is lost, since the device had nothing to do, the clock is set anew.
     """
 
     _RENEW_MS = 10_000.0
+    _LOST_MS = 60_000.0
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
+        self._set()
+
+    def time_s(self, event: torch.cuda.Event) -> float:
+        """`time.perf_counter()` seconds at which a reached event was recorded."""
+        elapsed_ms = self._origin.elapsed_time(event)
+        if elapsed_ms > self._LOST_MS:
+            self._set()
+        elif elapsed_ms > self._RENEW_MS:
+            self._renew()
+        else:
+            return self._origin_s + elapsed_ms * 1e-3
+        return self._origin_s + self._origin.elapsed_time(event) * 1e-3
+
+    def _set(self) -> None:
         self._newer: torch.cuda.Event | None = None
         self._origin = self._record()
         self._origin.synchronize()
         self._origin_s = time.perf_counter()
 
-    def time_s(self, event: torch.cuda.Event) -> float:
-        """`time.perf_counter()` seconds at which a reached event was recorded."""
-        elapsed_ms = self._origin.elapsed_time(event)
-        if elapsed_ms > self._RENEW_MS and self._renew():
-            elapsed_ms = self._origin.elapsed_time(event)
-        return self._origin_s + elapsed_ms * 1e-3
+    def _renew(self) -> None:
+        """Ask for a newer origin, or take the one that was asked for, if it was reached."""
+        if self._newer is None:
+            self._newer = self._record()
+        if self._newer.query():
+            self._origin_s += self._origin.elapsed_time(self._newer) * 1e-3
+            self._origin, self._newer = self._newer, None
 
     def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
-
-    def _renew(self) -> bool:
-        """Ask for a newer origin, or take the one that was asked for; False while it was not reached."""
-        if self._newer is None:
-            self._newer = self._record()
-        if not self._newer.query():
-            return False
-        self._origin_s += self._origin.elapsed_time(self._newer) * 1e-3
-        self._origin, self._newer = self._newer, None
-        return True
 
 
 class CudaEvent:
