@@ -173,7 +173,7 @@ def from_wire(value: Any, max_tensors: int = MAX_TENSORS) -> Manifest:
 
 def checksum(data: Any) -> int:
     """The lowest 32 bits of XXH3-64 of a bytes-like object."""
-    return xxhash.xxh3_64_intdigest(data) & _LOW_32
+    return xxhash.xxh3_64(data).intdigest() & _LOW_32  # in one call it holds Python's lock before xxhash 4
 
 
 class Checksum:
