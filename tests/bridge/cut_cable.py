@@ -1,4 +1,4 @@
-"""A way to a server that is cut after so many bytes, in both directions and for good, while both ends live."""
+"""A way to a server that is cut at a certain byte, in both directions and for good, while both ends live."""
 
 from __future__ import annotations
 
@@ -8,40 +8,65 @@ import threading
 
 
 class CutCable:
-    """Forwards one TCP connection to `port`; `cut` is set once `most` bytes went towards it and all is closed."""
+    """Forwards one TCP connection to `port` until the `times`-th `mark` has passed, `more` bytes of it and behind it.
 
-    def __init__(self, port: int, most: int) -> None:
-        self._to, self._left = port, most
+    Then both sides are closed, and `cut` is set.
+    """
+
+    def __init__(self, port: int, mark: bytes, times: int, more: int) -> None:
+        self._to, self._mark, self._times, self._more = port, mark, times, more
         self.cut = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
+        self._ends = [socket.create_server(("127.0.0.1", 0))]
+        self.port = self._ends[0].getsockname()[1]
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop, cut or not."""
-        self._listener.close()
+    def __enter__(self) -> CutCable:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._hang_up()
         self._thread.join(10)
+        assert not self._thread.is_alive()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError), self._listener:
-            near = self._listener.accept()[0]
+        with contextlib.suppress(OSError), self._ends[0] as listener:
+            near = listener.accept()[0]
+            listener.close()  # nobody comes back
             with near, socket.create_connection(("127.0.0.1", self._to)) as far:
-                self._listener.close()  # nobody comes back
-                back = threading.Thread(target=self._forward, args=(far, near, False), daemon=True)
+                self._ends = [near, far]
+                back = threading.Thread(target=self._back, args=(far, near), daemon=True)
                 back.start()
-                self._forward(near, far, True)
-                for end in (near, far):
-                    with contextlib.suppress(OSError):
-                        end.shutdown(socket.SHUT_RDWR)
+                self._towards(near, far)
+                self._hang_up()
                 back.join(10)
 
-    def _forward(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
+    def _hang_up(self) -> None:
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # also wakes who waits for it
+
+    def _towards(self, source: socket.socket, sink: socket.socket) -> None:
+        passed = b""
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                if counted and len(data) >= self._left:
-                    sink.sendall(data[: self._left])
+                before, passed = len(passed), passed + data
+                if (end := self._cut_at(passed)) <= len(passed):
+                    sink.sendall(passed[before:end])
                     self.cut.set()
                     return
-                self._left -= len(data) if counted else 0
+                sink.sendall(data)
+
+    def _cut_at(self, passed: bytes) -> float:
+        at = -1
+        for _ in range(self._times):
+            at = passed.find(self._mark, at + 1)
+            if at < 0:
+                return float("inf")
+        return at + self._more
+
+    @staticmethod
+    def _back(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
                 sink.sendall(data)

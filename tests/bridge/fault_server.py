@@ -33,6 +33,8 @@ from trainer_bridge.publisher import WeightPublisher
 from trainer_bridge.transports import bucket_link, cuda_ipc, disk, group
 
 SMALL = 64
+_MIDDLE = {"cuda_ipc": 17}  # buckets that are begun when it happens: half of 16 slots are packed before any is told of
+_SOONER = 5
 
 
 def stop_here(fault: str) -> None:
@@ -52,12 +54,17 @@ def after(owner: Any, name: str, then: Any) -> None:
     setattr(owner, name, call)
 
 
-def arm(phase: str, fault: str) -> None:
+def middle(transport: str) -> int:
+    """The bucket whose packing begins in the middle of a transfer: the worker has had others by then."""
+    return _MIDDLE.get(transport, _SOONER)
+
+
+def arm(transport: str, phase: str, fault: str) -> None:
     seen = []
 
     def in_the_middle(*_: Any) -> None:
         seen.append(1)
-        if len(seen) == 5:
+        if len(seen) == middle(transport):
             stop_here(fault)
 
     if fault == "corrupt":
@@ -79,7 +86,7 @@ def corrupt() -> None:
 
     def flip(data: torch.Tensor) -> None:
         buckets.append(1)
-        if len(buckets) == 5:
+        if len(buckets) == _SOONER:
             data[0] ^= 1
 
     after(cuda_ipc, "fingerprint", lambda _, data: flip(data))
@@ -97,7 +104,7 @@ def corrupt() -> None:
 
 
 def publish(order: dict[str, Any]) -> None:
-    arm(order["phase"], order["fault"])
+    arm(order["transport"], order["phase"], order["fault"])
     tensors = {name: tensor.to(order["device"]) for name, tensor in new_tensors(TinyModel(), order["seed"]).items()}
     with WeightPublisher(
         order["endpoint"], transport=order["transport"], folder=order["folder"], bucket_bytes=SMALL

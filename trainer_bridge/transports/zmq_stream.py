@@ -222,7 +222,10 @@ def check_bucket(index: int, data: memoryview, check: int) -> None:
     """Raise `WeightsRejected` if a bucket's bytes are not those that were sent."""
     actual = checksum(data)
     if actual != check:
-        raise WeightsRejected(f"bucket {index} arrived damaged: checksum {actual:08x}, sent as {check:08x}")
+        raise WeightsRejected(
+            f"bucket {index} arrived damaged: checksum {actual:08x}, sent as {check:08x}; where no update "
+            "gets past its first bucket, publisher and worker are of different releases"
+        )
 
 
 # --- trainer ---------------------------------------------------------------------------------------------------------
