@@ -240,10 +240,13 @@ class WeightsSettings(_Section):
     """The worker's side of the weight bridge."""
 
     bind: str = Field("tcp://127.0.0.1:0", description="endpoint of the weight transport; port 0 picks a free one")
-    initial_version: int = Field(0, ge=0, description="weights version of the checkpoint that is served first")
+    initial_version: int = Field(
+        0, ge=0, lt=2**63, description="weights version of the checkpoint that is served first"
+    )
     min_version: int = Field(
         0,
         ge=0,
+        lt=2**63,
         description=(
             "no request begins under older weights, whatever it asks for: with one more than initial_version a worker "
             "that starts, or starts again, waits for a publisher and never samples from its checkpoint"
