@@ -26,14 +26,14 @@ def test_no_request_begins_under_older_weights_than_the_worker_is_told_to_serve(
             late = client.generate(PROMPT, max_tokens=20, stream="tokens", min_version=2)
             hurried = client.generate(PROMPT, max_tokens=20, deadline_s=0.2).completions[0]
             assert (hurried.finish_reason, len(hurried)) == ("deadline", 0)
-            assert client.status()["queue"]["waiting"] == 3
+            until(lambda: client.status()["queue"]["waiting"] == 3, "the three that are left")
 
             publisher.publish(load_file(TWOS / "model.safetensors"), 1).applied(60)
             for stream in early:
                 (completion,) = stream.wait().completions
                 assert completion.versions == [(1, 20)]
                 check(PROMPT, completion, {1: 2})
-            assert client.status()["queue"]["waiting"] == 1, "its own min_version is higher"
+            until(lambda: client.status()["queue"]["waiting"] == 1, "the one whose own min_version is higher")
             late.cancel()
 
             first.kill()

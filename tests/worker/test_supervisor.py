@@ -257,7 +257,8 @@ def test_a_second_signal_is_passed_on(tmp_path: Path) -> None:
 
 def test_a_supervised_worker_leaves_ctrl_c_to_its_supervisor() -> None:
     script = (
-        "import signal, sys; from rollout.cli_commands import serve; serve._serve = lambda *_: "
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's `&` ignores it
+        "from rollout.cli_commands import serve; serve._serve = lambda *_: "
         "sys.exit(10 + (signal.getsignal(signal.SIGINT) is signal.SIG_IGN)); from rollout.cli import main; main()"
     )
     for flags, status in ((["--restarts", "0"], 11), ([], 10)):
