@@ -8,12 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rollout_kernels.moe.dispatch import MoEShape, measured_table, moe_plan
 
 from rollout.bench.peers.experiments import Finished, run_job
-from rollout.bench.peers.floors import job_floor_s, step_floor_s
+from rollout.bench.peers.floors import JobFloor, job_floor, step_floor_s
 from rollout.bench.peers.job import EXPERIMENTS, Job
 from rollout.bench.peers.ours_engine import OursEngine, group_experts, load_random
 from rollout.bench.peers.runs import Report, child_environment, run_child
@@ -106,16 +107,27 @@ def test_the_30b_shape_reads_what_it_should():
 @pytest.mark.parametrize("experts", [{}, {"expert": 90, "experts": 8, "top_k": 2}])
 def test_floor_of_a_job_is_that_of_its_steps_one_by_one(experts):
     need, bandwidth = StepBytes(weights=1000, kv_per_token=7, **experts), 1e6
-    prompts, lengths, rows = [5, 9, 2, 4, 3], [4, 7, 2, 9, 6], 2
-    expected, left = 0.0, list(zip(prompts, lengths, strict=True))
+    rng = np.random.default_rng(3)
+    prompts, lengths, rows = rng.integers(2, 9, 30).tolist(), rng.integers(2, 40, 30).tolist(), 8
+    total, tail, ended, left = 0.0, 0.0, 0, list(zip(prompts, lengths, strict=True))
     running: list[list[int]] = []
     while left or running:
         while left and len(running) < rows:
             prompt, length = left.pop(0)
             running.append([prompt + 1, length - 1])  # context that a step sees, steps to go
-        expected += step_floor_s(need, len(running), sum(context for context, _ in running), bandwidth)
+        step_s = step_floor_s(need, len(running), sum(context for context, _ in running), bandwidth)
+        total += step_s
+        tail += step_s if ended >= 27 else 0.0
+        ended += sum(steps == 1 for _, steps in running)
         running = [[context + 1, steps - 1] for context, steps in running if steps > 1]
-    assert job_floor_s(need, prompts, lengths, rows, bandwidth) == pytest.approx(expected)
+    assert 0 < tail < total
+    floor = job_floor(need, prompts, lengths, rows, bandwidth)
+    assert (floor.total_s, floor.tail_s) == pytest.approx((total, tail))
+
+
+def test_a_job_of_one_completion_is_all_tail():
+    need = StepBytes(weights=1000, kv_per_token=7)
+    assert job_floor(need, [5], [3], 4, 1.0) == JobFloor(2000.0 + 7 * (6 + 7), 2000.0 + 7 * (6 + 7))
 
 
 def test_tail_is_the_time_of_the_last_tenth():

@@ -20,7 +20,7 @@ import rollout_kernels
 import rollout
 from rollout.bench.peers.child import PREFIX
 from rollout.bench.peers.experiments import Row
-from rollout.bench.peers.floors import job_floor_s, step_floor_s
+from rollout.bench.peers.floors import job_floor, step_floor_s
 from rollout.bench.peers.job import Job
 from rollout.bench.peers.workloads import completion_lengths
 from rollout.bench.shapes import step_bytes
@@ -190,8 +190,9 @@ def floors(job: Job, row: Row, bandwidth: float) -> Row:
         work = [job.job_prompt] * len(lengths), lengths
     else:
         return {}
-    floor_s = job_floor_s(need, *work, row["rows"], bandwidth)
-    return {"floor_s": floor_s, "over_floor": row["total_s"] / floor_s}
+    floor = job_floor(need, *work, row["rows"], bandwidth)
+    tail = {"tail_floor_s": floor.tail_s} if "tail_s" in row else {}
+    return {"floor_s": floor.total_s, "over_floor": row["total_s"] / floor.total_s, **tail}
 
 
 def _identity(row: Row) -> tuple[Any, ...]:

@@ -35,6 +35,11 @@ def completion_lengths(count: int = 256) -> list[int]:
     return [int(n) for n in np.rint(drawn).clip(_SHORTEST, _LONGEST)]
 
 
+def tail_begins(completions: int, share: float = 0.1) -> int:
+    """How many completions have ended when the tail begins, the last `share` of them."""
+    return int(completions * (1 - share))
+
+
 def random_prompts(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]]:
     """`count` prompts of `tokens` random token ids."""
     rng = np.random.default_rng([seed, count, tokens])
