@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 from worker_harness import launch
@@ -20,6 +19,7 @@ from trainer_bridge.errors import BadRequest
 from trainer_bridge.launch import WorkerProcess
 
 pytest.importorskip("xgrammar")
+jsonschema = pytest.importorskip("jsonschema")
 SCHEMAS = 1000
 #: A model without sense likes white space between the parts of JSON as much as anything else.
 WHITE = (" ", "\t", "\n", "\r")
