@@ -61,7 +61,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--engines", nargs="+", choices=ENGINES, default=["ours"])
     add("--experiments", nargs="+", choices=EXPERIMENTS, default=["decode"])
     add("--shapes", nargs="+", choices=SHAPES, default=["qwen3-8b"])
-    add("--budget", type=float, default=570.0, help="seconds for everything; then what runs is ended")
+    add("--budget", type=float, default=3600.0, help="seconds for everything; then what runs is ended")
     add("--device", default=usual.device, help="of ours and transformers: auto, cpu or cuda")
     add("--vllm-python", help="Python of the vLLM process")
     add("--vllm-env", type=Path, help="environment of the vLLM process, as env -0 writes it")

@@ -34,9 +34,9 @@ def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize(
     ("shape", "experts", "batches"),
     [
-        ("qwen3-8b", "auto", (1, 3, 8)),
+        ("qwen3-8b", "auto", (1, 3, 8, 20, 100)),
         ("qwen3-1.7b", "auto", (1, 8)),  # whose programs leave room for those of other kernels
-        ("qwen3-30b-a3b", "auto", (1, 3, 8, 20)),  # by output, grouped, and with a router of its own
+        ("qwen3-30b-a3b", "auto", (1, 3, 8, 20, 100)),  # by output, grouped, and with a router of its own
         ("qwen3-30b-a3b", "fp8_block", (1, 8)),
     ],
 )
@@ -50,7 +50,7 @@ def test_a_step_is_the_same_bit_for_bit_without_overlap(shape, experts, batches,
         if not overlap:
             assert one_after_the_other(monkeypatch) > 10
         bench = Bench(
-            model, make_device("cuda"), max_rows=max(batches), kv_pages=1024, page_size=16, prefill_chunk_tokens=2048,
+            model, make_device("cuda"), max_rows=max(batches), kv_pages=2048, page_size=16, prefill_chunk_tokens=2048,
             fused_experts=True, expert_dtype=experts,
         )  # fmt: skip
         for rows in batches:
