@@ -27,6 +27,14 @@ if not torch.cuda.is_available():
         make_quick()
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run where their module's DEVICE says need a GPU where there is one."""
+    for item in items:
+        if getattr(getattr(item, "module", None), "DEVICE", "cpu") == "cuda":
+            item.add_marker(pytest.mark.gpu)
+
+
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: no collection needs to look at it."""
     gc.collect()
