@@ -61,7 +61,8 @@ class Payload:
         self.adapter: dict[str, Any] | None = None  # name and configuration, if it is of an adapter
         self.on_release: Callable[[], object] = lambda: None
         self.again = False  # a copy of what was sent before
-        self.kept: torch.Tensor | None = None  # host memory of the whole stream, filled with what is sent
+        self._keep_in: Callable[[], torch.Tensor] | None = None
+        self._kept: torch.Tensor | None = None
         self._starts = [entry.offset for entry in self.manifest.tensors]
         self._flat: tuple[int, torch.Tensor] | None = None
         self._packing = threading.Lock()  # senders of several transports pack at the same time
@@ -84,6 +85,26 @@ class Payload:
         """Where the tensors are."""
         return torch.device("cpu") if self._stream is None else self._stream.device
 
+    def keep_in(self, memory: Callable[[], torch.Tensor]) -> None:
+        """Have what is sent kept in host memory of the whole stream; it is asked for when the first bytes are there."""
+        self._keep_in = memory
+
+    @property
+    def kept(self) -> torch.Tensor | None:
+        """Where what is sent is kept, if it is."""
+        if self._kept is None and self._keep_in is not None:
+            self._kept = self._keep_in()
+        return self._kept
+
+    def keep_all(self) -> None:
+        """Keep the whole stream, sent or not. Raises as `pack_bucket`, unless all of it was sent and kept before."""
+        kept = self.kept
+        if kept is None or self._released.is_set():
+            return
+        for index in range(self.manifest.bucket_count):
+            start, end = self.manifest.bucket_span(index)
+            self.pack_bucket(index, kept[start:end])
+
     def pack_bucket(self, index: int, out: torch.Tensor) -> int:
         """Write bucket `index` to the start of `out` (uint8, on the host or `device`); its bytes. Complete on return.
 
@@ -100,9 +121,9 @@ class Payload:
             start, end = self.manifest.bucket_span(index)
             with self.on_side_stream():
                 self._pack(start, end, out, self._fetched)
-            if self.kept is not None:
+            if (kept := self.kept) is not None:
                 self._settle()
-                self.kept[start:end].copy_(out[: end - start])
+                kept[start:end].copy_(out[: end - start])
             return end - start
 
     def pack_pieces(self, pieces: Sequence[tuple[int, int, int]], out: torch.Tensor) -> None:
@@ -166,8 +187,8 @@ class Payload:
                 out.view(-1).copy_(self.shards.fetch(index, 0, out.numel()))
             else:
                 out.copy_(self._tensors[index])
-        if self.kept is not None:
-            typed_view(self.kept, entry).copy_(out)
+        if (kept := self.kept) is not None:
+            typed_view(kept, entry).copy_(out)
         return out
 
     def expect_readers(self, count: int) -> None:

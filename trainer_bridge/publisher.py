@@ -29,7 +29,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer_bridge.adapter_config import config_map
-from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout
+from trainer_bridge.errors import (
+    BadRequest,
+    ConnectionLost,
+    ProtocolError,
+    RolloutError,
+    RolloutTimeout,
+    WeightsRejected,
+)
 from trainer_bridge.kept_update import KeptUpdate
 from trainer_bridge.keys import ClientCurve
 from trainer_bridge.manifest import usual_bucket_bytes
@@ -60,7 +67,8 @@ class WeightPublisher:
     keys for workers that use CURVE.
 
     With `keep` the last update stays in this host's memory, so that a worker that comes back (its supervisor started it
-    again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on.
+    again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on. That is also one
+    that failed since no worker could be reached, or was lost in the middle; one that was refused is none.
 
     With `collective` every rank of torch.distributed's default group makes a publisher and calls `publish` with its
     part (a `state_dict` of DTensors, as FSDP2 has them) and `close`; rank 0 talks to the workers and fetches from the
@@ -189,8 +197,8 @@ class WeightPublisher:
                 if kept is not None:
                     kept.fill(payload)
                 self._publish(payload, handle, self.endpoints)
-                if kept is not None and handle.reports:
-                    kept.complete(payload)
+                if kept is not None:
+                    _keep(kept, payload, handle)
             except RolloutError as caught:
                 error = caught
             except Exception as caught:  # whoever waits for the handle must hear of it, whatever it is
@@ -241,6 +249,8 @@ class WeightPublisher:
             _log.info("%s had older weights and was brought to version %d", endpoint, version)
         for endpoint, problem in handle.errors.items():
             _log.warning("%s has older weights and could not be brought to version %d: %s", endpoint, version, problem)
+        if not handle.reports and any(isinstance(error, WeightsRejected) for error in handle.errors.values()):
+            self._kept.refused()
 
     def _gather(self, payload: Payload, handle: PublishHandle) -> None:
         """Learn what the other ranks hold."""
@@ -289,7 +299,7 @@ class WeightPublisher:
         finally:
             self._abort(peers, handle)
             handle.errors |= {peer.endpoint: peer.error for peer in peers if peer.error}
-            self._choice.release(payload, applied=len(handle.reports) == len(peers))
+            self._choice.release(payload, applied=bool(handle.reports))
 
     def _deliver(self, payload: Payload, handle: PublishHandle, peers: list[Peer]) -> dict[str, dict[str, Any]]:
         """Begin, and bring the bytes to all that take them; the options of `commit` by transport."""
@@ -331,6 +341,7 @@ class WeightPublisher:
             left = self._choice.refused(payload, left)
         for peer in peers:
             if not peer.error:
+                handle.begun = True
                 _log.info("%s takes version %d by %s: %s", peer.endpoint, version, peer.transport, peer.why)
 
     def _ask(
@@ -366,11 +377,26 @@ class WeightPublisher:
             )
 
 
+def _keep(kept: KeptUpdate, payload: Payload, handle: PublishHandle) -> None:
+    """Keep the update whole, also if no worker got all of it, unless it was refused for what it is."""
+    refused = any(isinstance(error, (WeightsRejected, BadRequest)) for error in handle.errors.values())
+    if refused and not handle.begun:
+        return
+    try:
+        if not handle.reports:
+            payload.keep_all()
+    except RolloutError as error:
+        _log.warning("version %d cannot be kept for workers that come back: %s", handle.version, error)
+        return
+    kept.complete(payload)
+
+
 def _is_behind(status: dict[str, Any], version: int) -> bool:
-    """Whether a worker has older weights, and nobody is bringing it others."""
-    served = status.get("version")
-    older = type(served) is int and (served < version or (served == version and status.get("dropped") is True))
-    return older and status.get("state") in ("idle", "stale")
+    """Whether a worker has older weights, or none that are whole, and nobody is bringing it others."""
+    served, state = status.get("version"), status.get("state")
+    none_whole = status.get("dropped") is True or state == "stale"
+    older = type(served) is int and (served < version or (served == version and none_whole))
+    return older and state in ("idle", "stale")
 
 
 def _note_grant(peer: Peer, reply: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ import torch
 from weights_harness import Worker, new_tensors, serves, wait_for
 
 from trainer_bridge import publisher as publisher_module
-from trainer_bridge.errors import RolloutError
+from trainer_bridge.errors import ConnectionLost, RolloutError, RolloutTimeout, WeightsRejected
+from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
 
 
@@ -44,18 +45,103 @@ def test_a_worker_that_was_started_again_is_brought_up_to_date(transport: str, t
                 assert serves(again.model, tensors) and serves(other.model, tensors)
 
 
-def test_without_a_whole_update_there_is_nothing_to_bring(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Worker(version=5) as worker, WeightPublisher(worker.endpoint, keep=True) as publisher:
-        with pytest.raises(Exception, match="not newer"):
-            publisher.publish(new_tensors(worker.model, 1), 3).applied(20)
-        assert publisher._kept is not None and publisher._kept.version is None
-        tensors = new_tensors(worker.model, 2)
-        publisher.publish(tensors, 6).applied(20)
-        assert publisher._kept.version == 6 and serves(worker.model, tensors)
-        wrong = {**tensors, "stranger": torch.zeros(3)}
-        with pytest.raises(Exception, match="stranger"):
-            publisher.publish(wrong, 7).applied(20)
-        assert publisher._kept.version is None  # the buffer may hold some of it
+def kept_version(publisher: WeightPublisher) -> int | None:
+    assert publisher._kept is not None
+    return publisher._kept.version
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq", "nccl"])
+def test_an_update_that_is_refused_leaves_the_one_before(transport: str) -> None:
+    with Worker(version=5) as worker:
+        port = worker.port
+        with WeightPublisher(worker.endpoint, transport=transport, keep=True) as publisher:
+            with pytest.raises(WeightsRejected, match="not newer"):
+                publisher.publish(new_tensors(worker.model, 1), 3).applied(20)
+            assert kept_version(publisher) is None
+            tensors = new_tensors(worker.model, 2)
+            publisher.publish(tensors, 6).applied(20)
+            with pytest.raises(WeightsRejected, match="stranger"):
+                publisher.publish({**tensors, "stranger": torch.zeros(3)}, 7).applied(20)
+            with pytest.raises(WeightsRejected, match="not newer"):
+                publisher.publish(new_tensors(worker.model, 3), 6).applied(20)
+            assert kept_version(publisher) == 6
+            worker.close()
+            with Worker(port=port) as again:
+                wait_for(lambda: again.receiver.version == 6, "the newest version")
+                assert serves(again.model, tensors)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq", "nccl", "disk"])
+def test_an_update_that_found_nobody_is_brought_to_who_comes_back(transport: str, tmp_path: Path) -> None:
+    with Worker() as first:
+        port, endpoint, model = first.port, first.endpoint, first.model
+        with WeightPublisher(
+            endpoint, transport=transport, folder=str(tmp_path), keep=True, begin_s=0.5, bucket_bytes=192
+        ) as publisher:
+            publisher.publish(new_tensors(model, 1), 1).applied(20)
+            first.close()
+            handle = publisher.publish(tensors := new_tensors(model, 2), 2)
+            sent = {name: tensor.clone() for name, tensor in tensors.items()}
+            with pytest.raises((ConnectionLost, RolloutTimeout)):
+                handle.applied(20)
+            for tensor in tensors.values():
+                tensor.fill_(float("nan"))  # the trainer's next step
+            with Worker(port=port) as again:
+                wait_for(lambda: again.receiver.version == 2, "the newest version")
+                assert serves(again.model, sent)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_an_update_whose_worker_was_lost_in_the_middle_is_brought_to_it(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Worker() as first:
+        port, endpoint, model = first.port, first.endpoint, first.model
+        plain = Payload.start_bucket
+
+        def start_bucket(self: Payload, index: int, out: torch.Tensor) -> int:
+            if self.manifest.version == 2 and index == 5 and not first._closing.is_set():
+                first.close()
+            return plain(self, index, out)
+
+        monkeypatch.setattr(Payload, "start_bucket", start_bucket)
+        with WeightPublisher(endpoint, transport=transport, keep=True, stall_s=0.5, bucket_bytes=64) as publisher:
+            publisher.publish(new_tensors(model, 1), 1).applied(20)
+            handle = publisher.publish(tensors := new_tensors(model, 2), 2)
+            with pytest.raises(RolloutError):
+                handle.applied(20)
+            with Worker(port=port) as again:
+                wait_for(lambda: again.receiver.version == 2, "the newest version")
+                assert serves(again.model, tensors)
+
+
+def test_a_stale_worker_is_brought_what_it_had(tmp_path: Path) -> None:
+    with (
+        Worker(apply="in_place") as worker,
+        WeightPublisher(worker.endpoint, transport="zmq", keep=True) as publisher,
+        WeightPublisher(worker.endpoint, transport="zmq", bucket_bytes=64) as other,
+    ):
+        publisher.publish(tensors := new_tensors(worker.model, 3), 3).applied(20)
+        wrong = new_tensors(worker.model, 4)
+        wrong["lm_head.weight"] = wrong["embed.weight"] + 1  # they are one parameter: found out at the end
+        with pytest.raises(WeightsRejected):
+            other.publish(wrong, 4).applied(20)
+        wait_for(lambda: not worker.receiver.hold.stale and serves(worker.model, tensors), "whole weights")
+        assert worker.status()["state"] == "idle" and worker.receiver.version == 3
+
+
+def test_what_is_refused_for_its_content_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        Worker(apply="in_place") as worker,
+        WeightPublisher(worker.endpoint, transport="zmq", keep=True, bucket_bytes=64) as publisher,
+    ):
+        wrong = new_tensors(worker.model, 4)
+        wrong["lm_head.weight"] = wrong["embed.weight"] + 1
+        with pytest.raises(WeightsRejected):
+            publisher.publish(wrong, 4).applied(20)
+        wait_for(lambda: kept_version(publisher) is None, "the publisher gives it up")
+        publisher.publish(tensors := new_tensors(worker.model, 5), 5).applied(20)
+        assert serves(worker.model, tensors) and not worker.receiver.hold.stale
 
 
 def test_the_buffer_is_reused() -> None:
