@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from weights_harness import Worker, new_tensors, serves
 
-from trainer_bridge.errors import RolloutError
+from trainer_bridge.errors import RolloutError, WeightsRejected
 from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
 from trainer_bridge.transports.disk import DiskSender
@@ -244,3 +244,15 @@ def test_a_refused_folder_does_not_stop_the_next_update(worker: Worker, tmp_path
     with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path)) as publisher:
         publisher.publish(tensors, 1).applied(20)
     assert serves(worker.model, tensors)
+
+
+def test_updates_that_nobody_takes_do_not_push_out_those_that_are_served(worker: Worker, tmp_path: Path) -> None:
+    with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path)) as publisher:
+        tensors = new_tensors(worker.model, 1)
+        publisher.publish(tensors, 1).applied(20)
+        for version in (2, 3, 4):
+            with pytest.raises(WeightsRejected):
+                publisher.publish({**tensors, "stranger": torch.zeros(3)}, version).applied(20)
+            assert folders(tmp_path) == ["version-1", f"version-{version}"]
+        publisher.publish(tensors, 5).applied(20)
+        assert folders(tmp_path) == ["version-1", "version-5"]

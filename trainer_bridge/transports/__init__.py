@@ -181,7 +181,7 @@ class TransportSender(ABC):
         """
 
     def release(self, payload: Payload, applied: bool) -> None:  # noqa: B027
-        """All workers have answered: free what the update took; `applied` is true when all of them use it."""
+        """All workers have answered: free what the update took; `applied` is true when one of them uses it."""
 
     def close(self) -> None:  # noqa: B027
         """Free sockets, files and memory."""

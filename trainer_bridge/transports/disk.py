@@ -255,7 +255,10 @@ def _read_notes(files: Any) -> list[_FileNote]:
 
 
 class DiskSender(TransportSender):
-    """Writes one folder for each update, for all workers, and keeps the newest `keep` of those it has written."""
+    """Writes one folder for each update, for all workers.
+
+    Keeps the newest `keep` of those that a worker took, and the newest behind them that none did.
+    """
 
     name = "disk"
 
@@ -264,7 +267,8 @@ class DiskSender(TransportSender):
         self._root = Path(folder).resolve()
         self._file_bytes = file_bytes
         self._keep = keep
-        self._written: list[Path] = []
+        self._taken: list[Path] = []
+        self._fresh: list[Path] = []  # nobody has taken them, yet
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         """Write the folder; the tensors are not read any more afterwards. Raises `RolloutError` when it cannot."""
@@ -279,7 +283,7 @@ class DiskSender(TransportSender):
             if not isinstance(error, OSError):
                 raise
             raise RolloutError(f"prepare: cannot write to {self._root}: {error}; free or choose a folder") from error
-        self._written.append(final)
+        self._fresh.append(final)
         payload.read()
         return {"folder": str(final), "files": files}
 
@@ -289,8 +293,11 @@ class DiskSender(TransportSender):
 
     def release(self, payload: Payload, applied: bool) -> None:
         """Remove the oldest folders."""
-        while len(self._written) > self._keep:
-            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+        if applied and self._fresh:
+            self._taken.append(self._fresh.pop())
+        for folders, most in ((self._taken, self._keep), (self._fresh, 0 if applied else 1)):
+            while len(folders) > most:
+                shutil.rmtree(folders.pop(0), ignore_errors=True)
 
     def _write_files(self, payload: Payload, draft: Path) -> list[list[Any]]:
         groups = _group(payload.manifest.tensors, self._file_bytes)
