@@ -67,7 +67,7 @@ class WeightTransfer:
     """TRL's `weight_transfer`: an update by `WeightPublisher`, which generation goes on under.
 
     `options` are `WeightPublisher`'s (`transport`, `keep`, deadlines). `base` is the version that the workers had
-    before: the trainer's version v is theirs of `base` + v.
+    before: the trainer's version v is theirs of `base` + v, or later by the attempts that failed.
     """
 
     def __init__(self, endpoints: str | Sequence[str], **options: Any) -> None:
@@ -75,6 +75,7 @@ class WeightTransfer:
         self._publisher: Any = None
         self.base = 0
         self.sent = 0
+        self._versions: list[int] = []  # the trainer's, of each attempt
 
     def init_weight_transfer(self) -> None:
         """Connect. Raises `RolloutError` when a worker does not answer."""
@@ -83,6 +84,7 @@ class WeightTransfer:
         if self._publisher is None:
             self._publisher = WeightPublisher(self._endpoints, **self._options)
         self.base, self.sent = max(told["version"] for told in self._publisher.status()), 0
+        self._versions = []
 
     def pause(self) -> None:
         """Nothing: weights are swapped in between two steps of a worker that generates on."""
@@ -95,9 +97,16 @@ class WeightTransfer:
         """
         if self._publisher is None:
             raise RuntimeError("send_weights came before init_weight_transfer")
-        handle = self._publisher.publish(list(iterator), version=self.base + self.sent + 1)
+        # A worker may have taken an attempt that failed: the next one must be newer to it.
+        self._versions.append(self.sent + 1)
+        handle = self._publisher.publish(list(iterator), version=self.base + len(self._versions))
         handle.applied()
         self.sent += 1
+
+    def trainer_version(self, version: int) -> int:
+        """The trainer's version of a worker's weights."""
+        attempt = version - self.base
+        return self._versions[attempt - 1] if 0 < attempt <= len(self._versions) else attempt
 
     def resume(self) -> None:
         """Nothing, as for `pause`."""
@@ -255,7 +264,8 @@ class RolloutWorker:
         for i, item in enumerate(result.completions):
             metrics = dict(zip(names, map(float, rewards_FN[:, i]), strict=True))
             metrics |= {"reward": float(rewards_N[i]), "reward_std": float(std)}
-            version = min(version for version, _ in item.versions) - (self._weights.base if self._weights else 0)
+            version = min(version for version, _ in item.versions)
+            version = version if self._weights is None else self._weights.trainer_version(version)
             ids, mask, logprobs = _rows(prompt_ids, item)
             sample = Sample(
                 *(row["prompt"], completions[i], ids, mask, logprobs),
