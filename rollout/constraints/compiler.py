@@ -11,8 +11,10 @@ import re
 from collections import OrderedDict
 from typing import Any
 
+import torch
+
 from rollout.constraints import regex_check, schema_check, utf8
-from rollout.constraints.matcher import AllowList, Constraint, GrammarConstraint, mask_of
+from rollout.constraints.matcher import AllowList, Constraint, GrammarConstraint, mask_of, mask_words
 from rollout.constraints.spec import ConstraintSpec, choices_grammar
 from rollout.deadline_thread import DeadlineThread
 
@@ -79,15 +81,12 @@ class ConstraintCompiler:
         except TimeoutError:
             raise ConstraintError(f"it was not compiled within {self._compile_s:g} s; make it simpler") from None
         self._keep(spec, grammar)
-        text_W = self._json_W if spec.kind == "json_schema" else self._text_W
-        return GrammarConstraint(matcher, text_W | mask_of(stop_ids, self._vocab), self._after, prior[-1:])
+        return self._constraint(matcher, spec, stop_ids, prior)
 
     def _start(self, spec: ConstraintSpec, grammar: Any, stop_ids: tuple[int, ...], prior: list[int]) -> Any:
         """The grammar and a matcher after `prior`. It may be left behind, so it changes nothing here."""
-        try:
-            grammar = self._compile(spec) if grammar is None else grammar
-        except RuntimeError as error:  # what xgrammar raises for anything that it cannot compile
-            raise ConstraintError(_reason(error)) from error
+        if grammar is None:
+            grammar = self._checked(spec, stop_ids)
         matcher = self._new_matcher(grammar, override_stop_tokens=list(stop_ids))
         for place, token in enumerate(prior):
             if not matcher.accept_token(token):
@@ -95,6 +94,27 @@ class ConstraintCompiler:
         if matcher.is_terminated():
             raise ConstraintError("the tokens to continue from end with a stop token: there is nothing to add")
         return grammar, matcher
+
+    def _checked(self, spec: ConstraintSpec, stop_ids: tuple[int, ...]) -> Any:
+        """The grammar, by which there is some first token."""
+        try:
+            grammar = self._compile(spec)
+        except UnicodeEncodeError:
+            raise ConstraintError("it has half of a surrogate pair, which is no character; leave it out") from None
+        except RuntimeError as error:  # what xgrammar raises for anything that it cannot compile
+            raise ConstraintError(_reason(error)) from error
+        first = self._constraint(self._new_matcher(grammar, override_stop_tokens=list(stop_ids)), spec, stop_ids, [])
+        masks_RW = torch.zeros(1, mask_words(self._vocab), dtype=torch.int32)
+        first.start().fill(masks_RW, 0)
+        if not masks_RW.any():
+            raise ConstraintError("no text obeys it, or none that this model's tokens can begin; make it hold for one")
+        return grammar
+
+    def _constraint(
+        self, matcher: Any, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]
+    ) -> Constraint:
+        text_W = self._json_W if spec.kind == "json_schema" else self._text_W
+        return GrammarConstraint(matcher, text_W | mask_of(stop_ids, self._vocab), self._after, prior[-1:])
 
     def _keep(self, spec: ConstraintSpec, grammar: Any) -> None:
         if spec not in self._compiled:

@@ -2,16 +2,19 @@
 
 xgrammar (0.2.8) passes over anchors that are not at an end of the text, takes letters behind a backslash that it does
 not know for themselves, and, in a JSON string, writes quotes, backslashes and control characters as they are and
-passes over what looks ahead.
+passes over what looks ahead. Its counts of repetitions have 32 bits, and what is more is cut off.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 #: Groups in groups are compiled by recursion, and enough of them end the process.
 MAX_CHARS = 4096
+
+#: Of repetitions.
+MOST = 2**31 - 1
 
 #: Behind a backslash: what the compiler knows, or refuses by itself.
 _ESCAPES = "dDwWsSnrtfvexuc0" + "bB" + "123456789kpP"
@@ -22,13 +25,22 @@ _REPEATS = tuple("*+{")
 _QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # none that a backslash takes into the text
 #: Behind a backslash in a class, where the compiler takes them for themselves; elsewhere it refuses them.
 _NO_CLASS = "123456789kpPB"
+#: An escape: of half of a surrogate pair, in a group, or another one.
+_ESCAPE = re.compile(r"\\(?:((?:u\{?|U0000|x0*)[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)
+_COUNTS = re.compile(r"([0-9]+)(?:,([0-9]+))?")
+#: Of a grammar: texts, classes, remarks and names, or, in a group, numbers. One that is not closed ends with the text,
+#: for a pattern that fails there would be tried again at each quote.
+_PART = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\n]*|[A-Za-z_][A-Za-z0-9_.-]*|([0-9]+)', re.DOTALL)
 
 
 def refused_grammar(text: str) -> str | None:
-    """Why a grammar cannot be taken that may have a regular expression in it; None if nothing is known."""
-    if "Regex" in text and any(len(part) > MAX_CHARS for part in _QUOTE.split(text)):
-        return f"a text of a grammar with 'Regex' has more than {MAX_CHARS} characters; shorten it"
-    return None
+    """What of a grammar would not be kept to, or cannot be taken; None if nothing is known."""
+    if "Regex" in text:
+        if any(len(part) > MAX_CHARS for part in _QUOTE.split(text)):
+            return f"a text of a grammar with 'Regex' has more than {MAX_CHARS} characters; shorten it"
+        if problem := _half_of_pair(text.replace("\\\\", "\\")):
+            return problem
+    return _half_of_pair(text) or _too_many(part[1] for part in _PART.finditer(text))
 
 
 def refused(text: str, in_json: bool = False) -> str | None:
@@ -36,11 +48,8 @@ def refused(text: str, in_json: bool = False) -> str | None:
     if len(text) > MAX_CHARS:
         return f"it has more than {MAX_CHARS} characters; shorten it"
     elements = list(_elements(text))
-    for at, element in elements:
-        if element == "(" and text.startswith(("?=", "?!", "?<=", "?<!"), at + 1):
-            return f"what looks ahead or behind, at character {at}, is not known; leave it out"
-        if problem := _element_problem(element, in_json):
-            return problem
+    if problem := _half_of_pair(text) or _not_known(text, elements, in_json):
+        return problem
     groups: list[tuple[bool, bool]] = []  # of those that are open: at the begin of the text, and with an anchor
     begins, anchored = True, False
     for (at, element), ends in zip(elements, _ends(elements), strict=True):
@@ -60,6 +69,31 @@ def refused(text: str, in_json: bool = False) -> str | None:
             begins, anchored = False, groups.pop()[1] or anchored
         else:
             begins = False
+    return None
+
+
+def _not_known(text: str, elements: Sequence[tuple[int, str]], in_json: bool) -> str | None:
+    """Which element is taken for something else wherever it is."""
+    for at, element in elements:
+        if element == "(" and text.startswith(("?=", "?!", "?<=", "?<!"), at + 1):
+            return f"what looks ahead or behind, at character {at}, is not known; leave it out"
+        if element == "{" and (counts := _COUNTS.match(text, at + 1)) and (problem := _too_many(counts.groups())):
+            return problem
+        if problem := _element_problem(element, in_json):
+            return problem
+    return None
+
+
+def _half_of_pair(text: str) -> str | None:
+    half = next((match[0] for match in _ESCAPE.finditer(text) if match[1]), None)
+    return half and f"{half!r} is half of a surrogate pair, which is no character; write the character itself"
+
+
+def _too_many(counts: Iterable[str | None]) -> str | None:
+    for digits in counts:
+        number = (digits or "").lstrip("0")
+        if len(number) > len(str(MOST)) or int(number or 0) > MOST:
+            return f"{number:.20} repetitions are too many; {MOST} are the most"
     return None
 
 

@@ -42,11 +42,11 @@ _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONE = ("items", "additionalProperties", "propertyNames")
-#: Their strings come out with quotes inside.
-_BROKEN_FORMATS = ("json-pointer", "relative-json-pointer")
+#: Their strings come out with quotes inside, or, of addresses, with a zero before a number.
+_BROKEN_FORMATS = ("json-pointer", "relative-json-pointer", "ipv4", "ipv6")
 #: Those that are followed; others are passed over, as annotations.
 _FORMATS = (
-    *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6"),
+    *("date", "time", "date-time", "duration", "email", "hostname"),
     *("uri", "uri-reference", "uri-template", "uuid"),
 )
 _DECIMALS = 6  # that bounds of numbers are kept to
@@ -170,7 +170,7 @@ def _of_strings(schema: dict[str, Any], place: str) -> Iterator[str]:
     if "pattern" in schema and lengths:
         yield f"'pattern' with a length at {place} cannot be enforced; put the length into the pattern"
     if form in _BROKEN_FORMATS:
-        yield f"the format {form!r} at {place} cannot be enforced; leave it out"
+        yield f"the format {form!r} at {place} cannot be enforced; leave it out, or write it as a 'pattern'"
     if form in _FORMATS and (lengths or "pattern" in schema):
         yield f"the format {form!r} with a pattern or a length at {place} cannot be enforced; leave one of them out"
     patterns = schema["patternProperties"] if isinstance(schema.get("patternProperties"), dict) else ()
@@ -199,5 +199,8 @@ def _of_objects(schema: dict[str, Any], place: str) -> Iterator[str]:
     # Names that are not stated may come twice.
     free = bool(schema.get("additionalProperties") not in (None, False) or patterns or "propertyNames" in schema)
     least = schema.get("minProperties", 0)
+    for name in ("minProperties", "maxProperties"):
+        if isinstance(schema.get(name), (int, float)) and schema[name] > regex_check.MOST:
+            yield f"{name!r} at {place} can be enforced up to {regex_check.MOST} only; leave it out"
     if free and isinstance(least, int) and least > max(1, len(required)):
         yield f"'minProperties' at {place} cannot be enforced for names that are not stated; name them in 'properties'"

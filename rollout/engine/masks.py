@@ -7,7 +7,8 @@ A row's mask depends on its last token, so it is made after the commit of the st
 step runs. The draw waits for the masks; the rows of the step that have no constraint are drawn with it.
 
 Matchers are code over what a client sent, and some take for ever. So they run in a thread that can be left behind, and
-the completion at which it got stuck ends as an error.
+the completion at which it got stuck ends as an error. So does one whose masks come, but take too much time one after
+the other: at each token it may have a part of the time for a step, and beyond that the time for one step in all.
 
 Legend: R rows, C constrained rows of a step, W words of a mask.
 """
@@ -33,6 +34,8 @@ from rollout.engine.sequence import Sequence
 MOST_LEFT_BEHIND = 4
 
 _FAIR_PARTS = 8  # of the time for a step: a completion that had less of it is not blamed when it runs out
+_TOKEN_PARTS = 10  # of the time for a step: what a completion may have at each token, to its end
+_thread_s = time.thread_time  # of the thread that asks: what others had of the core meanwhile is not in it
 _SLOW = "the constraint takes too long to follow from here; make it simpler"
 _GIVEN_UP = "too many constraints have hung this worker; send it to another one"
 _BROKEN = "a token was drawn that the constraint does not allow"
@@ -91,7 +94,9 @@ class _Share:
     places: list[int]  # rows of the masks
     seqs: list[Sequence]
     took_s: list[float] = field(default_factory=list)  # of those that are done
+    spent_s: list[float] = field(default_factory=list)  # the same, without what others had of the core
     began_s: float = 0.0  # the one that is being done
+    thread_s: float = 0.0  # of the thread, when it began
     reason: str = ""  # why that one failed
     stopped: bool = False  # begins no other one
     left_behind: bool = False  # nobody waits for it any more: it counts nothing
@@ -105,7 +110,7 @@ class _Share:
     def begin(self) -> bool:
         """Begin the next one, unless it is over."""
         with self.lock:
-            self.began_s = time.perf_counter()
+            self.began_s, self.thread_s = time.perf_counter(), _thread_s()
             return not self.stopped
 
     def end(self) -> None:
@@ -113,6 +118,7 @@ class _Share:
         with self.lock:
             if not self.left_behind:
                 self.took_s.append(time.perf_counter() - self.began_s)
+                self.spent_s.append(_thread_s() - self.thread_s)
 
     def stop(self) -> float:
         """Have it begin no other one; when the one that is being done began."""
@@ -151,6 +157,7 @@ class MaskBuilder:
     def __init__(self, timeout_s: float, threads: int) -> None:
         self._timeout_s = timeout_s
         self._threads = [DeadlineThread(f"masks-{i}") for i in range(threads)]
+        self._owed_s: dict[Sequence, float] = {}  # what completions had beyond their part, where there is any
 
     @property
     def left_behind(self) -> int:
@@ -160,6 +167,7 @@ class MaskBuilder:
     def build(self, seqs: list[Sequence], masks: StepMasks) -> list[tuple[Sequence, str]]:
         """Write the mask of `seqs[i]` to row i. Those that failed, and why; their rows allow everything."""
         failed: list[tuple[Sequence, str]] = []
+        self._owed_s = {seq: owed_s for seq, owed_s in self._owed_s.items() if not seq.finalized}
         left = list(range(len(seqs)))
         while left:
             if self.left_behind >= MOST_LEFT_BEHIND:
@@ -194,10 +202,21 @@ class MaskBuilder:
                 seq.matched = len(seq.tokens)
             places, failed = share.outcome(self._timeout_s / _FAIR_PARTS)
             left += places
-            reasons |= failed
+            reasons |= failed | self._charge(share)
         if any(share.left_behind for _, share, _ in running):
             masks.renew_host()
         return left, reasons
+
+    def _charge(self, share: _Share) -> dict[int, str]:
+        """Note what those that are done took; which of them had too much by now."""
+        failed: dict[int, str] = {}
+        for place, seq, spent_s in zip(share.places, share.seqs, share.spent_s, strict=False):
+            owed_s = self._owed_s.pop(seq, 0.0) + spent_s - self._timeout_s / _TOKEN_PARTS
+            if owed_s > 0:
+                self._owed_s[seq] = owed_s
+            if owed_s > self._timeout_s:
+                failed[place] = _SLOW
+        return failed
 
     def _wait(self, thread: DeadlineThread, share: _Share, call: Call[None], until_s: float) -> None:
         """Until `until_s`, and then for the one that is being done, which may take as long by itself."""

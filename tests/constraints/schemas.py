@@ -8,7 +8,7 @@ from typing import Any
 _NAMES = ["name", "x", "y", "size", "tags", "über", 'a "b"', "ok"]
 _PATTERNS = ["^[a-c]{2,4}$", "^\\d{3}-[A-F]$", "^(yes|no)$", "^a$|^[^a-z]{2}$", "b{1,3}", "^[é-ü]$"]
 _LIST = "list"  # of booleans
-_FORMATS = ["date", "ipv4", "uuid"]
+_FORMATS = ["date", "time", "uuid"]
 
 
 def random_schema(seed: int) -> dict[str, Any]:

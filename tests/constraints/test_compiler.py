@@ -159,6 +159,8 @@ def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tok
         ("json_schema", '{"type": "object", "properties": {"a": {}}, "patternProperties": {"a": {}}}', "'patternPr"),
         ("json_schema", '{"patternProperties": {"^a": {"type": "integer"}}}', "without a 'type'"),
         ("json_schema", '{"type": "string", "format": "json-pointer"}', "json-pointer"),
+        ("json_schema", '{"type": "string", "format": "ipv4"}', "'ipv4' at # cannot be enforced; .* 'pattern'"),
+        ("json_schema", '{"type": "array", "items": {"type": "string", "format": "ipv6"}}', "'ipv6' at #/items"),
         ("json_schema", '{"type": "string", "format": "date", "maxLength": 4}', "'date' with a pattern or a length"),
         ("json_schema", '{"type": "string", "pattern": "a^b"}', "not at an end of the text"),
         ("json_schema", json.dumps({"type": "string", "pattern": '^"$'}), "string of JSON"),
@@ -176,6 +178,26 @@ def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tok
         ("json_schema", '{"type": "string", "pattern": 5}', "is no text"),
         ("json_schema", '{"type": "integer", "multipleOf": 1025}', "up to 1024 only"),
         ("json_schema", '{"type": "number", "minimum": 1e400}', "does not say why"),
+        ("regex", "a{4294967297}", "4294967297 repetitions are too many; 2147483647 are"),
+        ("regex", "a{1,2147483648}", "2147483648 repetitions are too many"),
+        ("regex", "(ab){" + "9" * 4000 + ",}", "repetitions are too many"),
+        ("json_schema", '{"type": "string", "pattern": "a{4294967297}"}', "4294967297 repetitions are too many"),
+        ("json_schema", '{"type": "object", "maxProperties": 4294967297}', "'maxProperties' at # .* up to 2147483647"),
+        ("grammar", 'root ::= "a"{4294967297}', "4294967297 repetitions are too many"),
+        ("grammar", 'root ::= "a"{ 1 , # so many\n 4294967297 }', "4294967297 repetitions are too many"),
+        ("grammar", 'root ::= "a"{' + "9" * 50_000 + "}", "repetitions are too many"),
+        ("regex", r"\ud83d\ude00", "half of a surrogate pair"),
+        ("regex", r"[a\u{d800}]", "half of a surrogate pair"),
+        ("regex", "\ud83d", "half of a surrogate pair"),
+        ("json_schema", json.dumps({"type": "string", "pattern": r"\uDFFF"}), "half of a surrogate pair"),
+        ("json_schema", '{"const": "\ud800"}', "half of a surrogate pair"),
+        ("grammar", r'root ::= "\ud800"', "half of a surrogate pair"),
+        ("grammar", r"root ::= [a\U0000d800\xdc00]", "half of a surrogate pair"),
+        ("grammar", r'root ::= Regex("\\ud800")', "half of a surrogate pair"),
+        ("choices", ("a", "\ud800"), "half of a surrogate pair"),
+        ("regex", r"[^\s\S]", "no text obeys it"),
+        ("grammar", "root ::= root", "no text obeys it"),
+        ("json_schema", '{"$ref": "#"}', "no text obeys it"),
         ("json_schema", '{"$ref": "#/x", "x": {"type": "array", "uniqueItems": true}}', "'uniqueItems' at #/x"),
         ("json_schema", '{"$ref": "#/a~1b", "a~1b": {"not": {}}}', "'not' at #/a~1b"),
         ("json_schema", '{"anyOf": [{"not": {}}, {"const": ' + "[" * 1500 + "]" * 1500 + "}]}", "nested too deep"),
@@ -231,11 +253,30 @@ def test_a_regular_expression_in_a_grammar_is_taken(compiler, tokenizer, vocab):
     assert write(constraint, tokenizer, vocab, "ab") == ["c"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "text"),
+    [
+        ("regex", r"\\ud800|\{4294967297\}", "\\ud800"),
+        ("regex", "[{4294967297}]", "9"),
+        ("regex", "a{0000000000003}", "aaa"),
+        ("grammar", r'root ::= "\\ud800 {4294967297}" # {4294967297}', "\\ud800 {4294967297}"),
+        ("grammar", r'root ::= [\]{4294967297}] n4294967297\nn4294967297 ::= "\u00e9"'.replace("\\n", "\n", 1), "9é"),
+        ("regex", "()", ""),
+        ("grammar", 'root ::= ""', ""),
+    ],
+)
+def test_what_only_looks_like_what_is_refused_is_taken(compiler, tokenizer, vocab, kind, source, text):
+    constraint = compiler.compile(ConstraintSpec(kind, source), (tokenizer.eos_token_id,), [])
+    assert write(constraint, tokenizer, vocab, text) == ["<|im_end|>"]
+
+
 def test_what_is_refused_is_found_soon_whatever_is_sent():
     """Work that grows with the square of a text, or the power of a depth, would hold the loop up."""
     began_s = time.process_time()
     for pattern in ("$" * 60_000, "a$|" * 20_000, "(a$|" * 10_000 + ")" * 10_000, "[" * 60_000, "^" * 60_000):
         regex_check.refused(pattern, in_json=True)
+    for grammar in ('"' + '\\"' * 30_000, "[" + "\\[" * 30_000, "\\x" + "0" * 60_000, "{9" * 30_000, "\\" * 60_000):
+        regex_check.refused_grammar("Regex" + grammar)
     parts = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(30)}
     schema = {"type": "object", "anyOf": [{"$ref": "#/$defs/d0"}], "$defs": parts}
     assert schema_check.refused(json.dumps(schema)) is not None
@@ -254,8 +295,8 @@ def test_what_is_refused_is_found_soon_whatever_is_sent():
         {"type": "number", "minimum": -0.5, "exclusiveMaximum": 1e6},
     ],
 )
-def test_what_can_be_kept_to_is_taken(compiler, schema):
-    compiler.compile(ConstraintSpec("json_schema", json.dumps(schema)), (1,), [])
+def test_what_can_be_kept_to_is_taken(compiler, tokenizer, schema):
+    compiler.compile(ConstraintSpec("json_schema", json.dumps(schema)), (tokenizer.eos_token_id,), [])
 
 
 @pytest.mark.parametrize(("begin", "breaks", "goes_on"), [(0xE0, 0x80, 0xA0), (0xED, 0xA0, 0x9F), (0xF0, 0x80, 0x90)])

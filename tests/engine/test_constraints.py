@@ -247,6 +247,55 @@ def test_many_that_take_a_little_each_all_go_on(model, prompt_of, monkeypatch):
     bench.close()
 
 
+class Costly(Cycle):
+    """Each mask takes its part of a time that only such matchers spend."""
+
+    def __init__(self, lists: list[list[int]], spent_s: list[float], costs_s: list[float]) -> None:
+        super().__init__(lists)
+        self.spent_s, self.costs_s = spent_s, costs_s
+
+    def start(self) -> CyclePlace:
+        place = super().start()
+        fill = place.fill
+
+        def spending(*args):
+            self.spent_s[0] += self.costs_s[place.at % len(self.costs_s)]
+            fill(*args)
+
+        place.fill = spending
+        return place
+
+
+def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_goes_on(model, prompt_of, monkeypatch):
+    spent_s = [0.0]
+    monkeypatch.setattr(masks_module, "_thread_s", lambda: spent_s[0])
+    bench = Bench(model, mask_threads=1)
+    bench.engine.masks._timeout_s = 1.0
+    slow, steady, seldom = [0.4], [0.09], [0.9, *[0.01] * 9]
+    for name, costs_s in (("slow", slow), ("steady", steady), ("seldom", seldom)):
+        bench.submit(name, prompt_of(9), 40, sampling=SAMPLED, constraint=Costly([X], spent_s, costs_s))
+    bench.submit("free", prompt_of(9, 1), 40, sampling=SAMPLED)
+    bench.run()
+    ended = bench.completions["slow", 0]
+    assert ended.finish.reason == "error" and "too long" in ended.finish.error
+    assert len(ended.token_ids) == 3, "the fourth mask is 1.2 s more than 0.1 s for each"
+    assert {bench.completions[name, 0].finish.reason for name in ("steady", "seldom", "free")} == {"length"}
+    assert bench.engine.masks.left_behind == 0
+    bench.submit("next", prompt_of(9), 2, sampling=SAMPLED, constraint=Cycle([X]))
+    bench.run()
+    assert not bench.engine.masks._owed_s, "what has ended is forgotten"
+    bench.close()
+
+
+def test_time_that_others_had_is_not_counted(model, prompt_of):
+    bench = Bench(model, mask_threads=1)
+    bench.engine.masks._timeout_s = 0.5
+    bench.submit("waits", prompt_of(9), 14, sampling=SAMPLED, constraint=Slow([X], 0.1))
+    bench.run()
+    assert bench.completions["waits", 0].finish.reason == "length"
+    bench.close()
+
+
 def test_who_was_left_behind_writes_to_memory_that_nobody_reads(model, prompt_of):
     bench = Bench(model)
     bench.engine.masks._timeout_s = 0.05
