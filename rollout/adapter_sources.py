@@ -10,6 +10,7 @@ import torch
 from rollout_kernels.lora import LEAST_RANK
 
 from rollout.config import EngineSettings
+from rollout.engine.adapters import AdapterTable
 from rollout.models.adapters import AdapterSlots, AdapterWeights, places
 from rollout.models.decoder import Decoder
 from rollout.models.peft_config import read_peft_config
@@ -38,28 +39,44 @@ def read_adapters(engine: EngineSettings, model: Decoder) -> dict[str, AdapterWe
 
 
 def adapter_target(
-    engine: EngineSettings, model: Decoder, version_of: Callable[[str], int | None]
+    engine: EngineSettings, model: Decoder, table: Callable[[], AdapterTable | None]
 ) -> AdapterTarget | None:
     """What adapters that come over the weight bridge must fit, if any are served."""
     if not engine.adapter_slots:
         return None
-    return AdapterTarget(model.spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda, version_of)
+    return AdapterTarget(model.spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda, table)
 
 
 class AdapterTarget:
-    """Checks adapters against a model and the rank of its slots. May be called from any thread.
+    """Checks adapters against a model, the rank of its slots and those that are known. May be called from any thread.
 
-    `version_of` tells the version of an adapter that is known, None for others.
+    `table` gives those that are known, None as long as there is no engine.
     """
 
     def __init__(
-        self, spec: ModelSpec, most_rank: int, dtype: torch.dtype, pinned: bool, version_of: Callable[[str], int | None]
+        self,
+        spec: ModelSpec,
+        most_rank: int,
+        dtype: torch.dtype,
+        pinned: bool,
+        table: Callable[[], AdapterTable | None],
     ) -> None:
-        self.version_of = version_of
         self.pinned = pinned
         self.max_tensors = 2 * _MODULES_A_PLACE * len(places(spec))
         self.max_bytes = AdapterSlots.bytes_for(spec, 1, max(most_rank, LEAST_RANK), torch.float32)
         self._spec, self._most_rank, self._dtype = spec, most_rank, dtype
+        self._table = table
+
+    def version_of(self, name: str) -> int | None:
+        """Of an adapter that is known; None for others."""
+        table = self._table()
+        adapter = None if table is None else table.known.get(name)
+        return None if adapter is None else adapter.version
+
+    def check(self, name: str, version: int) -> None:
+        """Raise ValueError for an adapter that could not be taken now: one too many, or an older version."""
+        if (table := self._table()) is not None:
+            table.check(name, version)
 
     def plan(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> AdapterPlan:
         """Where the tensors go. Raises ValueError that names what does not fit."""

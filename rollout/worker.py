@@ -29,6 +29,7 @@ import torch
 from rollout.adapter_sources import adapter_folders, adapter_target, read_adapters
 from rollout.announce import say, write_whole
 from rollout.config import Settings
+from rollout.engine.adapters import AdapterTable
 from rollout.engine.build import build_engine, kept_routing, longest_sequence, rebuild_engine, sleeping_memory
 from rollout.engine.device import Device, make_device
 from rollout.engine.engine import Engine
@@ -88,7 +89,7 @@ class Worker:
         if self.prompts is not None:
             self.prompts.start()  # loads while the engine is built; the first prompt waits for it, the worker does not
         model, version = loaded.model, settings.weights.initial_version
-        target = adapter_target(settings.engine, model, self._adapter_version)
+        target = adapter_target(settings.engine, model, self._adapters)
         device = make_device(settings.model.device)
         memory = sleeping_memory(settings, device, model)  # before anybody has views of the weights
         views, room = trainer_views(loaded), None if memory is None else memory.room
@@ -158,17 +159,18 @@ class Worker:
         self._announce()
 
     def latest_status(self) -> EngineStatus:
-        """The last snapshot, with the state and the version of now: whoever was told `ok` sees what it did.
+        """The last snapshot, with the state, version and adapters of now: whoever was told `ok` sees what it did.
 
         It is called on the service thread, which answers while the loop hangs.
         """
-        silent_s = time.perf_counter() - self.last_tick_s
+        silent_s, adapters = time.perf_counter() - self.last_tick_s, self._adapters()
         return replace(
             self.status,
             state="stalled" if silent_s > self.settings.engine.stall_s else state_of(self.engine),
             sleep=self.engine.sleeper.status(),
             stale=self.receiver.hold.stale,
             weights_version=self.engine.scheduler.version,
+            adapters=None if adapters is None else tuple(adapters.status()),
             last_tick_s=silent_s,
             faults=len(self.faults),
             restarts=self.restarts,
@@ -176,12 +178,10 @@ class Worker:
             problems=self.problems(),
         )
 
-    def _adapter_version(self, name: str) -> int | None:
-        """Of an adapter that is known; for the receiver's thread, which may ask before there is an engine."""
+    def _adapters(self) -> AdapterTable | None:
+        """Those that are known, if any are served; the receiver's thread may ask before there is an engine."""
         engine: Engine | None = getattr(self, "engine", None)
-        table = None if engine is None else engine.scheduler.memory.adapters
-        adapter = None if table is None else table.known.get(name)
-        return None if adapter is None else adapter.version
+        return None if engine is None else engine.scheduler.memory.adapters
 
     def problems(self) -> tuple[str, ...]:
         """What has ended that generation can do without, a sentence each."""

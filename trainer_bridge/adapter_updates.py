@@ -46,25 +46,36 @@ class IncomingAdapter:
         return self._target.version_of(self.name)
 
     def check(self, manifest: Manifest) -> None:
-        """Raise `WeightsRejected` that names what does not fit the model."""
+        """Raise `WeightsRejected` that names what does not fit the model, or the adapters that are there."""
+        self._check_room(manifest)
         shapes = {entry.name: entry.shape for entry in manifest.tensors}
         try:
             self._plan = self._target.plan(self._config, shapes, self.name)
         except ValueError as error:
-            raise WeightsRejected(f"{error}"[:2000], field="adapter") from None
+            raise _rejected(error) from None
 
     def open(self, manifest: Manifest) -> StagedLanding:
         """Where the bytes go; `check` has bounded how many they are."""
         return StagedLanding(torch.empty(manifest.total_bytes, dtype=torch.uint8), None)
 
     def update(self, manifest: Manifest, landing: StagedLanding) -> AdapterUpdate:
-        """What the loop takes; `landing` is whole and verified."""
+        """What the loop takes; `landing` is whole and verified.
+
+        Raises `WeightsRejected` where other adapters have come meanwhile, so that it cannot be taken any more.
+        """
         from rollout.engine.adapters import AdapterUpdate
 
         assert self._plan is not None, "it was checked when it began"
+        self._check_room(manifest)
         tensors = {entry.name: typed_view(landing.stream, entry) for entry in manifest.tensors}
         weights = self._plan.pack(tensors, self._target.pinned)
         return AdapterUpdate(self.name, manifest.version, manifest.tensor_bytes, weights)
+
+    def _check_room(self, manifest: Manifest) -> None:
+        try:
+            self._target.check(self.name, manifest.version)
+        except ValueError as error:
+            raise _rejected(error) from None
 
 
 def read_adapter(header: Mapping[str, Any], target: AdapterTarget | None) -> IncomingAdapter | None:
@@ -80,3 +91,7 @@ def read_adapter(header: Mapping[str, Any], target: AdapterTarget | None) -> Inc
     if type(name) is not str or not 1 <= len(name) <= MAX_NAME_CHARS:
         raise BadRequest(f"an adapter's name has 1 to {MAX_NAME_CHARS} characters", field="adapter.name")
     return IncomingAdapter(name, value["config"], target)
+
+
+def _rejected(error: ValueError) -> WeightsRejected:
+    return WeightsRejected(f"{error}"[:2000], field="adapter")

@@ -84,13 +84,16 @@ class AdapterTable:
 
     # --- what is known -----------------------------------------------------------------------------------------------
 
-    def check(self, name: str, version: int | None, weights: AdapterWeights) -> int:
-        """The version that these weights will be. Raises AdapterError where they cannot be taken."""
-        assert weights.rank <= self.memory.rank
+    def check(self, name: str, version: int | None) -> int:
+        """The version that new weights of an adapter will be. Raises AdapterError where they cannot be taken.
+
+        Any thread may ask; only on the loop's does the answer stay true.
+        """
         old = self.known.get(name)
         if old is None and len(self.known) >= self.most:
             raise AdapterError(
-                f"{len(self.known)} adapters are loaded, as many as engine.max_adapters allows: unload one first"
+                f"{len(self.known)} adapters are loaded, as many as engine.max_adapters allows: unload one first, "
+                "or raise it"
             )
         if old is not None and version is not None and version <= old.version:
             raise AdapterError(f"adapter {name!r} is at version {old.version}; send a later one than that")
@@ -98,7 +101,8 @@ class AdapterTable:
 
     def put(self, name: str, version: int | None, weights: AdapterWeights) -> Adapter:
         """Have an adapter, or a newer version of it. Raises AdapterError, and then nothing has changed."""
-        version = self.check(name, version, weights)
+        assert weights.rank <= self.memory.rank
+        version = self.check(name, version)
         self._generations += 1
         adapter = self.known.get(name)
         if adapter is None:
@@ -162,8 +166,8 @@ class AdapterTable:
                 slot.adapter.slot, slot.adapter = None, None
 
     def status(self) -> Iterator[AdapterStatus]:
-        """Every adapter."""
-        for adapter in self.known.values():
+        """Every adapter. Any thread may ask."""
+        for adapter in tuple(self.known.values()):
             slot = adapter.slot
             yield AdapterStatus(adapter.name, adapter.version, slot is not None, 0 if slot is None else slot.refs)
 

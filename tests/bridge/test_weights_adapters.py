@@ -13,9 +13,11 @@ from weights_harness import Worker, new_tensors, serves, wait_for
 
 from rollout.adapter_sources import AdapterTarget
 from rollout.config import ModelSettings
+from rollout.engine.adapters import AdapterTable
 from rollout.models import load_model
-from rollout.models.adapters import module_shapes
+from rollout.models.adapters import AdapterSlots, module_shapes, random_adapter
 from rollout.models.spec import ModelSpec
+from tests.engine.streams import InlineDevice
 from tests.models.families import make_checkpoint
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
@@ -31,8 +33,23 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.fixture(params=["staged", "in_place"])
 def worker(request: pytest.FixtureRequest, spec: ModelSpec) -> Iterator[Worker]:
-    target = AdapterTarget(spec, 4, torch.float32, False, lambda name: None)
+    target = AdapterTarget(spec, 4, torch.float32, False, lambda: None)
     with Worker(adapters=target, apply=request.param) as worker:
+        yield worker
+
+
+@pytest.fixture
+def table(spec: ModelSpec) -> AdapterTable:
+    """Room for one adapter."""
+    device = InlineDevice()
+    memory = AdapterSlots(spec, 1, 4, torch.float32, device.torch_device)
+    return AdapterTable(memory, device, device.stream("loads"), device.stream("compute"), most=1)
+
+
+@pytest.fixture
+def full(spec: ModelSpec, table: AdapterTable) -> Iterator[Worker]:
+    """Its table has room for one adapter."""
+    with Worker(adapters=AdapterTarget(spec, 4, torch.float32, False, lambda: table)) as worker:
         yield worker
 
 
@@ -95,3 +112,26 @@ def test_the_model_need_not_wait_for_an_adapter_that_does_not_come(worker: Worke
     assert finish(model)["op"] == "ok" and serves(worker.model, tensors)
     wait_for(lambda: not waits.empty(), "the adapter's turn")
     assert_rejected(dead.commit(), "before this update was complete")
+
+
+def test_one_adapter_too_many_is_refused_before_a_byte_comes(
+    full: Worker, spec: ModelSpec, table: AdapterTable
+) -> None:
+    table.put("first", 0, random_adapter(spec, 4, torch.float32, seed=0))
+    refused = RawAdapter(full, spec, "a").begin()
+    assert_rejected(refused, "1 adapters are loaded, as many as engine.max_adapters allows: unload one first")
+    assert refused["field"] == "adapter"
+    newer = RawAdapter(full, spec, "first")
+    assert newer.begin()["op"] == "ok" and finish(newer)["op"] == "ok", "it takes the place of the older one"
+
+
+def test_an_adapter_that_others_came_before_is_refused_when_it_is_whole(
+    full: Worker, spec: ModelSpec, table: AdapterTable
+) -> None:
+    late, later = RawAdapter(full, spec, "a"), RawAdapter(full, spec, "a")
+    assert late.begin()["op"] == "ok"
+    table.put("first", 0, random_adapter(spec, 4, torch.float32, seed=0))
+    assert_rejected(finish(late), "engine.max_adapters")
+    assert full.updates == [] and full.status()["state"] == "idle"
+    table.drop("first")
+    assert later.begin()["op"] == "ok" and finish(later)["op"] == "ok"

@@ -138,3 +138,25 @@ def test_a_path_that_leads_out_or_nowhere_is_refused(adapted: Adapted, caller: R
 def test_a_newer_version_must_be_newer(caller: RolloutClient) -> None:
     with pytest.raises(BadRequest, match="version 0"):
         caller.load_adapter("first", "f0", version=0)
+
+
+def test_the_status_shows_an_adapter_as_soon_as_its_load_is_confirmed(adapted: Adapted, caller: RolloutClient) -> None:
+    """Also while steps run, when the loop renews its snapshot every 0.1 s."""
+    model = PeftModel.from_pretrained(copy.deepcopy(adapted.reference), str(adapted.root / "f1"))
+    tensors = get_peft_model_state_dict(model)
+    options = {"adapter": "seen", "adapter_config": model.peft_config["default"]}
+
+    def seen() -> int | None:
+        return {a["name"]: a["version"] for a in caller.status()["adapters"]}.get("seen")
+
+    running = caller.generate(PROMPT, max_tokens=400, stream="tokens", stream_every=4, **GREEDY)
+    next(running)
+    with WeightPublisher(adapted.worker.endpoint) as publisher:
+        for version in range(0, 20, 2):
+            caller.load_adapter("seen", "f1", version=version)
+            assert seen() == version
+            publisher.publish(tensors, version + 1, **options).applied(60)
+            assert seen() == version + 1
+    caller.unload_adapter("seen")
+    assert seen() is None
+    list(running)
