@@ -118,14 +118,7 @@ def plan_request(
         sent["sampling"] = sampling
     if "stop" in sent and "token_ids" in sent["stop"]:
         sent["stop"] = {**sent["stop"], "token_ids": [int(token) for token in sent["stop"]["token_ids"]]}
-    prior = None
-    if "continue_from" in sent:
-        prior = _prior(sent["continue_from"])
-        if isinstance(sent["continue_from"], Completion) and not sent.get("return_routing"):
-            prior = replace(prior, routing=None)  # it is not wanted back
-        if isinstance(sent["continue_from"], Completion) and not sent.get("logprobs"):
-            prior = replace(prior, top_ids=None, top_logprobs=None)
-        sent["continue_from"] = _given_prior(sent["continue_from"], prior)
+    prior = _add_prior(sent) if "continue_from" in sent else None
     if stream:
         sent["stream"] = stream
     n = sent.get("n", 1)
@@ -154,6 +147,19 @@ def _add_prompt(sent: dict[str, Any], prompt: Prompt | None) -> None:
         sent["prompt"] = token_array(prompt, "prompt")
     if "messages" in sent:
         sent["messages"] = [dict(message) for message in sent["messages"]]
+
+
+def _add_prior(sent: dict[str, Any]) -> Completion:
+    given = sent["continue_from"]
+    if not isinstance(given, Completion):
+        given = {name: value for name, value in given.items() if value is not None}
+    prior = _prior(given)
+    if isinstance(given, Completion) and not sent.get("return_routing"):
+        prior = replace(prior, routing=None)  # it is not wanted back
+    if isinstance(given, Completion) and not sent.get("logprobs"):
+        prior = replace(prior, top_ids=None, top_logprobs=None)
+    sent["continue_from"] = _given_prior(given, prior)
+    return prior
 
 
 def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -349,6 +349,12 @@ def _check_generate(request: Generate) -> None:
                 f"for {request.logprobs}; set 'logprobs' to as many, or leave 'top_ids' and 'top_logprobs' out",
                 "logprobs",
             )
+        if request.continue_from.adapter_versions and request.adapter is None:
+            raise bad_request(
+                "'continue_from' has 'adapter_versions'; name the adapter in 'adapter', or leave them out to go on "
+                "with the model alone",
+                "adapter",
+            )
 
 
 def _check_attach(request: Attach) -> None:

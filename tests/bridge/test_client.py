@@ -14,6 +14,7 @@ from scripted_worker import ScriptedWorker, completion, counting, result
 
 from trainer_bridge import errors
 from trainer_bridge.client import RolloutClient
+from trainer_bridge.generate_request import plan_request
 
 # --- one request -----------------------------------------------------------------------------------------------------
 
@@ -66,6 +67,19 @@ def test_fields_are_sent_under_the_protocols_names(connect: Connect, serve: Serv
             "session": "s",
         }
     ]
+
+
+def test_none_in_a_map_to_continue_from_is_as_good_as_absent() -> None:
+    known = {"token_ids": [7, 8], "seed": 1}
+    optional = (
+        *("logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs", "versions", "recomputed"),
+        *("adapter_versions", "routing", "text_chars"),
+    )
+    plan = plan_request([1], {"continue_from": known | dict.fromkeys(optional)})
+    sent = plan.fields["continue_from"]
+    assert sent.keys() == known.keys() and sent["token_ids"].tolist() == [7, 8]
+    assert plan.prior is not None and plan.prior.versions == [(-1, 2)] and plan.prior.adapter_versions == []
+    assert np.isnan(plan.prior.logprobs).tolist() == np.isnan(plan.prior.raw_logprobs).tolist() == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from service_harness import delta, done, serving
+from service_harness import MODEL, delta, done, serving
 
 from rollout.engine.types import Finish
 from rollout.service.stop_strings import StopText
@@ -69,3 +71,23 @@ def test_pieces_of_text_fit_together_wherever_a_completion_changes_workers(codec
         second.feed(tokens[cut:])
         second.finish()
         assert before + second.take() == whole and second.text == whole
+
+
+def test_an_adapters_tokens_go_on_with_an_adapter_or_without_its_versions():
+    """Marks that went on over the model's own tokens would name a version that did not draw them."""
+    prior = {"token_ids": [11, 12], "seed": 77, "adapter_versions": [[0, 3]]}
+    fields = {"prompt": [1], "max_tokens": 5}
+    with serving(model=replace(MODEL, adapters=True)) as bench:
+        client = bench.client()
+        refused = client.ask("generate", "r", continue_from=prior, **fields)
+        assert (refused["code"], refused["field"]) == ("bad_request", "adapter")
+        assert "adapter_versions" in refused["message"]
+        client.send("generate", "a", continue_from=prior, adapter="chess", **fields)
+        request = bench.submitted()
+        new = delta(request.key, 0, 2, [13], adapter_versions=((2, 4),), finish=Finish("length"))
+        bench.put(new, done(request))
+        assert client.receive()["completions"][0]["adapter_versions"] == [[0, 3], [2, 4]]
+        client.send("generate", "b", continue_from={**prior, "adapter_versions": []}, **fields)
+        request = bench.submitted()
+        bench.put(delta(request.key, 0, 2, [13], finish=Finish("length")), done(request))
+        assert "adapter_versions" not in client.receive()["completions"][0]
