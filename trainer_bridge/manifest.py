@@ -20,11 +20,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsIndex
 
 import xxhash
 
@@ -127,14 +128,15 @@ def usual_bucket_bytes(total_bytes: int, gpus: bool) -> int:
     return min(max(even, _USUAL_BUCKET_BYTES), MAX_BUCKET_BYTES)
 
 
-def pack(version: int, tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> Manifest:
+def pack(version: SupportsIndex, tensors: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int) -> Manifest:
     """Lay out tensors, given as (name, dtype, shape) in the order in which they will be sent.
 
-    Raises `WeightsRejected` for a version, dtype, shape, bucket size or repeated name that no update can have.
+    The version may be an integer of NumPy or torch. Raises `WeightsRejected` for a version, dtype, shape, bucket size
+    or repeated name that no update can have.
     """
-    if type(version) is not int or not 0 <= version <= MAX_VERSION:
-        raise _rejected(f"the version must be an integer from 0 to {MAX_VERSION}, not {version!r:.40}", "version")
-    _check_bucket_bytes(bucket_bytes)
+    plain_version = _plain(version)
+    _check_version(plain_version)
+    check_bucket_bytes(bucket_bytes)
     entries: list[TensorEntry] = []
     names: set[str] = set()
     end = 0
@@ -150,7 +152,7 @@ def pack(version: int, tensors: Iterable[tuple[str, str, Sequence[int]]], bucket
         entries.append(entry)
     if end > _MAX_BUCKETS * bucket_bytes:
         raise _rejected(f"{end} bytes in buckets of {bucket_bytes} are more than {_MAX_BUCKETS} buckets; enlarge them")
-    return Manifest(version, tuple(entries), bucket_bytes)
+    return Manifest(plain_version, tuple(entries), bucket_bytes)
 
 
 def from_wire(value: Any, max_tensors: int = MAX_TENSORS) -> Manifest:
@@ -165,6 +167,7 @@ def from_wire(value: Any, max_tensors: int = MAX_TENSORS) -> Manifest:
         raise _rejected(f"the manifest has {len(rows)} tensors; the model takes at most {max_tensors}")
     if type(rows) is not list or not all(_is_row(row) for row in rows):
         raise _rejected("the manifest's tensors must be a list of [name, dtype, shape]")
+    _check_version(value["version"])
     manifest = pack(value["version"], rows, value["bucket_bytes"])
     if type(value["digest"]) is not str or value["digest"] != manifest.digest:
         raise _rejected("the manifest's digest does not match its content; it was changed on its way")
@@ -214,7 +217,21 @@ def _blake2b(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _check_bucket_bytes(bucket_bytes: Any) -> None:
+def _plain(number: Any) -> Any:
+    """An integer of whatever type as Python's own; anything else, and a bool, as it is."""
+    try:
+        return number if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return number
+
+
+def _check_version(version: Any) -> None:
+    if type(version) is not int or not 0 <= version <= MAX_VERSION:
+        raise _rejected(f"the version must be an integer from 0 to {MAX_VERSION}, not {version!r:.40}", "version")
+
+
+def check_bucket_bytes(bucket_bytes: Any) -> None:
+    """Raise `WeightsRejected` for a size that no bucket can have."""
     if type(bucket_bytes) is not int or not ALIGN_BYTES <= bucket_bytes <= MAX_BUCKET_BYTES:
         raise _rejected(
             f"bucket_bytes must be an integer from {ALIGN_BYTES} to {MAX_BUCKET_BYTES}, not {bucket_bytes!r:.40}"

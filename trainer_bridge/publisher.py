@@ -39,7 +39,7 @@ from trainer_bridge.errors import (
 )
 from trainer_bridge.kept_update import KeptUpdate
 from trainer_bridge.keys import ClientCurve
-from trainer_bridge.manifest import usual_bucket_bytes
+from trainer_bridge.manifest import check_bucket_bytes, usual_bucket_bytes
 from trainer_bridge.payload import NamedTensors, Payload
 from trainer_bridge.publish_handle import PublishHandle, WorkerReport
 from trainer_bridge.trainer_ranks import RELEASED, TrainerRanks
@@ -96,6 +96,11 @@ class WeightPublisher:
         self.endpoints = [endpoints] if isinstance(endpoints, str) else list(endpoints)
         if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
             raise ValueError("endpoints must name at least one worker, and each once")
+        if bucket_bytes is not None:
+            check_bucket_bytes(bucket_bytes)
+        for name, seconds in {"begin_s": begin_s, "stall_s": stall_s, "apply_s": apply_s}.items():
+            if not seconds > 0:
+                raise ValueError(f"{name} must be more than 0 seconds, not {seconds!r}")
         self.transport = transport
         self._curve = curve
         self._choice = TransportChoice(transport, folder, curve, self.endpoints)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -81,6 +84,21 @@ def test_reading_anything_gives_a_manifest_or_a_rejection(value: object) -> None
 def test_a_changed_manifest_is_rejected_with_the_reason(change: dict, named: str) -> None:
     with pytest.raises(WeightsRejected, match=named):
         from_wire({**pack(1, ROWS, 64).to_wire(), **change})
+
+
+@pytest.mark.parametrize("version", [np.int64(7), np.uint8(7), torch.tensor(7)])
+def test_a_publishers_version_may_be_any_kind_of_integer(version: Any) -> None:
+    manifest = pack(version, ROWS, 64)
+    assert type(manifest.version) is int and manifest == pack(7, ROWS, 64)
+    assert from_wire(manifest.to_wire()) == manifest
+    with pytest.raises(WeightsRejected, match="version"):
+        from_wire({**manifest.to_wire(), "version": version})
+
+
+@pytest.mark.parametrize("version", [True, np.True_, 1.0, np.float64(1), "1", None, -1, np.int64(-1), 1 << 63])
+def test_a_version_that_is_no_integer_or_out_of_range_is_rejected(version: Any) -> None:
+    with pytest.raises(WeightsRejected, match="version must be an integer"):
+        pack(version, ROWS, 64)
 
 
 def test_the_layout_digest_ignores_the_version_and_nothing_else() -> None:

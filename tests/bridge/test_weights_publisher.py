@@ -322,3 +322,12 @@ def test_only_what_may_go_between_gpus_travels_in_large_buckets(
     with Worker() as worker, WeightPublisher(worker.endpoint, transport=transport) as publisher:
         payload = Payload({"a": torch.zeros(1 << 16)}, 1, publisher._bucket_bytes)
     assert payload.manifest.bucket_bytes == (4096 if large else 64)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"bucket_bytes": 100}, "multiple of 64"), ({"begin_s": -1}, "begin_s"), ({"stall_s": 0}, "stall_s")],
+)
+def test_settings_that_cannot_be_are_refused_at_once(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, WeightsRejected), match=words):
+        WeightPublisher("tcp://127.0.0.1:1", **wrong)
