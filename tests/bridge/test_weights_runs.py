@@ -58,7 +58,8 @@ def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor]) 
         mine = {name: tensor.to(devices[rank]) for name, tensor in tensors.items()}
         payload = Payload(mine, 1, BUCKET)
         if rank == 0:
-            payload.kept = torch.zeros(payload.manifest.total_bytes, dtype=torch.uint8)
+            memory = torch.zeros(payload.manifest.total_bytes, dtype=torch.uint8)
+            payload.keep_in(lambda: memory)
         store, watch = (connect(HOST, server.port, 20.0) for _ in range(2))
         place = Place("g", rank, len(devices), len(runs))
         rules = TransferRules(20.0, threading.Event())
