@@ -27,6 +27,8 @@ _QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # none that a backslash takes into th
 _NO_CLASS = "123456789kpPB"
 #: An escape: of half of a surrogate pair, in a group, or another one.
 _ESCAPE = re.compile(r"\\(?:((?:u\{?|U0000|x0*)[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)
+#: An escape: of a number that does not end with its second digit, in a group, or another one. xgrammar reads on.
+_LONG_NUMBER = re.compile(r"\\(?:(x)(?![0-9a-fA-F]{2}(?![0-9a-fA-F]))|.)", re.DOTALL)
 _COUNTS = re.compile(r"([0-9]+)(?:,([0-9]+))?")
 #: Of a grammar: texts, classes, remarks and names, or, in a group, numbers. One that is not closed ends with the text,
 #: for a pattern that fails there would be tried again at each quote.
@@ -48,6 +50,8 @@ def refused(text: str, in_json: bool = False) -> str | None:
     if len(text) > MAX_CHARS:
         return f"it has more than {MAX_CHARS} characters; shorten it"
     elements = list(_elements(text))
+    if any(match[1] for match in _LONG_NUMBER.finditer(text)):
+        return r"'\x' has two hexadecimal digits and none behind them; write '\u' with four, or the character itself"
     if problem := _half_of_pair(text) or _not_known(text, elements, in_json):
         return problem
     groups: list[tuple[bool, bool]] = []  # of those that are open: at the begin of the text, and with an anchor

@@ -188,6 +188,8 @@ def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tok
         ("grammar", 'root ::= "a"{' + "9" * 50_000 + "}", "repetitions are too many"),
         ("regex", r"\ud83d\ude00", "half of a surrogate pair"),
         ("regex", r"[a\u{d800}]", "half of a surrogate pair"),
+        ("regex", r"\x41b", "two hexadecimal digits"),
+        ("regex", r"[\x{41}]", "two hexadecimal digits"),
         ("regex", "\ud83d", "half of a surrogate pair"),
         ("json_schema", json.dumps({"type": "string", "pattern": r"\uDFFF"}), "half of a surrogate pair"),
         ("json_schema", '{"const": "\ud800"}', "half of a surrogate pair"),
