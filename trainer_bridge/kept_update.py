@@ -2,12 +2,13 @@
 
 A trainer changes its tensors once they are `held`, so what is to be sent again has to be a copy. It is filled as the
 update is packed, into one buffer that every update uses: from a new one's first bytes on there is none to be sent
-again, until all of it was packed. An update that every worker refuses before that leaves the one before as it is.
+again, until all of it was packed. An update that is refused before that leaves the one before as it is.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import torch
 
@@ -25,7 +26,7 @@ class KeptUpdate:
         self._lock = threading.Lock()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._manifest: Manifest | None = None
-        self._refusals = 0
+        self._refusals: Counter[str] = Counter()  # by endpoint
 
     @property
     def version(self) -> int | None:
@@ -34,7 +35,8 @@ class KeptUpdate:
 
     def fill(self, payload: Payload) -> None:
         """Keep this update from its first bytes on."""
-        payload.keep_in(lambda: self._room(payload.manifest.total_bytes))
+        nbytes = payload.manifest.total_bytes
+        payload.keep_in(lambda: self._room(nbytes))
 
     def _room(self, nbytes: int) -> torch.Tensor:
         with self._lock:
@@ -46,13 +48,22 @@ class KeptUpdate:
 
     def complete(self, payload: Payload) -> None:
         """All of it was packed."""
-        self._manifest, self._refusals = payload.manifest, 0
+        self._manifest = payload.manifest
+        self._refusals.clear()
+        payload.keep_in(None)
 
-    def refused(self) -> None:
-        """A worker refused it again, though not at once. After a few times that is for what is in it: let it go."""
-        self._refusals += 1
-        if self._refusals == _MOST_REFUSALS:
-            self._manifest = None
+    def refused(self, endpoint: str) -> bool:
+        """A worker refused it. True when it has done so too often: it is not asked any more."""
+        self._refusals[endpoint] += 1
+        return not self.is_for(endpoint)
+
+    def taken(self, endpoint: str) -> None:
+        """A worker was brought to it."""
+        self._refusals.pop(endpoint, None)
+
+    def is_for(self, endpoint: str) -> bool:
+        """Whether it is worth a try."""
+        return self._refusals[endpoint] < _MOST_REFUSALS
 
     def payload(self, bucket_bytes: int | None) -> Payload:
         """The update, to be sent again."""

@@ -85,9 +85,9 @@ class Payload:
         """Where the tensors are."""
         return torch.device("cpu") if self._stream is None else self._stream.device
 
-    def keep_in(self, memory: Callable[[], torch.Tensor]) -> None:
+    def keep_in(self, memory: Callable[[], torch.Tensor] | None) -> None:
         """Have what is sent kept in host memory of the whole stream; it is asked for when the first bytes are there."""
-        self._keep_in = memory
+        self._keep_in, self._kept = memory, None
 
     @property
     def kept(self) -> torch.Tensor | None:
@@ -96,12 +96,14 @@ class Payload:
             self._kept = self._keep_in()
         return self._kept
 
-    def keep_all(self) -> None:
-        """Keep the whole stream, sent or not. Raises as `pack_bucket`, unless all of it was sent and kept before."""
+    def keep_all(self, stop: threading.Event) -> None:
+        """Keep the whole stream, sent or not, unless all of it was. Raises as `pack_bucket`, and once `stop` is set."""
         kept = self.kept
         if kept is None or self._released.is_set():
             return
         for index in range(self.manifest.bucket_count):
+            if stop.is_set():
+                raise RolloutError("keep: the publisher was closed", code="closed")
             start, end = self.manifest.bucket_span(index)
             self.pack_bucket(index, kept[start:end])
 

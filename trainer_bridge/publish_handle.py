@@ -33,7 +33,8 @@ class PublishHandle:
         self.version = payload.manifest.version
         self.nbytes = payload.manifest.tensor_bytes
         self.phase = "queued"
-        self.begun = False  # a worker has checked what it is and taken it
+        self.begun = False  # a worker has found that it fits, and waits for its bytes
+        self.refused = False  # by every worker that had all of it
         self.reports: dict[str, WorkerReport] = {}  # by endpoint, of the workers that use the new weights
         self.errors: dict[str, RolloutError] = {}  # by endpoint, of the others
         self._payload = payload

@@ -30,7 +30,6 @@ from typing import Any
 
 from trainer_bridge.adapter_config import config_map
 from trainer_bridge.errors import (
-    BadRequest,
     ConnectionLost,
     ProtocolError,
     RolloutError,
@@ -68,7 +67,7 @@ class WeightPublisher:
 
     With `keep` the last update stays in this host's memory, so that a worker that comes back (its supervisor started it
     again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on. That is also one
-    that failed since no worker could be reached, or was lost in the middle; one that was refused is none.
+    that failed since workers could not be reached or were lost in the middle: its version is used up then.
 
     With `collective` every rank of torch.distributed's default group makes a publisher and calls `publish` with its
     part (a `state_dict` of DTensors, as FSDP2 has them) and `close`; rank 0 talks to the workers and fetches from the
@@ -203,7 +202,7 @@ class WeightPublisher:
                     kept.fill(payload)
                 self._publish(payload, handle, self.endpoints)
                 if kept is not None:
-                    _keep(kept, payload, handle)
+                    self._keep(kept, payload, handle)
             except RolloutError as caught:
                 error = caught
             except Exception as caught:  # whoever waits for the handle must hear of it, whatever it is
@@ -238,7 +237,7 @@ class WeightPublisher:
         behind = [
             link.endpoint
             for link, answer in zip(links, answers, strict=True)
-            if type(answer) is dict and _is_behind(answer, version)
+            if type(answer) is dict and _is_behind(answer, version) and self._kept.is_for(link.endpoint)
         ]
         if not behind:
             return
@@ -251,11 +250,26 @@ class WeightPublisher:
         finally:
             handle.end(None)
         for endpoint in handle.reports:
+            self._kept.taken(endpoint)
             _log.info("%s had older weights and was brought to version %d", endpoint, version)
         for endpoint, problem in handle.errors.items():
             _log.warning("%s has older weights and could not be brought to version %d: %s", endpoint, version, problem)
-        if not handle.reports and any(isinstance(error, WeightsRejected) for error in handle.errors.values()):
-            self._kept.refused()
+            if isinstance(problem, WeightsRejected) and self._kept.refused(endpoint):
+                _log.error("%s is not brought to version %d any more: publish a newer one", endpoint, version)
+
+    def _keep(self, kept: KeptUpdate, payload: Payload, handle: PublishHandle) -> None:
+        """Keep the update whole, also if no worker got all of it, unless it is not for them."""
+        lost = any(isinstance(error, (ConnectionLost, RolloutTimeout)) for error in handle.errors.values())
+        if handle.refused or not (handle.begun or lost):
+            return
+        try:
+            if not handle.reports:
+                handle.phase = "keep"
+                payload.keep_all(self._closing)
+        except RolloutError as error:
+            _log.warning("version %d cannot be kept for workers that come back: %s", handle.version, error)
+            return
+        kept.complete(payload)
 
     def _gather(self, payload: Payload, handle: PublishHandle) -> None:
         """Learn what the other ranks hold."""
@@ -293,6 +307,7 @@ class WeightPublisher:
                 finished |= {name: options for name, options in second.items() if options}
             self._check_open(handle)
             handle.phase = "commit"
+            whole = [peer for peer in peers if not peer.error]
             asked = self._ask(
                 peers,
                 lambda peer: {"action": "commit", "token": peer.token.hex(), "options": finished[peer.transport]},
@@ -301,6 +316,7 @@ class WeightPublisher:
             )
             for peer, reply in asked:
                 handle.report(peer, reply)
+            handle.refused = bool(whole) and all(isinstance(peer.error, WeightsRejected) for peer in whole)
         finally:
             self._abort(peers, handle)
             handle.errors |= {peer.endpoint: peer.error for peer in peers if peer.error}
@@ -380,20 +396,6 @@ class WeightPublisher:
             raise RolloutError(
                 f"{handle.phase}: the publisher was closed; the workers keep their weights", code="closed"
             )
-
-
-def _keep(kept: KeptUpdate, payload: Payload, handle: PublishHandle) -> None:
-    """Keep the update whole, also if no worker got all of it, unless it was refused for what it is."""
-    refused = any(isinstance(error, (WeightsRejected, BadRequest)) for error in handle.errors.values())
-    if refused and not handle.begun:
-        return
-    try:
-        if not handle.reports:
-            payload.keep_all()
-    except RolloutError as error:
-        _log.warning("version %d cannot be kept for workers that come back: %s", handle.version, error)
-        return
-    kept.complete(payload)
 
 
 def _is_behind(status: dict[str, Any], version: int) -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from weights_harness import Worker, new_tensors, serves, wait_for
+from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
 from trainer_bridge import publisher as publisher_module
-from trainer_bridge.errors import ConnectionLost, RolloutError, RolloutTimeout, WeightsRejected
+from trainer_bridge.errors import ConnectionLost, RolloutError, RolloutTimeout, Unavailable, WeightsRejected
 from trainer_bridge.payload import Payload
 from trainer_bridge.publisher import WeightPublisher
 
@@ -130,18 +130,59 @@ def test_a_stale_worker_is_brought_what_it_had(tmp_path: Path) -> None:
         assert worker.status()["state"] == "idle" and worker.receiver.version == 3
 
 
-def test_what_is_refused_for_its_content_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        Worker(apply="in_place") as worker,
-        WeightPublisher(worker.endpoint, transport="zmq", keep=True, bucket_bytes=64) as publisher,
-    ):
+def test_what_is_refused_for_its_content_is_not_kept() -> None:
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="zmq", keep=True) as publisher:
+        publisher.publish(tensors := new_tensors(worker.model, 1), 1).applied(20)
         wrong = new_tensors(worker.model, 4)
-        wrong["lm_head.weight"] = wrong["embed.weight"] + 1
+        wrong["lm_head.weight"] = wrong["embed.weight"] + 1  # they are one parameter: found out at the end
         with pytest.raises(WeightsRejected):
             publisher.publish(wrong, 4).applied(20)
-        wait_for(lambda: kept_version(publisher) is None, "the publisher gives it up")
-        publisher.publish(tensors := new_tensors(worker.model, 5), 5).applied(20)
-        assert serves(worker.model, tensors) and not worker.receiver.hold.stale
+        assert kept_version(publisher) is None and serves(worker.model, tensors)
+
+
+def test_a_worker_that_refuses_it_is_left_alone_and_others_get_it(caplog: pytest.LogCaptureFixture) -> None:
+    class OtherModel(TinyModel):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.views["norm.weight"]
+
+    with Worker() as one, Worker() as other, WeightPublisher([one.endpoint, other.endpoint], keep=True) as publisher:
+        publisher.publish(tensors := new_tensors(one.model, 1), 1).applied(20)
+        other.close()
+        with Worker(model=OtherModel(), port=other.port):
+            wait_for(lambda: "not brought to version 1 any more" in caplog.text, "the publisher gives it up")
+            one.close()
+            with Worker(port=one.port) as again:
+                wait_for(lambda: again.receiver.version == 1, "the newest version")
+                assert serves(again.model, tensors) and kept_version(publisher) == 1
+
+
+def test_an_update_that_a_sleeping_worker_refused_is_not_kept() -> None:
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="zmq", keep=True) as publisher:
+        publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
+        worker.receiver.hold.door.shut()
+        with pytest.raises(Unavailable):
+            publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
+        worker.receiver.hold.door.open()
+        publisher.publish(tensors, 2).applied(20)
+        assert serves(worker.model, tensors)
+
+
+def test_a_publisher_that_is_closed_keeps_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, kept = Payload.start_bucket, []
+
+    def start_bucket(self: Payload, index: int, out: torch.Tensor) -> int:
+        kept.append(index)
+        publisher._closing.set()
+        return plain(self, index, out)
+
+    monkeypatch.setattr(Payload, "start_bucket", start_bucket)
+    with Worker() as worker:
+        tensors, endpoint = new_tensors(worker.model, 1), worker.endpoint
+    with WeightPublisher(endpoint, transport="zmq", keep=True, begin_s=0.2, bucket_bytes=64) as publisher:
+        with pytest.raises(RolloutError):
+            publisher.publish(tensors, 1).applied(20)
+        assert kept == [0] and kept_version(publisher) is None
 
 
 def test_the_buffer_is_reused() -> None:
