@@ -92,7 +92,7 @@ class Worker:
         target = adapter_target(settings.engine, model, self._adapters)
         device = make_device(settings.model.device)
         memory = sleeping_memory(settings, device, model)  # before anybody has views of the weights
-        views, room = trainer_views(loaded), None if memory is None else memory.room
+        views, room = loaded.trainer_views(), None if memory is None else memory.room
         self.receiver = WeightReceiver(views, version, settings.weights, settings.security, target, room)
         first_adapters = read_adapters(settings.engine, model)
         with stage("preparing decode steps") as advance:
@@ -381,14 +381,6 @@ def check_settings(settings: Settings) -> Device:
         return make_device(settings.model.device)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-
-
-def trainer_views(loaded: LoadedModel) -> dict[str, torch.Tensor]:
-    """The names that a trainer may send: the checkpoint's, and a tied output layer, which its state_dict lists too."""
-    views = loaded.model.hf_views()
-    if loaded.spec.tied:
-        views["lm_head.weight"] = views["model.embed_tokens.weight"]
-    return views
 
 
 def make_sinks(settings: Settings) -> list[Sink]:

@@ -7,16 +7,22 @@ again, until all of it was packed. An update that is refused before that leaves 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
+from typing import Any
 
 import torch
 
+from trainer_bridge.errors import ConnectionLost, RolloutError, RolloutTimeout
 from trainer_bridge.manifest import Manifest
 from trainer_bridge.payload import Payload
+from trainer_bridge.publish_handle import PublishHandle
 from trainer_bridge.staging import typed_view
 
 _MOST_REFUSALS = 3  # one may be of a worker that was lost once more
+
+_log = logging.getLogger(__name__)
 
 
 class KeptUpdate:
@@ -46,24 +52,39 @@ class KeptUpdate:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8)
             return self._buffer[:nbytes]
 
-    def complete(self, payload: Payload) -> None:
-        """All of it was packed."""
+    def settle(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
+        """The update is over: keep it whole, also if no worker got all of it, unless it is not for them."""
+        lost = any(isinstance(error, (ConnectionLost, RolloutTimeout)) for error in handle.errors.values())
+        if handle.refused or not (handle.begun or lost):
+            return
+        try:
+            if not handle.reports:
+                handle.phase = "keep"
+                payload.keep_all(stop)
+        except RolloutError as error:
+            _log.warning("version %d cannot be kept for workers that come back: %s", handle.version, error)
+            return
         self._manifest = payload.manifest
         self._refusals.clear()
         payload.keep_in(None)
 
-    def refused(self, endpoint: str) -> bool:
-        """A worker refused it. True when it has done so too often: it is not asked any more."""
-        self._refusals[endpoint] += 1
-        return not self.is_for(endpoint)
+    def wanted_by(self, endpoint: str, status: dict[str, Any]) -> bool:
+        """Whether a worker has older weights, or none that are whole, nobody brings it others, and it may take it."""
+        served, state = status.get("version"), status.get("state")
+        if self._manifest is None or type(served) is not int or self._refusals[endpoint] == _MOST_REFUSALS:
+            return False
+        behind = served < self._manifest.version
+        return (behind and state == "idle") or (served <= self._manifest.version and state == "stale")
 
     def taken(self, endpoint: str) -> None:
         """A worker was brought to it."""
         self._refusals.pop(endpoint, None)
 
-    def is_for(self, endpoint: str) -> bool:
-        """Whether it is worth a try."""
-        return self._refusals[endpoint] < _MOST_REFUSALS
+    def refused(self, endpoint: str) -> None:
+        """A worker refused it; one that has done so too often is not asked any more."""
+        self._refusals[endpoint] += 1
+        if self._refusals[endpoint] == _MOST_REFUSALS:
+            _log.error("%s is not brought to version %s any more: publish a newer one", endpoint, self.version)
 
     def payload(self, bucket_bytes: int | None) -> Payload:
         """The update, to be sent again."""

@@ -104,8 +104,9 @@ class Payload:
         for index in range(self.manifest.bucket_count):
             if stop.is_set():
                 raise RolloutError("keep: the publisher was closed", code="closed")
-            start, end = self.manifest.bucket_span(index)
-            self.pack_bucket(index, kept[start:end])
+            with self._packing:
+                self._fill(index, kept[self.manifest.bucket_span(index)[0] :])
+                self._settle()
 
     def pack_bucket(self, index: int, out: torch.Tensor) -> int:
         """Write bucket `index` to the start of `out` (uint8, on the host or `device`); its bytes. Complete on return.
@@ -119,14 +120,19 @@ class Payload:
     def start_bucket(self, index: int, out: torch.Tensor) -> int:
         """As `pack_bucket`, but on a GPU complete only for what comes behind it in `on_side_stream`."""
         with self._packing:
-            self._check_there()
-            start, end = self.manifest.bucket_span(index)
-            with self.on_side_stream():
-                self._pack(start, end, out, self._fetched)
+            start, end = self._fill(index, out)
             if (kept := self.kept) is not None:
                 self._settle()
                 kept[start:end].copy_(out[: end - start])
             return end - start
+
+    def _fill(self, index: int, out: torch.Tensor) -> tuple[int, int]:
+        """Begin to write a bucket; from where to where of the stream it is."""
+        self._check_there()
+        start, end = self.manifest.bucket_span(index)
+        with self.on_side_stream():
+            self._pack(start, end, out, self._fetched)
+        return start, end
 
     def pack_pieces(self, pieces: Sequence[tuple[int, int, int]], out: torch.Tensor) -> None:
         """Write what this rank of a trainer sends itself: bytes of the stream (first, past-the-last), place in `out`.

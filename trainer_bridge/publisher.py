@@ -29,13 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer_bridge.adapter_config import config_map
-from trainer_bridge.errors import (
-    ConnectionLost,
-    ProtocolError,
-    RolloutError,
-    RolloutTimeout,
-    WeightsRejected,
-)
+from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
 from trainer_bridge.kept_update import KeptUpdate
 from trainer_bridge.keys import ClientCurve
 from trainer_bridge.manifest import check_bucket_bytes, usual_bucket_bytes
@@ -202,7 +196,7 @@ class WeightPublisher:
                     kept.fill(payload)
                 self._publish(payload, handle, self.endpoints)
                 if kept is not None:
-                    self._keep(kept, payload, handle)
+                    kept.settle(payload, handle, self._closing)
             except RolloutError as caught:
                 error = caught
             except Exception as caught:  # whoever waits for the handle must hear of it, whatever it is
@@ -237,7 +231,7 @@ class WeightPublisher:
         behind = [
             link.endpoint
             for link, answer in zip(links, answers, strict=True)
-            if type(answer) is dict and _is_behind(answer, version) and self._kept.is_for(link.endpoint)
+            if type(answer) is dict and self._kept.wanted_by(link.endpoint, answer)
         ]
         if not behind:
             return
@@ -254,22 +248,8 @@ class WeightPublisher:
             _log.info("%s had older weights and was brought to version %d", endpoint, version)
         for endpoint, problem in handle.errors.items():
             _log.warning("%s has older weights and could not be brought to version %d: %s", endpoint, version, problem)
-            if isinstance(problem, WeightsRejected) and self._kept.refused(endpoint):
-                _log.error("%s is not brought to version %d any more: publish a newer one", endpoint, version)
-
-    def _keep(self, kept: KeptUpdate, payload: Payload, handle: PublishHandle) -> None:
-        """Keep the update whole, also if no worker got all of it, unless it is not for them."""
-        lost = any(isinstance(error, (ConnectionLost, RolloutTimeout)) for error in handle.errors.values())
-        if handle.refused or not (handle.begun or lost):
-            return
-        try:
-            if not handle.reports:
-                handle.phase = "keep"
-                payload.keep_all(self._closing)
-        except RolloutError as error:
-            _log.warning("version %d cannot be kept for workers that come back: %s", handle.version, error)
-            return
-        kept.complete(payload)
+            if isinstance(problem, WeightsRejected):
+                self._kept.refused(endpoint)
 
     def _gather(self, payload: Payload, handle: PublishHandle) -> None:
         """Learn what the other ranks hold."""
@@ -396,14 +376,6 @@ class WeightPublisher:
             raise RolloutError(
                 f"{handle.phase}: the publisher was closed; the workers keep their weights", code="closed"
             )
-
-
-def _is_behind(status: dict[str, Any], version: int) -> bool:
-    """Whether a worker has older weights, or none that are whole, and nobody is bringing it others."""
-    served, state = status.get("version"), status.get("state")
-    none_whole = status.get("dropped") is True or state == "stale"
-    older = type(served) is int and (served < version or (served == version and none_whole))
-    return older and state in ("idle", "stale")
 
 
 def _note_grant(peer: Peer, reply: dict[str, Any]) -> None:

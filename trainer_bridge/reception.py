@@ -214,8 +214,8 @@ class Reception:
 
     def _read_begin(self, header: Mapping[str, Any], adapter: IncomingAdapter | None) -> Begin:
         served = self.version if adapter is None else adapter.version
-        # Where the weights are gone or half written, the version that it had is as good as a newer one.
-        again = adapter is None and (self._hold.dropped or bool(self._hold.stale))
+        # Where the weights are half written or were dropped, the version that it had is as good as a newer one.
+        again = adapter is None and bool(self._hold.stale)
         return read_begin(header, adapter, self._parameters, self._receivers, served, again)
 
     def _open(self, begin: Begin, begun_s: float) -> tuple[Incoming, dict[str, Any]]:

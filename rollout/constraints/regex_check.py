@@ -50,9 +50,7 @@ def refused(text: str, in_json: bool = False) -> str | None:
     if len(text) > MAX_CHARS:
         return f"it has more than {MAX_CHARS} characters; shorten it"
     elements = list(_elements(text))
-    if any(match[1] for match in _LONG_NUMBER.finditer(text)):
-        return r"'\x' has two hexadecimal digits and none behind them; write '\u' with four, or the character itself"
-    if problem := _half_of_pair(text) or _not_known(text, elements, in_json):
+    if problem := _long_number(text) or _half_of_pair(text) or _not_known(text, elements, in_json):
         return problem
     groups: list[tuple[bool, bool]] = []  # of those that are open: at the begin of the text, and with an anchor
     begins, anchored = True, False
@@ -85,6 +83,12 @@ def _not_known(text: str, elements: Sequence[tuple[int, str]], in_json: bool) ->
             return problem
         if problem := _element_problem(element, in_json):
             return problem
+    return None
+
+
+def _long_number(text: str) -> str | None:
+    if any(match[1] for match in _LONG_NUMBER.finditer(text)):
+        return r"'\x' has two hexadecimal digits and none behind them; write '\u' with four, or the character itself"
     return None
 
 

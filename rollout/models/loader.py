@@ -38,6 +38,13 @@ class LoadedModel:
     folder: Path  # config and tokenizer files; weights too unless load_format is random
     generation_config: GenerationDefaults
 
+    def trainer_views(self) -> dict[str, torch.Tensor]:
+        """By the names that a trainer may send: the checkpoint's, and a tied output layer, as state_dicts do."""
+        views = self.model.hf_views()
+        if self.spec.tied:
+            views["lm_head.weight"] = views["model.embed_tokens.weight"]
+        return views
+
 
 def fetch(settings: ModelSettings, progress: Progress | None = None) -> Path:
     """The folder of the checkpoint; one on the hub is downloaded. `progress` is called with (bytes, bytes in all).

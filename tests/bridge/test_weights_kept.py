@@ -169,14 +169,14 @@ def test_an_update_that_a_sleeping_worker_refused_is_not_kept() -> None:
 
 
 def test_a_publisher_that_is_closed_keeps_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, kept = Payload.start_bucket, []
+    plain, kept = Payload._fill, []
 
-    def start_bucket(self: Payload, index: int, out: torch.Tensor) -> int:
+    def fill(self: Payload, index: int, out: torch.Tensor) -> tuple[int, int]:
         kept.append(index)
         publisher._closing.set()
         return plain(self, index, out)
 
-    monkeypatch.setattr(Payload, "start_bucket", start_bucket)
+    monkeypatch.setattr(Payload, "_fill", fill)
     with Worker() as worker:
         tensors, endpoint = new_tensors(worker.model, 1), worker.endpoint
     with WeightPublisher(endpoint, transport="zmq", keep=True, begin_s=0.2, bucket_bytes=64) as publisher:

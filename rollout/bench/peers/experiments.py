@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from rollout.bench.peers.job import Job
-from rollout.bench.peers.workloads import Work, long_job, nested_prompts, tail_begins, uniform_work
+from rollout.bench.peers.workloads import Work, long_job, nested_prompts, tail_begin, uniform_work
 
 Row = dict[str, Any]
 _WARM_TOKENS = 16
@@ -37,8 +37,7 @@ class Finished:
 
     def tail_s(self) -> float:
         """Seconds spent on the last tenth of the completions."""
-        most = tail_begins(len(self.ends_s))
-        return self.total_s - (self.ends_s[most - 1] if most else 0.0)
+        return self.total_s - tail_begin(self.ends_s)
 
 
 class Engine(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rollout.bench.peers.workloads import tail_begins
+from rollout.bench.peers.workloads import tail_begin
 from rollout.bench.shapes import StepBytes
 
 
@@ -44,8 +44,7 @@ def job_floor(need: StepBytes, prompts: Sequence[int], lengths: Sequence[int], r
     for prompt, length in zip(prompts, lengths, strict=True):
         begin = heapq.heapreplace(free, free[0] + length - 1)
         spans.append((begin, begin + length - 1, prompt + 1))
-    ends = sorted(end for _, end, _ in spans)
-    tail = ends[tail_begins(len(ends)) - 1] if tail_begins(len(ends)) else 0
+    tail = int(tail_begin(sorted(end for _, end, _ in spans)))
     return JobFloor(_bytes_from(need, spans, 0) / bandwidth, _bytes_from(need, spans, tail) / bandwidth)
 
 

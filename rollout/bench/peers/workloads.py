@@ -7,6 +7,7 @@ a look-up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +36,10 @@ def completion_lengths(count: int = 256) -> list[int]:
     return [int(n) for n in np.rint(drawn).clip(_SHORTEST, _LONGEST)]
 
 
-def tail_begins(completions: int, share: float = 0.1) -> int:
-    """How many completions have ended when the tail begins, the last `share` of them."""
-    return int(completions * (1 - share))
+def tail_begin(ends: Sequence[float]) -> float:
+    """When all but the last tenth of the completions have ended; `ends` ascend from 0, in whatever unit."""
+    before = int(len(ends) * 0.9)
+    return ends[before - 1] if before else 0
 
 
 def random_prompts(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]]:
