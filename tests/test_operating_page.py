@@ -31,7 +31,7 @@ _COMPOSED = {
     "the metrics thread has ended": ("the metrics thread", " has ended"),
 }
 #: What a trainer's process logs, not a worker.
-_TRAINERS = {"group_ranks.py", "journal.py", "publisher.py", "transport_choice.py"}
+_TRAINERS = {"group_ranks.py", "journal.py", "kept_update.py", "publisher.py", "transport_choice.py"}
 _TRAINERS_LINES = {"sending weights failed"}
 
 
