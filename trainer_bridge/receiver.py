@@ -24,7 +24,7 @@ from rollout.engine.adapters import AdapterUpdate
 from rollout.engine.hold import Hold
 from trainer_bridge.access import Access
 from trainer_bridge.apply_mode import ApplyMode, Update
-from trainer_bridge.errors import InternalError, RolloutError
+from trainer_bridge.errors import InternalError, RolloutError, WeightsRejected
 from trainer_bridge.parameter_map import ParameterMap
 from trainer_bridge.reception import Reception, ended
 from trainer_bridge.staging import Allocate
@@ -122,15 +122,22 @@ class WeightReceiver:
         update.close(applied=True)
         self._post(lambda: self._reception.applied(update, pause_s))
 
+    def refused(self, update: Update | AdapterUpdate, message: str) -> None:
+        """`update` does not fit what the engine serves by now; the publisher gets `message` as `weights_rejected`."""
+        self._give_up(update, WeightsRejected(message))
+
     def failed(self, update: Update | AdapterUpdate, message: str) -> None:
         """The engine could not apply `update`; the publisher gets `message` as an `internal` error."""
-        update.close(applied=False)
-        self._post(lambda: self._reception.failed(update, message))
+        self._give_up(update, InternalError(f"the worker could not apply the update: {message}"))
 
     def close(self) -> None:
         """End the thread and answer whoever waits. Idempotent."""
         self._post(self._stop)
         self._thread.join()
+
+    def _give_up(self, update: Update | AdapterUpdate, error: RolloutError) -> None:
+        update.close(applied=False)
+        self._post(lambda: self._reception.failed(update, error))
 
     def _post(self, command: Callable[[], None]) -> bool:
         """Give the thread something to do; false when it has ended."""

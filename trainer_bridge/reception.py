@@ -322,11 +322,9 @@ class Reception:
             self.last = applied
         commit.reply({"op": "ok", **applied.reply()})
 
-    def failed(self, update: Update | AdapterUpdate, message: str) -> None:
-        """The loop could not apply it."""
-        self._take_committed(update).reply(
-            error_reply(InternalError(f"the worker could not apply the update: {message}"))
-        )
+    def failed(self, update: Update | AdapterUpdate, error: RolloutError) -> None:
+        """The loop did not apply it."""
+        self._take_committed(update).reply(error_reply(error))
 
     def _take_committed(self, update: Update | AdapterUpdate) -> Commit:
         assert self.committed is not None and self.committed[0] is update, "this update is not being applied"

@@ -243,7 +243,7 @@ class Engine:
         try:
             self.scheduler.put_adapter(update.name, update.version, update.weights, self._recompute_on_swap)
         except AdapterError as error:
-            receiver.failed(update, str(error))
+            receiver.refused(update, str(error))
         except Exception as error:  # a fault ends this engine, and the receiver waits for an answer before it goes on
             receiver.failed(update, f"{type(error).__name__}: {error}")
             raise

@@ -33,8 +33,11 @@ class Receiver(Protocol):
     def applied(self, update: Any, pause_s: float) -> None:
         """An update that `take_ready` gave is in use; the compute stream was busy with it for `pause_s`."""
 
+    def refused(self, update: Any, message: str) -> None:
+        """An update that `take_ready` gave is not in use, since it does not fit what is served by now."""
+
     def failed(self, update: Any, message: str) -> None:
-        """An update that `take_ready` gave is not in use."""
+        """An update that `take_ready` gave is not in use, since the device failed."""
 
 
 @dataclass(slots=True)

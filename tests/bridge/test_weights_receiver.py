@@ -313,15 +313,18 @@ def test_staging_waits_for_a_copy_that_is_queued_behind_applied() -> None:
         assert not worker.receiver._mode.busy
 
 
-def test_a_failed_apply_is_reported_and_the_next_update_works(worker: Worker) -> None:
+@pytest.mark.parametrize(("answer", "code"), [("failed", "internal"), ("refused", "weights_rejected")])
+def test_an_update_that_is_not_applied_is_reported_and_the_next_one_works(
+    worker: Worker, answer: str, code: str
+) -> None:
     worker.gate.clear()
     raw = RawPublisher(worker, new_tensors(worker.model, 2), 1)
     raw.begin()
     raw.send_all()
     committed = worker.ask(**raw.commit_fields())
     update = wait_for(worker.receiver.take_ready, "an update")
-    worker.receiver.failed(update, "the device is gone")
-    assert_rejected(committed.get(timeout=20), "the device is gone", "internal")
+    getattr(worker.receiver, answer)(update, "that is why")
+    assert_rejected(committed.get(timeout=20), "that is why", code)
     assert worker.receiver.version == 0
     worker.gate.set()
     assert serves(worker.model, publish(worker, 3, 1))

@@ -55,8 +55,11 @@ class Recorder:
     def applied(self, update: AdapterUpdate, pause_s: float) -> None:
         self.told.append("applied")
 
+    def refused(self, update: AdapterUpdate, message: str) -> None:
+        self.told.append(f"refused: {message}")
+
     def failed(self, update: AdapterUpdate, message: str) -> None:
-        self.told.append(message)
+        self.told.append(f"failed: {message}")
 
 
 class BrokenStream:
@@ -79,7 +82,8 @@ def test_whoever_sent_an_adapter_hears_of_a_fault_and_the_one_before_is_served(m
     recorder.updates = held
     with pytest.raises(RuntimeError):
         bench.engine.tick()
-    assert len(recorder.told) == 1 and "the device is gone" in recorder.told[0], "or it would wait for ever"
+    (told,) = recorder.told  # or it would wait for ever
+    assert told.startswith("failed: ") and "the device is gone" in told
     bench.engine.inbox.put(PutAdapter("a0", adapters[2][0], token=3))
     with pytest.raises(RuntimeError):
         bench.engine.tick()
@@ -91,6 +95,20 @@ def test_whoever_sent_an_adapter_hears_of_a_fault_and_the_one_before_is_served(m
     bench.run()
     greedy_is(adapters[0][1], prompt_of(9), bench.tokens("again"))
     assert versions_of(bench, "again") == [0] * 6
+    bench.close()
+
+
+def test_an_adapter_that_came_after_the_last_free_place_is_refused_as_its_begin_would_be(model, adapters):
+    """Both were told that there is room; a command of the same tick came first."""
+    recorder = Recorder(AdapterUpdate("late", 1, 1, adapters[1][0]))
+    bench = Bench(model, adapter_slots=2, adapter_rank=16, max_adapters=1, receiver=recorder)
+    bench.engine.inbox.put(PutAdapter("first", adapters[0][0]))
+    bench.submit("r", prompt_of(9), 6, adapter="first")
+    bench.run()
+    (told,) = recorder.told
+    assert told.startswith("refused: ") and "max_adapters" in told
+    assert [status.name for status in bench.engine.status().adapters] == ["first"]
+    greedy_is(adapters[0][1], prompt_of(9), bench.tokens("r"))
     bench.close()
 
 
