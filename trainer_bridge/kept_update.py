@@ -76,15 +76,19 @@ class KeptUpdate:
         behind = served < self._manifest.version
         return (behind and state == "idle") or (served <= self._manifest.version and state == "stale")
 
-    def taken(self, endpoint: str) -> None:
-        """A worker was brought to it."""
+    def forgive(self, endpoint: str) -> None:
+        """What was refused there counts no more: the worker took it, or was away and may be another one now."""
         self._refusals.pop(endpoint, None)
 
     def refused(self, endpoint: str) -> None:
         """A worker refused it; one that has done so too often is not asked any more."""
         self._refusals[endpoint] += 1
         if self._refusals[endpoint] == _MOST_REFUSALS:
-            _log.error("%s is not brought to version %s any more: publish a newer one", endpoint, self.version)
+            _log.error(
+                "%s is not brought to version %s any more: start it with the right model, or publish a newer version",
+                endpoint,
+                self.version,
+            )
 
     def payload(self, bucket_bytes: int | None) -> Payload:
         """The update, to be sent again."""

@@ -228,11 +228,12 @@ class WeightPublisher:
         assert self._kept is not None
         links = list(self._links.values())
         answers = ask_all([(link, {"action": "status"}) for link in links], "status", _ABORT_S / 4, self._closing)
-        behind = [
-            link.endpoint
-            for link, answer in zip(links, answers, strict=True)
-            if type(answer) is dict and self._kept.wanted_by(link.endpoint, answer)
-        ]
+        behind = []
+        for link, answer in zip(links, answers, strict=True):
+            if type(answer) is dict and self._kept.wanted_by(link.endpoint, answer):
+                behind.append(link.endpoint)
+            elif isinstance(answer, (ConnectionLost, RolloutTimeout)):
+                self._kept.forgive(link.endpoint)
         if not behind:
             return
         payload = self._kept.payload(self._bucket_bytes)
@@ -244,7 +245,7 @@ class WeightPublisher:
         finally:
             handle.end(None)
         for endpoint in handle.reports:
-            self._kept.taken(endpoint)
+            self._kept.forgive(endpoint)
             _log.info("%s had older weights and was brought to version %d", endpoint, version)
         for endpoint, problem in handle.errors.items():
             _log.warning("%s has older weights and could not be brought to version %d: %s", endpoint, version, problem)

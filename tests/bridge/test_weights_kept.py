@@ -155,6 +155,12 @@ def test_a_worker_that_refuses_it_is_left_alone_and_others_get_it(caplog: pytest
             with Worker(port=one.port) as again:
                 wait_for(lambda: again.receiver.version == 1, "the newest version")
                 assert serves(again.model, tensors) and kept_version(publisher) == 1
+        assert publisher._kept is not None
+        refusals = publisher._kept._refusals
+        wait_for(lambda: not refusals, "the publisher notices that nobody is there")
+        with Worker(port=other.port) as right:
+            wait_for(lambda: right.receiver.version == 1, "the newest version")
+            assert serves(right.model, tensors)
 
 
 def test_an_update_that_a_sleeping_worker_refused_is_not_kept() -> None:
