@@ -31,6 +31,7 @@ def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> int:
     return len(launching)
 
 
+@pytest.mark.timeout(600)  # each run captures its sizes anew, the last with kernels that nothing compiled before
 @pytest.mark.parametrize(
     ("shape", "experts", "batches"),
     [

@@ -98,8 +98,9 @@ def test_a_tile_that_would_cross_blocks_of_scales_is_refused():
 def test_the_smallest_power_of_two_is_a_scale_too():
     case = layer(2, format="mxfp8")
     case.down.scales.fill_(0)  # 2^-127, below the normal float32 values
-    h = torch.ones(4, 64, dtype=torch.bfloat16, device=case.x_TH.device)
-    parts = grouped_down(h, group_pairs(case.experts_TK, 6, 16), case.weights_TK, case.down, SMALL)
+    groups = group_pairs(case.experts_TK, 6, 16)
+    h = torch.ones(4, 64, dtype=torch.bfloat16, device=case.x_TH.device)  # launched between the two, which overlap
+    parts = grouped_down(h, groups, case.weights_TK, case.down, SMALL)
     down = case.down.dequantized()[case.experts_TK.long()].sum(-1)
     assert relative(parts.sum(0), torch.einsum("tkh,tk->th", down, case.weights_TK.double())) < 2e-3  # bf16 ends here
 
