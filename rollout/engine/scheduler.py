@@ -212,6 +212,7 @@ class Scheduler:
         group = seq.group
         seq.note_adapter()
         if seq.parked is None:
+            seq.begin_prefill()
             self.counters.prompt_tokens += seq.prompt_len
             self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
         if group.admitted_s is None:
@@ -346,15 +347,14 @@ class Scheduler:
         seq.tops = None  # told; its group may go on for long
         group = seq.group
         group.unfinished -= 1
-        complete = finish.reason in ("stop", "length")
-        group.complete += complete
+        group.complete += finish.complete
         self._room.ended(seq)
         if group.unfinished == 0:
             self.events.append(make_request_done(group, self.clock()))
             del self.groups[group.key]
             self._room.early.pop(group.key, None)
         self._settle(seq)
-        if complete and group.complete == group.request.min_complete:
+        if finish.complete and group.complete == group.request.min_complete:
             self.end(group.key, "cancelled")
 
     def _preempt(self, seq: Sequence) -> None:

@@ -173,10 +173,10 @@ class Sequence:
         "pages",
         "parked",
         "prefill_tokens",
+        "prefills",
         "priority",
         "prompt_len",
         "raw_logprobs",
-        "recomputed",
         "routing",
         "row",
         "row_ready",
@@ -240,7 +240,8 @@ class Sequence:
         self.kv_uniform = 0  # leading positions whose KV is all of kv_version
         self.keeps_kv = False  # preempted, with KV that is worth keeping
         self.parked: Parked | None = None  # its KV of before it was preempted, until a step is launched with it again
-        self.recomputed: list[tuple[int, int]] = []  # (tokens, version): KV up to these was computed again
+        #: (tokens, weights version, generation): what computed KV of the prompt and these tokens, or went on with it.
+        self.prefills: list[tuple[int, int, int]] = []
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -303,12 +304,23 @@ class Sequence:
         tail = np.array(self.tokens[max(start - self.prompt_len, 0) : end - self.prompt_len], dtype=np.int32)
         return np.concatenate([prompt[start:], tail]) if start < self.prompt_len else tail
 
+    def begin_prefill(self) -> None:
+        """Its prompt and tokens are computed from the start: what a prefill that was broken off did is gone."""
+        while self.prefills and self.prefills[-1][0] == len(self.tokens):
+            self.prefills.pop()
+
+    @property
+    def recomputed(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, version) of each prefill of more than the prompt, and of the prompt if it had several."""
+        first = sum(tokens == 0 for tokens, *_ in self.prefills)
+        return tuple((tokens, version) for tokens, version, _ in self.prefills[first if first == 1 else 0 :])
+
     def note_kv(self, start: int, end: int, version: int) -> None:
         """KV of positions start..end-1 is being written by a prefill under `version`."""
-        mark = (len(self.tokens), version)
-        again = self.tokens and not (self.parked is not None and start == self.consumed)
-        if again and mark not in self.recomputed[-1:]:
-            self.recomputed.append(mark)
+        mark = (len(self.tokens), version, self.generation)
+        whole = self.parked is not None and start == self.consumed  # what it got back lacks its last token alone
+        if not whole and mark not in self.prefills[-1:]:
+            self.prefills.append(mark)
         if start == 0:
             self.kv_version, self.kv_uniform = version, end
         elif version == self.kv_version and start == self.kv_uniform:

@@ -226,6 +226,11 @@ class Finish:
     stop: int | str | None = None  # the stop token's id, or the stop string
     error: str | None = None
 
+    @property
+    def complete(self) -> bool:
+        """True for an end of its own; what was broken off may be continued."""
+        return self.reason in ("stop", "length")
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:

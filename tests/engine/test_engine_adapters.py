@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from adapted import SOME, Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of
 from harness import Bench
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.types import Cancel, Done, DropAdapter, Failed, PutAdapter, Rejected
+from rollout.engine.types import Cancel, Delta, Done, DropAdapter, Failed, Prior, PutAdapter, Rejected
 from tests.engine.conftest import prompt_of
 from tests.peft_adapters import ALL
 
@@ -196,6 +197,22 @@ def test_two_slots_in_flight_and_base_swaps_leave_adapters_alone(model, adapters
     bench.run()
     assert bench.done["r1"].cached_tokens == 0
     assert bench.tokens("r0") == bench.tokens("r1") and versions_of(bench, "r1") == [0] * 4
+    bench.close()
+
+
+@pytest.mark.parametrize("known", [0, 30])
+def test_a_prefill_under_two_versions_of_an_adapter_tells_that_it_had_two_parts(model, adapters, known):
+    """Of weights of one version: what changed between is the adapter."""
+    bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
+    prior = Prior(np.array(prompt_of(known, 1), np.int32)) if known else None
+    bench.submit("r", prompt_of(30), known + 9, adapter="a0", prior=prior)
+    for _ in range(2):
+        bench.engine.tick()
+    bench.engine.inbox.put(PutAdapter("a0", adapters[2][0]))
+    bench.run()
+    assert bench.completions["r", 0].recomputed == ((known, 0), (known, 0))
+    (told,) = [event for event in bench.events if isinstance(event, Delta)]
+    assert told.adapter_versions == ((known, 1),)
     bench.close()
 
 

@@ -98,3 +98,35 @@ def test_a_prefill_under_two_versions_tells_of_both(model, other, prompt_of):
     bench.run()
     assert bench.completions["a", 0].recomputed == ((30, 0), (30, 1))
     bench.close()
+
+
+def test_a_prompt_that_is_half_way_through_its_first_prefill_tells_of_both_versions(model, other, prompt_of):
+    """It goes on with the KV that it has, and its tokens are not what either version would have drawn."""
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)
+    bench.submit("a", prompt_of(30), 20, stream_every=1)
+    bench.submit("b", prompt_of(30, 1), 20)
+    for _ in range(2):
+        bench.engine.tick()
+    mailbox.ready = Update(1, other, model)
+    bench.run()
+    assert bench.completions["a", 0].recomputed == ((0, 0), (0, 1)) and set(bench.completions["a", 0].versions) == {1}
+    assert bench.completions["b", 0].recomputed == (), "all of it was computed by the second"
+    bench.close()
+
+
+def test_a_prefill_that_was_broken_off_is_not_told_of(model, other, prompt_of, hf_models):
+    """Under `recompute` it begins again with each update; only the last one counts."""
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, prefill_chunk_tokens=8, kv_on_swap="recompute")
+    bench.submit("first", prompt_of(30), 20)
+    bench.submit("again", prompt_of(4), 40, prior=Prior(np.array(prompt_of(30, 1), np.int32)))
+    for _ in range(9):
+        bench.engine.tick()
+    assert [seq.group.key[1] for seq in bench.engine.scheduler.prefilling] == ["again"]
+    mailbox.ready = Update(1, other, model)
+    bench.run()
+    first, again = bench.completions["first", 0], bench.completions["again", 0]
+    assert first.recomputed == ((first.versions.index(1), 1),) and again.recomputed == ((30, 1),)
+    assert replayed(hf_models, prompt_of(30), first) == first.token_ids
+    bench.close()
