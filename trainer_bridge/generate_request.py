@@ -18,6 +18,7 @@ Prompt = str | Sequence[int] | np.ndarray
 StreamKind = Literal["tokens", "completions"]
 
 _INT32 = np.iinfo(np.int32)
+_HALF = "\ufffd"  # what a text ends with whose last token is half a character; with the next token it comes whole
 
 
 class GenerateFields(TypedDict, total=False):
@@ -177,7 +178,8 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
     """An earlier partial completion; what a map does not say of it is NaN, and version -1."""
     if isinstance(partial, Completion):
-        return replace(partial, finish_reason=None, stop=None, error=None)
+        text = partial.text and partial.text.rstrip(_HALF)
+        return replace(partial, finish_reason=None, stop=None, error=None, text=text)
     token_ids = token_array(partial.get("token_ids", ()), "continue_from.token_ids")
     unknown = np.full(len(token_ids), np.nan, np.float32)
     runs, drawn = partial.get("versions", [(-1, len(token_ids))]), partial.get("drawn_logprobs")

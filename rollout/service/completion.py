@@ -68,7 +68,7 @@ class Completion:
             return None
         assert delta.offset == self._columns.count, f"a delta at {delta.offset} follows {self._columns.count} tokens"
         self._seed, self._recomputed = delta.seed, self._old_marks + delta.recomputed
-        self._adapter_versions = self._old_adapter_versions + delta.adapter_versions
+        self._adapter_versions = _joined(self._old_adapter_versions, delta.adapter_versions)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         match = self._text.feed(delta.token_ids.tolist()) if self._text is not None else None
@@ -77,8 +77,8 @@ class Completion:
             self.finish = Finish("stop", match.string)
         elif delta.finish is not None:
             self.finish = delta.finish
-            if self._text is not None:
-                self._text.finish()
+            if self._text is not None and delta.finish.complete:
+                self._text.finish()  # what broke off may be continued, and text that was told is not taken back
         self._show()
         return match if not self.closed else None
 
@@ -102,7 +102,7 @@ class Completion:
         if self._routing is not None:
             fields |= self._routing.fields(0, self._columns.count)
         if with_text and self._text is not None:
-            fields["text"] = self._text.text
+            fields["text"] = self._text.settled
         fields |= self._mark_fields(0)
         return fields | self._finish_fields()
 
@@ -135,3 +135,9 @@ class Completion:
         if self.finish.error is not None:
             fields["error"] = self.finish.error
         return fields
+
+
+def _joined(old: tuple[tuple[int, int], ...], new: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Marks of changes of a version: what goes on with the old tokens' last one changes nothing."""
+    goes_on = bool(old) and bool(new) and old[-1][1] == new[0][1]
+    return old + new[goes_on:]

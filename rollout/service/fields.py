@@ -108,8 +108,8 @@ def version_runs(value: Any) -> list[tuple[int, int]]:
 
 
 def mark_list(value: Any) -> list[tuple[int, int]]:
-    """A list of `[tokens, version]`, where KV was computed again; tokens grow, version at least -1 (not known)."""
-    problem = "recomputed must be a list of [tokens, version], in order, as a completion has it"
+    """A list of `[position, version]`; positions do not fall, versions are at least -1 (not known)."""
+    problem = "it must be a list of [position, version], in order, as a completion has it"
     if not isinstance(value, list):
         raise ValueError(problem)
     for mark in value:

@@ -94,10 +94,16 @@ class StopText:
         """All text so far; what comes before the stop string when one was found."""
         return "".join(self._pieces)
 
+    @property
+    def settled(self) -> str:
+        """The text that no more tokens can make part of a stop string."""
+        text = self.text
+        return text[: len(text) - self._possible_match()]
+
     def take(self) -> str:
         """Text that was not taken before and can no longer become part of a stop string."""
-        settled = len(self._pending) - (0 if self._finished or self.match else self._possible_match())
-        ready, self._pending = self._pending[: max(settled, 0)], self._pending[max(settled, 0) :]
+        settled = max(0, len(self._pending) - self._possible_match())
+        ready, self._pending = self._pending[:settled], self._pending[settled:]
         skipped = min(self._skip, len(ready))
         self._skip -= skipped
         return ready[skipped:]
@@ -144,8 +150,10 @@ class StopText:
         self.match = StopMatch(self._tokens + 1, string)
 
     def _possible_match(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
+        """Length of the longest end of the text that is the beginning of a stop string, and may become one."""
         longest = 0
+        if self._finished or self.match is not None:
+            return longest
         for string in self._strings:
             for length in range(min(len(string) - 1, len(self._tail)), longest, -1):
                 if self._tail.endswith(string[:length]):

@@ -37,6 +37,15 @@ def test_a_completion_that_goes_on_takes_its_marks_along() -> None:
     assert given.prior is not None and given.prior.recomputed == [(1, 3)]
 
 
+def test_half_a_character_that_ended_a_text_is_not_text_that_is_there() -> None:
+    """It comes whole with the next token: counted, it would be left out."""
+    plan = plan_request([1], {"continue_from": part(0, 4, text="aä\ufffd"), "return_text": True})
+    assert plan.fields["continue_from"]["text_chars"] == 2
+    assembler = Assembler(1, plan.prior)
+    assembler.add(Chunk(4, part(4, 1, text="ßb", finish_reason="length")))
+    assert assembler.joined(0).text == "aäßb"
+
+
 def test_a_journal_keeps_marks(tmp_path) -> None:
     journal = Journal(tmp_path / "journal", "never")
     journal.begin("r", "mark", 5, 0.0, {"prompt": [1]})

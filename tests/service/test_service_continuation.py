@@ -73,6 +73,42 @@ def test_pieces_of_text_fit_together_wherever_a_completion_changes_workers(codec
         assert before + second.take() == whole and second.text == whole
 
 
+@pytest.mark.parametrize("reason", ["cancelled", "error", "deadline", "stale"])
+def test_what_breaks_off_shows_no_text_that_later_tokens_change(codec, reason):
+    """Half a character, and what may become a stop string, come with the tokens that make them whole."""
+    tokens = codec.encode("the ENe é 👍 漢EN done").tolist()
+    whole, stop = codec.decode(tokens), {"strings": ["ENDLESS", "EN done!"]}
+    fields = {"prompt": [1], "max_tokens": 90, "return_text": True, "stream": "tokens", "stream_every": 1, "stop": stop}
+    with serving(codec) as bench:
+        client = bench.client()
+        for cut in range(1, len(tokens)):
+            client.send("generate", f"a{cut}", **fields)
+            request = bench.submitted()
+            bench.put(delta(request.key, 0, 0, tokens[:cut], finish=Finish(reason)), done(request))
+            shown, first = client.receive()["text"], client.receive()["completions"][0]
+            assert shown == first["text"] and whole.startswith(shown)
+            assert len(shown) >= len(codec.decode(tokens[:cut])) - len("EN done"), "nothing else is held back"
+            prior = {"token_ids": tokens[:cut], "seed": 1, "text_chars": len(shown)}
+            client.send("generate", f"b{cut}", continue_from=prior, **fields)
+            request = bench.submitted()
+            bench.put(delta(request.key, 0, cut, tokens[cut:], finish=Finish("length")), done(request))
+            assert shown + client.receive()["text"] == client.receive()["completions"][0]["text"] == whole
+
+
+def test_what_ends_by_itself_shows_all_its_text(codec):
+    """Nothing comes after it; half a character is told as U+FFFD."""
+    tokens = codec.encode("an END 漢").tolist()
+    with serving(codec) as bench:
+        client = bench.client()
+        stop = {"strings": ["ENDLESS", "END 漢!"]}
+        for name, ids in {"half": tokens[:-1], "whole": tokens}.items():
+            client.send("generate", name, prompt=[1], max_tokens=90, return_text=True, stop=stop)
+            request = bench.submitted()
+            bench.put(delta(request.key, 0, 0, ids, finish=Finish("length")), done(request))
+            assert client.receive()["completions"][0]["text"] == codec.decode(ids)
+        assert codec.decode(tokens[:-1]).startswith("an END \ufffd")
+
+
 def test_an_adapters_tokens_go_on_with_an_adapter_or_without_its_versions():
     """Marks that went on over the model's own tokens would name a version that did not draw them."""
     prior = {"token_ids": [11, 12], "seed": 77, "adapter_versions": [[0, 3]]}
@@ -87,6 +123,10 @@ def test_an_adapters_tokens_go_on_with_an_adapter_or_without_its_versions():
         new = delta(request.key, 0, 2, [13], adapter_versions=((2, 4),), finish=Finish("length"))
         bench.put(new, done(request))
         assert client.receive()["completions"][0]["adapter_versions"] == [[0, 3], [2, 4]]
+        client.send("generate", "c", continue_from=prior, adapter="chess", **fields)
+        request, marks = bench.submitted(), ((2, 3), (3, 4))
+        bench.put(delta(request.key, 0, 2, [13, 14], adapter_versions=marks, finish=Finish("length")), done(request))
+        assert client.receive()["completions"][0]["adapter_versions"] == [[0, 3], [3, 4]], "at 2 nothing changed"
         client.send("generate", "b", continue_from={**prior, "adapter_versions": []}, **fields)
         request = bench.submitted()
         bench.put(delta(request.key, 0, 2, [13], finish=Finish("length")), done(request))

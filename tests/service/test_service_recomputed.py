@@ -57,7 +57,9 @@ def test_marks_of_an_earlier_part_come_back_in_the_result_and_not_in_chunks(benc
 @pytest.mark.parametrize(
     "marks", [3, [3], [[1]], [[1, 2, 3]], [[-1, 2]], [[1, -2]], [["1", 2]], [[2, 1], [1, 1]], [[3, 1]]]
 )
-def test_marks_that_make_no_sense_are_refused_by_name(bench, marks):
-    prior = {"token_ids": [11, 12, 13], "seed": 77, "recomputed": marks}
+@pytest.mark.parametrize("name", ["recomputed", "adapter_versions"])
+def test_marks_that_make_no_sense_are_refused_by_name(bench, name, marks):
+    prior = {"token_ids": [11, 12, 13], "seed": 77, name: marks}
     reply = bench.client().ask("generate", prompt=[1], max_tokens=5, continue_from=prior)
     assert reply["code"] == "bad_request" and reply["field"].startswith("continue_from"), reply
+    assert name in reply["message"]
