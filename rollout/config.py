@@ -255,7 +255,10 @@ class WeightsSettings(_Section):
     idle_s: float = Field(
         60.0,
         gt=0,
-        description="seconds without data after which a half-sent update is dropped; more than the publisher's begin_s",
+        description=(
+            "seconds without data after which a half-sent update is dropped; more than the publishers' begin_s and "
+            "stall_s"
+        ),
     )
     apply: Literal["auto", "staged", "in_place"] = Field(
         "auto",

@@ -111,27 +111,34 @@ def test_in_place_a_worker_is_stale_until_a_whole_update_has_come(
 
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_a_connection_that_is_cut_in_the_middle_of_a_bucket_ends_the_update_and_nothing_else(
+def test_a_connection_that_is_cut_in_the_middle_of_a_bucket_ends_the_update_there_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, apply: str
 ) -> None:
-    """Both ends live on; of the sixth bucket half of its bytes have come (of its message, where they lie in memory)."""
+    """Both ends live on; of the sixth bucket half of its bytes have come (of its message, where they lie in memory).
+
+    It is noticed at once: another worker gets the update long before `stall_s` is over.
+    """
     grant, cables = bucket_link.read_grant, []
     magic, more = (b"WBK1", 60) if transport == "zmq" else (b"WSB1", 10)
     several = contextlib.ExitStack()
 
     def through_a_cable(peer: Any) -> tuple[int, str]:
         window, address = grant(peer)
+        if peer.endpoint != worker.endpoint:
+            return window, address
         cables.append(several.enter_context(CutCable(int(address.rpartition(":")[2]), magic, 6, more)))
         return window, f"tcp://127.0.0.1:{cables[-1].port}"
 
-    with several, Worker(idle_s=1.0, apply=apply) as worker:
+    with several, Worker(idle_s=1.0, apply=apply) as worker, Worker(idle_s=60.0, apply=apply) as other:
         old = good(worker, transport, tmp_path, 1)
         with monkeypatch.context() as patch:
             patch.setattr(bucket_link, "read_grant", through_a_cable)
-            how = {"transport": transport, "bucket_bytes": SMALL, "stall_s": 1.0}
-            with WeightPublisher(worker.endpoint, **how) as publisher, pytest.raises(RolloutTimeout) as caught:
-                publisher.publish(new_tensors(worker.model, 2), 2).applied(20)
+            how = {"transport": transport, "bucket_bytes": SMALL, "stall_s": 60.0}
+            endpoints = [worker.endpoint, other.endpoint]
+            with WeightPublisher(endpoints, **how) as publisher, pytest.raises(ConnectionLost) as caught:
+                publisher.publish(new := new_tensors(worker.model, 2), 2).applied(20)
             assert str(caught.value).startswith("transfer:") and worker.endpoint in str(caught.value)
+            assert other.receiver.version == 2 and serves(other.model, new)
         (cable,) = cables
         assert cable.cut.is_set()
         wait_for(lambda: worker.status()["state"] in ("idle", "stale"), "the end of the update")
@@ -155,7 +162,7 @@ def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothi
         with WeightPublisher(worker.endpoint, transport=transport, folder=str(tmp_path)) as publisher:
             share_from(publisher, tmp_path)
             for update, version, text in attempts:
-                with pytest.raises(WeightsRejected, match=text):
+                with pytest.raises(WeightsRejected, match=f"^begin: {worker.endpoint}: .*{text}"):
                     publisher.publish(update, version).applied(20)
         assert all(torch.equal(before[name], tensor) for name, tensor in worker.model.parameters.items())
         assert worker.status()["state"] == "idle" and not worker.receiver.hold.wanted

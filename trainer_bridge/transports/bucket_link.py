@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
 from trainer_bridge.keys import ClientCurve
@@ -26,6 +27,7 @@ REFUSAL = struct.Struct("<4s16s")  # magic, token; the reason follows as UTF-8
 BUCKET_MAGIC, SHARED_MAGIC = b"WBK1", b"WSB1"  # the bytes follow as a second frame; they lie in shared memory
 ACK_MAGIC, REFUSAL_MAGIC = b"WAK1", b"WNO1"
 MAX_REFUSAL_BYTES = 1 << 12
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 POLL_MS = 50  # how often a waiting sender looks whether its publisher is closing
 
 
@@ -35,7 +37,7 @@ class Link:
     def __init__(self, peer: Peer, rules: TransferRules, curve: ClientCurve | None) -> None:
         self.peer = peer
         self.rules = rules
-        self.acknowledged = 0
+        self.sent = self.acknowledged = 0
         self.last_progress_s = time.monotonic()
         self.window, address = read_grant(peer)
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -48,6 +50,8 @@ class Link:
             self.socket.set(zmq.IPV6, 1)
         if curve is not None:
             curve.apply(self.socket)
+        self.monitor: zmq.Socket = self.socket.get_monitor_socket(_EVENTS)
+        self._connected = False
         if peer.error is None:
             try:
                 self.socket.connect(address)
@@ -65,15 +69,37 @@ class Link:
         frames = [BUCKET.pack(magic, self.peer.token, index, check)] + ([] if data is None else [data])
         self.last_progress_s = time.monotonic()
         self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        self.sent += 1
 
     def read(self) -> None:
-        """Take every answer that is there."""
+        """Take every answer that is there; give the worker up if the connection was lost with buckets on their way.
+
+        The monitor is read first: ZeroMQ reports a loss after it has delivered what came before.
+        """
+        lost = self._read_monitor()
         while self.alive:
             try:
                 message = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             self._on_answer(message)
+        if lost and self.alive and self.acknowledged < self.sent:
+            self.fail(
+                ConnectionLost(
+                    f"transfer: the connection to {self.peer.endpoint} was lost after {self.acknowledged} acknowledged "
+                    "buckets; see whether the worker lives"
+                )
+            )
+
+    def _read_monitor(self) -> bool:
+        lost = False
+        while True:
+            try:
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return lost
+            lost |= self._connected and event == zmq.EVENT_DISCONNECTED  # an attempt that never got through is no loss
+            self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def _on_answer(self, message: bytes) -> None:
         magic, token = message[:4], message[4:20]
@@ -106,6 +132,8 @@ class Link:
 
     def close(self) -> None:
         """Close the connection; what zmq still reads it reads no more once the worker has acknowledged it."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
         self.socket.close(0)
 
 
@@ -125,6 +153,7 @@ def wait_acknowledged(links: Sequence[Link], buckets: int, rules: TransferRules)
         poller = zmq.Poller()
         for link in waiting:
             poller.register(link.socket, zmq.POLLIN)
+            poller.register(link.monitor, zmq.POLLIN)
         if not poller.poll(POLL_MS):
             for link in waiting:
                 link.check_stall()
