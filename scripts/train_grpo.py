@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     flags |= {"log_file": args.out / "worker.log", "jsonl": args.out / "worker.jsonl"}
     with nullcontext() if args.endpoints else start_worker(args.out / "model", **flags) as worker:
         endpoints = args.endpoints or worker.endpoints
-        with WeightPublisher(endpoints) as publisher, BackgroundClient(endpoints, resume=True) as client:
+        with WeightPublisher(endpoints, keep=True) as publisher, BackgroundClient(endpoints, resume=True) as client:
             summary = train(trainer, task, client, publisher)
             summary["workers"] = [{name: told[name] for name in ("version", "state")} for told in publisher.status()]
     if args.wandb:

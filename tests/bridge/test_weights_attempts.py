@@ -1,9 +1,9 @@
-"""TRL's weight transfer when an update does not reach every worker: the next one does."""
+"""TRL's weight transfer when an update does not reach every worker, or one loses what it had."""
 
 from __future__ import annotations
 
 import pytest
-from weights_harness import Worker, new_tensors, serves
+from weights_harness import Worker, new_tensors, serves, wait_for
 
 from trainer_bridge.errors import ConnectionLost, RolloutTimeout
 from trainer_bridge.integrations.trl import WeightTransfer
@@ -22,4 +22,16 @@ def test_an_attempt_that_a_worker_missed_does_not_stand_in_the_way_of_the_next()
             assert serves(one.model, tensors) and serves(again.model, tensors)
             assert one.receiver.version == again.receiver.version == 7
         assert [weights.trainer_version(version) for version in (3, 4, 5, 6, 7)] == [-1, 0, 1, 2, 2]
+        weights.destroy()
+
+
+def test_a_worker_that_is_started_again_gets_the_last_update_though_the_trainer_waits_for_its_samples() -> None:
+    with Worker() as first:
+        weights = WeightTransfer(first.endpoint)
+        weights.init_weight_transfer()
+        weights.send_weights(iter((tensors := new_tensors(first.model, 1)).items()))
+        first.close()
+        with Worker(port=first.port) as again:
+            wait_for(lambda: again.receiver.version == 1, "the weights of the worker before")
+            assert serves(again.model, tensors)
         weights.destroy()

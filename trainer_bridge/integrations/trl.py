@@ -66,12 +66,14 @@ class Sample:
 class WeightTransfer:
     """TRL's `weight_transfer`: an update by `WeightPublisher`, which generation goes on under.
 
-    `options` are `WeightPublisher`'s (`transport`, `keep`, deadlines). `base` is the version that the workers had
-    before: the trainer's version v is theirs of `base` + v, or later by the attempts that failed.
+    `options` are `WeightPublisher`'s (`transport`, deadlines). `keep` is on unless they say otherwise: a worker that is
+    started again would draw samples that are all too old for the trainer, which then makes no step and no update.
+    `base` is the version that the workers had before: the trainer's version v is theirs of `base` + v, or later by the
+    attempts that failed.
     """
 
     def __init__(self, endpoints: str | Sequence[str], **options: Any) -> None:
-        self._endpoints, self._options = endpoints, options
+        self._endpoints, self._options = endpoints, {"keep": True, **options}
         self._publisher: Any = None
         self.base = 0
         self.sent = 0
