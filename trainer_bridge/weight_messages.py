@@ -180,7 +180,7 @@ class _Ask:
                 lost = self.link.lost()
                 header = self.link.receive(self.message_id)
                 if header is not None:
-                    self.answer = header if header.get("op") == "ok" else _problem(header, self.link.endpoint)
+                    self.answer = header if header.get("op") == "ok" else _problem(header, phase, self.link.endpoint)
                 elif lost:  # a worker that comes back knows nothing of the question
                     self.answer = ConnectionLost(f"{phase}: the connection to {self.link.endpoint} was lost")
         except RolloutError as error:
@@ -215,11 +215,11 @@ def ask_all(
     return [ask.answer for ask in asks if ask.answer is not None]
 
 
-def _problem(header: dict[str, Any], endpoint: str) -> RolloutError:
+def _problem(header: dict[str, Any], phase: str, endpoint: str) -> RolloutError:
     if header.get("op") != "error":
-        return ProtocolError(f"{endpoint} answered with {header.get('op')!r:.40}, not ok or error")
-    error = from_reply({**header, "message": f"{endpoint}: {header.get('message', 'the worker gave no reason')}"})
-    return error
+        return ProtocolError(f"{phase}: {endpoint} answered with {header.get('op')!r:.40}, not ok or error")
+    message = header.get("message", "the worker gave no reason")
+    return from_reply({**header, "message": f"{phase}: {endpoint}: {message}"})
 
 
 def _no_answer(ask: _Ask, phase: str, timeout_s: float, closing: threading.Event) -> RolloutError:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from weights_harness import TinyModel, new_tensors
 
+from trainer_bridge.errors import RolloutError
 from trainer_bridge.fingerprint import fingerprint
 from trainer_bridge.manifest import Manifest, pack
 from trainer_bridge.payload import Payload
@@ -116,6 +117,18 @@ def test_all_hear_the_first_reason_for_which_a_member_gave_up(monkeypatch: pytes
     tensors = new_tensors(TinyModel(), 1)
     jobs, gave_up = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
     assert gave_up == "rank 1 gave up: out of memory" and all(job.error for job in jobs)
+
+
+def test_a_publisher_that_is_closed_while_it_packs_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def closed(self: Payload, *arguments: Any) -> None:
+        raise RolloutError("transfer: the tensors were given back before they were sent", code="closed")
+
+    monkeypatch.setattr(Payload, "pack_pieces", closed)
+    tensors = new_tensors(TinyModel(), 1)
+    jobs, _ = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
+    assert any("given back" in (job.error or "") for job in jobs) and "sending weights failed" not in caplog.text
 
 
 @pytest.mark.parametrize(

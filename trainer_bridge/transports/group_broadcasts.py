@@ -18,6 +18,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from trainer_bridge.errors import RolloutError
 from trainer_bridge.fingerprint import fingerprint
 from trainer_bridge.payload import Payload
 from trainer_bridge.transports import TransferRules
@@ -84,6 +85,8 @@ class Broadcasts:
             self._send()
         except GroupError as error:
             self.error = self.error or f"the group with the workers broke: {error}"
+        except RolloutError as error:  # it says itself what happened: the publisher was closed while it packed
+            self.error = self.error or str(error)
         # Workers are told, and keep what they serve.
         except Exception as error:
             _log.exception("sending weights failed")
