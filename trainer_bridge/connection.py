@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Sequence
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from trainer_bridge.keys import ClientCurve
+from trainer_bridge.socket_events import socket_events
 
 _RECONNECT_MAX_MS = 1000
 _HEARTBEATS_MISSED = 3
@@ -109,11 +109,7 @@ class Connection:
 
     def _read_monitor(self) -> bool:
         lost = False
-        while True:
-            try:
-                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return lost
+        for event in socket_events(self.monitor):
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected, self.gone, self.hint = True, False, ""
                 self._send_waiting()
@@ -126,6 +122,7 @@ class Connection:
             elif self.connected:  # an attempt that never got through is not a loss
                 self.connected = False
                 lost = True
+        return lost
 
     def _send_waiting(self) -> None:
         for frames in self._unsent.values():

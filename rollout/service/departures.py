@@ -15,7 +15,8 @@ and only that: the end of the old descriptor means nothing any more.
 from __future__ import annotations
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
+
+from trainer_bridge.socket_events import socket_events
 
 
 class Departures:
@@ -68,11 +69,7 @@ class Departures:
         return gone
 
     def _read(self) -> None:
-        while True:
-            try:
-                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return
+        for event in socket_events(self.monitor):
             descriptor = int(event["value"])
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._ended.discard(descriptor)

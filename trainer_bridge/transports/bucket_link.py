@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 import torch
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
 from trainer_bridge.keys import ClientCurve
 from trainer_bridge.manifest import checksum, checksums_digest
 from trainer_bridge.payload import Payload
+from trainer_bridge.socket_events import socket_events
 from trainer_bridge.transports import Peer, TransferRules
 
 BUCKET = struct.Struct("<4s16sII")  # magic, token, index, checksum
@@ -93,13 +93,10 @@ class Link:
 
     def _read_monitor(self) -> bool:
         lost = False
-        while True:
-            try:
-                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.Again:
-                return lost
-            lost |= self._connected and event == zmq.EVENT_DISCONNECTED  # an attempt that never got through is no loss
-            self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        for event in socket_events(self.monitor):
+            lost |= self._connected  # an attempt that never got through is no loss
+            self._connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return lost
 
     def _on_answer(self, message: bytes) -> None:
         magic, token = message[:4], message[4:20]
