@@ -97,6 +97,10 @@ class RolloutTimeout(RolloutError, TimeoutError, code="timeout"):
     """No answer within `timeout_s`. The request was cancelled."""
 
 
+#: Nobody answered: the worker may be gone, or another one by now.
+UNANSWERED = (ConnectionLost, RolloutTimeout)
+
+
 class ResumeFailed(RolloutError, code="resume_failed"):
     """No worker went on with a request in time, or too many were lost in a row without a new token of it.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer_bridge.errors import ConnectionLost, RolloutError, RolloutTimeout
+from trainer_bridge.errors import UNANSWERED, RolloutError
 from trainer_bridge.manifest import Manifest
 from trainer_bridge.payload import Payload
 from trainer_bridge.publish_handle import PublishHandle
@@ -54,7 +54,7 @@ class KeptUpdate:
 
     def settle(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
         """The update is over: keep it whole, also if no worker got all of it, unless it is not for them."""
-        lost = any(isinstance(error, (ConnectionLost, RolloutTimeout)) for error in handle.errors.values())
+        lost = any(isinstance(error, UNANSWERED) for error in handle.errors.values())
         if handle.refused or not (handle.begun or lost):
             return
         try:

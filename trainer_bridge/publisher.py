@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer_bridge.adapter_config import config_map
-from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
+from trainer_bridge.errors import UNANSWERED, ProtocolError, RolloutError, WeightsRejected
 from trainer_bridge.kept_update import KeptUpdate
 from trainer_bridge.keys import ClientCurve
 from trainer_bridge.manifest import check_bucket_bytes, usual_bucket_bytes
@@ -232,7 +232,7 @@ class WeightPublisher:
         for link, answer in zip(links, answers, strict=True):
             if type(answer) is dict and self._kept.wanted_by(link.endpoint, answer):
                 behind.append(link.endpoint)
-            elif isinstance(answer, (ConnectionLost, RolloutTimeout)):
+            elif isinstance(answer, UNANSWERED):
                 self._kept.forgive(link.endpoint)
         if not behind:
             return
@@ -316,7 +316,7 @@ class WeightPublisher:
         answers = ask_all(messages, "abort", _ABORT_S, self._closing)
         alive = []
         for peer, answer in zip(peers, answers, strict=True):
-            if not isinstance(answer, (ConnectionLost, RolloutTimeout)):
+            if not isinstance(answer, UNANSWERED):
                 peer.error, peer.token = None, b""
                 alive.append(peer)
         return alive

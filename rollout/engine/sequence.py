@@ -312,8 +312,8 @@ class Sequence:
     @property
     def recomputed(self) -> tuple[tuple[int, int], ...]:
         """(tokens, version) of each prefill of more than the prompt, and of the prompt if it had several."""
-        first = sum(tokens == 0 for tokens, *_ in self.prefills)
-        return tuple((tokens, version) for tokens, version, _ in self.prefills[first if first == 1 else 0 :])
+        one_of_prompt = [tokens for tokens, *_ in self.prefills].count(0) == 1
+        return tuple((tokens, version) for tokens, version, _ in self.prefills[one_of_prompt:])
 
     def note_kv(self, start: int, end: int, version: int) -> None:
         """KV of positions start..end-1 is being written by a prefill under `version`."""
