@@ -115,7 +115,7 @@ def test_silu_takes_gate_and_up_corrected(width, rank):
     slots = slots.to(DEVICE)
     gate, up = exact(gate_up, x, buffers, slots).chunk(2, dim=1)
     got = silu_mul(gate_up, shrink_beside(x, buffers, slots))
-    assert relative(got, torch.nn.functional.silu(gate) * up) < 2e-6
+    assert relative(got, torch.nn.functional.silu(gate) * up) < 1e-6
     assert torch.equal(got[1], silu_mul(gate_up)[1])
 
 
