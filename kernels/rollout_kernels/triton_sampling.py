@@ -5,7 +5,8 @@
     pass 2   program (row): the best of all blocks, log-sum-exps, three log-probs; the token goes into the step's output
              and into the row's state, where the next step reads it
 
-Noise and order of operations are those of `rollout_kernels.sampling.sample`: the same counter, the same words.
+Noise and order of operations are those of `rollout_kernels.sampling.sample`: the same counter, the same words. Its
+logarithms are the chip's own, so that noise differs by some 3e-6: pass 1 is bound by arithmetic, not by memory.
 
 Legend: S rows that sample, V vocabulary, B blocks, I columns of the row state.
 """
@@ -16,8 +17,21 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.triton_math import INTERPRETED
+
 _BLOCK = 2048
-_FIELDS = 8  # float32 values that pass 1 leaves for each block
+#: What pass 1 leaves for each block, a plane each: best noisy logit, its token, log-sums of plain, tempered, drawn.
+_FIELDS = 5
+
+
+@triton.jit
+def _fast_log(x):
+    """Natural logarithm of positive normal float32, within 2e-7 of 1 or of itself: two instructions."""
+    if INTERPRETED:
+        return tl.log(x)
+    else:
+        log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return log2 * 0.6931471805599453
 
 
 @triton.jit
@@ -34,7 +48,7 @@ def _gumbel(seed, index, first, BLOCK: tl.constexpr):
     u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     # -log(1 - u), by its series where u is small, which is where the winners are and 1 - u has too few digits.
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
-    return -tl.log(tl.where(u < 0.0625, series, -tl.log(1.0 - u)))
+    return -_fast_log(tl.where(u < 0.0625, series, -_fast_log(1.0 - u)))
 
 
 @triton.jit
@@ -75,7 +89,8 @@ def _pass_1(
     v = block * BLOCK + tl.arange(0, BLOCK)
     live = v < V
     logits = tl.load(logits_ptr + sampled * V + v, mask=live, other=-float("inf"))
-    out = partial_ptr + (sampled * blocks + block) * 8
+    out = partial_ptr + sampled * blocks + block
+    plane = tl.num_programs(0).to(tl.int64) * blocks
     plain_sum = _log_sum(logits)
     tempered = logits
     tempered_sum = plain_sum
@@ -94,24 +109,24 @@ def _pass_1(
     noisy = tl.where(live & (noisy == noisy), noisy, -float("inf"))
     best = tl.max(noisy)
     token = tl.min(tl.where(live & (noisy == best), v, 2147483647))
-    chosen = v == token
-    tl.store(out + 0, best)
-    tl.store(out + 1, token.to(tl.float32, bitcast=True))
-    tl.store(out + 2, tl.sum(tl.where(chosen, logits, 0.0)))
-    tl.store(out + 3, plain_sum)
-    tl.store(out + 4, tempered_sum)
-    tl.store(out + 5, tl.sum(tl.where(chosen, drawn, 0.0)))
-    tl.store(out + 6, drawn_sum)
+    tl.store(out, best)
+    tl.store(out + plane, token.to(tl.float32, bitcast=True))
+    tl.store(out + 2 * plane, plain_sum)
+    tl.store(out + 3 * plane, tempered_sum)
+    tl.store(out + 4 * plane, drawn_sum)
 
 
 @triton.jit
 def _pass_2(
+    logits_ptr,
+    drawn_ptr,
     floats_ptr,
     ints_ptr,
     rows_ptr,
     partial_ptr,
     output_ptr,
     output_stride,
+    V,
     blocks,
     INTS: tl.constexpr,
     FLOATS: tl.constexpr,
@@ -119,23 +134,27 @@ def _pass_2(
     LENGTH: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    DRAWN: tl.constexpr,
 ):
     sampled = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + sampled)
     b = tl.arange(0, BLOCKS)
     live = b < blocks
-    at = partial_ptr + (sampled * blocks + b) * 8
+    at = partial_ptr + sampled * blocks + b
+    plane = tl.num_programs(0).to(tl.int64) * blocks
     noisy = tl.load(at, mask=live, other=-float("inf"))
-    tokens = tl.load(at + 1, mask=live, other=0.0).to(tl.int32, bitcast=True)
+    tokens = tl.load(at + plane, mask=live, other=0.0).to(tl.int32, bitcast=True)
     best = tl.max(noisy)
     token = tl.min(tl.where(live & (noisy == best), tokens, 2147483647))
-    mine = live & (tokens == token) & (noisy == best)
-    logit = tl.sum(tl.where(mine, tl.load(at + 2, mask=live, other=0.0), 0.0))
-    drawn = tl.sum(tl.where(mine, tl.load(at + 5, mask=live, other=0.0), 0.0))
+    logit = tl.load(logits_ptr + sampled * V + token)
     temperature = tl.load(floats_ptr + row * FLOATS + TEMPERATURE)
-    plain = logit - _log_sum(tl.load(at + 3, mask=live, other=-float("inf")))
-    tempered = logit / temperature - _log_sum(tl.load(at + 4, mask=live, other=-float("inf")))
-    drawn = drawn - _log_sum(tl.load(at + 6, mask=live, other=-float("inf")))
+    tempered = logit / temperature
+    drawn = tempered
+    if DRAWN:
+        drawn = tl.load(drawn_ptr + sampled * V + token)
+    plain = logit - _log_sum(tl.load(at + 2 * plane, mask=live, other=-float("inf")))
+    tempered -= _log_sum(tl.load(at + 3 * plane, mask=live, other=-float("inf")))
+    drawn -= _log_sum(tl.load(at + 4 * plane, mask=live, other=-float("inf")))
     tl.store(output_ptr + sampled, token)
     tl.store(output_ptr + output_stride + sampled, tempered.to(tl.int32, bitcast=True))
     tl.store(output_ptr + 2 * output_stride + sampled, plain.to(tl.int32, bitcast=True))
@@ -168,7 +187,7 @@ def draw_and_advance(
     """
     count, vocab = logits_SV.shape
     blocks = triton.cdiv(vocab, _BLOCK)
-    partial = torch.empty(count, blocks, _FIELDS, dtype=torch.float32, device=logits_SV.device)
+    partial = torch.empty(_FIELDS, count, blocks, dtype=torch.float32, device=logits_SV.device)
     sizes = {"INTS": ints_RI.shape[1], "FLOATS": floats_RF.shape[1]}
     _pass_1[(count, blocks)](
         logits_SV,
@@ -190,17 +209,21 @@ def draw_and_advance(
         **sizes,
     )
     _pass_2[(count,)](
+        logits_SV,
+        drawn_SV,
         floats_RF,
         ints_RI,
         rows_S,
         partial,
         output_4S,
         output_4S.stride(0),
+        vocab,
         blocks,
         LAST=columns["LAST"],
         LENGTH=columns["LENGTH"],
         TEMPERATURE=columns["TEMPERATURE"],
         BLOCKS=triton.next_power_of_2(blocks),
+        DRAWN=drawn_SV is not None,
         num_warps=1,
         **sizes,
     )

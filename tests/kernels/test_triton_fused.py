@@ -131,7 +131,7 @@ def test_the_draw_is_that_of_the_torch_twin(vocab, truncated):
     assert torch.equal(ints[:, 2:], before[:, 2:]) and torch.equal(ints[0], before[0])
 
 
-def test_the_noise_is_the_twins_to_the_last_bits():
+def test_the_noise_is_the_twins():
     """With flat logits the draw is decided by the noise alone, over a whole vocabulary."""
     vocab, count = 4099, 5
     logits = torch.zeros(count, vocab, device=DEVICE)
