@@ -138,7 +138,10 @@ def test_queries_keys_and_values_are_each_corrected_by_their_own_module(dim, ran
     later = finished(parts, shrink_beside(x, buffers, slots))
     for got, expected in zip(later, finished(whole, None), strict=True):
         assert relative(got, expected.double()) < 2e-6
-    assert torch.equal(later[0][1], finished(parts, None)[0][1]), "a row without an adapter is as it was"
+    nobody = finished(parts, shrink_beside(x, buffers, torch.zeros_like(slots)))
+    assert torch.equal(later[0][1], nobody[0][1]), "what is added to other rows changes none without an adapter"
+    # The two kernels round once differently: where one compiles to a fused multiply-add the other may not.
+    assert relative(nobody[0], finished(parts, None)[0].double()) < 1e-6
 
 
 def test_what_is_added_later_spoils_no_other_row_either():
