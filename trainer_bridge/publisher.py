@@ -52,12 +52,12 @@ class WeightPublisher:
     """Publishes weights to one or several workers.
 
     `endpoints` are the workers' request sockets, as `RolloutClient` takes them. `transport` is `shm` (one host), `zmq`,
-    `nccl`, `disk` (with `folder`, on a path that the workers can read) or `auto`: for each worker the fastest that
-    works; reports and the log say which and why. An update travels in buckets of `bucket_bytes`, a multiple of 64, at
-    most 256 MiB; absent: 64 MiB, and up to 256 MiB for a large model that `auto`, `nccl` or `cuda_ipc` bring where
-    there are GPUs. Deadlines in seconds: `begin_s` for connecting and for the workers' check of the manifest,
-    `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses the weights. `curve` has the
-    keys for workers that use CURVE.
+    `nccl`, `disk` (with `folder`, on a path that the workers can read) or `auto`: for each worker the first of
+    `cuda_ipc`, `nccl`, `shm` and `zmq` that works; reports and the log say which and why. An update travels in buckets
+    of `bucket_bytes`, a multiple of 64, at most 256 MiB; absent: 64 MiB, and up to 256 MiB for a large model that
+    `auto`, `nccl` or `cuda_ipc` bring where there are GPUs. Deadlines in seconds: `begin_s` for connecting and for the
+    workers' check of the manifest, `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses
+    the weights. `curve` has the keys for workers that use CURVE.
 
     With `keep` the last update stays in this host's memory, so that a worker that comes back (its supervisor started it
     again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on. That is also one
@@ -322,7 +322,7 @@ class WeightPublisher:
         return alive
 
     def _begin(self, payload: Payload, handle: PublishHandle, peers: list[Peer]) -> None:
-        """Agree with each worker on a transport, the fastest first."""
+        """Agree with each worker on a transport."""
         version = payload.manifest.version
         begin = {"action": "begin", "version": version, "manifest": payload.manifest.to_wire()}
         if payload.adapter is not None:
