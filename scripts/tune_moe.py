@@ -216,8 +216,8 @@ def tune(shape: MoEShape, format: Format, counts: list[int], deadline: float) ->
         bands = [*bands[:-1], (tokens, plan)] if bands and bands[-1][1] == plan else [*bands, (tokens, plan)]
     if not bands or steady is None:
         return None, tuner.log
-    bands[-1] = (1 << 30, bands[-1][1])
-    return Entry(tuple(bands), steady), tuner.log
+    beyond = [band for band in dispatch.default_entry(shape, format).bands if band[0] > bands[-1][0]]
+    return Entry((*bands, *beyond), steady), tuner.log
 
 
 def main() -> None:

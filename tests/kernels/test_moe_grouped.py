@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_cases import DEVICE, Layer, exact, layer, poison, relative
+from moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
 from rollout_kernels.moe.formats import FORMATS
 from rollout_kernels.moe.triton_grouped import GroupedConfig, combine, grouped_down, grouped_gate_up
 from rollout_kernels.moe.triton_grouping import group_pairs
@@ -41,13 +41,13 @@ def warp(case: Layer) -> torch.Tensor:
 def test_every_format_follows_float64(format, bulk):
     case = layer(5, format=format)
     config = GroupedConfig(block_n=64, block_k=128, bulk=bulk)
-    assert relative(run(case, config), exact(case)) < 4e-3
+    assert_close(run(case, config), exact(case))
 
 
 @pytest.mark.parametrize("format", ["plain", "fp8_row", "fp8_block"])
 def test_half_precision(format):
     case = layer(5, format=format, dtype=torch.float16)
-    assert relative(run(case), exact(case)) < 6e-4
+    assert_close(run(case), exact(case), 6e-4)
 
 
 def test_scales_that_half_precision_has_no_room_for_are_refused():
@@ -61,14 +61,14 @@ def test_scales_that_half_precision_has_no_room_for_are_refused():
 def test_odd_shapes(format, hidden, inner, top_k, bulk):
     case = layer(3, format=format, hidden=hidden, inner=inner, top_k=top_k)
     config = GroupedConfig(block_n=64, block_k=128, bulk=bulk)
-    assert relative(run(case, config), exact(case)) < 4e-3
+    assert_close(run(case, config), exact(case))
 
 
 @pytest.mark.parametrize("tile_rows", [4, 16, 64])
 @pytest.mark.parametrize("routing", ["even", "skewed", "one"])
 def test_tiles_of_any_height(routing, tile_rows):
     case = layer(40, hidden=128, inner=64, routing=routing)
-    assert relative(run(case, tile_rows=tile_rows), exact(case)) < 4e-3
+    assert_close(run(case, tile_rows=tile_rows), exact(case))
 
 
 @pytest.mark.parametrize("format", FORMATS)

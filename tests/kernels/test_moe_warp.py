@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_cases import DEVICE, Layer, exact, layer, poison, relative
+from moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
 from rollout_kernels.moe.formats import FORMATS
 from rollout_kernels.moe.triton_warp import WarpConfig, moe_down, moe_gate_up
 from rollout_kernels.triton_fused import add_rms_norm
@@ -25,31 +25,31 @@ def run(case: Layer, config: WarpConfig = SMALL, parts: bool = False) -> torch.T
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_format_follows_float64(format, dtype):
     case = layer(3, format=format, dtype=dtype)
-    assert relative(run(case), exact(case)) < (4e-3 if dtype == torch.bfloat16 else 6e-4)
+    assert_close(run(case), exact(case), 4e-3 if dtype == torch.bfloat16 else 6e-4)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("hidden", "inner", "top_k"), [(160, 96, 3), (1056, 32, 1), (32, 544, 2)])
 def test_odd_shapes(format, hidden, inner, top_k):
     case = layer(2, format=format, hidden=hidden, inner=inner, top_k=top_k)
-    assert relative(run(case), exact(case)) < 4e-3
+    assert_close(run(case), exact(case))
 
 
 def test_widths_that_are_only_even():
     case = layer(2, hidden=150, inner=46)
-    assert relative(run(case), exact(case)) < 4e-3
+    assert_close(run(case), exact(case))
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_and_neurons_that_do_not_fill_a_program(format):
     case = layer(2, format=format, hidden=160, inner=96, top_k=1)
-    assert relative(run(case, WarpConfig(rows=16, neurons=4, at_once=3)), exact(case)) < 4e-3
+    assert_close(run(case, WarpConfig(rows=16, neurons=4, at_once=3)), exact(case))
 
 
 @pytest.mark.parametrize("routing", ["skewed", "one"])
 def test_tokens_that_share_experts(routing):
     case = layer(5, routing=routing)
-    assert relative(run(case), exact(case)) < 4e-3
+    assert_close(run(case), exact(case))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -73,7 +73,7 @@ def test_a_row_does_not_depend_on_the_others(format):
 )
 def test_configurations_agree(format, config):
     case = layer(2, format=format, hidden=512, inner=64, top_k=4)
-    assert relative(run(case, config), exact(case)) < 4e-3
+    assert_close(run(case, config), exact(case))
 
 
 def test_the_sum_over_experts_is_kept_in_float32_for_the_norm_that_follows():
