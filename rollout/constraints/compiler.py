@@ -102,7 +102,7 @@ class ConstraintCompiler:
         except UnicodeEncodeError:
             raise ConstraintError("it has half of a surrogate pair, which is no character; leave it out") from None
         except RuntimeError as error:  # what xgrammar raises for anything that it cannot compile
-            raise ConstraintError(_reason(error)) from error
+            raise ConstraintError(_reason(error, spec.kind)) from error
         first = self._constraint(self._new_matcher(grammar, override_stop_tokens=list(stop_ids)), spec, stop_ids, [])
         masks_RW = torch.zeros(1, mask_words(self._vocab), dtype=torch.int32)
         first.start().fill(masks_RW, 0)
@@ -159,7 +159,9 @@ def _never_in_json(texts: list[bytes]) -> list[int]:
     return [token for token, text in enumerate(texts) if len(text.translate(None, unwanted)) < len(text)]
 
 
-def _reason(error: RuntimeError) -> str:
-    """The message of xgrammar without times and places in its source."""
+def _reason(error: RuntimeError, kind: str) -> str:
+    """The message of xgrammar without times, places in its source, and places in a grammar that it made itself."""
     said = re.sub(r"\[\d\d:\d\d:\d\d\] \S+: ", "", str(error)).strip()[:500]
+    if kind != "grammar":
+        said = re.sub(r"EBNF (?:lexer|parser) error at line \d+, column \d+: ", "", said)
     return said or "the compiler does not take it, and does not say why"

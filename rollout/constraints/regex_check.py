@@ -156,6 +156,8 @@ def _element_problem(element: str, in_json: bool) -> str | None:
         negated, at = element.startswith("[^"), 1
         while at < len(element) - 1:
             end = at + 2 + _digits_of(element, at) if element[at] == "\\" else at + 1
+            if element[at] in "\r\n":
+                return f"a class has a line break; write it as {element[at]!r:.4} with a backslash"
             if element[at] == "\\" and element[at + 1] in _NO_CLASS:
                 return f"{element[at:end]!r} in a class is not known; leave it out"
             if problem := _character_problem(element[at:end], in_json and not negated):

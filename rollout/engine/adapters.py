@@ -22,9 +22,16 @@ from rollout.engine.device import Device, Event, Stream
 from rollout.engine.types import AdapterStatus
 from rollout.models.adapters import AdapterSlots, AdapterWeights
 
+#: Weights versions have 63 bits.
+_LAST_VERSION = 2**63 - 1
+
 
 class AdapterError(ValueError):
-    """An adapter cannot be taken or given up; the message says why."""
+    """An adapter cannot be taken or given up; the message says why, `field` which part of a request is at fault."""
+
+    def __init__(self, message: str, field: str = "name") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,9 @@ class AdapterTable:
                 "or raise it"
             )
         if old is not None and version is not None and version <= old.version:
-            raise AdapterError(f"adapter {name!r} is at version {old.version}; send a later one than that")
+            raise AdapterError(f"adapter {name!r} is at version {old.version}; send a later one than that", "version")
+        if old is not None and old.version == _LAST_VERSION:
+            raise AdapterError(f"adapter {name!r} is at the last version that there is; unload it first", "version")
         return version if version is not None else 0 if old is None else old.version + 1
 
     def put(self, name: str, version: int | None, weights: AdapterWeights) -> Adapter:

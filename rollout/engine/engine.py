@@ -306,7 +306,7 @@ class Engine:
             answer = [] if token is None else [Done(token)]
         except AdapterError as error:
             log.warning("an adapter is not changed", extra={"reason": str(error)})
-            answer = [] if token is None else [Failed(token, str(error), "name")]
+            answer = [] if token is None else [Failed(token, str(error), error.field)]
         self.scheduler.events += answer
 
     def _begin_end(self, mode: str, token: int | None) -> None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollout.service.fields import Logprobs, MarkList, Routing, Seed, TokenIds, TopIds, TopLogprobs, VersionRunList
+from rollout.service.fields import (
+    HIGHEST_LOGPROB,
+    Logprobs,
+    MarkList,
+    Routing,
+    Seed,
+    TokenIds,
+    TopIds,
+    TopLogprobs,
+    VersionRunList,
+)
 
 
 class ContinueFrom(BaseModel):
@@ -32,6 +42,8 @@ class ContinueFrom(BaseModel):
             values = getattr(self, name)
             if values is not None and len(values) != tokens:
                 raise ValueError(f"'{name}' has {len(values)} entries and 'token_ids' {tokens}; send as many of both")
+            if values is not None and (values > HIGHEST_LOGPROB).any():
+                raise ValueError(f"'{name}' are at most 0, NaN where not known; send them as the completion had them")
         self._check_tops(tokens)
         if self.versions is not None and sum(count for _, count in self.versions) != tokens:
             raise ValueError(f"the counts in 'versions' must add up to the {tokens} of 'token_ids'")

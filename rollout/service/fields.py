@@ -17,6 +17,8 @@ from rollout.engine.types import MAX_LOGIT_BIAS
 
 INT32_MAX = 2**31 - 1
 SEED_END = 2**63
+#: A log-prob is at most 0; rounding, a trainer's too, may put it a little above.
+HIGHEST_LOGPROB = 1.0
 MAX_BIAS = 100
 MAX_INDEX_ENTRIES = 65_536
 
@@ -47,13 +49,13 @@ def logprob_array(value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.kind != "f":
             raise ValueError(f"log-probs must be one row of floats, not {value.dtype} of shape {list(value.shape)}")
-        return value.astype(np.float32)
+        return _as_float32(value)
     if not isinstance(value, list):
         raise ValueError(f"log-probs must be a list of numbers or a float blob, not {_type_name(value)}")
     wrong = next((_type_name(item) for item in value if type(item) not in (int, float)), "")
     if wrong:
         raise ValueError(f"log-probs must be numbers, but one is {wrong}")
-    return np.array(value, dtype=np.float32)
+    return _as_float32(np.array(value, dtype=np.float64))
 
 
 def top_id_rows(value: Any) -> np.ndarray:
@@ -67,6 +69,10 @@ def top_id_rows(value: Any) -> np.ndarray:
 def top_logprob_rows(value: Any) -> np.ndarray:
     """A list of rows of numbers, or a two-dimensional float array, as float32 [n, k]. NaN stands for not known."""
     array = _rows(value, "iuf" if isinstance(value, list) else "f", "numbers, with as many in each")
+    return _as_float32(array)
+
+
+def _as_float32(array: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):  # what does not fit is infinite
         return array.astype(np.float32)
 
@@ -95,27 +101,29 @@ def routing_array(value: Any) -> np.ndarray:
 
 
 def version_runs(value: Any) -> list[tuple[int, int]]:
-    """A list of `[version, count]`, version at least -1 (not known), count at least 1."""
-    problem = "versions must be a list of [version, count] with a version of at least -1 and a count of at least 1"
+    """A list of `[version, count]`, version from -1 (not known) to 2**63 - 1, count at least 1."""
+    problem = (
+        "versions must be a list of [version, count] with a version from -1 to 2**63 - 1 and a count of at least 1"
+    )
     if not isinstance(value, list):
         raise ValueError(problem)
     for run in value:
         if not (isinstance(run, list) and len(run) == 2 and all(type(part) is int for part in run)):
             raise ValueError(problem)
-        if run[0] < -1 or run[1] < 1:
+        if not -1 <= run[0] < SEED_END or run[1] < 1:
             raise ValueError(problem)
     return [(version, count) for version, count in value]
 
 
 def mark_list(value: Any) -> list[tuple[int, int]]:
-    """A list of `[position, version]`; positions do not fall, versions are at least -1 (not known)."""
+    """A list of `[position, version]`; positions do not fall, versions are from -1 (not known) to 2**63 - 1."""
     problem = "it must be a list of [position, version], in order, as a completion has it"
     if not isinstance(value, list):
         raise ValueError(problem)
     for mark in value:
         if not (isinstance(mark, list) and len(mark) == 2 and all(type(part) is int for part in mark)):
             raise ValueError(problem)
-        if mark[0] < 0 or mark[1] < -1:
+        if mark[0] < 0 or not -1 <= mark[1] < SEED_END:
             raise ValueError(problem)
     if any(after[0] < before[0] for before, after in pairwise(value)):
         raise ValueError(problem)

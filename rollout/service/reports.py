@@ -20,6 +20,7 @@ import numpy as np
 from rollout.metrics.mismatch import Mismatch, MismatchBox, compare_by_version
 from rollout.service.connections import Peer
 from rollout.service.errors import ServiceError, bad_request
+from rollout.service.fields import HIGHEST_LOGPROB
 from rollout.service.replies import ok_reply
 from rollout.service.requests import Report
 from rollout.service.store import Stored
@@ -31,7 +32,6 @@ UNKNOWN_VERSION = -1  # of tokens that were continued from and came without
 
 _MAX_WAITING = 1024
 _MAX_WAITING_BYTES = 256 << 20
-_HIGHEST = 1.0  # a log-prob is at most 0; a trainer's rounding may put it a little above
 
 
 class Reports:
@@ -109,7 +109,7 @@ def _check(completions: dict[str, Any], index: str, values: np.ndarray) -> None:
             "token_ids, NaN where it is not known",
             where,
         )
-    if np.isinf(values).any() or (values > _HIGHEST).any():
+    if np.isinf(values).any() or (values > HIGHEST_LOGPROB).any():
         raise bad_request(
             "log-probs are finite and at most 0, NaN where not known: send log-softmax of logits / temperature at the "
             "sampled tokens",

@@ -197,6 +197,8 @@ def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tok
         ("grammar", r"root ::= [a\U0000d800\xdc00]", "half of a surrogate pair"),
         ("grammar", r'root ::= Regex("\\ud800")', "half of a surrogate pair"),
         ("choices", ("a", "\ud800"), "half of a surrogate pair"),
+        ("regex", "[^\n]{1,5}", "a class has a line break; write it as .* with a backslash"),
+        ("regex", "a{2,1}", "^Lower bound is larger"),
         ("regex", r"[^\s\S]", "no text obeys it"),
         ("grammar", "root ::= root", "no text obeys it"),
         ("json_schema", '{"$ref": "#"}', "no text obeys it"),

@@ -97,6 +97,16 @@ def test_a_newer_version_amid_a_stream_is_told_with_its_first_token(adapted: Ada
         caller.generate(PROMPT, max_tokens=8, adapter="grows", **GREEDY)
 
 
+def test_versions_of_an_adapter_rise_and_end(caller: RolloutClient) -> None:
+    for version in (5, 2**63 - 1):
+        caller.load_adapter("old", "f1", version=version)
+        for wrong in (version, 5) + (() if version == 5 else (None,)):
+            with pytest.raises(BadRequest, match=f"version {version}|the last version") as refused:
+                caller.load_adapter("old", "f2", version=wrong)
+            assert refused.value.field == "version"
+    caller.unload_adapter("old")
+
+
 def test_an_adapter_comes_over_the_bridge_while_rows_run(adapted: Adapted, caller: RolloutClient) -> None:
     model = PeftModel.from_pretrained(copy.deepcopy(adapted.reference), str(adapted.root / "f1"))
     options = {"adapter": "sent", "adapter_config": model.peft_config["default"]}
