@@ -110,7 +110,7 @@ def test_in_place_a_worker_is_stale_until_a_whole_update_has_come(
 
 
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "zmq"])
 def test_a_connection_that_is_cut_in_the_middle_of_a_bucket_ends_the_update_there_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, apply: str
 ) -> None:
@@ -129,13 +129,15 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_bucket_ends_the_update_ther
         cables.append(several.enter_context(CutCable(int(address.rpartition(":")[2]), magic, 6, more)))
         return window, f"tcp://127.0.0.1:{cables[-1].port}"
 
-    with several, Worker(idle_s=1.0, apply=apply) as worker, Worker(idle_s=60.0, apply=apply) as other:
+    mine = {"apply": apply, "shared": tmp_path}
+    with several, Worker(idle_s=1.0, **mine) as worker, Worker(idle_s=60.0, **mine) as other:
         old = good(worker, transport, tmp_path, 1)
         with monkeypatch.context() as patch:
             patch.setattr(bucket_link, "read_grant", through_a_cable)
             how = {"transport": transport, "bucket_bytes": SMALL, "stall_s": 60.0}
             endpoints = [worker.endpoint, other.endpoint]
             with WeightPublisher(endpoints, **how) as publisher, pytest.raises(ConnectionLost) as caught:
+                share_from(publisher, tmp_path)
                 publisher.publish(new := new_tensors(worker.model, 2), 2).applied(20)
             assert str(caught.value).startswith("transfer:") and worker.endpoint in str(caught.value)
             assert other.receiver.version == 2 and serves(other.model, new)
@@ -170,7 +172,7 @@ def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothi
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "zmq", "nccl"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "zmq", "nccl", "disk"])
 def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_update(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, fault: signal.Signals
 ) -> None:
@@ -178,24 +180,28 @@ def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_u
         port = spare.port  # free again in a moment
     endpoint = f"tcp://127.0.0.1:{port}"
     packed = []
-    plain = Payload.start_bucket
+    step = "host_copy" if transport == "disk" else "start_bucket"
+    plain = getattr(Payload, step)
 
-    def pack(self: Payload, index: int, out: torch.Tensor) -> int:
-        packed.append(index)
+    def pack(self: Payload, *arguments: Any) -> Any:
+        packed.append(arguments)
         if len(packed) == middle(transport):
             os.kill(pid, fault)
-        return plain(self, index, out)
+        return plain(self, *arguments)
 
     tensors = new_tensors(TinyModel(), 1)
-    limits = {"stall_s": 1.5, "begin_s": 10.0, "apply_s": 10.0}
-    monkeypatch.setattr(Payload, "start_bucket", pack)
-    with WeightPublisher(endpoint, transport=transport, bucket_bytes=SMALL, **limits) as publisher:
+    # The folder of `disk` is written before workers are told of it.
+    limits = {"stall_s": 1.5, "begin_s": 3.0 if transport == "disk" else 10.0, "apply_s": 10.0}
+    monkeypatch.setattr(Payload, step, pack)
+    how = {"transport": transport, "folder": str(tmp_path), "bucket_bytes": SMALL}
+    with WeightPublisher(endpoint, **how, **limits) as publisher:
         share_from(publisher, tmp_path)
         with faults.child(role="worker", port=port, folder=str(tmp_path), settings={}) as pid:
             handle = publisher.publish(tensors, 1)
             with pytest.raises((ConnectionLost, RolloutTimeout, RolloutError)) as caught:
                 handle.applied(20)
-            assert endpoint in str(caught.value) and str(caught.value).startswith(("transfer:", "commit:"))
+            phases = ("begin:",) if transport == "disk" else ("transfer:", "commit:")
+            assert endpoint in str(caught.value) and str(caught.value).startswith(phases)
         with faults.child(role="worker", port=port, folder=str(tmp_path), settings={}):
             assert wait_for(lambda: tried(publisher, tensors), "the next update") == 2
 
