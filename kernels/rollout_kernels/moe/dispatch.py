@@ -125,9 +125,7 @@ def default_entry(shape: MoEShape, format: Format) -> Entry:
     # An expert of few rows is re-read from the cache for each token; past some tokens that costs more than grouping.
     most_warp = 4 if format == "plain" else 8
     bands: list[tuple[int, Plan]] = [(most_warp, _default_warp(format))]
-    # Tiles of 128 rows of codes were slower than of 64 up to 2,048 tokens (docs/results/moe_tuning_h200.json).
-    *heights, tallest = (16, 32, 64, 128) if format == "plain" else (16, 32, 64)
-    for tile_rows in heights:
+    for tile_rows in (16, 32, 64):
         # Tiles are chosen so that an expert's tokens mostly fit in one.
         bands.append(
             (
@@ -135,7 +133,7 @@ def default_entry(shape: MoEShape, format: Format) -> Entry:
                 _default_grouped(shape, format, tile_rows),
             )
         )
-    bands.append((1 << 30, _default_grouped(shape, format, tallest)))
+    bands.append((1 << 30, _default_grouped(shape, format, 128)))
     return Entry(tuple(bands), _default_grouped(shape, format, 16))
 
 
