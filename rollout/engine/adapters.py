@@ -19,11 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rollout.engine.device import Device, Event, Stream
-from rollout.engine.types import AdapterStatus
+from rollout.engine.types import VERSION_END, AdapterStatus
 from rollout.models.adapters import AdapterSlots, AdapterWeights
-
-#: Weights versions have 63 bits.
-_LAST_VERSION = 2**63 - 1
 
 
 class AdapterError(ValueError):
@@ -104,7 +101,7 @@ class AdapterTable:
             )
         if old is not None and version is not None and version <= old.version:
             raise AdapterError(f"adapter {name!r} is at version {old.version}; send a later one than that", "version")
-        if old is not None and old.version == _LAST_VERSION:
+        if old is not None and old.version == VERSION_END - 1:
             raise AdapterError(f"adapter {name!r} is at the last version that there is; unload it first", "version")
         return version if version is not None else 0 if old is None else old.version + 1
 

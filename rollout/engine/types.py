@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 RequestKey = tuple[str, str]
 #: (client, name of the session).
 SessionKey = tuple[str, str]
+#: Weights versions, the model's and those of adapters, are below this.
+VERSION_END = 2**63
 #: Runs of (weights version, number of tokens) that add up to the number of tokens.
 VersionRuns = list[tuple[int, int]]
 #: Entries of a request's logit bias, and stop token ids (eos ids included), at the most: rows hold them on the device.

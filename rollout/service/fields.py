@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from rollout.engine.types import MAX_LOGIT_BIAS
+from rollout.engine.types import MAX_LOGIT_BIAS, VERSION_END
 
 INT32_MAX = 2**31 - 1
 SEED_END = 2**63
@@ -110,7 +110,7 @@ def version_runs(value: Any) -> list[tuple[int, int]]:
     for run in value:
         if not (isinstance(run, list) and len(run) == 2 and all(type(part) is int for part in run)):
             raise ValueError(problem)
-        if not -1 <= run[0] < SEED_END or run[1] < 1:
+        if not -1 <= run[0] < VERSION_END or run[1] < 1:
             raise ValueError(problem)
     return [(version, count) for version, count in value]
 
@@ -123,7 +123,7 @@ def mark_list(value: Any) -> list[tuple[int, int]]:
     for mark in value:
         if not (isinstance(mark, list) and len(mark) == 2 and all(type(part) is int for part in mark)):
             raise ValueError(problem)
-        if mark[0] < 0 or not -1 <= mark[1] < SEED_END:
+        if mark[0] < 0 or not -1 <= mark[1] < VERSION_END:
             raise ValueError(problem)
     if any(after[0] < before[0] for before, after in pairwise(value)):
         raise ValueError(problem)

@@ -13,14 +13,13 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from rollout.engine.types import MAX_TOP_LOGPROBS
+from rollout.engine.types import MAX_TOP_LOGPROBS, VERSION_END
 from rollout.service.constraint import ConstraintFields
 from rollout.service.continue_from import ContinueFrom
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.fields import (
     INT32_MAX,
     MAX_INDEX_ENTRIES,
-    SEED_END,
     CharCounts,
     IndexDigits,
     LogitBias,
@@ -124,7 +123,7 @@ class Generate(Header):
     max_version_span: int | None = Field(None, ge=0)
     priority: int = Field(0, ge=-INT32_MAX, le=INT32_MAX)
     deadline_s: Number | None = Field(None, gt=0)
-    min_version: int | None = Field(None, ge=0, lt=SEED_END)
+    min_version: int | None = Field(None, ge=0, lt=VERSION_END)
     adapter: Id | None = None
     session: Id | None = None
     session_lease_s: Number | None = Field(None, gt=0)
@@ -150,7 +149,7 @@ class LoadAdapter(Header):
     op: Literal["load_adapter"]
     name: Id
     path: str = Field(min_length=1, max_length=MAX_PATH_CHARS)
-    version: int | None = Field(None, ge=0, lt=SEED_END)
+    version: int | None = Field(None, ge=0, lt=VERSION_END)
 
 
 class UnloadAdapter(Header):

@@ -100,6 +100,7 @@ def test_any_routing_and_number_of_tokens(format, tokens, routing):
     for name, plan in path_plans(format).items():
         if isinstance(plan, GroupedPlan) or tokens <= 128:
             assert_close(run(case, plan), expected, 3e-3, name)
+    assert_close(run(case, moe_plan(QWEN3_30B, format, torch.bfloat16, tokens)), expected, 3e-3)
 
 
 @pytest.mark.parametrize("format", ["plain", "mxfp8"])
