@@ -53,7 +53,7 @@ test-gpu: ## the GPU tests, with the machine's own torch and the wheels of the f
 	PYTHONPATH=.:kernels:"$$extra" $(PYTHON) -m pytest -m gpu $(ARGS)
 
 fuzz: $(DEV_READY) ## search for messages that break their readers, for FUZZ_SECONDS
-	$(BIN)/python scripts/fuzz_codec.py --seconds $(FUZZ_SECONDS) $(ARGS)
+	$(BIN)/python -m scripts.check.fuzz_codec --seconds $(FUZZ_SECONDS) $(ARGS)
 
 lint: $(DEV_READY) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -64,11 +64,11 @@ format: $(DEV_READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEMO_READY) ## measure bookkeeping, pipeline, memory and service load; results in docs/benchmarks.md come from here
-	$(BIN)/rollout bench bookkeeping $(ARGS)
-	$(BIN)/rollout bench pipeline $(ARGS)
-	$(BIN)/rollout bench memory $(ARGS)
-	$(BIN)/rollout bench service_load $(ARGS)
+bench: $(DEMO_READY) ## measure bookkeeping, pipeline, memory and service load; JSON goes to scripts/bench/results
+	$(BIN)/python -m scripts.bench.bookkeeping $(ARGS)
+	$(BIN)/python -m scripts.bench.pipeline $(ARGS)
+	$(BIN)/python -m scripts.bench.memory $(ARGS)
+	$(BIN)/python -m scripts.bench.service_load $(ARGS)
 
 docs: $(DEV_READY) ## renew the tables of docs/operating.md
 	$(BIN)/python scripts/settings_table.py --write

@@ -1,6 +1,6 @@
 """`python -m rollout` is the `rollout` command."""
 
-from rollout.cli import run
+from rollout.cli.main import run
 
 if __name__ == "__main__":
     run()

@@ -10,7 +10,7 @@ import torch
 from rollout_kernels.lora import LEAST_RANK
 
 from rollout.config import EngineSettings
-from rollout.engine.adapters import AdapterTable
+from rollout.engine.adapter_table import AdapterTable
 from rollout.models.adapters import AdapterSlots, AdapterWeights, places
 from rollout.models.decoder import Decoder
 from rollout.models.peft_config import read_peft_config

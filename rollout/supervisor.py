@@ -28,7 +28,7 @@ from typing import Any
 from rollout.announce import say, write_whole
 from rollout.config import Settings
 from rollout.scratch import ScratchFolder
-from trainer_bridge.launch import worker_environment
+from trainer_bridge.client.launch import worker_environment
 
 log = logging.getLogger(__name__)
 

@@ -29,13 +29,13 @@ import torch
 from rollout.adapter_sources import adapter_folders, adapter_target, read_adapters
 from rollout.announce import say, write_whole
 from rollout.config import Settings
-from rollout.engine.adapters import AdapterTable
+from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.build import build_engine, kept_routing, longest_sequence, rebuild_engine, sleeping_memory
-from rollout.engine.device import Device, make_device
-from rollout.engine.engine import Engine
+from rollout.engine.device.streams import Device, make_device
 from rollout.engine.last_steps import last_steps, running_requests
+from rollout.engine.loop import Engine
+from rollout.engine.messages import Command, EngineStatus, PutAdapter, Shutdown
 from rollout.engine.snapshot import state_of
-from rollout.engine.types import Command, EngineStatus, PutAdapter, Shutdown
 from rollout.engine.views import EngineViews
 from rollout.libraries import freeze_heap
 from rollout.logs import set_up, worker_name
@@ -45,6 +45,7 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.loader import fetch
 from rollout.ports import check_free
 from rollout.progress import stage
+from rollout.service.access import Access
 from rollout.service.constraint import constraints_for
 from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
@@ -52,8 +53,7 @@ from rollout.service.text import load_text_codec
 from rollout.service.text_process import TextProcess
 from rollout.settings_sources import SettingsError
 from rollout.watchdog import Watchdog
-from trainer_bridge.access import Access
-from trainer_bridge.receiver import WeightReceiver
+from rollout.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 

@@ -34,13 +34,13 @@ import wandb
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout.bench.shapes import SHAPES, model_config
 from rollout.metrics.mismatch import Mismatch, compare
 from rollout.metrics.wandb_mode import wandb_mode
+from scripts.bench.shapes import SHAPES, model_config
+from trainer_bridge.client.launch import start_worker
+from trainer_bridge.client.results import GenerateResult
 from trainer_bridge.integrations.background import BackgroundClient
-from trainer_bridge.launch import start_worker
-from trainer_bridge.publisher import PublishHandle, WeightPublisher
-from trainer_bridge.results import GenerateResult
+from trainer_bridge.publish.publisher import PublishHandle, WeightPublisher
 
 # Shape suffixes: N completions of a batch, S positions that predict a token (all but the last one), V vocabulary.
 EOS, COLON = 0, 1

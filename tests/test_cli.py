@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import zmq
 
-from rollout.cli import main
+from rollout.cli.main import main
 from rollout.settings_sources import setting_keys
-from trainer_bridge import wire
+from trainer_bridge.wire import codec as wire
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = (
@@ -74,7 +74,7 @@ def rollout(*arguments: str, environ: dict[str, str] | None = None) -> subproces
 def test_nothing_heavy_is_imported_for_help_or_a_wrong_command_line(arguments):
     script = f"""
 import sys
-from rollout.cli import main
+from rollout.cli.main import main
 try:
     main({arguments!r})
 except SystemExit:
@@ -102,7 +102,7 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
     taken = {}
 
     def parse(*arguments: str) -> None:
-        from rollout.cli import build_parser
+        from rollout.cli.main import build_parser
 
         taken.clear()
         taken.update(vars(build_parser().parse_args(["serve", *arguments])))
@@ -179,7 +179,7 @@ def test_version_is_the_one_of_the_distribution():
 
 ENDING = """
 import atexit, sys, threading, time
-from rollout import cli
+from rollout.cli import main as cli
 
 def main():
     threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
@@ -201,7 +201,7 @@ def test_the_process_ends_once_threads_and_exit_handlers_are_through_and_all_is_
 def test_rollout_cli_module_is_the_command_too():
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
-        [sys.executable, "-m", "rollout.cli", "--version"],
+        [sys.executable, "-m", "rollout.cli.main", "--version"],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": paths},

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.service.hostile_messages import hostile_messages
-from trainer_bridge import wire
+from trainer_bridge.wire import codec as wire
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "fuzz_codec.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "check" / "fuzz_codec.py"
 
 
 @pytest.fixture(scope="module")

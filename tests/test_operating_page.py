@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.bench.shapes import write_checkpoint
 from rollout.config import EngineSettings
-from rollout.engine.capacity import DeviceMemory, kv_pages, weight_bytes
-from rollout.engine.memory import pages_for
-from rollout.engine.rehearsal import StepNeeds
-from rollout.engine.rows import RowState
+from rollout.engine.device.capacity import DeviceMemory, kv_pages, weight_bytes
+from rollout.engine.kv.memory import pages_for
+from rollout.engine.step.rehearsal import StepNeeds
+from rollout.engine.step.row_state import RowState
 from rollout.metrics.report import METRICS, VERSION_METRICS
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 from rollout.models.source import read_config
+from scripts.bench.shapes import write_checkpoint
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")

@@ -10,17 +10,17 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "AsyncRolloutClient": "async_client",
-    "Chunk": "results",
-    "ClientCurve": "keys",
-    "Completion": "results",
-    "GenerateResult": "results",
-    "Mismatch": "report",
-    "RolloutClient": "client",
-    "RolloutError": "errors",
-    "WeightPublisher": "publisher",
-    "WorkerProcess": "launch",
-    "start_worker": "launch",
+    "AsyncRolloutClient": "client.asynchronous",
+    "Chunk": "client.results",
+    "ClientCurve": "client.keys",
+    "Completion": "client.results",
+    "GenerateResult": "client.results",
+    "Mismatch": "client.report",
+    "RolloutClient": "client.blocking",
+    "RolloutError": "wire.errors",
+    "WeightPublisher": "publish.publisher",
+    "WorkerProcess": "client.launch",
+    "start_worker": "client.launch",
 }
 
 __all__ = list(_HOMES)  # noqa: PLE0604

@@ -1,4 +1,4 @@
-"""Which kernel and configuration a few-row product takes: measured on an H200 by `scripts/tune_linear.py`.
+"""Which kernel and configuration a few-row product takes: measured on an H200 by `scripts/tune/linear.py`.
 
 An entry lists configurations with the number of rows up to which each is the one to take; above the last, the product
 is left to cuBLAS. There are two columns. The fast one takes for each band of rows what whole decode steps were fastest

@@ -1,4 +1,6 @@
-"""The fingerprint of bytes on a GPU, in one pass over them; `trainer_bridge.fingerprint` defines it and is the twin."""
+"""The fingerprint of bytes on a GPU, in one pass over them; `trainer_bridge.wire.fingerprint` defines it and is the
+twin.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.demo.counting import PROBE_TOKENS
-from trainer_bridge.launch import WorkerFailed, WorkerProcess, start_worker
+from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, start_worker
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _PROBE_ROWS = 1

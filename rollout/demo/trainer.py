@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 
 from rollout.demo.counting import PROBE_TOKENS, CountingError, check_completion
 from rollout.progress import stage
-from trainer_bridge.async_client import AsyncRolloutClient
-from trainer_bridge.publisher import WeightPublisher
-from trainer_bridge.results import Completion
+from trainer_bridge.client.asynchronous import AsyncRolloutClient
+from trainer_bridge.client.results import Completion
+from trainer_bridge.publish.publisher import WeightPublisher
 
 STEP_OF_VERSION = {0: 1, 1: 2}
 _STREAM_EVERY = 256

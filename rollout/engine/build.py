@@ -11,9 +11,8 @@ from queue import SimpleQueue
 import torch
 
 from rollout.config import EngineSettings, Settings
-from rollout.engine.adapters import AdapterTable
-from rollout.engine.admission import SchedulerLimits
-from rollout.engine.capacity import (
+from rollout.engine.adapter_table import AdapterTable
+from rollout.engine.device.capacity import (
     DeviceMemory,
     adapter_host_bytes,
     check_row_state,
@@ -24,34 +23,35 @@ from rollout.engine.capacity import (
     staging_bytes,
     weight_bytes,
 )
-from rollout.engine.device import CpuDevice, Device
-from rollout.engine.engine import Engine, EngineParts
-from rollout.engine.graphs import DecodeGraphs, Progress, capturable
-from rollout.engine.masks import usual_threads
-from rollout.engine.memory import SequenceMemory, pages_for
-from rollout.engine.offload import Offload
-from rollout.engine.packing import PADDING_WORDS, slot_words, upload_words
-from rollout.engine.page_mover import HostRoom, PageMover
-from rollout.engine.pages import PagePool
-from rollout.engine.parking import Parking
-from rollout.engine.pipeline import Pipeline
-from rollout.engine.rehearsal import StepNeeds, measure_steps
-from rollout.engine.releasable import ReleasableMemory
-from rollout.engine.routing import ExpertPages
-from rollout.engine.rows import RowState
-from rollout.engine.runner import Runner
-from rollout.engine.scheduler import Scheduler
+from rollout.engine.device.releasable import ReleasableMemory
+from rollout.engine.device.streams import CpuDevice, Device
+from rollout.engine.kv.memory import SequenceMemory, pages_for
+from rollout.engine.kv.offload import Offload
+from rollout.engine.kv.page_mover import HostRoom, PageMover
+from rollout.engine.kv.parking import Parking
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.loop import Engine, EngineParts
+from rollout.engine.messages import Command, Event, RoutingShape
+from rollout.engine.schedule.admission import SchedulerLimits
+from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.sleep import Sleeper
-from rollout.engine.slot import ALIGNMENT_WORDS, Slot
-from rollout.engine.step_record import routing_shape
-from rollout.engine.types import Command, Event, RoutingShape
-from rollout.engine.updates import Receiver
+from rollout.engine.step.expert_trace import ExpertPages
+from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
+from rollout.engine.step.masks import usual_threads
+from rollout.engine.step.packing import PADDING_WORDS, slot_words, upload_words
+from rollout.engine.step.pipeline import Pipeline
+from rollout.engine.step.rehearsal import StepNeeds, measure_steps
+from rollout.engine.step.row_state import RowState
+from rollout.engine.step.runner import Runner
+from rollout.engine.step.slot import ALIGNMENT_WORDS, Slot
+from rollout.engine.step.step_record import routing_shape
 from rollout.metrics.meter import Meter
 from rollout.models.adapters import AdapterSlots
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
+from rollout.weights.updates import Receiver
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from rollout.engine.plan import Plan
+from rollout.engine.schedule.plan import Plan
 
 if TYPE_CHECKING:
-    from rollout.engine.engine import Engine
+    from rollout.engine.loop import Engine
 
 #: Steps that are told of, those in flight included.
 SHOWN = 50

@@ -27,13 +27,13 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal
 
+from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
+from rollout.engine.messages import Done, Event, Failed
 from rollout.engine.orders import Sleep, SleepStatus, Wake
-from rollout.engine.releasable import MemoryShortError, ReleasableMemory
-from rollout.engine.types import Done, Event, Failed
 
 if TYPE_CHECKING:
-    from rollout.engine.engine import Engine
-    from rollout.engine.scheduler import Scheduler
+    from rollout.engine.loop import Engine
+    from rollout.engine.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

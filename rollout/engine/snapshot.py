@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from rollout.engine.types import EngineState, EngineStatus, OffloadStatus, SwapStatus
+from rollout.engine.messages import EngineState, EngineStatus, OffloadStatus, SwapStatus
 
 if TYPE_CHECKING:
-    from rollout.engine.engine import Engine
+    from rollout.engine.loop import Engine
 
 _SWAPS_SHOWN = 8
 

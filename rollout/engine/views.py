@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.engine.engine import Engine
-from rollout.engine.sequence import Sequence, State
-from rollout.engine.types import SequenceStatus
+from rollout.engine.loop import Engine
+from rollout.engine.messages import SequenceStatus
+from rollout.engine.schedule.sequence import Sequence, State
 from rollout.metrics.recording import Recording
 
 _STATES = {State.PREFILL: "prefill", State.DECODE: "decode"}

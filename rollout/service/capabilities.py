@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rollout.engine.types import SequenceStatus
+from rollout.engine.messages import SequenceStatus
 from rollout.service.text import TextCodec
 
 

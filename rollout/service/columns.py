@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.types import VersionRuns
+from rollout.engine.messages import VersionRuns
 
 _FIRST_CAPACITY = 64
 #: In `top_ids`, where nobody knows the likeliest tokens.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.engine.types import Delta, Finish
+from rollout.engine.messages import Delta, Finish
 from rollout.service.columns import TokenColumns, marks_between, runs_between
 from rollout.service.routing import RoutingColumn
 from rollout.service.stop_strings import StopMatch, StopText

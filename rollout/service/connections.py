@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from rollout.logs import about
-from trainer_bridge.wire import join_envelope
+from trainer_bridge.wire.codec import join_envelope
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
+from rollout.engine.messages import Command, Done, DropAdapter, Failed, Pause, PutAdapter, Resume
 from rollout.engine.orders import Sleep, Wake
-from rollout.engine.types import Command, Done, DropAdapter, Failed, Pause, PutAdapter, Resume
 from rollout.models.adapters import AdapterWeights
 from rollout.service import requests
 from rollout.service.adapters import AdapterFolders, AdapterLoads
@@ -23,7 +23,7 @@ from rollout.service.capabilities import WeightControl
 from rollout.service.connections import Peer
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.replies import ok_reply
-from trainer_bridge.wire import PROTOCOL_VERSION
+from trainer_bridge.wire.codec import PROTOCOL_VERSION
 
 _MAX_WAITING = 1024  # control messages that are not answered yet
 _MAX_WEIGHTS_WAITING = 64  # of the weight bridge; each may hold a manifest

@@ -21,7 +21,7 @@ from itertools import count
 from queue import SimpleQueue
 
 from rollout.config import ServiceSettings
-from rollout.engine.types import (
+from rollout.engine.messages import (
     Cancel,
     Command,
     Delta,
@@ -48,7 +48,7 @@ from rollout.service.replies import error_reply, ok_reply, result_reply
 from rollout.service.store import ResultStore, Stored, StoredCompletion
 from rollout.service.text import PromptSource
 from rollout.service.waiters import Delivery, Position, Waiter, held_positions
-from trainer_bridge.wire import encode
+from trainer_bridge.wire.codec import encode
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout.engine.types import Request, RequestKey
+from rollout.engine.messages import Request, RequestKey
 from rollout.service.completion import Completion
 from rollout.service.requests import Generate
 from rollout.service.waiters import Waiter

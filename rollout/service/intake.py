@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import Constraint
-from rollout.engine.types import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
+from rollout.engine.messages import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
 from rollout.service.columns import TokenColumns
 from rollout.service.completion import Completion
 from rollout.service.constraint import ConstraintFields

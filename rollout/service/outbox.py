@@ -10,7 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from rollout.engine.types import Event
+from rollout.engine.messages import Event
 
 Item = Event | Callable[[], None]
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from rollout.engine.types import RequestKey
+from rollout.engine.messages import RequestKey
 from rollout.service.constraint import Constraints
 from rollout.service.errors import ServiceError
 from rollout.service.in_flight import InFlight

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rollout.engine.types import EngineStatus, RequestDone, SequenceStatus
+from rollout.engine.messages import EngineStatus, RequestDone, SequenceStatus
 from rollout.service.errors import ServiceError
 from rollout.service.served_model import ServedModel
-from trainer_bridge.wire import PROTOCOL_VERSION
+from trainer_bridge.wire.codec import PROTOCOL_VERSION
 
 
 def ok_reply(request_id: str) -> dict[str, Any]:

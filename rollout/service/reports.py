@@ -24,7 +24,7 @@ from rollout.service.fields import HIGHEST_LOGPROB
 from rollout.service.replies import ok_reply
 from rollout.service.requests import Report
 from rollout.service.store import Stored
-from trainer_bridge.wire import REPLY_LIMITS, decode
+from trainer_bridge.wire.codec import REPLY_LIMITS, decode
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from rollout.engine.types import MAX_TOP_LOGPROBS, VERSION_END
+from rollout.engine.messages import MAX_TOP_LOGPROBS, VERSION_END
 from rollout.service.constraint import ConstraintFields
 from rollout.service.continue_from import ContinueFrom
 from rollout.service.errors import ServiceError, bad_request
@@ -28,7 +28,7 @@ from rollout.service.fields import (
     Seed,
     token_id_array,
 )
-from trainer_bridge.wire import MAX_ID_CHARS, PROTOCOL_VERSION
+from trainer_bridge.wire.codec import MAX_ID_CHARS, PROTOCOL_VERSION
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 
 from rollout.config import ServiceSettings
-from trainer_bridge.access import Access
+from rollout.service.access import Access
 
 SEND_HWM = 256  # messages in the pipe of one connection, before its backlog
 RECEIVE_HWM = 64  # messages of one connection that wait to be read; beyond that it is held up by TCP

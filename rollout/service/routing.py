@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollout.engine.types import RoutingShape
+from rollout.engine.messages import RoutingShape
 from rollout.service.continue_from import ContinueFrom
 from rollout.service.errors import bad_request
 from rollout.service.requests import Generate

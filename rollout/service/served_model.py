@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollout.engine.types import RoutingShape
+from rollout.engine.messages import RoutingShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from typing import Any, Literal
 import zmq
 
 from rollout.config import SecuritySettings, ServiceSettings
-from rollout.engine.types import Command, Done, EndSession, EngineStatus, Failed
+from rollout.engine.messages import Command, Done, EndSession, EngineStatus, Failed
 from rollout.metrics.mismatch import MismatchBox
 from rollout.service import requests
+from rollout.service.access import Access
 from rollout.service.adapters import AdapterFolders
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
 from rollout.service.connections import Connections, Peer
@@ -46,8 +47,7 @@ from rollout.service.served_model import ServedModel
 from rollout.service.shutdowns import Shutdowns
 from rollout.service.text import PromptEncoder, PromptSource, TextCodec
 from rollout.service.worker_status import WorkerStatus
-from trainer_bridge.access import Access
-from trainer_bridge.wire import WireError, WireLimits, decode, encode, header_id, split_envelope
+from trainer_bridge.wire.codec import WireError, WireLimits, decode, encode, header_id, split_envelope
 
 logger = logging.getLogger(__name__)
 

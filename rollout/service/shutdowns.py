@@ -14,7 +14,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Literal
 
-from rollout.engine.types import Command, Shutdown
+from rollout.engine.messages import Command, Shutdown
 from rollout.service.intake import Prepared
 from rollout.service.prepare import Preparer
 

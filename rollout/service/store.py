@@ -19,7 +19,7 @@ from rollout.logs import about
 from rollout.service.columns import marks_between, runs_between
 from rollout.service.routing import last_entries
 from rollout.service.waiters import Position
-from trainer_bridge.wire import REPLY_LIMITS, decode
+from trainer_bridge.wire.codec import REPLY_LIMITS, decode
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from rollout.logs import LogFormat, set_up, worker_name
 from rollout.process import exit_with_parent
 from rollout.service.errors import ServiceError
 from rollout.service.text import PromptEncoder, TextCodec
-from trainer_bridge.wire import REPLY_LIMITS, decode, encode, header_id
+from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode, header_id
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import msgpack
 from rollout.service.connections import Connections, Peer
 from rollout.service.errors import bad_request
 from rollout.service.replies import chunk_reply
-from trainer_bridge.wire import encode
+from trainer_bridge.wire.codec import encode
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollout.engine.types import EngineStatus
+from rollout.engine.messages import EngineStatus
 from rollout.service.capabilities import Views, WeightControl
 from rollout.service.errors import bad_request
 from rollout.service.generation import Generation

@@ -10,8 +10,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rollout.top.screen import CancelRequest, WorkerView
-from trainer_bridge.client import RolloutClient
-from trainer_bridge.errors import RolloutError
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.wire.errors import RolloutError
 
 #: Rows that a worker is asked for.
 MAX_ROWS = 256

@@ -10,7 +10,7 @@ import torch
 from harness import Bench, load
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.types import Delta, PutAdapter
+from rollout.engine.messages import Delta, PutAdapter
 from rollout.models.adapters import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder
 from tests.peft_adapters import ALL, make_adapter, merged

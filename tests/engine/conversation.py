@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from harness import Bench
 
-from rollout.engine.sequence import Sequence
+from rollout.engine.schedule.sequence import Sequence
 
 LEASE_S = 1e6
 

@@ -11,7 +11,7 @@ from families import make_checkpoint
 from harness import Bench
 
 from rollout.config import ModelSettings
-from rollout.engine.device import _CudaClock
+from rollout.engine.device.streams import _CudaClock
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
 

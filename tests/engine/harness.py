@@ -12,9 +12,9 @@ import torch
 
 from rollout.config import EngineSettings, ModelSettings, ServiceSettings, Settings
 from rollout.engine.build import build_engine
-from rollout.engine.device import CpuDevice, Device
-from rollout.engine.engine import Engine
-from rollout.engine.types import Delta, Event, Request, RequestDone, SamplingParams, StopParams, Submit
+from rollout.engine.device.streams import CpuDevice, Device
+from rollout.engine.loop import Engine
+from rollout.engine.messages import Delta, Event, Request, RequestDone, SamplingParams, StopParams, Submit
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from harness import Bench
 
-from rollout.engine import releasable
+from rollout.engine.device import releasable
+from rollout.engine.device.releasable import HostPages, MemoryShortError
+from rollout.engine.messages import Done, Failed
 from rollout.engine.orders import Sleep, Wake
-from rollout.engine.releasable import HostPages, MemoryShortError
-from rollout.engine.types import Done, Failed
 
 _TOKEN = 1000
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from rollout.engine.device import CpuDevice, CpuEvent, CpuStream, _Ticket
+from rollout.engine.device.streams import CpuDevice, CpuEvent, CpuStream, _Ticket
 
 
 class LateStream(CpuStream):

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.capacity import DeviceMemory, check_row_state, kv_pages
-from rollout.engine.device import CpuDevice
-from rollout.engine.graphs import forward_sizes, graph_sizes
-from rollout.engine.rehearsal import ALL_FEATURES, StepNeeds, largest_chunks, rehearse
-from rollout.engine.rows import RowState
-from rollout.engine.sequence import Feature
+from rollout.engine.device.capacity import DeviceMemory, check_row_state, kv_pages
+from rollout.engine.device.streams import CpuDevice
+from rollout.engine.schedule.sequence import Feature
+from rollout.engine.step.graphs import forward_sizes, graph_sizes
+from rollout.engine.step.rehearsal import ALL_FEATURES, StepNeeds, largest_chunks, rehearse
+from rollout.engine.step.row_state import RowState
 from rollout.models import load_model
 from rollout.models.adapters import AdapterSlots, random_adapter
 from rollout.models.fused import FusedDecoder

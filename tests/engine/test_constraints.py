@@ -11,9 +11,9 @@ import torch
 from harness import Bench
 
 from rollout.constraints.matcher import AllowList, mask_words
-from rollout.engine import masks as masks_module
-from rollout.engine.masks import MOST_LEFT_BEHIND
-from rollout.engine.types import Prior
+from rollout.engine.messages import Prior
+from rollout.engine.step import masks as masks_module
+from rollout.engine.step.masks import MOST_LEFT_BEHIND
 
 VOCAB = 97
 STOP = 5

@@ -18,7 +18,7 @@ def full_precision():
 
 
 def cuda_bench(model, **fields) -> Bench:
-    from rollout.engine.device import make_device
+    from rollout.engine.device.streams import make_device
 
     return Bench(model, make_device("cuda"), **fields)
 

@@ -8,8 +8,8 @@ from cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
 from families import make_checkpoint
 from harness import Bench, load
 
-from rollout.engine.device import make_device
-from rollout.engine.types import PutAdapter
+from rollout.engine.device.streams import make_device
+from rollout.engine.messages import PutAdapter
 from rollout.models.adapters import random_adapter
 from rollout.models.peft_tensors import load_peft_folder
 from tests.peft_adapters import make_adapter, merged

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engine import device
-from rollout.engine.device import _CudaClock
+from rollout.engine.device import streams as device
+from rollout.engine.device.streams import _CudaClock
 
 _STEP_S = 2.1e-3
 _LATE_S = 5e-6  # from the record of an event to its being reached

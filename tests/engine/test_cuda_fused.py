@@ -9,8 +9,8 @@ import torch
 from cuda_harness import assert_one_launch_a_step, assert_steady, load_bf16
 from harness import Bench
 
-from rollout.engine.device import make_device
-from rollout.engine.graphs import graph_sizes
+from rollout.engine.device.streams import make_device
+from rollout.engine.step.graphs import graph_sizes
 
 pytestmark = pytest.mark.gpu
 SAMPLED = {"temperature": 1.0, "seed": 11}

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from harness import Bench
 
-from rollout.bench.peers.ours_engine import load_random
-from rollout.bench.profiled_steps import profile_steps, summarise
-from rollout.engine.device import make_device
+from rollout.engine.device.streams import make_device
 from rollout.metrics.meter import StepRecord
+from scripts.bench.peers.ours_engine import load_random
+from scripts.bench.profiled_steps import profile_steps, summarise
 
 pytestmark = pytest.mark.gpu
 STEPS = 48

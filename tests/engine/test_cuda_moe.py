@@ -10,8 +10,8 @@ from harness import Bench
 from test_swap import Mailbox, Update, boundary
 
 from rollout.config import ModelSettings
-from rollout.engine.device import make_device
-from rollout.engine.graphs import capturable
+from rollout.engine.device.streams import make_device
+from rollout.engine.step.graphs import capturable
 from rollout.models import load_model
 from rollout.models.fused import FusedDecoder
 
@@ -112,7 +112,7 @@ def test_logprobs_are_as_close_to_float32_as_those_of_the_generic_path(checkpoin
     errors = {}
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr("rollout.engine.runner.supports", lambda model, experts: False)
+            monkeypatch.setattr("rollout.engine.step.runner.supports", lambda model, experts: False)
         model = load_bf16(folder)
         bench = bench_of(model, max_rows=12, prefill_chunk_tokens=300, cuda_graphs=fused)
         assert isinstance(bench.engine.runner.forward, FusedDecoder) == fused

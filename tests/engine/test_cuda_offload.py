@@ -7,7 +7,7 @@ import torch
 from families import make_checkpoint
 from harness import Bench, load
 
-from rollout.engine.types import PutAdapter
+from rollout.engine.messages import PutAdapter
 from rollout.models.peft_tensors import load_peft_folder
 from tests.peft_adapters import make_adapter, merged
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def cuda_bench(model, **fields) -> Bench:
-    from rollout.engine.device import make_device
+    from rollout.engine.device.streams import make_device
 
     return Bench(model, make_device("cuda"), **fields)
 

@@ -14,10 +14,10 @@ from cuda_harness import TokensAndLogprobs, tokens_and_logprobs
 from harness import Bench
 from rollout_kernels import triton_math
 
-from rollout.bench.shapes import model_config
 from rollout.config import ModelSettings
-from rollout.engine.device import make_device
+from rollout.engine.device.streams import make_device
 from rollout.models import load_model
+from scripts.bench.shapes import model_config
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_an_engine_that_ran_out_of_memory_is_rebuilt_and_gives_the_same_tokens(folders, prompt_of):
-    from rollout.engine.device import make_device
+    from rollout.engine.device.streams import make_device
 
     bench = Bench(load(folders[0], "cuda"), make_device("cuda"))
     bench.submit("before", prompt_of(9), 60)

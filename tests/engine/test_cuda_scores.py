@@ -9,7 +9,7 @@ from cuda_harness import load_bf16, make_fused_checkpoint, tick_without_waiting,
 from families import make_checkpoint
 from harness import Bench, load
 
-from rollout.engine.device import make_device
+from rollout.engine.device.streams import make_device
 
 pytestmark = pytest.mark.gpu
 

@@ -13,12 +13,12 @@ from sleeping import Sleeping
 from test_swap import Mailbox, Update
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollout.engine.cuda_pages import CudaPages
-from rollout.engine.device import make_device
-from rollout.engine.releasable import ReleasableMemory
-from rollout.engine.types import Done, Failed
+from rollout.engine.device.cuda_pages import CudaPages
+from rollout.engine.device.releasable import ReleasableMemory
+from rollout.engine.device.streams import make_device
+from rollout.engine.messages import Done, Failed
 from rollout.models.fused import FusedDecoder
-from trainer_bridge.staging import DeviceShadow
+from rollout.weights.staging import DeviceShadow
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20

@@ -10,9 +10,9 @@ from cuda_harness import assert_steady, load_bf16, watch_compilation
 from harness import Bench
 from rollout_kernels.linear_table import MOST_ROWS
 
-from rollout.engine.device import make_device
-from rollout.engine.graphs import DecodeGraphs, capturable
-from rollout.engine.rows import RowState
+from rollout.engine.device.streams import make_device
+from rollout.engine.step.graphs import DecodeGraphs, capturable
+from rollout.engine.step.row_state import RowState
 
 pytestmark = pytest.mark.gpu
 VOCAB = 40_009

@@ -27,7 +27,7 @@ def test_it_is_refused_on_a_cpu(model):
 
 def completed(model, order: random.Random | None, **engine) -> list[tuple[list[int], list[float]]]:
     """Run the requests in a random order, at random times, with others that are not looked at; or one by one."""
-    from rollout.engine.device import make_device
+    from rollout.engine.device.streams import make_device
 
     bench = Bench(model, make_device("cuda"), page_size=16, deterministic=True, fused_experts=True, **engine)
     for place, i in enumerate(order.sample(range(REQUESTS), REQUESTS) if order else range(REQUESTS)):

@@ -7,7 +7,7 @@ import pytest
 from harness import Bench, load
 from test_swap import Mailbox, Update
 
-from rollout.engine.types import Prior, RequestDone
+from rollout.engine.messages import Prior, RequestDone
 
 LENGTHS = {"temperature": 1.0, "seed": 4}
 STOPS = tuple(range(0, 97, 12))  # one token in twelve ends a completion: they end far apart

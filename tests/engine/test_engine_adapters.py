@@ -11,7 +11,7 @@ from adapted import SOME, Adapters, bench_of, greedy_is, make_adapters, table_of
 from harness import Bench
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.types import Cancel, Delta, Done, DropAdapter, Failed, Prior, PutAdapter, Rejected
+from rollout.engine.messages import Cancel, Delta, Done, DropAdapter, Failed, Prior, PutAdapter, Rejected
 from tests.engine.conftest import prompt_of
 from tests.peft_adapters import ALL
 

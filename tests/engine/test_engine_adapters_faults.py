@@ -7,9 +7,9 @@ from adapted import Adapters, bench_of, greedy_is, make_adapters, table_of, vers
 from harness import Bench
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.adapters import AdapterUpdate
+from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.build import rebuild_engine
-from rollout.engine.types import Failed, PutAdapter
+from rollout.engine.messages import Failed, PutAdapter
 from rollout.models.adapters import AdapterWeights
 from tests.engine.conftest import prompt_of
 

@@ -7,7 +7,7 @@ import torch
 from adapted import Adapters, bench_of, greedy_is, make_adapters, versions_of
 from transformers import Qwen3ForCausalLM
 
-from rollout.engine.types import Cancel, Done, PutAdapter
+from rollout.engine.messages import Cancel, Done, PutAdapter
 from tests.engine.conftest import prompt_of
 
 

@@ -10,7 +10,7 @@ from rollout_kernels.moe.quantize import quantize
 from test_swap import Mailbox
 
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.capacity import weight_bytes
+from rollout.engine.device.capacity import weight_bytes
 from rollout.models import load_model
 from rollout.models.layers import SparseMLP
 
@@ -105,7 +105,7 @@ def test_codes_without_their_kernels_are_refused():
 @pytest.mark.parametrize("format", CODED)
 def test_on_a_gpu_captured_steps_read_the_codes_and_see_new_ones(format, tmp_path, prompt_of):
     """Against float32 with the decoded weights, as close as bf16 experts are to theirs; then a swap, seen by graphs."""
-    from rollout.engine.device import make_device
+    from rollout.engine.device.streams import make_device
 
     sizes = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 64}
     for seed, name in enumerate(("old", "new")):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import Bench
 
-from rollout.engine.device import CpuEvent, CpuStream, DeviceError
+from rollout.engine.device.streams import CpuEvent, CpuStream, DeviceError
 
 
 def test_logits_that_are_not_finite_end_their_rows_with_an_error(model, prompt_of):

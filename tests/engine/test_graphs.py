@@ -16,9 +16,10 @@ import torch
 from families import make_checkpoint
 from harness import Bench, load
 
-from rollout.engine import build, graphs
-from rollout.engine.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
-from rollout.engine.types import PutAdapter
+from rollout.engine import build
+from rollout.engine.messages import PutAdapter
+from rollout.engine.step import graphs
+from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
 from rollout.models.adapters import random_adapter
 
 SHAPED = {"top_k": 5, "presence_penalty": 0.3}

@@ -7,10 +7,10 @@ import random
 import pytest
 from harness import Bench
 
-from rollout.engine.outcome import make_delta
-from rollout.engine.scheduler import Scheduler
-from rollout.engine.sequence import State
-from rollout.engine.types import Cancel, Delta
+from rollout.engine.messages import Cancel, Delta
+from rollout.engine.schedule.completion import make_delta
+from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.schedule.sequence import State
 
 SAMPLED = {"temperature": 1.0, "seed": 7}
 

@@ -18,8 +18,8 @@ from transformers.masking_utils import sdpa_mask
 
 from rollout.config import EngineSettings
 from rollout.demo.counting import Counter
-from rollout.engine.capacity import DeviceMemory, kv_dtype, kv_pages
-from rollout.engine.rehearsal import StepNeeds
+from rollout.engine.device.capacity import DeviceMemory, kv_dtype, kv_pages
+from rollout.engine.step.rehearsal import StepNeeds
 from rollout.models.batch import KVCache
 
 FP8 = {"kv_dtype": "fp8_e4m3"}
@@ -168,7 +168,7 @@ def test_on_a_gpu_captured_steps_keep_codes_as_well_as_launched_ones(kind, tmp_p
     """
     from cuda_harness import load_bf16
 
-    from rollout.engine.device import make_device
+    from rollout.engine.device.streams import make_device
 
     even = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4, "num_key_value_heads": 2}
     make_checkpoint(kind, tmp_path, **even, **({"head_dim": 64} if kind == "qwen3" else {}))
@@ -177,7 +177,7 @@ def test_on_a_gpu_captured_steps_keep_codes_as_well_as_launched_ones(kind, tmp_p
     means = {}
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr("rollout.engine.runner.supports", lambda model, experts: False)
+            monkeypatch.setattr("rollout.engine.step.runner.supports", lambda model, experts: False)
         bench = Bench(model, make_device("cuda"), page_size=16, cuda_graphs=fused, **FP8)
         assert (bench.engine.runner.graphs is not None) == fused
         for i, (name, prompt) in enumerate(prompts.items()):

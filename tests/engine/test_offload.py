@@ -10,7 +10,7 @@ from harness import Bench
 from offloading import assert_as_if_undisturbed, counts, offloading, submit_six, watch_prefills
 from streams import LateDevice
 
-from rollout.engine.types import Cancel
+from rollout.engine.messages import Cancel
 
 
 @pytest.mark.parametrize("depth", [1, 2])

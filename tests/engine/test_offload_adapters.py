@@ -14,7 +14,7 @@ from streams import LateDevice
 from transformers import DynamicCache
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.types import Cancel, Done, DropAdapter, Failed, PutAdapter
+from rollout.engine.messages import Cancel, Done, DropAdapter, Failed, PutAdapter
 from tests.engine.conftest import prompt_of
 from tests.peft_adapters import ALL
 

@@ -8,7 +8,7 @@ import time
 from offloading import counts, offloading
 from streams import LateDevice
 
-from rollout.engine.types import Cancel, Pause, Resume
+from rollout.engine.messages import Cancel, Pause, Resume
 
 
 def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_of, greedy):

@@ -7,7 +7,7 @@ from offloading import assert_as_if_undisturbed, counts, offloading, submit_six
 from streams import LateDevice
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.types import Cancel
+from rollout.engine.messages import Cancel
 
 
 @pytest.mark.parametrize("extra", range(0, 24, 3))

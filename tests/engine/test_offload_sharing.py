@@ -8,14 +8,14 @@ import pytest
 from offloading import counts, offloading, submit_six, watch_prefills
 from streams import InlineDevice, LateDevice
 
-from rollout.engine.types import Cancel, StopAt
+from rollout.engine.messages import Cancel, StopAt
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_somebody_gives_way_before_pages_are_short(model, prompt_of, monkeypatch, early):
     """Every row that decodes has its page in time, though pages are copied before they are given to it."""
     if not early:
-        monkeypatch.setattr("rollout.engine.shortage._SOON", 0)
+        monkeypatch.setattr("rollout.engine.schedule.shortage._SOON", 0)
     bench = offloading(model, device=InlineDevice(), page_size=16, kv_pages=21, prefill_chunk_tokens=256)
     scheduler, went_without = bench.engine.scheduler, 0
     launched = scheduler.launched

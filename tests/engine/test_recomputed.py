@@ -9,7 +9,7 @@ from harness import Bench, Completion, load
 from test_swap import Mailbox, Update
 from transformers import DynamicCache
 
-from rollout.engine.types import Prior
+from rollout.engine.messages import Prior
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from harness import Bench
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.device import DeviceError
-from rollout.engine.rescue import rescue
-from rollout.engine.types import Done, Pause, Prior, Resume, Shutdown
+from rollout.engine.device.streams import DeviceError
+from rollout.engine.messages import Done, Pause, Prior, Resume, Shutdown
+from rollout.engine.schedule.rescue import rescue
 
 
 def fault(*_: object) -> None:

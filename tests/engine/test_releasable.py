@@ -11,10 +11,10 @@ import torch
 from sleeping import StrictPages
 from torch import nn
 
-from rollout.engine import releasable
-from rollout.engine.cuda_pages import CudaPages, DriverError, _Access, _Properties
-from rollout.engine.device import CpuDevice
-from rollout.engine.releasable import MemoryShortError, ReleasableMemory
+from rollout.engine.device import releasable
+from rollout.engine.device.cuda_pages import CudaPages, DriverError, _Access, _Properties
+from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
+from rollout.engine.device.streams import CpuDevice
 
 MIB = 1 << 20
 

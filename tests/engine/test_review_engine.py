@@ -9,8 +9,8 @@ import pytest
 import torch
 from harness import Bench
 
-from rollout.engine.pages import PrefixKeys
-from rollout.engine.types import Cancel, Done, Pause, Prior, Rejected, Resume, Shutdown
+from rollout.engine.kv.pool import PrefixKeys
+from rollout.engine.messages import Cancel, Done, Pause, Prior, Rejected, Resume, Shutdown
 
 
 def test_a_logit_bias_ends_with_its_sequence(model, prompt_of, greedy):

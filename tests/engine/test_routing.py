@@ -13,9 +13,9 @@ from test_swap import Mailbox, Update
 
 from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
-from rollout.engine.outcome import make_delta
-from rollout.engine.rescue import rescue
-from rollout.engine.types import EndSession, Prior
+from rollout.engine.messages import EndSession, Prior
+from rollout.engine.schedule.completion import make_delta
+from rollout.engine.schedule.rescue import rescue
 
 SPARSE = ("qwen3_moe", "mixtral", "olmoe")
 

@@ -11,11 +11,11 @@ from test_swap import Mailbox, Update, boundary, swap_in_the_middle
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.constraints.matcher import AllowList
-from rollout.engine import scores as scores_module
-from rollout.engine.device import CpuDevice
-from rollout.engine.packing import PADDING_WORDS, upload_words
-from rollout.engine.slot import ALIGNMENT_WORDS
-from rollout.engine.types import Cancel, Prior, StopAt
+from rollout.engine.device.streams import CpuDevice
+from rollout.engine.messages import Cancel, Prior, StopAt
+from rollout.engine.step import scores as scores_module
+from rollout.engine.step.packing import PADDING_WORDS, upload_words
+from rollout.engine.step.slot import ALIGNMENT_WORDS
 
 VOCAB = 97
 SAMPLED = {"temperature": 0.7, "seed": 3}

@@ -15,9 +15,9 @@ from test_routing import assert_routed, routing_of
 from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.pages import PagePool
-from rollout.engine.sessions import Held, Sessions
-from rollout.engine.types import Cancel, Done, EndSession, Rejected, Request, StopAt
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.sessions import Held, Sessions
+from rollout.engine.messages import Cancel, Done, EndSession, Rejected, Request, StopAt
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 

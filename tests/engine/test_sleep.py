@@ -11,8 +11,8 @@ from sleeping import Sleeping, strict
 from streams import LateDevice, random_delays
 from test_swap import Mailbox, Update
 
+from rollout.engine.messages import Cancel, Done, Failed, Rejected
 from rollout.engine.orders import Sleep
-from rollout.engine.types import Cancel, Done, Failed, Rejected
 
 __all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")

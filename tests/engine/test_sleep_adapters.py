@@ -6,7 +6,7 @@ import pytest
 from harness import load
 from sleeping import Sleeping, strict
 
-from rollout.engine.types import Done, PutAdapter
+from rollout.engine.messages import Done, PutAdapter
 from rollout.models.adapters import random_adapter
 
 __all__ = ["strict"]

@@ -12,8 +12,8 @@ from test_recomputed import replayed
 from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
+from rollout.engine.messages import Cancel, Done, Failed
 from rollout.engine.orders import Sleep
-from rollout.engine.types import Cancel, Done, Failed
 
 __all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")

@@ -13,9 +13,9 @@ from test_sleep import never_slept, outcome, submit_some
 from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.device import CpuDevice
+from rollout.engine.device.streams import CpuDevice
+from rollout.engine.messages import Cancel, Done, Failed, Pause, Resume, Shutdown
 from rollout.engine.orders import Sleep, Wake
-from rollout.engine.types import Cancel, Done, Failed, Pause, Resume, Shutdown
 
 __all__ = ["never_slept", "strict"]
 pytestmark = pytest.mark.usefixtures("strict")

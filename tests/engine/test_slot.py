@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rollout.engine.device import CpuDevice
-from rollout.engine.slot import ALIGNMENT_WORDS, Slot
+from rollout.engine.device.streams import CpuDevice
+from rollout.engine.step.slot import ALIGNMENT_WORDS, Slot
 
 
 def test_every_section_comes_back_and_starts_at_sixteen_bytes():

@@ -147,7 +147,7 @@ def test_a_fault_in_the_copy_ends_requests_with_an_error_not_in_silence(model, p
         def copy_into(self) -> None:
             raise RuntimeError("no such memory")
 
-    from rollout.engine.device import DeviceError
+    from rollout.engine.device.streams import DeviceError
 
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainer_bridge.launch import WorkerProcess, start_worker
+from trainer_bridge.client.launch import WorkerProcess, start_worker
 
 ROOT = Path(__file__).parents[2]
 

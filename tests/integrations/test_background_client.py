@@ -9,10 +9,10 @@ import pytest
 from integration_worker import start
 from trl_parts import CHECKPOINT
 
-from trainer_bridge.client import RolloutClient
-from trainer_bridge.errors import BadRequest
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.integrations.background import BackgroundClient
-from trainer_bridge.launch import WorkerProcess
+from trainer_bridge.wire.errors import BadRequest
 
 COUNT = {"max_tokens": 12, "temperature": 1.0}
 

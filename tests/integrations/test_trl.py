@@ -19,10 +19,10 @@ from integration_worker import start
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl_parts import logprobs_of, make_checkpoint, plain_copy, tree_attention
 
-from trainer_bridge.client import RolloutClient
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.integrations.trl import RolloutWorker, Sample, WeightTransfer, async_grpo_parts
-from trainer_bridge.launch import WorkerProcess
-from trainer_bridge.publisher import WeightPublisher
+from trainer_bridge.publish.publisher import WeightPublisher
 
 needs_trl = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install 'rollout-engine[trl]'"

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout.bench.shapes import model_config
-from trainer_bridge.results import Completion
+from scripts.bench.shapes import model_config
+from trainer_bridge.client.results import Completion
 
 CHECKPOINT = Path(__file__).parents[2] / "rollout" / "demo" / "checkpoints" / "ones"
 VOCAB, EOS = 16, 1

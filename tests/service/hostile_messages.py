@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from trainer_bridge.wire import encode
+from trainer_bridge.wire.codec import encode
 
 UNREADABLE = ""  # the id of an answer to a message without one
 _DIGITS = [3 + digit for digit in range(10)]  # tokens of the counting checkpoints

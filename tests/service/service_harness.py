@@ -12,10 +12,10 @@ import numpy as np
 import zmq
 
 from rollout.config import ServiceSettings
-from rollout.engine.types import Delta, EngineStatus, Finish, Request, RequestDone, RequestKey, Submit
+from rollout.engine.messages import Delta, EngineStatus, Finish, Request, RequestDone, RequestKey, Submit
 from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
-from trainer_bridge.wire import REPLY_LIMITS, decode, encode
+from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode
 
 WAIT_S = 20
 MODEL = ServedModel(name="tiny", vocab_size=302, max_context_tokens=1000, eos_ids=(301,))

@@ -15,17 +15,17 @@ import torch
 import zmq
 import zmq.auth
 
-from rollout.cli import main
+from rollout.cli.main import main
 from rollout.config import SecuritySettings, ServiceSettings, WeightsSettings
-from rollout.engine.types import EngineStatus
+from rollout.engine.messages import EngineStatus
+from rollout.service.access import Access, AllowList, is_loopback
 from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
-from tests.bridge.weights_harness import TinyModel, Worker, new_tensors, serves
+from rollout.weights.receiver import WeightReceiver
+from tests.service.bridge.weights_harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge import AsyncRolloutClient, ClientCurve, RolloutClient, WeightPublisher
-from trainer_bridge.access import Access, AllowList, is_loopback
-from trainer_bridge.errors import AccessRefused, ConnectionLost, RolloutError
-from trainer_bridge.keys import make_pair, read_pair, read_public
-from trainer_bridge.receiver import WeightReceiver
+from trainer_bridge.client.keys import make_pair, read_pair, read_public
+from trainer_bridge.wire.errors import AccessRefused, ConnectionLost, RolloutError
 
 WAIT_S = 20.0
 SILENCE_S = 0.3  # how long a stranger tries
@@ -281,7 +281,7 @@ def test_nothing_of_a_stranger_reaches_the_service(server: Server, keys: Path) -
 
 
 def test_the_list_follows_its_folder(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_bridge.access._RELOAD_S", 0.0)
+    monkeypatch.setattr("rollout.service.access._RELOAD_S", 0.0)
     server = make_server(security(keys, tmp_path))
     server.start()
     stranger = curve(keys, "stranger")

@@ -17,10 +17,10 @@ import pytest
 import zmq
 from service_harness import Bench, Client, done, serving
 
-from rollout.engine.types import Delta, Done, Finish, Pause, Request, Resume, Shutdown, Submit
+from rollout.engine.messages import Delta, Done, Finish, Pause, Request, Resume, Shutdown, Submit
 from tests.hostile import little_memory_and_time, rss_bytes, throw_junk
 from tests.service.hostile_messages import MAKERS, UNREADABLE, Hostile, hostile_messages
-from trainer_bridge.wire import DEFAULT_LIMITS, WireError, WireLimits, decode, encode, header_id
+from trainer_bridge.wire.codec import DEFAULT_LIMITS, WireError, WireLimits, decode, encode, header_id
 
 MESSAGES = 100_000
 WARM_UP = 20_000

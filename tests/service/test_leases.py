@@ -12,7 +12,7 @@ import pytest
 import zmq
 from service_harness import delta, done, serving
 
-from rollout.engine.types import Cancel, Finish
+from rollout.engine.messages import Cancel, Finish
 from rollout.service.leases import Leases, client_key, may_return
 
 A, B = b"\x00aaaa", b"\x00bbbb"

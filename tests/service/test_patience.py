@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from service_harness import serving
 
-from rollout.engine.types import Rejected
+from rollout.engine.messages import Rejected
 from rollout.service.patience import Patience
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from service_harness import MODEL, delta, done, serving
 
-from rollout.engine.types import Finish
+from rollout.engine.messages import Finish
 from rollout.service.stop_strings import StopText
 
 

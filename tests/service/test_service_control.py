@@ -10,7 +10,7 @@ import pytest
 import zmq
 from service_harness import MODEL, ServedModel, delta, done, serving
 
-from rollout.engine.types import Cancel, Done, EngineStatus, Finish, Pause, Resume, Shutdown
+from rollout.engine.messages import Cancel, Done, EngineStatus, Finish, Pause, Resume, Shutdown
 from rollout.service import router
 from rollout.service.outbox import Outbox
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_harness import serving
 
-from rollout.engine.types import EngineStatus, Submit
-from trainer_bridge.wire import encode
+from rollout.engine.messages import EngineStatus, Submit
+from trainer_bridge.wire.codec import encode
 
 NAN, INF = float("nan"), float("inf")
 

@@ -7,7 +7,7 @@ import pytest
 import zmq
 from service_harness import MODEL, delta, done, serving
 
-from rollout.engine.types import Cancel, EngineStatus, Finish, Rejected, StopParams
+from rollout.engine.messages import Cancel, EngineStatus, Finish, Rejected, StopParams
 
 
 @pytest.fixture

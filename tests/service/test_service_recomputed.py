@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from service_harness import delta, done, serving
 
-from rollout.engine.types import Finish
-from trainer_bridge.results import read_completion
+from rollout.engine.messages import Finish
+from trainer_bridge.client.results import read_completion
 
 
 @pytest.fixture

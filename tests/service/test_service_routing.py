@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from service_harness import MODEL, delta, done, serving
 
-from rollout.engine.types import Finish, RoutingShape
+from rollout.engine.messages import Finish, RoutingShape
 
 SHAPE = RoutingShape(layers=2, top_k=3, experts=8)
 PROMPT = [4, 5, 6, 7]

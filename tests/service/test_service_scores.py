@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from service_harness import ServedModel, delta, done, serving
 
-from rollout.engine.types import MAX_TOP_LOGPROBS, Finish
+from rollout.engine.messages import MAX_TOP_LOGPROBS, Finish
 from rollout.service.fields import top_id_rows, top_logprob_rows
 from tests.service.hostile_messages import PLAIN, junk
 

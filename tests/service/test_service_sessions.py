@@ -7,7 +7,7 @@ from service_harness import serving
 from test_leases import SlowCodec
 
 from rollout.config import ServiceSettings
-from rollout.engine.types import Cancel, Done, EndSession, Rejected
+from rollout.engine.messages import Cancel, Done, EndSession, Rejected
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_harness import delta, done, serving
 
-from rollout.engine.types import Finish, StopAt
+from rollout.engine.messages import Finish, StopAt
 from rollout.service.detokenizer import Detokenizer
 from rollout.service.stop_strings import StopMatch, StopText
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from service_harness import delta, done, serving
 
 from rollout.config import ServiceSettings
-from rollout.engine.types import Cancel, Finish, Rejected
+from rollout.engine.messages import Cancel, Finish, Rejected
 from rollout.service.store import ResultStore
 from rollout.service.waiters import Position
 

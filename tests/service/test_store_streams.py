@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_harness import ServedModel, delta, done, serving
 
-from rollout.engine.types import Finish
+from rollout.engine.messages import Finish
 from rollout.service import router
 
 TEXT = "naïve café — stop it, déjà vu 😀 and on"

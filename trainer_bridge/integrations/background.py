@@ -14,10 +14,10 @@ from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar, Unpack
 
-from trainer_bridge.async_client import AsyncRolloutClient
-from trainer_bridge.batch import MAX_IN_FLIGHT, BatchItem
-from trainer_bridge.generate_request import GenerateFields, Prompt
-from trainer_bridge.results import GenerateResult
+from trainer_bridge.client.asynchronous import AsyncRolloutClient
+from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem
+from trainer_bridge.client.generate_request import GenerateFields, Prompt
+from trainer_bridge.client.results import GenerateResult
 
 _Value = TypeVar("_Value")
 

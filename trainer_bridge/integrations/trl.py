@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer_bridge.async_client import AsyncRolloutClient
-from trainer_bridge.errors import RolloutError
-from trainer_bridge.results import Completion, GenerateResult
+from trainer_bridge.client.asynchronous import AsyncRolloutClient
+from trainer_bridge.client.results import Completion, GenerateResult
+from trainer_bridge.wire.errors import RolloutError
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer_bridge.keys import ClientCurve
+    from trainer_bridge.client.keys import ClientCurve
 
 RewardFunction = Callable[..., Any]  # of prompts, completions, completion_ids and columns: a float or None for each
 
@@ -81,7 +81,7 @@ class WeightTransfer:
 
     def init_weight_transfer(self) -> None:
         """Connect. Raises `RolloutError` when a worker does not answer."""
-        from trainer_bridge.publisher import WeightPublisher
+        from trainer_bridge.publish.publisher import WeightPublisher
 
         if self._publisher is None:
             self._publisher = WeightPublisher(self._endpoints, **self._options)

@@ -26,13 +26,13 @@ import numpy as np
 import torch
 import zmq
 
-from trainer_bridge.errors import ConnectionLost, RolloutError
-from trainer_bridge.manifest import Manifest
+from trainer_bridge.wire.errors import ConnectionLost, RolloutError
+from trainer_bridge.wire.manifest import Manifest
 
 if TYPE_CHECKING:
-    from trainer_bridge.access import Access
-    from trainer_bridge.keys import ClientCurve
-    from trainer_bridge.payload import Payload
+    from rollout.service.access import Access
+    from trainer_bridge.client.keys import ClientCurve
+    from trainer_bridge.publish.payload import Payload
 
 TRANSPORTS = ("cuda_ipc", "nccl", "shm", "zmq", "disk")
 
@@ -206,14 +206,14 @@ def make_receivers(
         "disk": DiskReceiver(),
     }
     if device.type == "cuda":
-        from trainer_bridge.fingerprint import fingerprint
         from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver
+        from trainer_bridge.wire.fingerprint import fingerprint
 
         fingerprint(torch.zeros(4, dtype=torch.uint8, device=device))  # compiled now, and not while rows decode
         with contextlib.suppress(OSError):  # no runtime library to be found: the others serve
             receivers["cuda_ipc"] = CudaIpcReceiver(zmq_receiver, CudaIpcMemory(device))
     if access.keys is None and torch.distributed.is_available():
-        from trainer_bridge.transports.nccl import NcclReceiver
+        from trainer_bridge.transports.nccl.transport import NcclReceiver
 
         receivers["nccl"] = NcclReceiver(device, idle_s, wake)
     return receivers
@@ -241,7 +241,7 @@ def make_sender(
 
         return CudaIpcSender(curve)
     if name == "nccl":
-        from trainer_bridge.transports.nccl import NcclSender
+        from trainer_bridge.transports.nccl.transport import NcclSender
 
         return NcclSender(endpoints)
     if name == "disk":

@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 import torch
 import zmq
 
-from trainer_bridge.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
-from trainer_bridge.keys import ClientCurve
-from trainer_bridge.manifest import checksum, checksums_digest
-from trainer_bridge.payload import Payload
-from trainer_bridge.socket_events import socket_events
+from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.publish.payload import Payload
 from trainer_bridge.transports import Peer, TransferRules
+from trainer_bridge.wire.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
+from trainer_bridge.wire.manifest import checksum, checksums_digest
+from trainer_bridge.wire.socket_events import socket_events
 
 BUCKET = struct.Struct("<4s16sII")  # magic, token, index, checksum
 ACK = struct.Struct("<4s16sI")  # magic, token, index

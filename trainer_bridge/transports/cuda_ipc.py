@@ -30,15 +30,15 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_bridge.errors import BadRequest, RolloutError, WeightsRejected
-from trainer_bridge.fingerprint import fingerprint
-from trainer_bridge.keys import ClientCurve
-from trainer_bridge.manifest import MAX_BUCKET_BYTES
-from trainer_bridge.payload import Payload
+from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.publish.payload import Payload
 from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
 from trainer_bridge.transports.bucket_link import send_buckets
 from trainer_bridge.transports.shm import boot_id
 from trainer_bridge.transports.zmq_stream import ZmqReceiver
+from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
+from trainer_bridge.wire.fingerprint import fingerprint
+from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 
 HANDLE_BYTES = 64
 _MAX_SLOTS = 64

@@ -30,10 +30,10 @@ from typing import Any
 
 from safetensors.torch import save
 
-from trainer_bridge.errors import BadRequest, RolloutError, WeightsRejected
-from trainer_bridge.manifest import Checksum, TensorEntry, checksum
-from trainer_bridge.payload import Payload
+from trainer_bridge.publish.payload import Payload
 from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
+from trainer_bridge.wire.manifest import Checksum, TensorEntry, checksum
 
 DEFAULT_FILE_BYTES = 256 << 20
 

@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_bridge.errors import BadRequest, RolloutError
-from trainer_bridge.keys import ClientCurve
-from trainer_bridge.manifest import MAX_BUCKET_BYTES
-from trainer_bridge.payload import Payload
+from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.publish.payload import Payload
 from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
 from trainer_bridge.transports.bucket_link import pack_on_host, send_buckets
 from trainer_bridge.transports.zmq_stream import DEFAULT_WINDOW, ZmqReceiver, check_bucket
+from trainer_bridge.wire.errors import BadRequest, RolloutError
+from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 
 _HEADER_BYTES = 4096  # a page, so that slots begin on one; its first bytes are the secret
 _SECRET_BYTES = 32

@@ -25,11 +25,9 @@ import numpy as np
 import torch
 import zmq
 
-from trainer_bridge.access import OPEN_ON_LOOPBACK, Access
-from trainer_bridge.errors import BadRequest, RolloutError, WeightsRejected
-from trainer_bridge.keys import ClientCurve
-from trainer_bridge.manifest import MAX_BUCKET_BYTES, checksum, checksums_digest
-from trainer_bridge.payload import Payload
+from rollout.service.access import OPEN_ON_LOOPBACK, Access
+from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.publish.payload import Payload
 from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
 from trainer_bridge.transports.bucket_link import (
     ACK,
@@ -43,6 +41,8 @@ from trainer_bridge.transports.bucket_link import (
     pack_on_host,
     send_buckets,
 )
+from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
+from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES, checksum, checksums_digest
 
 DEFAULT_WINDOW = 4
 

@@ -1,6 +1,6 @@
 """Which kernels a layer of experts takes, and the layer itself: one call, nothing read on the host, a fixed grid.
 
-The choice comes from `table.json`, which `scripts/tune_moe.py` writes from measurements: for a shape and a format, the
+The choice comes from `table.json`, which `scripts/tune/moe.py` writes from measurements: for a shape and a format, the
 path and the configurations up to a number of tokens. It is made once, when a step is captured; nothing is tuned while
 serving. Beside the fast bands an entry has one deterministic plan for any number of tokens, so that a token's sums have
 one order whatever the batch. A shape that is not in the table takes a plan that fits its size, and says so once.
@@ -91,7 +91,7 @@ def table_entry(shape: MoEShape, format: Format) -> Entry:
 @lru_cache(maxsize=64)
 def _unmeasured(shape: MoEShape, format: Format) -> Entry:
     """An entry for a shape that is not in the table; warns, once for each since the result is kept."""
-    message = f"no measured plan for {shape} in {format}: taking one for its size; scripts/tune_moe.py measures it"
+    message = f"no measured plan for {shape} in {format}: taking one for its size; scripts/tune/moe.py measures it"
     warnings.warn(message, RuntimeWarning, stacklevel=4)
     return default_entry(shape, format)
 

@@ -1,0 +1,150 @@
+"""`rollout serve`: a worker, with a flag for every setting.
+
+The flags are made from the declarations in `rollout.config`, so that there is none to forget. Their values stay text
+here; `rollout.settings_sources` reads them as it reads the environment's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout.announce import withdraw
+from rollout.cli.parser import CommandError, UsageError
+from rollout.config import Settings
+from rollout.logs import set_up, worker_name
+from rollout.settings_sources import POSITIONAL, Key, SettingsError, load_settings, setting_keys
+
+DESCRIPTION = (
+    "Serve a checkpoint over ZeroMQ. Settings come from --config, then ROLLOUT_<SECTION>__<KEY> environment variables, "
+    "then flags; the later one wins. 'none' leaves an optional setting out."
+)
+#: Seconds that an orderly end may take beyond the drain, once the parent is gone.
+PARENT_GRACE_S = 30.0
+_WORKER = (sys.executable, "-m", "rollout.cli.main", "serve")
+
+
+def add_parser(commands: Any) -> None:
+    """Declare `rollout serve`."""
+    usage = "rollout serve MODEL [--config FILE] [--SETTING VALUE ...]"
+    parser = commands.add_parser("serve", help="run a worker", usage=usage, description=DESCRIPTION)
+    parser.set_defaults(run=run)
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    groups: dict[str | None, Any] = {None: parser.add_argument_group("worker")}
+    # Set by a supervisor, which also takes Ctrl-C for its workers.
+    parser.add_argument("--restarts", type=int, default=None, help=argparse.SUPPRESS)
+    for key in setting_keys():
+        if key.section not in groups:
+            groups[key.section] = parser.add_argument_group(f"{key.section} ([{key.section}] in TOML)")
+        _add_flag(groups[key.section], key)
+
+
+def _add_flag(group: Any, key: Key) -> None:
+    description = (key.field.description or "").replace("%", "%%")
+    if key.path == POSITIONAL:
+        group.add_argument(key.path, metavar=key.flag, nargs="?", default=argparse.SUPPRESS, help=description)
+        return
+    default = "none" if key.field.default is None else str(key.field.default).lower()
+    options: dict[str, Any] = {
+        "dest": key.path,
+        "default": argparse.SUPPRESS,
+        "help": f"{description} [{default}]",
+    }
+    if key.field.annotation is bool:
+        group.add_argument(key.flag, action=argparse.BooleanOptionalAction, **options)
+    else:
+        values = "|".join(map(str, key.choices))
+        group.add_argument(key.flag, metavar=values or key.name.rpartition("_")[2].upper(), **options)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the settings, then serve until the worker, or the last of several, ends; returns the exit code."""
+    given = vars(args)
+    flags = {key.path: given[key.path] for key in setting_keys() if key.path in given}
+    settings = load_settings(args.config, os.environ, flags)
+    if not settings.model.path:
+        raise UsageError("no model: name a checkpoint folder or a hub id, as in: rollout serve MODEL")
+    if args.restarts is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if settings.exit_with_parent:  # first, since loading a model takes long enough for the parent to vanish
+        from rollout.process import exit_with_parent
+
+        exit_with_parent(grace_s=settings.service.drain_s + PARENT_GRACE_S)
+    if settings.ready_file is None or args.restarts is not None:  # a supervisor looks after those of its workers
+        return _run(settings, args, flags)
+    ready_file = Path(settings.ready_file)
+    try:
+        ready_file.unlink(missing_ok=True)  # of an earlier worker: whoever finds the file may rely on it
+    except OSError as error:
+        raise CommandError(f"the ready file cannot be used: {error}") from error
+    try:
+        return _run(settings, args, flags)
+    finally:
+        withdraw(ready_file)
+
+
+def _run(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any]) -> int:
+    if settings.supervisor.workers > 1:
+        return _supervise(settings, [*_WORKER, *command_line(args.config, flags)])
+    return _serve(settings, args.restarts or 0)
+
+
+def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
+    """The words after `rollout serve` that mean the same: `flags` are values by setting, as they were given."""
+    words = [] if config is None else ["--config", config]
+    for key in setting_keys():
+        if key.path not in flags:
+            continue
+        value = flags[key.path]
+        if key.path == POSITIONAL:
+            words.insert(0, str(value))
+        elif key.field.annotation is bool:
+            words.append(key.flag if value else f"--no-{key.flag[2:]}")
+        else:
+            words.append(f"{key.flag}={value}")
+    return words
+
+
+def _supervise(settings: Settings, command: list[str]) -> int:
+    from rollout.service.access import Access
+    from rollout.supervisor import Supervisor, assign_devices
+
+    set_up(settings.log_level, settings.log_format, worker_name())
+    try:
+        Access.from_settings(settings.security).check_binds(settings)  # what no restart would change
+        devices = assign_devices(settings, os.environ)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    try:
+        return Supervisor(settings, command, devices).run()
+    except (ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _serve(settings: Settings, restarts: int) -> int:
+    from trainer_bridge.client.launch import worker_environment
+
+    for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
+        del os.environ[name]  # what a launcher of ranks put there: W&B would log into the trainer's run
+    set_up(settings.log_level, settings.log_format, worker_name())  # first: imports may warn
+    from rollout.libraries import loading_libraries
+    from rollout.progress import stage
+
+    with stage("loading libraries", quiet=True), loading_libraries():
+        import zmq
+
+        from rollout.worker import serve
+
+    try:
+        return serve(settings, restarts)
+    except SettingsError:
+        raise
+    except (ValueError, OSError, zmq.ZMQError) as error:
+        logging.getLogger(__name__).debug("the worker failed", exc_info=True)
+        raise CommandError(f"{error} (--log-level debug shows where)") from error

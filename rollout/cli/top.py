@@ -1,0 +1,125 @@
+"""`rollout top`: workers live in a terminal; once, as text or JSON, for scripts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rollout.cli.connection import add_access, connect
+from rollout.cli.parser import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollout.top.poller import Poller
+    from rollout.top.screen import Screen, WorkerView
+
+_REDRAW_S = 0.25
+_END_S = 0.3
+
+
+def add_parser(commands: Any) -> None:
+    """Declare `rollout top`."""
+    parser = commands.add_parser(
+        "top",
+        help="watch workers in a terminal",
+        description="Watch workers: rows, queue, pages, what the GPU does, speed, weight swaps. Keys: l and a sort by "
+        "length and age, up and down select, c cancels the selected row's request, q quits.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("endpoints", metavar="ENDPOINT", nargs="+", help="of a worker, such as tcp://127.0.0.1:5757")
+    parser.add_argument("--once", action="store_true", help="print one picture and end; status 1 if a worker is silent")
+    parser.add_argument("--json", action="store_true", help="with --once: one JSON object a worker, one a line")
+    parser.add_argument("--sort", choices=("length", "age"), default="length", help="order of the rows [length]")
+    parser.add_argument("--interval-s", type=float, default=1.0, help="seconds between two looks [1]")
+    add_access(parser, timeout_s=5.0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the workers until the user leaves, or once."""
+    if args.json and not args.once:
+        raise UsageError("--json goes with --once")
+    if not args.interval_s > 0:
+        raise UsageError("--interval-s must be more than 0 seconds")
+    if len(set(args.endpoints)) != len(args.endpoints):
+        raise UsageError("give each endpoint once")
+    if not args.once and not sys.stdout.isatty():
+        raise UsageError("stdout is no terminal; add --once")
+    from rollout.top.poller import Poller
+    from rollout.top.screen import Screen
+
+    pollers: list[Poller] = []
+    try:
+        for endpoint in args.endpoints:
+            pollers.append(Poller(connect(endpoint, args), args.interval_s))
+        if args.once:
+            return _once(pollers, Screen(sort=args.sort), args.json)
+    except BaseException:
+        for poller in pollers:
+            poller.close()
+        raise
+    return _live(pollers, Screen(sort=args.sort))
+
+
+def _once(pollers: list[Poller], screen: Screen, as_json: bool) -> int:
+    from rich.console import Console
+
+    views = [poller.poll() for poller in pollers]
+    for poller in pollers:
+        poller.close()
+    if as_json:
+        for view in views:
+            print(json.dumps(_fields(view)))
+    else:
+        _draw_once(Console(highlight=False, markup=False), views, screen)
+    return int(any(view.error is not None for view in views))
+
+
+def _fields(view: WorkerView) -> dict[str, Any]:
+    fields: dict[str, Any] = {"endpoint": view.endpoint, "time": time.time()}
+    return fields | ({"error": view.error} if view.status is None else {"status": dict(view.status)})
+
+
+def _draw_once(console: Console, views: list[WorkerView], screen: Screen) -> None:
+    from rollout.top.frame import frame
+
+    for line in frame(views, screen, console.width, None, console.options.ascii_only)[:-1]:  # no keys to tell of
+        console.print(line, no_wrap=True, overflow="crop", crop=True)
+
+
+def _live(pollers: list[Poller], screen: Screen) -> int:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    from rollout.top.frame import frame
+    from rollout.top.terminal import keyboard
+
+    console = Console()
+    places = {poller.view.endpoint: poller for poller in pollers}
+    for poller in pollers:
+        poller.start()
+    try:
+        with keyboard() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                for poller in pollers:
+                    if poller.outcome is not None:
+                        screen.message, poller.outcome = poller.outcome, None
+                width, height = console.size
+                views = [poller.shown() for poller in pollers]
+                lines = frame(views, screen, width, height, console.options.ascii_only)
+                live.update(Group(*lines), refresh=True)
+                for key in keys.wait(_REDRAW_S):
+                    action = screen.press(key)
+                    if action == "quit":
+                        return 0
+                    if action is not None:
+                        places[action.endpoint].cancel(action)
+    finally:
+        for poller in pollers:
+            poller.stop()
+        until_s = time.monotonic() + _END_S  # for all of them: a silent worker keeps nobody waiting
+        for poller in pollers:
+            poller.join(max(0.0, until_s - time.monotonic()))

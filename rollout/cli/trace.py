@@ -1,0 +1,90 @@
+"""`rollout trace`: the last steps of a worker as a Chrome trace, and as a picture of who worked when."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.cli.connection import add_access, connect, where
+from rollout.cli.parser import CommandError, UsageError
+
+if TYPE_CHECKING:
+    from rollout.metrics.recording import Recording
+
+_MAX_STEPS = 2000
+
+
+def add_parser(commands: Any) -> None:
+    """Declare `rollout trace`."""
+    parser = commands.add_parser(
+        "trace",
+        help="save a worker's last steps as a trace",
+        description="Save a worker's last steps as a Chrome trace, which https://ui.perfetto.dev opens. The worker "
+        "keeps its last 2000 steps anyway.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("endpoint", metavar="ENDPOINT", help="of the worker, such as tcp://127.0.0.1:5757")
+    parser.add_argument("--steps", type=int, default=200, help=f"steps, up to {_MAX_STEPS} [200]")
+    parser.add_argument("-o", "--out", metavar="FILE", default="trace.json", help="where to write it [trace.json]")
+    parser.add_argument("--png", metavar="FILE", help="also draw when host and device worked")
+    add_access(parser, timeout_s=10.0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fetch, write, and say what is in it."""
+    if not 1 <= args.steps <= _MAX_STEPS:
+        raise UsageError(f"--steps is 1 to {_MAX_STEPS}")
+    from rollout.metrics.chrome_trace import chrome_trace
+    from rollout.metrics.overlap import clipped, device_spans, host_spans, overlap, shares
+
+    reply, recording = _fetch(args)
+    model = str(reply.get("model")).rstrip("/").rpartition("/")[2]
+    name = f"{model} on {reply.get('worker')}"
+    device = device_spans(recording.steps)
+    host = clipped(host_spans(recording.steps), device[0][0], device[-1][1])  # beyond them are steps that are not here
+    stretches = overlap(device, host)
+    caption = _caption(len(recording.steps), stretches[-1][0][1] - stretches[0][0][0], shares(stretches))
+    try:
+        _write(Path(args.out), json.dumps(chrome_trace(recording, name)))
+        if args.png is not None:
+            from rollout.metrics.overlap import write_overlap
+
+            write_overlap({"": (device, host)}, args.png, f"{name}\n{caption}")
+    except OSError as error:
+        raise CommandError(f"cannot write {error.filename or args.out}: {error.strerror}") from error
+    except ValueError as error:  # no matplotlib
+        raise CommandError(str(error)) from error
+    print(f"{args.out}: {caption}")
+    return 0
+
+
+def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], Recording]:
+    from rollout.metrics.recording import Recording
+    from trainer_bridge.wire.errors import RolloutError
+
+    try:
+        with connect(args.endpoint, args) as client:
+            reply = client.control("trace", steps=args.steps)[0]
+    except RolloutError as error:
+        raise CommandError(where(args.endpoint, error)) from error
+    try:
+        recording = Recording.from_fields(reply)
+    except ValueError as error:
+        raise CommandError(f"{args.endpoint}: {error}") from error
+    if not recording.steps:
+        raise CommandError(f"{args.endpoint} has run no step yet; send it a request first")
+    return reply, recording
+
+
+def _caption(steps: int, wall_s: float, parts: dict[str, float]) -> str:
+    return (
+        f"{steps} steps in {1e3 * wall_s:.1f} ms: host and device {parts['both']:.1f} %, "
+        f"device alone {parts['device']:.1f} %, host alone {parts['host']:.1f} %, neither {parts['neither']:.1f} %"
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

@@ -1,0 +1,1 @@
+"""Where KV is: the pool of pages, the prefix cache, sessions, offload to the host."""

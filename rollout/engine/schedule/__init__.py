@@ -1,0 +1,1 @@
+"""Who runs next: requests, sequences, the queue, preemption, the plan of a step."""

@@ -1,0 +1,98 @@
+"""Who may come in and how long: limits, refusals, deadlines."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollout.engine.messages import Rejected, Request
+from rollout.engine.schedule.sequence import Group
+
+if TYPE_CHECKING:
+    from rollout.engine.loop import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What bounds the scheduler; see `rollout.config.EngineSettings` for the meanings."""
+
+    max_rows: int
+    max_queue: int  # completions that may wait
+    max_context: int  # tokens, prompt plus completion
+    chunk_tokens: int
+    upload_words: int  # int32 words that fit in a slot's staging buffer
+
+
+def turned_away(engine: Engine, request: Request) -> Rejected | None:
+    """Why an engine takes no such request as it is now, or None if it may come in."""
+    if engine.state == "draining":
+        return Rejected(request.key, "unavailable", "the worker is draining: send the request to another one")
+    if engine.sleeper.refuses:
+        message = "this worker is asleep: wake it, or send the request to another one"
+        return Rejected(request.key, "unavailable", message)
+    if request.min_version > engine.scheduler.version and not engine.takes_weights:
+        message = f"this worker takes no weights: version {request.min_version} can never come"
+        return Rejected(request.key, "unavailable", message, "min_version")
+    return None
+
+
+def refusal(
+    request: Request,
+    limits: SchedulerLimits,
+    pool_tokens: int,
+    waiting: int,
+    adapters: Container[str] = (),
+    session_busy: bool = False,
+) -> Rejected | None:
+    """Why a request can't be taken, or None if it can."""
+    total, most = len(request.prompt) + request.max_tokens, min(limits.max_context, pool_tokens)
+    if total > most:
+        message = f"prompt plus max_tokens is {total} tokens and this worker holds at most {most}: ask for fewer"
+        return Rejected(request.key, "too_long", message, "max_tokens")
+    if request.n > limits.max_queue:
+        message = f"n is {request.n} and the queue holds {limits.max_queue} completions: ask for fewer at a time"
+        return Rejected(request.key, "bad_request", message, "n")
+    if waiting + request.n > limits.max_queue:
+        message = f"{waiting} completions wait, the queue holds {limits.max_queue}: come back later"
+        return Rejected(request.key, "overloaded", message)
+    if request.prior is not None and len(request.prior.token_ids) >= request.max_tokens:
+        message = "continue_from has max_tokens tokens already: raise max_tokens, which counts them"
+        return Rejected(request.key, "bad_request", message, "continue_from.token_ids")
+    if session_busy:
+        message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"
+        return Rejected(request.key, "bad_request", message, "session")
+    if request.adapter is not None and request.adapter not in adapters:
+        message = f"adapter {request.adapter!r:.200} is not loaded: load it first"
+        return Rejected(request.key, "bad_request", message, "adapter")
+    return None
+
+
+#: Entries that a heap may hold beyond twice those that it needed when it was last cleaned.
+_SLACK = 16
+
+
+class Deadlines:
+    """Groups by the time at which they must end."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Group]] = []
+        self._sweep_at = _SLACK
+
+    def add(self, at_s: float, group: Group) -> None:
+        """End `group` at clock time `at_s`."""
+        heapq.heappush(self._heap, (at_s, group.sequences[0].arrival, group))
+        if len(self._heap) >= self._sweep_at:
+            self._heap = [entry for entry in self._heap if entry[2].unfinished]
+            heapq.heapify(self._heap)
+            self._sweep_at = 2 * len(self._heap) + _SLACK
+
+    def take_overdue(self, now_s: float) -> list[Group]:
+        """The unfinished groups whose time has passed, taken out."""
+        overdue = []
+        while self._heap and self._heap[0][0] <= now_s:
+            group = heapq.heappop(self._heap)[2]
+            if group.unfinished:
+                overdue.append(group)
+        return overdue

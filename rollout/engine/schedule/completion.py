@@ -1,0 +1,99 @@
+"""From a sequence's state to the events that the service sees, and the totals that the meter reads."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollout.engine.messages import Delta, RequestDone, VersionRuns
+from rollout.engine.schedule.sequence import Group, Sequence
+from rollout.engine.step.expert_trace import ExpertPages
+
+#: Error of a completion whose next token could not be drawn.
+NOT_FINITE = "the model's logits are not finite (NaN or infinity): look at the weights of this version"
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals since start."""
+
+    tokens: int = 0
+    zombie_rows: int = 0
+    decode_rows: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
+    """The tokens of `seq` that no delta has carried yet; moves the mark. `experts` is where their experts are."""
+    start, end = seq.flushed, len(seq.tokens)
+    top_ids, top_logprobs = (None, None) if seq.tops is None else seq.tops.between(start, end)
+    delta = Delta(
+        key=seq.group.key,
+        index=seq.index,
+        offset=start,
+        token_ids=_slice(seq.tokens, start, end),
+        logprobs=_slice(seq.logprobs, start, end),
+        raw_logprobs=_slice(seq.raw_logprobs, start, end),
+        drawn_logprobs=_slice(seq.drawn_logprobs, start, end) if seq.drawn_logprobs is not None else None,
+        versions=last_runs(seq.versions, end - start),
+        seed=seq.seed,
+        finish=seq.finish,
+        recomputed=seq.recomputed,
+        version_span=seq.versions[-1][0] - seq.versions[0][0] if seq.finish and seq.versions else 0,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == _known(seq) else None,
+        adapter_versions=tuple(seq.adapter_marks),
+        # Moves its own mark, so nothing that may fail comes after it.
+        routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, seq.pages, seq.consumed),
+    )
+    seq.flushed = end  # last: a fault before this loses no token
+    return delta
+
+
+def last_runs(runs: list[list[int]], count: int) -> VersionRuns:
+    """The runs that cover the last `count` tokens."""
+    taken: VersionRuns = []
+    for version, length in reversed(runs):
+        if count == 0:
+            break
+        used = min(length, count)
+        taken.append((version, used))
+        count -= used
+    assert count == 0, "every generated token has a version"
+    return taken[::-1]
+
+
+def make_request_done(group: Group, now_s: float) -> RequestDone:
+    """The closing event of a request, with where its time went."""
+    admitted = group.admitted_s if group.admitted_s is not None else now_s
+    first_token = group.first_token_s if group.first_token_s is not None else now_s
+    return RequestDone(
+        key=group.key,
+        prompt_tokens=len(group.request.prompt),
+        cached_tokens=group.cached_tokens,
+        preemptions=group.preemptions,
+        queued_s=admitted - group.arrived_s,
+        prefill_s=first_token - admitted,
+        decode_s=now_s - first_token,
+        total_s=now_s - group.arrived_s,
+        prompt_logprobs=_prompt_logprobs(group),
+    )
+
+
+def _known(seq: Sequence) -> int:
+    prior = seq.group.request.prior
+    return 0 if prior is None else len(prior.token_ids)
+
+
+def _prompt_logprobs(group: Group) -> np.ndarray | None:
+    """Those of now: what is still being computed is written to the group's own array."""
+    return None if group.prompt_logprobs is None else group.prompt_logprobs.copy()
+
+
+def _slice(values: array, start: int, end: int) -> np.ndarray:
+    return np.array(values[start:end], dtype=np.int32 if values.typecode == "i" else np.float32)

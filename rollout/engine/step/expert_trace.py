@@ -1,0 +1,117 @@
+"""Which experts each token took: where the host keeps it, beside the KV.
+
+    routers of a step --> StepRecord [tokens, 1 + words] int32 --D2H, with the step's outputs--> commit --> ExpertPages
+                          KV slot | experts, packed                                                        [KV slot]
+
+An entry lies where the KV of its token lies: same page, same place in it. Steps are committed in the order of their
+launch, so `ExpertPages` are a mirror of the KV pages, one commit behind: whoever shares, copies, caches or evicts a
+page has the entries of its tokens with it.
+
+Entries of KV that is on the host (`parking`) lie beside it, by its number there. They are put beside the pages that it
+comes back to at the commit of the first step that is launched with these: until then an earlier step may be committed
+that copied from one of them.
+
+A sequence that is preempted takes its entries along (`Routing.keep`): they are of the forwards that made its tokens.
+Its pages will have those of the forwards that compute its KV again.
+
+Legend: N tokens, L sparse layers, K experts a token, P pages, S places in a page, W words of an entry.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollout.engine.messages import RoutingShape
+
+
+def entry_words(shape: RoutingShape) -> int:
+    """int32 words of an entry."""
+    return -(-shape.bytes_per_token // 4)
+
+
+def record_words(shape: RoutingShape | None, tokens: int) -> int:
+    """int32 words of the record of a step of so many tokens."""
+    return 0 if shape is None else tokens * (1 + entry_words(shape))
+
+
+class ExpertPages:
+    """The entries of all tokens whose KV is in the pool, by page. Host memory; it is taken as pages are first used."""
+
+    def __init__(self, shape: RoutingShape, pages: int, page_size: int, host_pages: int = 0) -> None:
+        self.shape = shape
+        self._stowed_HSW = np.zeros((host_pages, page_size, entry_words(shape)), np.int32)
+        self._page_size = page_size
+        self._words_PSW = np.zeros((pages, page_size, entry_words(shape)), np.int32)
+        self._by_slot = self._words_PSW.reshape(pages * page_size, -1)
+
+    @property
+    def nbytes(self) -> int:
+        """What all pages take."""
+        return self._words_PSW.nbytes + self._stowed_HSW.nbytes
+
+    def take(self, record_NW: np.ndarray) -> None:
+        """Put the entries of a step that is being committed in their places. Padding is in the dump page."""
+        self._by_slot[record_NW[:, 0]] = record_NW[:, 1:]
+
+    def copy(self, source: int, target: int) -> None:
+        """A page's KV was copied to another one."""
+        self._words_PSW[target] = self._words_PSW[source]
+
+    def stow(self, pages: list[int], hosts: list[int]) -> None:
+        """The KV of these pages is on the host, and the pages are about to be given up."""
+        self._stowed_HSW[hosts] = self._words_PSW[pages]
+
+    def stowed(self, hosts: list[int]) -> np.ndarray:
+        """A copy of the entries that lie beside KV on the host, by page."""
+        return self._stowed_HSW[hosts]
+
+    def put(self, pages: list[int], entries_NSW: np.ndarray) -> None:
+        """KV that was on the host is in these pages."""
+        self._words_PSW[pages] = entries_NSW
+
+    def read(self, pages: list[int], start: int, end: int) -> np.ndarray:
+        """Entries of positions start..end-1 of a sequence with these pages: uint8 or uint16 [end - start, L, K]."""
+        first = start // self._page_size
+        block = self._words_PSW[pages[first : -(-end // self._page_size)]].reshape(-1, self._words_PSW.shape[2])
+        offset = first * self._page_size
+        words_NW = block[start - offset : end - offset]
+        assert len(words_NW) == end - start, "a sequence has the pages of all its tokens"
+        return self._unpacked(words_NW)
+
+    def nothing(self) -> np.ndarray:
+        """No entries."""
+        return self._unpacked(self._by_slot[:0])
+
+    def _unpacked(self, words_NW: np.ndarray) -> np.ndarray:
+        shape = self.shape
+        entries_NE = words_NW.view(shape.dtype)[:, : shape.layers * shape.top_k]
+        return np.ascontiguousarray(entries_NE).reshape(-1, shape.layers, shape.top_k)
+
+
+class Routing:
+    """What one sequence has told of its experts, and what it must not lose. Positions count from the prompt's first."""
+
+    __slots__ = ("_kept", "_told")
+
+    def __init__(self, first: int) -> None:
+        self._told = first  # entries of earlier positions were told, or are not wanted
+        self._kept: np.ndarray | None = None  # entries from `_told` on, of forwards whose KV is given up
+
+    def keep(self, experts: ExpertPages, pages: list[int], end: int) -> None:
+        """The pages are about to be given up: take what was not told of positions up to `end` (exclusive) along."""
+        self._kept = self._between(experts, pages, end)
+
+    def tell(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
+        """The entries of positions up to `end` (exclusive) that were not told yet."""
+        entries = self._between(experts, pages, end)
+        if self._kept is not None:
+            self._kept = self._kept[len(entries) :]
+        self._told += len(entries)
+        return entries
+
+    def _between(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
+        count = max(0, end - self._told)
+        kept = experts.nothing() if self._kept is None else self._kept[:count]
+        if len(kept) == count:
+            return kept
+        return np.concatenate([kept, experts.read(pages, self._told + len(kept), end)])

@@ -1,0 +1,138 @@
+"""From logits to tokens in the row state: gathers the rows' settings, draws, carries the token over, writes the output.
+
+A row that samples has one token more with KV than its LENGTH says (the step's own); sampling advances LENGTH by one.
+On a GPU the draw is a Triton kernel that writes token, log-probs and row state; on a CPU it is the torch twin.
+
+Legend: S rows that sample, V vocabulary, I and F columns of the row state.
+"""
+
+from __future__ import annotations
+
+import torch
+from rollout_kernels import Sampled, SamplingRows, change_logits, sample
+
+from rollout.engine.schedule.sequence import Feature
+from rollout.engine.step.masks import StepMasks
+from rollout.engine.step.row_state import (
+    FREQUENCY,
+    LAST,
+    LENGTH,
+    MIN_P,
+    MIN_TOKENS,
+    NOISE,
+    PRESENCE,
+    PROMPT,
+    REPETITION,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    RowState,
+)
+
+_COLUMNS = {
+    "LAST": LAST,
+    "LENGTH": LENGTH,
+    "PROMPT": PROMPT,
+    "SEED": SEED,
+    "TEMPERATURE": TEMPERATURE,
+    "NOISE": NOISE,
+}
+
+
+class Sampler:
+    """Draws tokens for rows of one row state; everything runs on the compute stream."""
+
+    def __init__(self, rows: RowState) -> None:
+        self.rows = rows
+
+    def __call__(
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: torch.Tensor,
+        features: Feature,
+        output_4R: torch.Tensor,
+        masks: StepMasks | None = None,
+    ) -> None:
+        """Draw a token for each of `rows_S` (int64) from float32 logits; `output_4R` is a slot's output.
+
+        `masks` goes with `Feature.CONSTRAIN`, without which it is not looked at.
+        """
+        if logits_SV.is_cuda:
+            self._draw_on_gpu(logits_SV, rows_S, features, output_4R, masks)
+        else:
+            self._draw(logits_SV, rows_S, features, output_4R, masks)
+        if features & Feature.PENALIZE:
+            one = torch.ones((), dtype=torch.int32, device=rows_S.device)
+            tokens_S = output_4R[0, : len(rows_S)].long()
+            self.rows.counts.index_put_((rows_S, tokens_S), one, accumulate=True)
+
+    def _draw(
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: torch.Tensor,
+        features: Feature,
+        output_4R: torch.Tensor,
+        masks: StepMasks | None,
+    ) -> None:
+        ints_SI = self.rows.ints.index_select(0, rows_S)
+        settings = self._settings(rows_S, ints_SI, features, masks)
+        sampled = sample(logits_SV, settings)
+        ints_SI[:, LAST] = sampled.tokens_S
+        ints_SI[:, LENGTH] += 1
+        self.rows.ints.index_copy_(0, rows_S, ints_SI)
+        _write_output(output_4R, sampled)
+
+    def _draw_on_gpu(
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: torch.Tensor,
+        features: Feature,
+        output_4R: torch.Tensor,
+        masks: StepMasks | None,
+    ) -> None:
+        from rollout_kernels.triton_sampling import draw_and_advance
+        from rollout_kernels.triton_truncate import truncate
+
+        drawn_SV = None
+        if features.reshapes:
+            settings = self._settings(rows_S, self.rows.ints.index_select(0, rows_S), features, masks)
+            drawn_SV = change_logits(logits_SV, settings) / settings.temperature_S[:, None]
+            if settings.top_k_S is not None:
+                truncate(drawn_SV, settings)
+        draw_and_advance(logits_SV, drawn_SV, rows_S, self.rows.ints, self.rows.floats, output_4R, _COLUMNS)
+
+    def _settings(
+        self, rows_S: torch.Tensor, ints_SI: torch.Tensor, features: Feature, masks: StepMasks | None
+    ) -> SamplingRows:
+        state, index_S = self.rows, ints_SI[:, LENGTH] + 1 - ints_SI[:, PROMPT]
+        floats_SF = state.floats.index_select(0, rows_S)
+        penalize, bias = bool(features & Feature.PENALIZE), bool(features & Feature.BIAS)
+        ban, cut = bool(features & Feature.MIN_TOKENS), bool(features & Feature.TRUNCATE)
+        masks = masks if features & Feature.CONSTRAIN else None
+        return SamplingRows(
+            temperature_S=floats_SF[:, TEMPERATURE],
+            noise_S=floats_SF[:, NOISE] if features & Feature.DRAW else None,
+            seed_S=ints_SI[:, SEED],
+            index_S=index_S,
+            counts_SV=state.counts.index_select(0, rows_S) if penalize else None,
+            repetition_S=floats_SF[:, REPETITION] if penalize else None,
+            presence_S=floats_SF[:, PRESENCE] if penalize else None,
+            frequency_S=floats_SF[:, FREQUENCY] if penalize else None,
+            bias_ids_SK=state.bias_ids.index_select(0, rows_S) if bias else None,
+            bias_SK=state.bias.index_select(0, rows_S) if bias else None,
+            banned_ids_SK=state.banned.index_select(0, rows_S) if ban else None,
+            banned_S=index_S < ints_SI[:, MIN_TOKENS] if ban else None,
+            top_k_S=ints_SI[:, TOP_K] if cut else None,
+            top_p_S=floats_SF[:, TOP_P] if cut else None,
+            min_p_S=floats_SF[:, MIN_P] if cut else None,
+            masked_C=masks.at if masks is not None else None,
+            masks_CW=masks.bits if masks is not None else None,
+        )
+
+
+def _write_output(output_4R: torch.Tensor, sampled: Sampled) -> None:
+    count = len(sampled.tokens_S)
+    output_4R[0, :count] = sampled.tokens_S
+    floats = output_4R[1:, :count].view(torch.float32)
+    floats[0], floats[1], floats[2] = sampled.logprobs_S, sampled.raw_logprobs_S, sampled.drawn_logprobs_S

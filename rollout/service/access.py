@@ -1,0 +1,176 @@
+"""Who may connect to a worker's sockets: the rule for addresses, CURVE, and the list of clients.
+
+    client -- CURVE handshake --> socket --ZAP--> AllowList thread: is this public key in the folder? --> 200 or 400
+
+Invariants:
+
+- An address that other hosts can reach is bound with CURVE, or because the settings say `insecure`, or not at all.
+- It fails closed: without an answer from the thread nobody comes in (`ZAP_ENFORCE_DOMAIN`).
+- The thread ends when its context is terminated, and not before.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils import z85
+
+from rollout.config import SecuritySettings, Settings
+from trainer_bridge.client.keys import PUBLIC_SUFFIX, KeyPair, read_pair, read_public
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+_ZAP_FRAMES = 7  # of a CURVE request: version, id, domain, address, identity, mechanism, key
+_DOMAIN = b"rollout"
+_RELOAD_S = 1.0
+_MAX_CLIENT_KEYS = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+def is_loopback(endpoint: str) -> bool:
+    """True for an endpoint that no other host can reach: 127.0.0.0/8, ::1, ipc and inproc. Names are not looked up."""
+    if endpoint.startswith(("ipc://", "inproc://")):
+        return True
+    try:
+        url = urlsplit(endpoint)
+        return url.scheme == "tcp" and ipaddress.ip_address(url.hostname or "").is_loopback
+    except ValueError:  # a name, a wildcard, an interface
+        return False
+
+
+def _names_port(endpoint: str) -> bool:
+    """ZeroMQ takes a larger number for another port."""
+    port = endpoint.rpartition(":")[2]
+    return port == "*" or (port.isascii() and port.isdigit() and int(port) < 1 << 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What the settings say about who may connect. `keys` and `clients` are both there or both None."""
+
+    keys: KeyPair | None
+    clients: AllowList | None
+    insecure: bool
+
+    @classmethod
+    def from_settings(cls, settings: SecuritySettings) -> Access:
+        """Read the keys. Raises ValueError, naming the file, when that cannot be done."""
+        if settings.curve_secret_key is None or settings.curve_client_keys is None:
+            return cls(None, None, settings.insecure)
+        keys = read_pair(settings.curve_secret_key)
+        return cls(keys, AllowList(Path(settings.curve_client_keys)), settings.insecure)
+
+    def check_bind(self, endpoint: str, setting: str) -> None:
+        """Raise ValueError for an endpoint that would let strangers in; `setting` is the one that it comes from."""
+        if "://" not in endpoint or (endpoint.startswith("tcp://") and not _names_port(endpoint)):
+            raise ValueError(
+                f"{setting} = {endpoint} is not an endpoint: write ipc://PATH, or tcp://HOST:PORT with a port up to "
+                "65535, 0 for a free one"
+            )
+        if self.keys is None and not self.insecure and not is_loopback(endpoint):
+            raise ValueError(
+                f"{setting} = {endpoint} lets every host that reaches it use this worker, shut it down and change its "
+                "weights: set security.curve_secret_key and security.curve_client_keys (`rollout keys` makes them), "
+                "bind 127.0.0.1, or pass --insecure if the network keeps strangers out"
+            )
+
+    def check_binds(self, settings: Settings) -> None:
+        """Raise ValueError if one of a worker's endpoints would let strangers in."""
+        self.check_bind(settings.service.bind, "service.bind")
+        self.check_bind(settings.weights.bind, "weights.bind")
+
+    def secure(self, context: zmq.Context, socket: zmq.Socket) -> None:
+        """Make a socket that is not bound yet take allowed clients only. Once for a context."""
+        if self.keys is None or self.clients is None:
+            return
+        self.clients.serve(context)
+        socket.curve_server = True
+        socket.curve_publickey = self.keys.public
+        socket.curve_secretkey = self.keys.secret
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+#: What holds without settings: no CURVE, and loopback addresses only.
+OPEN_ON_LOOPBACK = Access(None, None, insecure=False)
+
+
+class AllowList:
+    """The public keys in a folder. The folder is looked at again while it is asked: a key that was put there may
+    connect a second later, one that was taken away may connect no more; connections that exist stay.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._names: dict[bytes, str] = {}
+        self._loaded_s = 0.0
+        if not folder.is_dir():
+            raise ValueError(
+                f"security.curve_client_keys = {folder} is not a folder; put the clients' .key files there"
+            )
+        self._load()
+        if not self._names:
+            _log.warning("%s holds no *%s files: no client can connect", folder, PUBLIC_SUFFIX)
+
+    def name_of(self, public: bytes) -> str | None:
+        """The name of the file that holds a key (Z85), without its suffix; None if there is none."""
+        with self._lock:
+            if time.monotonic() - self._loaded_s > _RELOAD_S:
+                self._load()
+            return self._names.get(public)
+
+    def serve(self, context: zmq.Context) -> None:
+        """Answer for the sockets of a context, from a thread that ends with it."""
+        socket = context.socket(zmq.REP)
+        socket.linger = 0
+        socket.bind(_ZAP_ENDPOINT)
+        threading.Thread(target=self._run, args=(socket,), name="allow-list", daemon=True).start()
+
+    def _load(self) -> None:
+        names: dict[bytes, str] = {}
+        try:
+            files = sorted(file for file in self._folder.iterdir() if file.suffix == PUBLIC_SUFFIX)
+        except OSError as error:  # fail closed: who cannot be looked up is not let in
+            _log.error("the folder of client keys cannot be read: %s", error)
+            files = []
+        for file in files[:_MAX_CLIENT_KEYS]:
+            try:
+                names[read_public(file)] = file.stem
+            except ValueError as error:
+                _log.error("a client key is left out: %s", error)
+        self._names, self._loaded_s = names, time.monotonic()
+
+    def _run(self, socket: zmq.Socket) -> None:
+        try:
+            while True:
+                frames = socket.recv_multipart()
+                socket.send_multipart(self._answer(frames))
+        except zmq.ContextTerminated:
+            pass
+        # Whatever ended it, nobody comes in any more; the log says why.
+        except Exception:
+            _log.critical("the list of allowed clients failed; nobody can connect any more", exc_info=True)
+        finally:
+            socket.close(0)
+
+    def _answer(self, frames: list[bytes]) -> list[bytes]:
+        if len(frames) != _ZAP_FRAMES or frames[0] != _ZAP_VERSION or frames[5] != b"CURVE" or len(frames[6]) != 32:
+            request_id = frames[1] if len(frames) > 1 else b""
+            return [_ZAP_VERSION, request_id, b"400", b"not a CURVE request", b"", b""]
+        public, address = z85.encode(frames[6]), frames[3].decode(errors="replace")
+        name = self.name_of(public)
+        if name is None:
+            facts = {"address": address, "key": public.decode()}
+            _log.warning("refused a client: its public key is not in the list", extra=facts)
+            return [_ZAP_VERSION, frames[1], b"400", b"this key is not allowed", b"", b""]
+        _log.info("a client connected", extra={"key_name": name, "address": address})
+        return [_ZAP_VERSION, frames[1], b"200", b"OK", name.encode(), b""]

@@ -1,0 +1,162 @@
+"""Where an update's bytes land on a worker: in staging memory, or in the parameters themselves.
+
+    StagedLanding     host buffer  [--> shadow buffer on the device, on a stream of its own]  --swap--> parameters
+    InPlaceLanding    a bucket at a time, straight into the parameters, while generation is held
+
+Both run in the receiver's thread (or one that it waits for). Staged bytes may be wrong: nobody reads them before all
+of them are verified. Bytes that land in place change what is served at once: `dirty` says that they have begun to.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from rollout.weights.parameter_map import Fit
+from rollout.weights.staging import TORCH_DTYPES, DeviceShadow, typed_view
+from trainer_bridge.wire.errors import WeightsRejected
+from trainer_bridge.wire.manifest import Manifest, TensorEntry
+
+
+class StagedLanding:
+    """The whole stream, in host memory and (with `shadow`) from there in memory of the device."""
+
+    dirty = False
+
+    def __init__(self, host: torch.Tensor, shadow: DeviceShadow | None) -> None:
+        self._host, self._shadow = host, shadow
+        self._bytes = host.numpy()  # the same memory: NumPy and file reads fill it without holding the GIL
+
+    @property
+    def stream(self) -> torch.Tensor:
+        """Where the update is complete once it has settled."""
+        return self._host if self._shadow is None else self._shadow.memory
+
+    def room(self, start: int, end: int) -> np.ndarray:
+        """The place of these bytes."""
+        return self._bytes[start:end]
+
+    def landed(self, start: int, end: int) -> None:
+        """Start to copy them on to the device."""
+        if self._shadow is not None:
+            self._shadow.upload(self._host, start, end)
+
+    def put(self, start: int, data: torch.Tensor) -> None:
+        """Take bytes from any device."""
+        if self._shadow is not None:
+            self._shadow.put(start, data)
+        else:
+            self._host[start : start + data.numel()].copy_(data)
+
+    def settled(self) -> bool:
+        """Whether everything that landed is where the swap will read it."""
+        return self._shadow is None or self._shadow.settled()
+
+    def check_aliases(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor]) -> None:
+        """Raise `WeightsRejected` when tensors that are one parameter differ."""
+        entries = {entry.name: entry for entry in manifest.tensors} if fit.aliases else {}
+        for kept, other in fit.aliases:
+            a, b = (typed_view(self.stream, entries[name]) for name in (kept, other))
+            _check_equal(kept, other, a, b, views[kept].dtype)
+
+    def abandon(self) -> None:
+        """Return when nothing of this update is written or read any more."""
+        if self._shadow is not None:
+            self._shadow.wait()
+
+
+class InPlaceLanding:
+    """The parameters. `room` is one buffer, so each room must have landed before the next is asked for."""
+
+    def __init__(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], pinned: bool) -> None:
+        self.dirty = False
+        self._entries = manifest.tensors
+        self._starts = [entry.offset for entry in self._entries]
+        self._views = views
+        self._aliases = {other for _, other in fit.aliases}
+        self._pinned = pinned
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._parts: dict[int, torch.Tensor] = {}  # tensors that go to their view in one piece
+        self._missing = [entry.nbytes for entry in self._entries]
+        device = next(iter(views.values())).device
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # everything that was put
+        self._device = device
+
+    def room(self, start: int, end: int) -> np.ndarray:
+        """The buffer."""
+        if self._buffer.numel() < end - start:
+            self._buffer = torch.empty(end - start, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._buffer[: end - start].numpy()
+
+    def landed(self, start: int, end: int) -> None:
+        """Copy the buffer into the parameters."""
+        self.put(start, self._buffer[: end - start])
+
+    @torch.inference_mode()
+    def put(self, start: int, data: torch.Tensor) -> None:
+        """Copy bytes into the parameters; `data` may be used again once this has returned, in stream order."""
+        end = start + data.numel()
+        first = max(0, bisect.bisect_right(self._starts, start) - 1)
+        for i in range(first, len(self._entries)):
+            entry = self._entries[i]
+            if entry.offset >= end:
+                break
+            lo, hi = max(entry.offset, start), min(entry.end, end)
+            if lo < hi:
+                self._write(i, entry, lo - entry.offset, data[lo - start : hi - start])
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
+
+    def settled(self) -> bool:
+        """Whether everything has been copied: what reads the parameters next runs on another stream."""
+        return self._copied is None or self._copied.query()
+
+    def check_aliases(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor]) -> None:
+        """Raise `WeightsRejected` when tensors that are one parameter differ."""
+        numbers = {entry.name: i for i, entry in enumerate(self._entries)} if fit.aliases else {}
+        for kept, other in fit.aliases:
+            part = self._parts.pop(numbers[other], None)
+            if part is not None:
+                entry = self._entries[numbers[other]]
+                _check_equal(kept, other, views[kept], typed_view(part, _at_zero(entry)), views[kept].dtype)
+
+    def abandon(self) -> None:
+        """Return when nothing of this update is written any more; let go of what was gathered."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._parts.clear()
+
+    def _write(self, i: int, entry: TensorEntry, at: int, data: torch.Tensor) -> None:
+        view = self._views[entry.name]
+        self._missing[i] -= data.numel()
+        alias = entry.name in self._aliases
+        plain = type(view) in (torch.Tensor, torch.nn.Parameter)  # others quantise, which takes a whole tensor
+        if plain and view.is_contiguous() and not alias:
+            typed = data.view(TORCH_DTYPES[entry.dtype])
+            first = at // typed.element_size()
+            self.dirty = True
+            view.view(-1)[first : first + typed.numel()].copy_(typed)  # host memory: returns when it is copied
+            return
+        part = self._parts.get(i)
+        if part is None:
+            part = self._parts[i] = torch.empty(entry.nbytes, dtype=torch.uint8, device=view.device)
+        part[at : at + data.numel()].copy_(data)
+        if self._missing[i] == 0 and not alias:
+            self.dirty = True
+            view.copy_(typed_view(self._parts.pop(i), _at_zero(entry)))
+
+
+def _at_zero(entry: TensorEntry) -> TensorEntry:
+    return TensorEntry(entry.name, entry.dtype, entry.shape, 0)
+
+
+def _check_equal(kept: str, other: str, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
+    """Bit for bit, or after the conversion that the parameter makes."""
+    same = (
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dtype == b.dtype else False
+    )
+    if not same and not torch.equal(a.to(dtype), b.to(dtype)):
+        raise WeightsRejected(f"{kept} and {other} are one parameter of the model, but differ; send one of them")

@@ -1,0 +1,171 @@
+"""The worker's side of names: which tensors make a whole model, decided by the memory that they write.
+
+A worker offers views of its fused parameters under Hugging Face names, and may offer the same memory under several
+names: experts one by one and stacked, a tied output layer. An update is whole when it writes every element of every
+parameter exactly once.
+
+    fused parameter   |============ qkv ============|
+    views offered     |--- q ---|-- k --|--- v -----|        each a list of byte runs [start, end)
+
+Exact aliases (same memory, shape and strides: tied embeddings) may be sent under one name or under all; in the second
+case their values must be equal, which the receiver checks once they have arrived (`Fit.aliases`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainer_bridge.wire.errors import WeightsRejected
+from trainer_bridge.wire.manifest import Manifest
+
+_LISTED = 8  # names in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A manifest that fits: which tensors to copy, and which pairs (copied name, other name) must be equal."""
+
+    copied: tuple[str, ...]
+    aliases: tuple[tuple[str, str], ...]
+
+
+class ParameterMap:
+    """The views that a worker offers, and the check whether a manifest covers its parameters exactly once.
+
+    `views` maps names to tensors on the worker's device; no view may overlap itself (a stride of 0 is a programmer's
+    error).
+    """
+
+    def __init__(self, views: Mapping[str, torch.Tensor]) -> None:
+        self.views = dict(views)
+        self._runs = {name: _byte_runs(view) for name, view in self.views.items()}
+        self._whole = _union(self._runs.values())
+
+    @property
+    def max_update_bytes(self) -> int:
+        """More than the bytes of any update that fits: every view once, in float32, with its padding."""
+        return sum(4 * view.numel() + 64 for view in self.views.values())
+
+    def check(self, manifest: Manifest) -> Fit:
+        """Decide whether the manifest's tensors make a whole update.
+
+        Raises `WeightsRejected`, listing names, when a name is unknown, a shape differs, elements would stay
+        unwritten, or elements would be written twice.
+        """
+        names = [entry.name for entry in manifest.tensors]
+        unknown = [name for name in names if name not in self.views]
+        if unknown:
+            raise _rejected("unknown tensors", unknown, "send the names of the served checkpoint's architecture")
+        misshaped = [
+            f"{entry.name} {list(entry.shape)} (expected {list(self.views[entry.name].shape)})"
+            for entry in manifest.tensors
+            if tuple(entry.shape) != tuple(self.views[entry.name].shape)
+        ]
+        if misshaped:
+            raise _rejected("wrong shapes", misshaped, "send each tensor whole, in the checkpoint's shape")
+        return self._check_cover(names)
+
+    def _check_cover(self, names: list[str]) -> Fit:
+        copied, aliases = self._split_aliases(names)
+        intervals, owners = _stack([(name, self._runs[name]) for name in copied])
+        clash = np.flatnonzero(intervals[1:, 0] < intervals[:-1, 1])
+        if len(clash):
+            pairs = sorted({f"{owners[i]} and {owners[i + 1]}" for i in clash.tolist()})
+            raise _rejected("tensors that write the same parameters", pairs, "send one layout of each parameter")
+        if not np.array_equal(_merge(intervals), self._whole):
+            missing = self._missing(intervals)
+            raise _rejected("missing tensors", missing, "an update must carry every parameter")
+        return Fit(tuple(copied), tuple(aliases))
+
+    def _split_aliases(self, names: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+        first: dict[tuple, str] = {}
+        copied, aliases = [], []
+        for name in names:
+            view = self.views[name]
+            home = (view.data_ptr(), view.shape, view.stride(), view.dtype)
+            if view.numel() and home in first:
+                aliases.append((first[home], name))
+            else:
+                first[home] = name
+                copied.append(name)
+        return copied, aliases
+
+    def _missing(self, intervals: np.ndarray) -> list[str]:
+        """Names that, sent as well, would complete the cover: no name whose memory is partly written already."""
+        missing = []
+        written = _merge(intervals)
+        for name, runs in self._runs.items():
+            if len(runs) and not _overlaps(written, runs):
+                missing.append(name)
+                written = _union([written, runs])
+            if len(missing) > _LISTED:
+                break
+        return missing or ["part of a parameter that has no name of its own"]
+
+
+def _byte_runs(view: torch.Tensor) -> np.ndarray:
+    """The bytes that a view spans, as sorted, merged runs: int64 [runs, 2] of absolute addresses."""
+    if view.numel() == 0:
+        return np.empty((0, 2), np.int64)
+    dims = sorted((stride, size) for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1)
+    assert all(stride > 0 for stride, _ in dims), "a view of a parameter must not overlap itself"
+    run = 1
+    rest: list[tuple[int, int]] = []
+    for stride, size in dims:
+        if not rest and stride == run:
+            run *= size
+        else:
+            rest.append((stride, size))
+    starts = np.zeros(1, np.int64)
+    for stride, size in rest:
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    starts = np.sort(starts) * view.element_size() + view.data_ptr()
+    runs = np.stack([starts, starts + run * view.element_size()], axis=1)
+    assert (runs[1:, 0] >= runs[:-1, 1]).all(), "a view of a parameter must not overlap itself"
+    assert int((runs[:, 1] - runs[:, 0]).sum()) == math.prod(view.shape) * view.element_size()
+    return _merge(runs)
+
+
+def _stack(named: Iterable[tuple[str, np.ndarray]]) -> tuple[np.ndarray, list[str]]:
+    """All runs of several tensors sorted by start, and whose each is."""
+    rows, owners = [np.empty((0, 2), np.int64)], []
+    for name, runs in named:
+        rows.append(runs)
+        owners.extend([name] * len(runs))
+    intervals = np.concatenate(rows)
+    order = np.argsort(intervals[:, 0], kind="stable")
+    return intervals[order], [owners[i] for i in order.tolist()]
+
+
+def _union(groups: Iterable[np.ndarray]) -> np.ndarray:
+    intervals = np.concatenate([np.empty((0, 2), np.int64), *groups])
+    return _merge(intervals[np.argsort(intervals[:, 0], kind="stable")])
+
+
+def _merge(intervals: np.ndarray) -> np.ndarray:
+    """Join runs, sorted by start, that touch or overlap."""
+    if len(intervals) == 0:
+        return intervals
+    ends = np.maximum.accumulate(intervals[:, 1])
+    fresh = np.concatenate([[True], intervals[1:, 0] > ends[:-1]])
+    last = np.concatenate([np.flatnonzero(fresh)[1:] - 1, [len(intervals) - 1]])
+    return np.stack([intervals[fresh, 0], ends[last]], axis=1)
+
+
+def _overlaps(merged: np.ndarray, runs: np.ndarray) -> bool:
+    """Whether any run shares a byte with `merged` (sorted, disjoint)."""
+    if len(merged) == 0:
+        return False
+    after = np.searchsorted(merged[:, 1], runs[:, 0], side="right")
+    inside = after < len(merged)
+    return bool((merged[after[inside], 0] < runs[inside, 1]).any())
+
+
+def _rejected(what: str, names: list[str], advice: str) -> WeightsRejected:
+    more = " and more" if len(names) > _LISTED else ""
+    return WeightsRejected(f"{what}: {', '.join(names[:_LISTED])}{more}; {advice}", field="manifest")

@@ -1,0 +1,348 @@
+"""What a worker has in hand of updates, one at a time: what it receives, what is ready, which begins wait.
+
+    idle --begin--> receiving --commit, all verified--> ready --take_ready--> applying --applied/failed--> idle
+                        |                               `-------- `committed` --------'
+                        +-- newer begin, abort, damage, idle_s without data --> idle; what is served was never touched
+                                                                               (in place, and begun: stale)
+
+Invariants:
+
+- An update becomes ready only when everything that can be refused has been checked: names, shapes, dtypes, cover of
+  every parameter, version, checksums, equality of tied tensors. Then the loop copies all of it or none.
+- In place, not a byte lands before the loop has granted the hold; once one has, generation goes on only with an
+  update that is whole.
+- A `begin` that comes while an update is ready or being applied waits: the staging memory holds one update at a time,
+  is allocated once, and is not written while it may be read.
+- An update begins only while the door is open (`Hold.door`), and is inside until nothing of it is left to be done.
+- Every control message gets exactly one reply.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollout.engine.adapter_table import AdapterUpdate
+from rollout.engine.gate import Hold
+from rollout.weights.adapter_updates import IncomingAdapter, read_adapter
+from rollout.weights.apply_mode import ApplyMode, Landed, Update
+from rollout.weights.begin import Begin, read_begin
+from rollout.weights.landing import StagedLanding
+from rollout.weights.parameter_map import ParameterMap
+from trainer_bridge.transports import Incoming, TransportReceiver
+from trainer_bridge.wire.errors import BadRequest, InternalError, NotFound, RolloutError, Unavailable, WeightsRejected
+from trainer_bridge.wire.weight_messages import Applied, Commit, Reply, check_fields, error_reply, read_token
+
+if TYPE_CHECKING:
+    from rollout.adapter_sources import AdapterTarget
+
+_MOST_WAITING = 16  # begins of different adapters
+_BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Current:
+    """The update that is being received."""
+
+    begin: Begin
+    incoming: Incoming
+    landing: Landed
+    begun_s: float
+    commit: Commit | None = None  # asked for; its bytes are not all verified yet
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter that it is of; None: it is of the model."""
+        return None if self.begin.adapter is None else self.begin.adapter.name
+
+
+class Reception:
+    """Belongs to the receiver's thread, but for `version`, `last` and `ready`.
+
+    `post` has a function called on that thread. `endpoint` is for the answer to `status`.
+    """
+
+    def __init__(
+        self,
+        parameters: ParameterMap,
+        version: int,
+        mode: ApplyMode,
+        hold: Hold,
+        receivers: Mapping[str, TransportReceiver],
+        adapters: AdapterTarget | None,
+        *,
+        idle_s: float,
+        endpoint: str,
+        post: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self.version = version  # of the weights that were applied last: the loop writes it
+        self.last: Applied | None = None  # replaced as a whole: any thread may look
+        self.ready: deque[Update | AdapterUpdate] = deque()  # the loop takes from it
+        self.closing = False
+        self.current: Current | None = None
+        self.committed: tuple[Update | AdapterUpdate, Commit] | None = None  # ready or being applied
+        self.waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
+        self.failure: tuple[bytes, RolloutError] | None = None  # the token of what was rejected last, and why
+        self._parameters = parameters
+        self._mode = mode
+        self._hold = hold
+        self._receivers = receivers
+        self._adapters = adapters
+        self._idle_s = idle_s
+        self._endpoint = endpoint
+        self._post = post
+
+    # --- the thread's turn -------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> bool:
+        """True while an update has begun whose bytes may not land yet."""
+        return self.current is not None and not self.current.incoming.open.is_set()
+
+    def poll_ms(self) -> int | None:
+        """How long the thread may wait for something to come; None: for ever."""
+        current = self.current
+        if current is None:
+            return _BUSY_POLL_MS if self.waiting and self.committed is None else None
+        if current.commit is not None:
+            return _BUSY_POLL_MS
+        return int(max(0.0, current.incoming.last_data_s + self._idle_s - time.monotonic()) * 1000) + 1
+
+    def advance(self) -> bool:
+        """Take what the transports have, a piece of each; true when there may be more. Raises `RolloutError`."""
+        incoming = None if self.current is None else self.current.incoming
+        busy = False
+        for receiver in self._receivers.values():
+            mine = incoming if incoming is not None and incoming.transport in receiver.carries else None
+            if mine is None or mine.open.is_set():
+                busy |= receiver.advance(mine)
+        return busy
+
+    def settle(self) -> None:
+        """Make ready what is whole, begin what waited, drop what nobody sends. Raises `RolloutError`."""
+        self._try_commit()
+        self._retry_begin()
+        self._drop_idle()
+
+    def leave_door(self) -> None:
+        """Nothing is inside unless an update is received, ready or applied; behind a shut door nothing is kept, too."""
+        if self.current is None and self.committed is None:
+            if self._hold.door.closed:
+                for receiver in self._receivers.values():
+                    receiver.rest()
+            self._hold.door.leave()
+
+    def reject(self, error: RolloutError) -> None:
+        """Drop the update that is being received, if there is one, and tell everyone who waits for it."""
+        current, self.current = self.current, None
+        if current is None:
+            return
+        incoming, landing = current.incoming, current.landing
+        _log.warning("weights version %d rejected: %s", incoming.manifest.version, error)
+        # Without its frames, which hold buckets and where they were to land.
+        self.failure = (incoming.token, error.with_traceback(None))
+        try:
+            current.begin.receiver.drop(incoming, error)
+            landing.abandon()
+        except Exception:  # of a device or a publisher that is gone; whoever waits must be told all the same
+            _log.exception("letting go of weights version %d failed", incoming.manifest.version)
+        if landing.dirty:
+            self._hold.fail(
+                f"version {incoming.manifest.version} of the weights was written in place, in part: {error}. "
+                "Publish a whole update"
+            )
+            _log.error("this worker is stale: %s", self._hold.stale)
+        elif self._mode.in_place and current.adapter is None and not self._hold.stale:
+            self._hold.clear()
+        if current.commit is not None:
+            current.commit.reply(error_reply(error))
+
+    def close(self) -> None:
+        """Answer whoever waits."""
+        self.reject(ended())
+        for _, reply in self.waiting.values():
+            reply(error_reply(ended()))
+        if self.committed is not None:
+            self.committed[1].reply(error_reply(ended()))
+
+    # --- control messages --------------------------------------------------------------------------------------------
+
+    def control(self, header: Mapping[str, Any], reply: Reply) -> None:
+        """Handle a `weights` message; `reply` gets one answer, now or later. Never raises."""
+        try:
+            if self.closing:
+                raise ended()
+            action = check_fields(header)
+            {"begin": self._begin, "commit": self._commit, "abort": self._abort, "status": self._status}[action](
+                header, reply
+            )
+        except RolloutError as error:
+            reply(error_reply(error))
+        except Exception as error:
+            _log.exception("a weights message failed")
+            reply(error_reply(InternalError(f"the worker failed on this message: {error!r:.200}")))
+
+    def _begin(self, header: Mapping[str, Any], reply: Reply) -> None:
+        adapter = read_adapter(header, self._adapters)
+        name = None if adapter is None else adapter.name
+        if self._must_wait(name):
+            if name in self.waiting:
+                self.waiting.pop(name)[1](error_reply(WeightsRejected("a newer begin took the place of this one")))
+            elif len(self.waiting) >= _MOST_WAITING:
+                raise Unavailable("too many updates wait for their turn; publish this one again later")
+            self.waiting[name] = (header, reply)
+            return
+        if not self._hold.door.enter():
+            raise Unavailable("this worker is asleep, or about to be: wake it, then publish")
+        begun_s = time.monotonic()
+        begin = self._read_begin(header, adapter)
+        if self.current is not None:
+            self.reject(WeightsRejected(f"version {begin.manifest.version} was begun before this update was complete"))
+        incoming, grant = self._open(begin, begun_s)
+        if self._mode.in_place and adapter is None:
+            self._hold.request(lambda: self._post(lambda: _let_land(incoming)))
+        else:
+            _let_land(incoming)
+        reply({"op": "ok", "version": begin.manifest.version, "token": incoming.token.hex(), "grant": grant})
+
+    def _read_begin(self, header: Mapping[str, Any], adapter: IncomingAdapter | None) -> Begin:
+        served = self.version if adapter is None else adapter.version
+        # Where the weights are half written or were dropped, the version that it had is as good as a newer one.
+        again = adapter is None and bool(self._hold.stale)
+        return read_begin(header, adapter, self._parameters, self._receivers, served, again)
+
+    def _open(self, begin: Begin, begun_s: float) -> tuple[Incoming, dict[str, Any]]:
+        """Make the update the current one: what arrives, and what its sender must know."""
+        manifest, receiver = begin.manifest, begin.receiver
+        if begin.adapter is not None:
+            landing: Landed = begin.adapter.open(manifest)
+        else:
+            landing = self._mode.open(manifest, begin.fit, receiver.on_device)
+        incoming = Incoming(manifest, receiver.name, secrets.token_bytes(16), landing)
+        try:
+            grant = receiver.begin(incoming, begin.options)
+        except RolloutError:
+            receiver.drop(incoming, None)
+            raise
+        self.current = Current(begin, incoming, landing, begun_s)
+        return incoming, grant
+
+    def _must_wait(self, adapter: str | None) -> bool:
+        """Whether an update of this adapter (None: of the model) can't begin yet.
+
+        A begin breaks off what comes before it of the same kind. An adapter's breaks off nothing else: of the model
+        that could leave the weights half written.
+        """
+        others = adapter is not None and self.current is not None and self.current.adapter != adapter
+        return others or self.committed is not None or self._mode.busy
+
+    def _retry_begin(self) -> None:
+        names = sorted(self.waiting, key=lambda name: name is not None)  # the model's first
+        name = next((name for name in names if not self._must_wait(name)), "")
+        if name in self.waiting:
+            self.control(*self.waiting.pop(name))
+
+    def _commit(self, header: Mapping[str, Any], reply: Reply) -> None:
+        token, options = read_token(header["token"]), header["options"]
+        current = self.current
+        if current is None or current.incoming.token != token:
+            if self.failure is not None and self.failure[0] == token:
+                raise self.failure[1]
+            raise NotFound("no update with this token is being received; begin one", field="token")
+        if current.commit is not None:
+            raise BadRequest("this update is committed already", field="token")
+        now_s = time.monotonic()
+        phases = {"receive": now_s - current.begun_s}
+        current.commit = Commit(token, options, reply, current.incoming.transport, phases, now_s)
+
+    def _abort(self, header: Mapping[str, Any], reply: Reply) -> None:
+        token = read_token(header["token"])
+        if self.committed is not None and self.committed[1].token == token:
+            raise WeightsRejected("the update is committed and will be applied; it is too late to abort it")
+        if self.current is None or self.current.incoming.token != token:
+            raise NotFound("no update with this token is being received", field="token")
+        self.reject(WeightsRejected("the publisher aborted this update"))
+        reply({"op": "ok"})
+
+    def _status(self, header: Mapping[str, Any], reply: Reply) -> None:
+        hold, current = self._hold, self.current
+        state = "asleep" if hold.door.closed else "stale" if hold.stale else "idle"
+        state = "receiving" if current else "ready" if self.ready else "applying" if self.committed else state
+        reply(
+            {
+                "op": "ok",
+                "version": self.version,
+                "state": state,
+                "incoming": current and current.incoming.summary(),
+                "last": self.last and self.last.reply(),
+                "transports": list(self._receivers),
+                "apply": self._mode.name,
+                "stale": hold.stale or None,
+                "dropped": hold.dropped,
+                "endpoint": self._endpoint,
+            }
+        )
+
+    # --- from bytes that came to weights in use ----------------------------------------------------------------------
+
+    def _try_commit(self) -> None:
+        current = self.current
+        if current is None or current.commit is None:
+            return
+        begin, landing, commit = current.begin, current.landing, current.commit
+        if not begin.receiver.finish(current.incoming, commit.options) or not landing.settled():
+            return
+        landing.check_aliases(begin.manifest, begin.fit, self._parameters.views)
+        if begin.adapter is not None:
+            assert isinstance(landing, StagedLanding)
+            update: Update | AdapterUpdate = begin.adapter.update(begin.manifest, landing)
+        else:
+            update = self._mode.update(begin.manifest, begin.fit, landing)
+        begin.receiver.drop(current.incoming, None)
+        self.current = None
+        now_s = time.monotonic()
+        commit.phases["verify"], commit.since_s = now_s - commit.since_s, now_s
+        self.committed = (update, commit)
+        self.ready.append(update)
+
+    def applied(self, update: Update | AdapterUpdate, pause_s: float) -> None:
+        """The loop has applied it, after a pause of `pause_s` seconds."""
+        commit = self._take_committed(update)
+        commit.phases["wait"] = max(0.0, time.monotonic() - commit.since_s - pause_s)
+        commit.phases["apply"] = pause_s
+        applied = Applied(update.version, commit.transport, update.nbytes, pause_s, commit.phases)
+        if not isinstance(update, AdapterUpdate):
+            self.last = applied
+        commit.reply({"op": "ok", **applied.reply()})
+
+    def failed(self, update: Update | AdapterUpdate, error: RolloutError) -> None:
+        """The loop did not apply it."""
+        self._take_committed(update).reply(error_reply(error))
+
+    def _take_committed(self, update: Update | AdapterUpdate) -> Commit:
+        assert self.committed is not None and self.committed[0] is update, "this update is not being applied"
+        commit = self.committed[1]
+        self.committed = None
+        return commit
+
+    def _drop_idle(self) -> None:
+        current = self.current
+        if current is not None and time.monotonic() - current.incoming.last_data_s > self._idle_s:
+            raise WeightsRejected(f"no data came for {self._idle_s:g} s; the update was dropped, publish it again")
+
+
+def ended() -> Unavailable:
+    """What is answered once the worker ends."""
+    return Unavailable("the worker is shutting down")
+
+
+def _let_land(incoming: Incoming) -> None:
+    incoming.last_data_s = time.monotonic()
+    incoming.open.set()

@@ -1,0 +1,184 @@
+"""Memory in which an update waits, and the update that the engine's loop takes from it.
+
+    stream bytes (one buffer, reused)   |-- a --|..|---- b ----|.|-- c --|
+                                            | typed view  --copy_-->  view of a fused parameter
+
+The buffer is host memory (pinned, for a GPU), and with a shadow memory of the device: then bytes are copied on in
+pieces, on a stream of their own, while decoding runs, and the swap copies within the device.
+
+Invariants:
+
+- A buffer is allocated once, for the largest layout seen; updates of one layout find it at the same address.
+- From `lend` until the update is released nothing is written to the buffer: `busy` says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from rollout.weights.parameter_map import Fit
+from trainer_bridge.wire.manifest import Manifest, TensorEntry
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def typed_view(stream: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """The bytes of one tensor in a packed stream (uint8, one dimension) as a tensor of its dtype and shape."""
+    return stream[entry.offset : entry.end].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+
+
+#: Makes memory of a device: uint8 [bytes].
+Allocate = Callable[[int], torch.Tensor]
+#: (view of a parameter, staged tensor that goes there)
+Copy = tuple[torch.Tensor, torch.Tensor]
+
+
+def plan_copies(manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], stream: torch.Tensor) -> list[Copy]:
+    """Which staged tensor goes to which view; valid as long as the staging memory stays where it is."""
+    wanted = set(fit.copied)
+    return [(views[entry.name], typed_view(stream, entry)) for entry in manifest.tensors if entry.name in wanted]
+
+
+class HostStaging:
+    """The buffer. Owned by the receiver's thread; only `StagedUpdate` crosses to the engine's loop."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._lent: StagedUpdate | InPlaceUpdate | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an update that may still be read lies in the buffer."""
+        if self._lent is not None and self._lent.released:
+            self._lent = None
+        return self._lent is not None
+
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` of the buffer (uint8), which grows when it is too small."""
+        assert not self.busy, "the staging memory still holds an update"
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._buffer[:nbytes]
+
+    def lend(self, update: StagedUpdate | InPlaceUpdate) -> None:
+        """Keep the buffer as it is until `update` is released."""
+        assert not self.busy, "the staging memory holds another update"
+        self._lent = update
+
+
+class DeviceShadow:
+    """Memory on a GPU for a whole update, filled in pieces beside what the GPU does. Owned by the receiver's thread.
+
+    `allocate` makes it, by default torch does.
+    """
+
+    #: Bytes of a copy: small, so that no step's upload of its own waits long behind one.
+    PIECE_BYTES = 4 << 20
+
+    def __init__(self, nbytes: int, device: torch.device, allocate: Allocate | None = None) -> None:
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device) if allocate is None else allocate(nbytes)
+        self._stream = torch.cuda.Stream(device)
+        self._done = torch.cuda.Event()
+        self.memory = self._buffer[:0]
+
+    @property
+    def nbytes(self) -> int:
+        """The most that it holds."""
+        return self._buffer.numel()
+
+    def reserve(self, nbytes: int) -> None:
+        """Begin an update of `nbytes`."""
+        self.memory = self._buffer[:nbytes]
+
+    def upload(self, host: torch.Tensor, start: int, end: int) -> None:
+        """Enqueue the copy of these bytes of `host` (pinned), which must stay until `settled`."""
+        with torch.cuda.stream(self._stream):
+            for lo in range(start, end, self.PIECE_BYTES):
+                hi = min(lo + self.PIECE_BYTES, end)
+                self.memory[lo:hi].copy_(host[lo:hi], non_blocking=True)
+            self._done.record(self._stream)
+
+    def put(self, start: int, data: torch.Tensor) -> None:
+        """Copy bytes on the current stream of the device."""
+        self.memory[start : start + data.numel()].copy_(data, non_blocking=True)
+        self._done.record(torch.cuda.current_stream(self._buffer.device))
+
+    def settled(self) -> bool:
+        """Whether every copy so far is done."""
+        return self._done.query()
+
+    def wait(self) -> None:
+        """Return when every copy so far is done."""
+        self._done.synchronize()
+
+
+class InPlaceUpdate:
+    """An update that lies in the parameters already: all that is left is that the engine takes note of it."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.version = manifest.version
+        self.nbytes = manifest.tensor_bytes
+        self.released = False
+
+    def copy_into(self) -> None:
+        """Nothing to copy."""
+
+    def close(self, applied: bool) -> None:
+        """The engine is done with it."""
+        self.released = True
+
+
+class StagedUpdate:
+    """A whole, checked update, ready to be copied into the model. `version` and `nbytes` are for reports."""
+
+    def __init__(self, manifest: Manifest, copies: Sequence[Copy]) -> None:
+        self.version = manifest.version
+        self.nbytes = manifest.tensor_bytes
+        self._copies = copies
+        self._cuda = [view.device for view, _ in self._copies if view.is_cuda][:1]
+        self._lock = threading.Lock()
+        self._copying = False
+        self._copied = False
+        self._closed = False
+        self._done: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def copy_into(self) -> None:
+        """Copy every staged tensor into the model, converting dtypes; call it on the engine's compute stream.
+
+        On CUDA the copies are enqueued on the current stream and the call returns before they have run. What could
+        be refused was refused before: this raises only for a broken device.
+        """
+        with self._lock:
+            self._copying = True
+        try:
+            for view, staged in self._copies:
+                view.copy_(staged, non_blocking=True)
+            if self._cuda:
+                done = torch.cuda.Event()
+                done.record(torch.cuda.current_stream(self._cuda[0]))
+                self._done = done
+        finally:
+            with self._lock:
+                self._copying, self._copied = False, True
+
+    def close(self, applied: bool) -> None:
+        """The engine is done with this update. Its memory is free once no copy reads it; if `applied` is true, that
+        includes a copy that is queued and has not begun.
+        """
+        with self._lock:
+            self._closed = True
+            self._copied |= not applied
+
+    @property
+    def released(self) -> bool:
+        """Whether the staged bytes may be overwritten."""
+        with self._lock:
+            if not self._closed or self._copying or not self._copied:
+                return False
+        return self._done is None or self._done.query()

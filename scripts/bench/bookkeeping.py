@@ -1,0 +1,145 @@
+"""What the host spends on a step: plan, launch and commit, with a model that costs nothing.
+
+The engine is the real one, with its streams, slots, uploads and events; only the two functions that run on the compute
+stream are replaced by ones that write a constant token. Medians over the steps at which completions have each length
+show whether the cost grows with length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.config import EngineSettings, Settings
+from rollout.engine.build import build_engine
+from rollout.engine.device.streams import CpuDevice
+from rollout.engine.kv.memory import pages_for
+from rollout.engine.loop import Engine
+from rollout.engine.messages import Request, SamplingParams, Submit
+from rollout.engine.schedule.sequence import Feature
+from rollout.engine.step.runner import Forward, Runner
+from rollout.engine.step.slot import Slot, Upload
+from rollout.metrics.meter import Meter, StepRecord
+from rollout.models.decoder import Decoder
+from rollout.models.registry import spec_from_config
+from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
+
+_PROMPT = 32
+_SHOW_EVERY_S = 2.0
+_WINDOW = 512  # steps around a length over which the median is taken
+TINY_SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "max_position_embeddings": 65_536,
+}
+
+
+class FreeRunner(Runner):
+    """A runner whose steps compute nothing: every sampled token is 7."""
+
+    def _step(self, forward: Forward, features: Feature, upload: Upload, slot: Slot) -> None:
+        slot.output[0] = 7
+
+
+class StepTimes(Meter):
+    """A meter that keeps the host time of every decode step at full batch."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._full = rows
+        self.parts_s: list[tuple[float, float, float]] = []
+
+    def step(self, record: StepRecord) -> None:
+        """Keep the step's host times."""
+        super().step(record)
+        if record.kind == "decode" and record.rows == self._full:
+            self.parts_s.append((record.plan_s, record.launch_s, record.commit_s))
+
+
+def make_engine(rows: int, length: int) -> tuple[Engine, StepTimes]:
+    """An engine for `rows` completions of `length` tokens whose model is free."""
+    from transformers import Qwen3Config
+
+    spec = spec_from_config(Qwen3Config(**TINY_SHAPE), "Qwen3ForCausalLM")
+    device = CpuDevice()
+    model = Decoder(spec, torch.float32, device.torch_device)
+    pages = rows * (pages_for(_PROMPT + length, 16) + 1) + 1
+    engine_settings = EngineSettings(max_rows=rows, kv_pages=pages, max_context_tokens=_PROMPT + length + 16)
+    engine = build_engine(Settings(engine=engine_settings), device, model, SimpleQueue(), lambda events: None)
+    engine.runner.close()
+    engine.runner = FreeRunner(device, model, engine.runner.kv, engine.runner.rows)
+    engine.meter = times = StepTimes(rows)
+    return engine, times
+
+
+def measure(rows: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """One row of results for each length."""
+    longest = max(lengths) + _WINDOW
+    engine, times = make_engine(rows, longest)
+    rng = np.random.default_rng(0)
+    for i in range(rows):
+        prompt = rng.integers(0, 64, _PROMPT).astype(np.int32)
+        engine.inbox.put(Submit(Request(("bench", str(i)), prompt, longest, sampling=SamplingParams(seed=i))))
+    engine.tick()
+    shown_s = 0.0
+    while engine.busy:
+        engine.tick()
+        # No bar: the thread that draws it would show in the figures.
+        if engine.meter.steps % _WINDOW == 0 and time.perf_counter() > shown_s + _SHOW_EVERY_S:
+            shown_s = time.perf_counter()
+            print(f"{rows} rows: {engine.meter.steps} of {longest} steps", file=sys.stderr, flush=True)
+    engine.check_integrity()
+    engine.runner.close()
+    results = []
+    for length in lengths:
+        begin = max(0, min(length, len(times.parts_s)) - _WINDOW)
+        parts = np.array(times.parts_s[begin : begin + 2 * _WINDOW]) * 1e3
+        total = parts.sum(axis=1)
+        results.append(
+            {
+                "rows": rows,
+                "length": length,
+                "median_ms": float(np.median(total)),
+                "p99_ms": float(np.quantile(total, 0.99)),
+                "plan_ms": float(np.median(parts[:, 0])),
+                "launch_ms": float(np.median(parts[:, 1])),
+                "commit_ms": float(np.median(parts[:, 2])),
+            }
+        )
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write the results."""
+    parser = argparse.ArgumentParser(prog="rollout bench bookkeeping", description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16_384, 32_768])
+    parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "bookkeeping.json")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    results = [row for rows in args.rows for row in measure(rows, args.lengths)]
+    print_table("host time of a decode step (plan + launch + commit)", results)
+    growth = {}
+    for rows in args.rows:
+        medians = [row["median_ms"] for row in results if row["rows"] == rows]
+        growth[str(rows)] = medians[-1] / medians[0]
+    write_results(args.out, results, growth_longest_over_shortest=growth, median=statistics.median(growth.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+"""Engines side by side in one run: ours, the service around it, vLLM and transformers' continuous batching.
+
+    PYTHONPATH=.:kernels python -m scripts.bench.compare_peers --out FILE --engines ours vllm --experiments decode
+
+Each engine runs in a process of its own, one after the other, on the same shapes, random weights, prompts and lengths.
+Rows are printed as they come and merged into FILE: a row that was there before is replaced by a newer one of the same
+kind. Beside each stands its floor: weights once and KV once a step, over the read bandwidth measured in the same run.
+
+vLLM is one more engine wherever it is importable. Where it has an environment of its own, --vllm-env is a file with
+that environment as `env -0` writes it, and --vllm-python its Python. What the engines print goes to FILE's name with
+`.ENGINE.log`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from scripts.bench.peers.job import ENGINES, EXPERIMENTS, Job
+from scripts.bench.peers.runs import Report, child_environment, run_child
+from scripts.bench.shapes import SHAPES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the children, print and write; returns 1 if one failed."""
+    args = _parse(argv)
+    deadline_s = time.monotonic() + args.budget
+    report = Report(args.out)
+    failed = False
+    report.ceilings(run_child(["ceilings"], sys.executable, child_environment(None), None, deadline_s))
+    for shape in args.shapes:
+        for engine in args.engines:
+            job = replace(_job(args), engine=engine, shape=shape)
+            own = engine == "vllm"
+            python = args.vllm_python if own and args.vllm_python else sys.executable
+            environment = child_environment(args.vllm_env if own else None)
+            log = args.out.with_suffix(f".{engine}.log")
+            for row in run_child([job.to_json()], python, environment, log, deadline_s):
+                failed |= "error" in row
+                report.add(job, row)
+    report.compare()
+    return int(failed)
+
+
+def _job(args: argparse.Namespace) -> Job:
+    names = ("experiments", "device", "rows", "prompt", "new", "repeats", "contexts", "context_steps", "post_rows")
+    names += ("post_new", "short_requests", "short_prompt", "short_new", "job_rows", "job_prompts", "job_completions")
+    names += ("job_prompt", "job_scale")
+    return Job.of({name: getattr(args, name) for name in names})
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    usual = Job()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="JSON file, made or added to")
+    add("--engines", nargs="+", choices=ENGINES, default=["ours"])
+    add("--experiments", nargs="+", choices=EXPERIMENTS, default=["decode"])
+    add("--shapes", nargs="+", choices=SHAPES, default=["qwen3-8b"])
+    add("--budget", type=float, default=3600.0, help="seconds for everything; then what runs is ended")
+    add("--device", default=usual.device, help="of ours and transformers: auto, cpu or cuda")
+    add("--vllm-python", help="Python of the vLLM process")
+    add("--vllm-env", type=Path, help="environment of the vLLM process, as env -0 writes it")
+    add("--rows", type=int, nargs="+", default=list(usual.rows), help="of decode and contexts")
+    add("--prompt", type=int, default=usual.prompt, help="tokens, of decode and post")
+    add("--new", type=int, default=usual.new, help="tokens, of decode")
+    add("--repeats", type=int, default=usual.repeats, help="of decode and contexts; the best counts")
+    add("--contexts", type=int, nargs="+", default=list(usual.contexts))
+    add("--context-steps", type=int, default=usual.context_steps)
+    add("--post-rows", type=int, default=usual.post_rows)
+    add("--post-new", type=int, default=usual.post_new)
+    add("--short-requests", type=int, default=usual.short_requests)
+    add("--short-prompt", type=int, default=usual.short_prompt)
+    add("--short-new", type=int, nargs="+", default=list(usual.short_new))
+    add("--job-rows", type=int, default=usual.job_rows, help="of short and long_job")
+    add("--job-prompts", type=int, default=usual.job_prompts)
+    add("--job-completions", type=int, default=usual.job_completions, help="of each prompt")
+    add("--job-prompt", type=int, default=usual.job_prompt, help="tokens")
+    add("--job-scale", type=float, default=usual.job_scale, help="shortens all completions of long_job")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,195 @@
+"""What constraints cost a decode step, and what it gains to run the forward before the masks are there.
+
+    PYTHONPATH=.:kernels python -m scripts.bench.constraints --shape qwen3-8b --rows 32 --out FILE
+
+Random weights of the real shape, a made-up tokenizer with as many tokens, and a JSON schema without an end: an array of
+objects with strings, numbers and choices. For none, a quarter and all of the rows constrained: `ahead`, where the
+forward of the next step runs while the host commits, makes masks and has them uploaded, and `waiting`, where it begins
+after all of that, as in an engine that draws with the forward (the blocking loop, masks first). A step's time is wall
+time between commits; `held_ms` is how long the device waited for masks between forward and draw, on average.
+
+With --longest names have at most so many characters. Inside of such a string xgrammar looks at tokens one by one,
+which takes milliseconds a mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import random
+import statistics
+import string
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from rollout.config import EngineSettings, Settings
+from rollout.constraints.compiler import ConstraintCompiler
+from rollout.constraints.spec import ConstraintSpec
+from rollout.engine.build import build_engine
+from rollout.engine.device.streams import make_device
+from rollout.engine.loop import Engine
+from rollout.engine.messages import Request, SamplingParams, StopParams, Submit
+from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.sequence import Feature, Sequence
+from rollout.engine.step.slot import Slot
+from rollout.models import LoadedModel
+from scripts.bench.output import print_table, write_results
+from scripts.bench.peers.ours_engine import load_random, steady_figures
+from scripts.bench.shapes import SHAPES
+
+STOP = "<|end|>"
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1_000_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "kind": {"enum": ["point", "box", "outline"]},
+            "x": {"type": "number"},
+            "y": {"type": "number"},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+        },
+        "required": ["name", "kind", "x", "y"],
+        "additionalProperties": False,
+    },
+}
+
+
+def make_tokenizer(folder: Path, tokens: int) -> Any:
+    """A byte-level tokenizer whose vocabulary is made up of words and bits of JSON."""
+    from transformers import AutoTokenizer
+
+    rng = random.Random(0)
+    letters = [*string.ascii_letters, *string.digits, *'{}[]",:.-', "Ġ"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts = dict.fromkeys(alphabet)
+    while len(texts) < tokens - 1:
+        texts["".join(rng.choices(letters, k=rng.randint(2, 9)))] = None
+    tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(texts)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(STOP, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": STOP}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+class Bench:
+    """Engines of one model, and the constraint of its rows."""
+
+    def __init__(self, shape: str, device: str, longest: int | None) -> None:
+        self.device = make_device(device)
+        self.loaded: LoadedModel = load_random(shape, self.device.torch_device)
+        vocab = self.loaded.spec.vocab
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer = make_tokenizer(Path(folder), vocab)
+        self.stop: int = tokenizer.eos_token_id
+        self.compiler = ConstraintCompiler(tokenizer, vocab, 120.0)
+        schema = copy.deepcopy(SCHEMA)
+        if longest is not None:
+            schema["items"]["properties"]["name"]["maxLength"] = longest
+        began_s = time.perf_counter()
+        self.constraint = self.compiler.compile(ConstraintSpec("json_schema", json.dumps(schema)), (self.stop,), [])
+        self.compile_s = time.perf_counter() - began_s
+
+    def engine(self, rows: int, tokens: int, waiting: bool) -> Engine:
+        """One engine; its KV holds all rows to the end."""
+        pages = rows * (-(-tokens // 16) + 1) + 2
+        engine = EngineSettings(
+            max_rows=rows,
+            max_context_tokens=tokens,
+            kv_pages=pages,
+            pipeline_depth=1 if waiting else 2,
+            prefix_cache=False,
+            mask_s=30.0,
+        )
+        emit = SimpleQueue[Any]().put
+        built = build_engine(Settings(engine=engine), self.device, self.loaded.model, SimpleQueue(), emit)
+        if waiting:
+            masks_first(built)
+        return built
+
+    def measure(self, engine: Engine, rows: int, prompt: int, new: int, bound: int) -> dict[str, float]:
+        """Medians of the second half of the steps, `bound` of the rows constrained."""
+        vocab, rng, before = self.loaded.spec.vocab, np.random.default_rng(bound), engine.meter.steps
+        for i in range(rows):
+            request = Request(
+                ("bench", f"{bound}-{before}-{i}"),
+                rng.integers(0, vocab, prompt).astype(np.int32),
+                new,
+                sampling=SamplingParams(seed=i),
+                stop=StopParams((self.stop,) if i < bound else ()),
+                constraint=self.constraint if i < bound else None,
+            )
+            engine.inbox.put(Submit(request))
+        engine.tick()
+        while engine.busy:
+            engine.tick()
+        taken = engine.meter.recent_steps()[-(engine.meter.steps - before) :]
+        steps = [step for step in taken if step.kind == "decode" and step.rows == rows]
+        steps = steps[len(steps) // 2 :]
+        held = [0.0 if step.held is None else step.held[1] - step.held[0] for step in steps]
+        return {**steady_figures(steps), "held_ms": statistics.mean(held) * 1e3}
+
+
+def masks_first(engine: Engine) -> None:
+    """Have the masks of a step made before its forward is launched; for the blocking loop."""
+    build, launch = engine.masks.build, engine.runner.launch
+    made: list[list[tuple[Sequence, str]]] = []
+
+    def launched(plan: Plan, slot: Slot) -> None:
+        if plan.held:
+            made.append(build([seq for seq in plan.sampled if seq.features & Feature.CONSTRAIN], slot.masks))
+        launch(plan, slot)
+
+    engine.masks.build = lambda seqs, masks: made.pop()  # type: ignore[method-assign]
+    engine.runner.launch = launched  # type: ignore[method-assign]
+
+
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each row of the table as it is measured."""
+    bench = Bench(args.shape, args.device, args.longest)
+    print(f"compiled in {bench.compile_s:.2f} s", flush=True)
+    for waiting, rows in itertools.product((True, False), args.rows):
+        engine = bench.engine(rows, args.prompt + args.new, waiting)
+        bench.measure(engine, rows, args.prompt, 16, rows)  # warm
+        for bound in (0, -(-rows // 4), rows):
+            figures = bench.measure(engine, rows, args.prompt, args.new, bound)
+            way = "waiting" if waiting else "ahead"
+            row = {"way": way, "rows": rows, "constrained": bound, **{k: round(v, 3) for k, v in figures.items()}}
+            print(json.dumps(row), flush=True)
+            yield row
+        engine.check_integrity()
+        engine.runner.close()
+        del engine
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[32])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--longest", type=int, help="characters of a name at most; absent: no end")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    rows = list(cases(args))
+    print_table(f"{args.shape}, constrained rows", rows)
+    write_results(args.out, rows, shape=args.shape, longest=args.longest)
+
+
+if __name__ == "__main__":
+    main()

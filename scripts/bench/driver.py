@@ -1,0 +1,129 @@
+"""Drives an engine in the caller's thread and keeps what its requests produced; no service, no sockets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import numpy as np
+
+from rollout.config import Settings
+from rollout.engine.build import build_engine
+from rollout.engine.device.streams import Device
+from rollout.engine.loop import Engine, Receiver
+from rollout.engine.messages import (
+    Cancel,
+    Delta,
+    Event,
+    Pause,
+    Rejected,
+    Request,
+    Resume,
+    SamplingParams,
+    StopParams,
+    Submit,
+)
+from rollout.models.decoder import Decoder
+from rollout.progress import stage
+
+_CLIENT = "bench"
+
+
+@dataclass(slots=True)
+class Completion:
+    """Tokens of one request so far, and the log-prob that each was drawn with."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: str | None = None
+
+
+def random_prompt(vocab: int, length: int, seed: int) -> list[int]:
+    """Token ids; the same for the same arguments."""
+    return np.random.default_rng((length, seed)).integers(0, vocab, length).tolist()
+
+
+class Driver:
+    """An engine, ticked by hand."""
+
+    def __init__(self, settings: Settings, device: Device, model: Decoder, receiver: Receiver | None = None) -> None:
+        with stage("preparing decode steps") as advance:
+            self.engine: Engine = build_engine(
+                settings, device, model, SimpleQueue(), self._take, receiver, progress=advance
+            )
+        self.completions: dict[str, Completion] = defaultdict(Completion)
+
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams,
+        stop_ids: tuple[int, ...] = (),
+        stream_every: int = 0,
+    ) -> None:
+        """Ask for one completion."""
+        request = Request(
+            (_CLIENT, name),
+            np.asarray(prompt, dtype=np.int32),
+            max_tokens,
+            sampling=sampling,
+            stop=StopParams(token_ids=stop_ids),
+            stream_every=stream_every,
+        )
+        self.engine.inbox.put(Submit(request))
+
+    def finish(self) -> None:
+        """Tick until every request has ended and no step is in flight."""
+        self.engine.tick()
+        while self.engine.busy or not self.engine.inbox.empty():
+            self.engine.tick()
+
+    def tick_until(self, reached: Callable[[], bool]) -> None:
+        """Tick until `reached`. Raises RuntimeError when everything ends before."""
+        while not reached():
+            self.engine.tick()
+            if not self.engine.busy and self.engine.inbox.empty() and not reached():
+                raise RuntimeError("the requests ended before the moment that was waited for")
+
+    def depth(self, depth: int) -> None:
+        """Use a pipeline depth from now on; no step may be in flight."""
+        assert self.engine.pipeline.in_flight == 0
+        self.engine.pipeline.depth = depth
+
+    def pause(self) -> None:
+        """Launch nothing more and commit what is in flight."""
+        self.engine.inbox.put(Pause("keep", 0))
+        self.engine.tick()
+        while self.engine.pipeline.in_flight:
+            self.engine.tick()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.engine.inbox.put(Resume(0))
+
+    def drop_all(self) -> None:
+        """End every request where it is, and forget what all have produced."""
+        for key in list(self.engine.scheduler.groups):
+            self.engine.inbox.put(Cancel(key))
+        self.resume()
+        self.finish()
+        self.completions.clear()
+
+    def close(self) -> None:
+        """Check that nothing leaked, and end the streams."""
+        self.engine.check_integrity()
+        self.engine.runner.close()
+
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Rejected):
+                raise ValueError(f"{event.key[1]}: {event.message}")
+            if isinstance(event, Delta):
+                completion = self.completions[event.key[1]]
+                completion.tokens += event.token_ids.tolist()
+                completion.logprobs += event.logprobs.tolist()
+                if event.finish is not None:
+                    completion.reason = event.finish.reason

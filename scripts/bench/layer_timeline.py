@@ -1,0 +1,65 @@
+"""The kernels of one layer of a captured decode step, in order: when each began and what it added to the step's time.
+
+Kernels that are launched ahead of their turn overlap with the one before, so that durations add up to more than the
+step. What a kernel adds is the time from the end of all before it to its own end; over a layer that adds up to the
+layer's time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.bench.profiled_steps import span_of
+
+#: Layers at both ends of a step that are left out: other kernels than a layer's are near.
+_ENDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """Medians over layers and steps, microseconds."""
+
+    name: str
+    gap_us: float  # from the end of all before it to its begin; below 0 it was there before
+    duration_us: float
+    adds_us: float  # from the end of all before it to its own end; 0 if it ended before them
+
+
+def layer_timeline(events: Sequence[Mapping[str, Any]], steps: int, marker: str) -> list[KernelTime]:
+    """The kernels of a layer of `steps` equal steps, from one named `marker`, which each layer has once, to the next.
+
+    `events` are kernels as of a Chrome trace. Raises ValueError if they are not those of so many equal steps, or if
+    the layers differ.
+    """
+    ordered = sorted(events, key=span_of)
+    if not ordered or len(ordered) % steps:
+        raise ValueError(f"{len(ordered)} kernels are not those of {steps} equal steps")
+    size = len(ordered) // steps
+    layers = [layer for i in range(steps) for layer in _layers(ordered[i * size : (i + 1) * size], marker)]
+    names = {tuple(event["name"] for event in layer) for layer, _ in layers}
+    if len(names) != 1:
+        raise ValueError(f"the layers are not alike: {sorted(names)}")
+    times = [_times(layer, before) for layer, before in layers]
+    return [
+        KernelTime(name, *(statistics.median(values) for values in zip(*(layer[i] for layer in times), strict=True)))
+        for i, name in enumerate(names.pop())
+    ]
+
+
+def _layers(step: Sequence[Mapping[str, Any]], marker: str) -> list[tuple[Sequence[Mapping[str, Any]], float]]:
+    """The inner layers of a step, each with the end of all kernels before it."""
+    starts = [i for i, event in enumerate(step) if event["name"] == marker][_ENDS:-_ENDS]
+    pairs = zip(starts, starts[1:], strict=False)
+    return [(step[a:b], max(span_of(event)[1] for event in step[:a])) for a, b in pairs]
+
+
+def _times(layer: Sequence[Mapping[str, Any]], end: float) -> list[tuple[float, float, float]]:
+    times = []
+    for event in layer:
+        begin, finish = span_of(event)
+        times.append((begin - end, finish - begin, max(0.0, finish - end)))
+        end = max(end, finish)
+    return times

@@ -1,0 +1,150 @@
+"""Measure a layer of experts on a CUDA machine: each path and format beside the time to read its bytes.
+
+    PYTHONPATH=.:kernels python -m scripts.bench.moe_kernels --out scripts/bench/results/moe.json [--shapes
+        qwen3-30b-a3b]
+        [--formats plain mxfp8] [--tokens 1 8 32] [--skew 1.5]
+
+Microseconds a layer for each number of tokens, the weights rotating over 8 layers in one CUDA graph, routing fresh for
+each; TB/s by distinct experts; errors against float64, beside rounding the exact result to bf16 and beside sorting and
+grouped GEMMs that keep bf16 between their steps. vLLM's fused MoE is measured in the same run where it can be imported.
+Each row is printed, and the file written, as it comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rollout_kernels.moe.dispatch import MoEShape, run_experts
+from rollout_kernels.moe.formats import FORMATS, Format
+from rollout_kernels.moe.triton_router import moe_route
+
+from scripts.bench.cuda_timing import graph_us
+from scripts.bench.moe_layers import (
+    SHAPES,
+    Layer,
+    Tokens,
+    errors,
+    exact,
+    floor_us,
+    make_layers,
+    make_tokens,
+    plans,
+    read_bandwidth,
+)
+
+LAYERS = 8
+
+
+def vllm_layer() -> Callable[[Layer, Tokens], torch.Tensor] | None:
+    """The fused MoE of vLLM on plain weights, or None where there is no vLLM."""
+    try:
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        print(f"no vLLM here: {error}", flush=True)
+        return None
+    current_platform.import_kernels()
+
+    def run(layer: Layer, tokens: Tokens) -> torch.Tensor:
+        routing = tokens.routing
+        weights = (layer.gate_up.values_ENK, layer.down.values_ENK)
+        with torch.inference_mode(), set_current_vllm_config(VllmConfig()):
+            return fused_experts(tokens.x_TH, *weights, routing.weights_TK, routing.experts_TK)
+
+    return run
+
+
+def measure(
+    shape: MoEShape, format: Format, layers: list[Layer], tokens: int, skew: float, peer: Any, accurate: bool
+) -> dict[str, Any]:
+    """One row: times, bandwidth and errors for a number of tokens."""
+    batches = [make_tokens(shape, tokens, seed=1000 * i + tokens, skew=skew) for i in range(len(layers))]
+    distinct = sum(batch.distinct for batch in batches) / len(batches)
+    layer_bytes = distinct * layers[0].bytes_per_expert
+    paths: dict[str, dict[str, Any]] = {}
+    row = {"tokens": tokens, "distinct": distinct, "floor_us": floor_us(layers, batches), "paths": paths}
+    expected = exact(layers[0], batches[0]) if accurate else None
+    if expected is not None:
+        row["rounded"] = asdict(errors(expected.bfloat16(), expected))
+        row["sorted_gemm"] = asdict(errors(exact(layers[0], batches[0], rounded=True), expected))
+    timed: dict[str, Callable[[Layer, Tokens], torch.Tensor]] = {
+        name: lambda layer, batch, plan=plan: run_experts(batch.x_TH, batch.routing, layer.gate_up, layer.down, plan)
+        for name, plan in plans(shape, format, tokens).items()
+    }
+    if peer is not None and format == "plain":
+        timed["vllm"] = peer
+    for name, run in timed.items():
+        pairs = list(zip(layers, batches, strict=True)) * (4 if tokens <= 8 else 1)
+        us = graph_us(*(lambda run=run, pair=pair: run(*pair) for pair in pairs))
+        paths[name] = {"us": us, "tbps": layer_bytes / us / 1e6, "of_floor": row["floor_us"] / us}
+        if expected is not None:
+            paths[name]["errors"] = asdict(errors(run(layers[0], batches[0]), expected))
+    return row
+
+
+def measure_router(shape: MoEShape, tokens: int) -> float:
+    """Microseconds of the router, its weights rotating."""
+    routers = [torch.randn(shape.experts, shape.hidden, device="cuda").bfloat16() for _ in range(64)]
+    x_TH = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
+    return graph_us(*(lambda w=w: moe_route(x_TH, w, shape.top_k, True) for w in routers))
+
+
+def line(name: str, format: str, row: dict[str, Any]) -> str:
+    """A row for reading along."""
+    paths = "  ".join(f"{path} {at['us']:.1f} us {at['tbps']:.2f} TB/s" for path, at in row["paths"].items())
+    text = f"{name} {format} T {row['tokens']} distinct {row['distinct']:.1f} floor {row['floor_us']:.1f} us  {paths}"
+    if "rounded" in row:
+        text += "\n    relative error, 1 - cosine, largest difference:"
+        rows = {"rounding": row["rounded"], "sorted GEMM": row["sorted_gemm"]}
+        rows |= {path: at["errors"] for path, at in row["paths"].items()}
+        for path, e in rows.items():
+            text += f"\n    {path:14} {e['relative']:.3e} {1 - e['min_cosine']:.2e} {e['max_difference']:.6f}"
+    return text
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["qwen3-30b-a3b"], choices=list(SHAPES))
+    parser.add_argument("--formats", nargs="+", default=["plain", "fp8_block", "mxfp8"], choices=FORMATS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--accurate-at", type=int, nargs="*", default=[8, 32], help="numbers of tokens to check")
+    parser.add_argument("--skew", type=float, default=0.0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "read_tbps": read_bandwidth() / 1e12,
+        "skew": args.skew,
+        "layers": [],
+        "router_us": {},
+    }
+    print(f"{results['device']}, read bandwidth {results['read_tbps']:.2f} TB/s", flush=True)
+    peer = vllm_layer()
+    for name in args.shapes:
+        shape = SHAPES[name]
+        results["router_us"][name] = {str(t): measure_router(shape, t) for t in args.tokens}
+        print(f"{name} router us: {results['router_us'][name]}", flush=True)
+        for format in args.formats:
+            layers = make_layers(shape, format, LAYERS)
+            rows: list[dict[str, Any]] = []
+            results["layers"].append({"shape": name, "format": format, "rows": rows})
+            for tokens in args.tokens:
+                row = measure(shape, format, layers, tokens, args.skew, peer, tokens in args.accurate_at)
+                rows.append(row)
+                print(line(name, format, row), flush=True)
+                args.out.write_text(json.dumps(results, indent=1))
+            del layers
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""What is asked of an engine, and the figures that come out; the same for every engine.
+
+    decode      ms a step = (t(N) - t(1)) / (N - 1): prompts of 128 tokens, N new ones, everything included but prefill
+    contexts    the same for long prompts, whose KV a run before has left in the prefix cache
+    post        32 rows x 8,192 tokens, in all
+    short       many requests of 3 or 30 new tokens: really a stream of prefills
+    long_job    a trainer's step: 256 completions of log-normal lengths through 128 rows
+
+Every row that is told names the experiment and what was asked; times are seconds unless the name says ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+from scripts.bench.peers.job import Job
+from scripts.bench.peers.workloads import Work, long_job, nested_prompts, tail_begin, uniform_work
+
+Row = dict[str, Any]
+_WARM_TOKENS = 16
+_PAGE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """When each completion of some work was complete, seconds after its start, ascending."""
+
+    ends_s: list[float]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds until all were."""
+        return self.ends_s[-1]
+
+    def tail_s(self) -> float:
+        """Seconds spent on the last tenth of the completions."""
+        return self.total_s - tail_begin(self.ends_s)
+
+
+class Engine(Protocol):
+    """Something that generates. It samples at temperature 1 and returns every token's log-prob."""
+
+    vocab: int
+    capacity_tokens: int  # of KV
+    keeps_prefixes: bool  # prompts seen before need no prefill
+
+    def generate(self, work: Work) -> Finished:
+        """Make all completions of `work`, to their full lengths, all asked for at once."""
+
+    def facts(self) -> Row:
+        """What it is and how it is set up."""
+
+    def last_steps(self) -> Row:
+        """What the engine itself says of the decode steps of the last `generate`; empty where it says nothing."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def run_job(engine: Engine, job: Job) -> Iterator[Row]:
+    """The rows of all experiments of a job, one by one as they come."""
+    for name in job.experiments:
+        for row in _EXPERIMENTS[name](engine, job):
+            yield {"experiment": name, **row}
+
+
+def _decode(engine: Engine, job: Job) -> Iterator[Row]:
+    seeds = count(1)
+
+    def new_work(new: int) -> Callable[[], Work]:
+        return lambda: uniform_work(rows, job.prompt, new, engine.vocab, next(seeds))
+
+    for rows in job.rows:
+        engine.generate(new_work(min(_WARM_TOKENS, job.new))())
+        yield {
+            "rows": rows,
+            "prompt": job.prompt,
+            "new": job.new,
+            **_per_step(engine, rows, new_work(1), new_work(job.new), job.new, job.repeats),
+        }
+
+
+def _contexts(engine: Engine, job: Job) -> Iterator[Row]:
+    if not engine.keeps_prefixes:
+        yield {"skipped": "needs a prefix cache"}
+        return
+    longest = max(job.contexts)
+    for rows in sorted(job.rows, reverse=True):
+        for context in sorted(job.contexts):
+            asked = {"rows": rows, "context": context, "new": job.context_steps + 1}
+            pages = -(-(context + job.context_steps + 1) // _PAGE_TOKENS)
+            if rows * pages * _PAGE_TOKENS > engine.capacity_tokens:
+                yield {**asked, "skipped": f"the KV holds {engine.capacity_tokens} tokens"}
+                continue
+            prompts = nested_prompts(rows, context, longest, engine.vocab)
+            first, whole = Work(prompts, [1] * rows), Work(prompts, [job.context_steps + 1] * rows)
+            engine.generate(first)  # leaves the prompts in the prefix cache
+            engine.generate(whole)
+            steps = _per_step(engine, rows, lambda w=first: w, lambda w=whole: w, job.context_steps + 1, job.repeats)  # type: ignore[misc]
+            yield {**asked, **steps}
+
+
+def _per_step(
+    engine: Engine, rows: int, first: Callable[[], Work], whole: Callable[[], Work], new: int, repeats: int
+) -> Row:
+    """Time of a step from the best of `repeats` runs with 1 and with `new` new tokens."""
+    first_s = [engine.generate(first()).total_s for _ in range(repeats)]
+    whole_s, own = [], {}
+    for _ in range(repeats):
+        whole_s.append(engine.generate(whole()).total_s)
+        if whole_s[-1] == min(whole_s):
+            own = engine.last_steps()
+    ms = (min(whole_s) - min(first_s)) / (new - 1) * 1e3
+    return {
+        "ms": ms,
+        "tokens_per_s": rows / ms * 1e3,
+        "first_s": min(first_s),
+        "total_s": min(whole_s),
+        "all_total_s": whole_s,
+        **own,
+    }
+
+
+def _post(engine: Engine, job: Job) -> Iterator[Row]:
+    seeds = count(1)
+    engine.generate(uniform_work(job.post_rows, job.prompt, _WARM_TOKENS, engine.vocab, next(seeds)))
+    work = uniform_work(job.post_rows, job.prompt, job.post_new, engine.vocab, next(seeds))
+    total_s = engine.generate(work).total_s
+    yield {
+        "rows": job.post_rows,
+        "prompt": job.prompt,
+        "new": job.post_new,
+        "total_s": total_s,
+        "tokens_per_s": work.tokens / total_s,
+        **engine.last_steps(),
+    }
+
+
+def _short(engine: Engine, job: Job) -> Iterator[Row]:
+    seeds = count(1)
+    for new in job.short_new:
+        engine.generate(uniform_work(job.job_rows, job.short_prompt, new, engine.vocab, next(seeds)))
+        work = uniform_work(job.short_requests, job.short_prompt, new, engine.vocab, next(seeds))
+        total_s = engine.generate(work).total_s
+        yield {
+            "rows": job.job_rows,
+            "requests": job.short_requests,
+            "prompt": job.short_prompt,
+            "new": new,
+            "total_s": total_s,
+            "requests_per_s": len(work.prompts) / total_s,
+        }
+
+
+def _long_job(engine: Engine, job: Job) -> Iterator[Row]:
+    engine.generate(uniform_work(job.job_rows, job.job_prompt, _WARM_TOKENS, engine.vocab, 1))
+    work = long_job(engine.vocab, job.job_prompts, job.job_completions, job.job_prompt, job.job_scale)
+    finished = engine.generate(work)
+    yield {
+        "rows": job.job_rows,
+        "completions": len(work.lengths),
+        "tokens": work.tokens,
+        "scale": job.job_scale,
+        "total_s": finished.total_s,
+        "tokens_per_s": work.tokens / finished.total_s,
+        "tail_s": finished.tail_s(),
+    }
+
+
+_EXPERIMENTS: dict[str, Callable[[Engine, Job], Iterator[Row]]] = {
+    "decode": _decode,
+    "contexts": _contexts,
+    "post": _post,
+    "short": _short,
+    "long_job": _long_job,
+}

@@ -1,0 +1,91 @@
+"""What one child process is to measure: plain data that goes there as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.bench.peers.workloads import completion_lengths
+
+#: `ours-blocking` is ours at pipeline depth 1, `ours-grouped` without experts by output (warp decode),
+#: `service` is ours as a client sees it, through a worker and its socket.
+ENGINES = ("ours", "ours-blocking", "ours-grouped", "service", "vllm", "transformers")
+EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job")
+_SLACK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One engine, one shape, some experiments, and their sizes."""
+
+    engine: str = "ours"
+    shape: str = "qwen3-8b"
+    experiments: tuple[str, ...] = ("decode",)
+    device: str = "auto"
+    rows: tuple[int, ...] = (1, 8, 32, 128)  # of decode and contexts
+    prompt: int = 128  # tokens; of decode and post
+    new: int = 512  # tokens of a completion of decode
+    repeats: int = 2  # of each timed run of decode and contexts; the best counts
+    contexts: tuple[int, ...] = (1024, 4096, 16384, 32768)  # tokens
+    context_steps: int = 64
+    post_rows: int = 32
+    post_new: int = 8192
+    short_requests: int = 512
+    short_prompt: int = 700
+    short_new: tuple[int, ...] = (3, 30)
+    job_rows: int = 128  # of short and long_job
+    job_prompts: int = 32
+    job_completions: int = 8
+    job_prompt: int = 256
+    job_scale: float = 1.0
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """The job that `to_json` wrote."""
+        return cls.of(json.loads(text))
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Job:
+        """The job with these fields; lists become tuples."""
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """The job as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that the engine must be able to decode at once."""
+        wanted = {"decode": max(self.rows), "contexts": max(self.rows), "post": self.post_rows}
+        return max(wanted.get(name, self.job_rows) for name in self.experiments)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        wanted = {
+            "decode": self.prompt,
+            "contexts": max(self.contexts),
+            "post": self.prompt,
+            "short": self.short_prompt,
+            "long_job": self.job_prompt,
+        }
+        return max(wanted[name] for name in self.experiments)
+
+    @property
+    def most_context(self) -> int:
+        """Tokens, prompt and completion, of the longest sequence, and a little more."""
+        wanted = {
+            "decode": self.prompt + self.new,
+            "contexts": max(self.contexts) + self.context_steps + 1,
+            "post": self.prompt + self.post_new,
+            "short": self.short_prompt + max(self.short_new),
+            "long_job": self.job_prompt + self._longest_completion(),
+        }
+        return max(wanted[name] for name in self.experiments) + _SLACK_TOKENS
+
+    def _longest_completion(self) -> int:
+        return max(16, int(max(completion_lengths(self.job_prompts * self.job_completions)) * self.job_scale))

@@ -1,0 +1,207 @@
+"""The engine of this project in the process of the benchmark, driven as a worker's loop drives it."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from rollout_kernels.moe.dispatch import measured_table
+from rollout_kernels.moe.formats import Format
+
+from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
+from rollout.engine.build import build_engine
+from rollout.engine.device.streams import make_device
+from rollout.engine.messages import Command, Delta, Event, PutAdapter, Rejected, Request, SamplingParams, Submit
+from rollout.metrics.meter import StepRecord
+from rollout.models import LoadedModel, load_model
+from rollout.models.adapters import random_adapter
+from rollout.progress import stage
+from rollout.settings_sources import load_settings
+from scripts.bench.peers.experiments import Finished, Row
+from scripts.bench.peers.job import Job
+from scripts.bench.peers.workloads import Work
+from scripts.bench.shapes import write_checkpoint
+
+#: Share of the free memory for KV; what is left holds graphs, logits and the activations of a prefill.
+KV_SHARE = 0.88
+_KEPT_STEPS = 2000
+#: Tokens of a prefill step: near what vLLM takes for itself (16,384).
+_CHUNK_TOKENS = 8192
+ADAPTER_RANK = 16
+_TOLD_EVERY = 256  # tokens between two deltas with experts, as the service has it
+
+
+class OursEngine:
+    """`rollout.engine` with random weights of the job's shape, at a pipeline depth.
+
+    With `routing` the experts of all tokens are kept, and every completion is told its own. With `adapters` so many of
+    rank 16 are there, and requests take them in turn; `use_adapters` says how many of them. `changes` are further
+    engine settings. Requests are sampled as `sampling` says, each with a seed of its own.
+    """
+
+    keeps_prefixes = True
+
+    def __init__(
+        self, job: Job, depth: int, routing: bool = False, adapters: int = 0, changes: Mapping[str, Any] | None = None
+    ) -> None:
+        device = make_device(job.device)
+        settings = Settings(
+            engine=engine_settings(job, depth, routing, adapters, changes),
+            metrics=MetricsSettings(wandb=False, timeline_steps=_KEPT_STEPS),
+        )
+        began_s = time.perf_counter()
+        loaded = load_random(job.shape, device.torch_device, settings.engine.expert_format)
+        loaded_s = time.perf_counter()
+        self.vocab = loaded.spec.vocab
+        self._depth = depth
+        self._routing = routing
+        self.use_adapters = adapters
+        self.sampling = SamplingParams()
+        self._ends: list[float] = []
+        self._runs = 0
+        self._steps_before = 0
+        self._active_pct = 0.0
+        inbox: SimpleQueue[Command] = SimpleQueue()
+        with stage("preparing decode steps") as advance:
+            self._engine = build_engine(settings, device, loaded.model, inbox, self._take, progress=advance)
+        for i in range(adapters):
+            weights = random_adapter(loaded.spec, ADAPTER_RANK, loaded.model.embed.dtype, i)
+            inbox.put(PutAdapter(f"adapter{i}", weights))
+        ready_s = time.perf_counter()
+        self.capacity_tokens = self._engine.scheduler.memory.pool.total * settings.engine.page_size
+        self._facts = {
+            "depth": depth,
+            "load_s": loaded_s - began_s,
+            "build_s": ready_s - loaded_s,
+            "kv_tokens": self.capacity_tokens,
+            "max_context": job.most_context,
+            "graphs": self._engine.runner.graphs is not None,
+        }
+
+    def generate(self, work: Work) -> Finished:
+        """Make all completions of `work`, to their full lengths, all asked for at once."""
+        self._runs += 1
+        prompts = [np.asarray(prompt, dtype=np.int32) for prompt in work.prompts]
+        self._ends, self._steps_before = [], self._engine.meter.steps
+        began_s, idle_s = time.perf_counter(), self._idle_s()
+        for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
+            key = (f"run{self._runs}", str(i))
+            request = Request(key, prompt, length, sampling=replace(self.sampling, seed=i))
+            if self.use_adapters:
+                request = replace(request, adapter=f"adapter{i % self.use_adapters}")
+            if self._routing:
+                request = replace(request, routing_from=0, stream_every=_TOLD_EVERY)
+            self._engine.inbox.put(Submit(request))
+        self._engine.tick()
+        while self._engine.busy:
+            self._engine.tick()
+        assert len(self._ends) == len(work.lengths), "a completion is missing"
+        self._active_pct = (1 - (self._idle_s() - idle_s) / (time.perf_counter() - began_s)) * 100
+        return Finished([end - began_s for end in self._ends])
+
+    def _idle_s(self) -> float:
+        """Seconds since the start in which the device ran no step, by the meter."""
+        return sum(self._engine.meter.idle_seconds().values())
+
+    def _take(self, events: list[Event]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, Rejected):
+                raise ValueError(f"the engine refused a request: {event.message}")
+            if isinstance(event, Delta) and event.finish is not None:
+                if event.finish.reason != "length":
+                    raise RuntimeError(f"a completion ended as {event.finish.reason}: {event.finish.error}")
+                self._ends.append(now)
+
+    def facts(self) -> Row:
+        """Depth, seconds to load and to capture, size of the KV."""
+        return self._facts
+
+    def last_steps(self) -> Row:
+        """Of the second half of the decode steps with all rows: wall and device time, idle time between two, host work.
+
+        Milliseconds; none of them when too few steps were kept. Of the whole run the share of its time in which the
+        device ran a step. Of a mixture of experts also how many of them the last captured step of so many rows chose,
+        on average over its layers.
+        """
+        count = min(self._engine.meter.steps - self._steps_before, _KEPT_STEPS)
+        recent = [step for step in self._engine.meter.recent_steps()[-count:] if step.kind == "decode"]
+        most = max((step.rows for step in recent), default=0)
+        full = [step for step in recent if step.rows == most]
+        steady = steady_figures(full[len(full) // 2 :])
+        return {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
+
+    def _distinct_experts(self, rows: int) -> Row:
+        graphs = self._engine.runner.graphs
+        chosen = graphs.experts.get(graphs.size_for(rows) or 0, []) if graphs is not None and rows else []
+        if not chosen:
+            return {}
+        torch.cuda.synchronize()
+        counts = [experts_TK[:rows].unique().numel() for experts_TK in chosen]
+        return {"distinct_experts": statistics.mean(counts)}
+
+    def close(self) -> None:
+        """Check that nothing leaked and end the streams."""
+        self._engine.check_integrity()
+        self._engine.runner.close()
+
+
+def load_random(shape: str, device: torch.device, experts: Format = "plain") -> LoadedModel:
+    """A shape's model with random weights, its experts kept in a format."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(write_checkpoint(shape, Path(folder)))
+        with stage(f"filling the shapes of {shape}") as advance:
+            return load_model(ModelSettings(path=path, load_format="random"), device, advance, experts=experts)
+
+
+def group_experts() -> None:
+    """From now on measured shapes group their tokens by expert, however few: shows what the other path gains."""
+    table = measured_table()
+    for key, entry in table.items():
+        table[key] = replace(entry, bands=tuple((most, plan) for most, plan in entry.bands if plan.path == "grouped"))
+
+
+def engine_settings(
+    job: Job, depth: int, routing: bool = False, adapters: int = 0, changes: Mapping[str, Any] | None = None
+) -> EngineSettings:
+    """The settings of ours for a job: rows and context as asked, prefill in large steps, all else as it comes.
+
+    Raises `SettingsError` for `changes` that are none.
+    """
+    assert depth in (1, 2)
+    settings: dict[str, Any] = {
+        "max_rows": job.most_rows,
+        "max_context_tokens": job.most_context,
+        "kv_memory_fraction": KV_SHARE,
+        "prefill_chunk_tokens": min(_CHUNK_TOKENS, job.most_rows * job.most_context),
+        "kv_memory_max_gib": None if torch.cuda.is_available() else 0.25,
+        "pipeline_depth": depth,
+        "fused_experts": True,
+        "routing": routing,
+        "adapter_slots": adapters,
+        "adapter_rank": ADAPTER_RANK,
+    }
+    flags = {f"engine.{name}": value for name, value in {**settings, **(changes or {})}.items()}
+    return load_settings(None, {}, flags).engine
+
+
+def steady_figures(steps: list[StepRecord]) -> Row:
+    """Medians over consecutive decode steps, milliseconds; empty for fewer than three."""
+    if len(steps) < 3:
+        return {}
+    commits = [step.committed_at_s or 0.0 for step in steps]
+    idle = [max(0.0, b.start_s - a.end_s) for a, b in zip(steps, steps[1:], strict=False)]
+    return {
+        "steady_ms": (commits[-1] - commits[0]) / (len(commits) - 1) * 1e3,
+        "device_ms": statistics.median(step.end_s - step.start_s for step in steps) * 1e3,
+        "idle_ms": statistics.median(idle) * 1e3,
+        "host_ms": statistics.median(step.plan_s + step.launch_s + step.commit_s for step in steps) * 1e3,
+    }

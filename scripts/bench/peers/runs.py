@@ -1,0 +1,210 @@
+"""The parent's side: child processes one after the other, floors beside their rows, one JSON file for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import rollout_kernels
+
+import rollout
+from scripts.bench.peers.child import PREFIX
+from scripts.bench.peers.experiments import Row
+from scripts.bench.peers.floors import job_floor, step_floor_s
+from scripts.bench.peers.job import Job
+from scripts.bench.peers.workloads import completion_lengths
+from scripts.bench.shapes import step_bytes
+
+_CHILD = "scripts.bench.peers.child"
+_TAIL_LINES = 25
+#: What tells one row from another; a newer row with the same values replaces an older one.
+_IDENTITY = ("shape", "engine", "experiment", "rows", "prompt", "new", "context", "requests", "completions", "scale")
+#: The figure that engines are compared by, and whether less of it is better.
+_FIGURES = {
+    "decode": ("ms", True),
+    "contexts": ("ms", True),
+    "post": ("total_s", True),
+    "short": ("requests_per_s", False),
+    "long_job": ("total_s", True),
+}
+
+
+def child_environment(file: Path | None) -> dict[str, str]:
+    """The environment of a child: this one, or the one in `file`; this project can be imported either way."""
+    if file is None:
+        environment = dict(os.environ)
+    else:
+        pairs = (line.partition("=") for line in file.read_text().split("\0") if line)
+        environment = {name: value for name, _, value in pairs}
+    packages = [str(Path(package.__file__ or "").parent.parent) for package in (rollout, rollout_kernels)]
+    sources = [str(Path(__file__).parents[3]), *packages]
+    paths = [*sources, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def run_child(
+    arguments: Sequence[str], python: str, environment: Mapping[str, str], log: Path | None, deadline_s: float
+) -> Iterator[Row]:
+    """Run one child; yields what it tells, as it comes, and an `error` row if it ends badly or too late.
+
+    Everything that is no row goes to `log`; of a child that fails, its end goes to stderr too. `deadline_s` is a moment
+    of `time.monotonic()`.
+    """
+    process = subprocess.Popen(
+        [python, "-m", _CHILD, *arguments],
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=0,  # ended as a whole; not a session, which would outlive a command that is cut off
+    )
+    assert process.stdout is not None
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
+    talk: list[str] = []
+    told_error = False
+    try:
+        while (line := _next_line(lines, deadline_s)) is not None:
+            if line.startswith(PREFIX):
+                row = json.loads(line.removeprefix(PREFIX))
+                told_error |= "error" in row
+                yield row
+            else:
+                talk.append(line)
+        status = process.wait(max(1.0, deadline_s - time.monotonic()))
+        if status != 0 and not told_error:
+            yield {"error": f"ended with status {status}"}
+    except TimeoutError:
+        yield {"error": "ran out of time"}
+        status = 1
+    finally:
+        _end_group(process)
+        if log is not None:
+            log.write_text("".join(talk))
+    if status != 0:
+        sys.stderr.writelines(talk[-_TAIL_LINES:])
+
+
+def _pump(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _next_line(lines: queue.SimpleQueue[str | None], deadline_s: float) -> str | None:
+    try:
+        return lines.get(timeout=max(0.0, deadline_s - time.monotonic()))
+    except queue.Empty:
+        raise TimeoutError from None
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End the child and whatever it started; the GPU's memory is free after this."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+class Report:
+    """Rows with their floors, printed as they come and kept in a JSON file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._run = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        before = json.loads(path.read_text()) if path.exists() else {}
+        self._rows: list[Row] = before.get("rows", [])
+        self._facts: list[Row] = before.get("facts", [])
+        self._bandwidth: float | None = None
+        self._new: list[Row] = []
+
+    def ceilings(self, told: Iterable[Row]) -> None:
+        """Take the bandwidths of this run; without a GPU there are none, and no floors."""
+        for row in told:
+            found = row.get("ceilings", {})
+            self._bandwidth = found["read_tbps"] * 1e12 if found else None
+            self._keep_fact({"run": self._run, "ceilings": found or row})
+
+    def add(self, job: Job, row: Row) -> None:
+        """Print a row and put it into the file."""
+        named = {"shape": job.shape, "engine": job.engine}
+        if "facts" in row:
+            self._keep_fact({"run": self._run, **named, **row["facts"]})
+            return
+        row = {**named, **row, "run": self._run}
+        if self._bandwidth is not None and "experiment" in row and "skipped" not in row:
+            row |= floors(job, row, self._bandwidth)
+        print(json.dumps(_short(row)), flush=True)
+        self._new.append(row)
+        key = _identity(row)
+        self._rows = [old for old in self._rows if _identity(old) != key] + [row]
+        self._write()
+
+    def compare(self) -> None:
+        """Print, for whatever ours did in this run and another engine did too, how much better ours was."""
+        for row in self._new:
+            name, less_is_better = _FIGURES.get(row.get("experiment", ""), ("", True))
+            if row["engine"] != "ours" or name not in row:
+                continue
+            for other in self._rows:
+                if other["engine"] != "ours" and name in other and _same_work(row, other):
+                    ratio = other[name] / row[name] if less_is_better else row[name] / other[name]
+                    what = " ".join(f"{key} {row[key]}" for key in _IDENTITY[3:] if key in row)
+                    when = "" if other["run"] == self._run else f" (measured in the run of {other['run']})"
+                    print(f"{row['shape']} {row['experiment']} {what}: ours {ratio:.3f}x {other['engine']}{when}")
+
+    def _keep_fact(self, fact: Row) -> None:
+        print(json.dumps(_short(fact)), flush=True)
+        self._facts.append(fact)
+        self._write()
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps({"facts": self._facts, "rows": self._rows}, indent=1) + "\n")
+
+
+def floors(job: Job, row: Row, bandwidth: float) -> Row:
+    """The floor of a row and how far above it the row is; empty where the work is not decoding."""
+    need = step_bytes(row["shape"])
+    if row["experiment"] in ("decode", "contexts"):
+        context = row.get("context", row.get("prompt")) + row["new"] / 2
+        chosen = row.get("distinct_experts")
+        floor_ms = step_floor_s(need, row["rows"], row["rows"] * context, bandwidth, chosen) * 1e3
+        steady = {"steady_over_floor": row["steady_ms"] / floor_ms} if "steady_ms" in row else {}
+        return {"floor_ms": floor_ms, "over_floor": row["ms"] / floor_ms, **steady}
+    if row["experiment"] == "post":
+        work = [row["prompt"]] * row["rows"], [row["new"]] * row["rows"]
+    elif row["experiment"] == "long_job":
+        lengths = [max(16, int(n * row["scale"])) for n in completion_lengths(row["completions"])]
+        work = [job.job_prompt] * len(lengths), lengths
+    else:
+        return {}
+    floor = job_floor(need, *work, row["rows"], bandwidth)
+    tail = {"tail_floor_s": floor.tail_s} if "tail_s" in row else {}
+    return {"floor_s": floor.total_s, "over_floor": row["total_s"] / floor.total_s, **tail}
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in _IDENTITY)
+
+
+def _same_work(a: Row, b: Row) -> bool:
+    return all(a.get(name) == b.get(name) for name in _IDENTITY if name != "engine")
+
+
+def _short(row: Row) -> Row:
+    """A row as it is printed: fewer digits, no run, no single repeats."""
+    shown = {key: value for key, value in row.items() if key not in ("run", "all_total_s")}
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in shown.items()}

@@ -1,0 +1,84 @@
+"""The service as a trainer sees it: a worker process, its socket, and the client that comes with it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from scripts.bench.peers.experiments import Finished, Row
+from scripts.bench.peers.job import Job
+from scripts.bench.peers.ours_engine import engine_settings
+from scripts.bench.peers.workloads import Work
+from scripts.bench.shapes import model_config, write_checkpoint
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import start_worker
+from trainer_bridge.wire.errors import RolloutError
+
+_TIMEOUT_S = 900.0
+_LOG_CHARS = 4000
+
+
+class ServiceEngine:
+    """`rollout serve` with random weights of the job's shape, and one client."""
+
+    keeps_prefixes = True
+
+    def __init__(self, job: Job) -> None:
+        began_s = time.perf_counter()
+        self._folder = tempfile.TemporaryDirectory()
+        engine = engine_settings(job, depth=2)
+        self._worker = start_worker(
+            write_checkpoint(job.shape, Path(self._folder.name)),
+            load_format="random",
+            device=job.device,
+            max_rows=engine.max_rows,
+            max_context_tokens=engine.max_context_tokens,
+            kv_memory_fraction=engine.kv_memory_fraction,
+            kv_memory_max_gib=engine.kv_memory_max_gib,
+            wandb=False,
+        )
+        self._client = RolloutClient(self._worker.endpoint, timeout_s=_TIMEOUT_S)
+        self.vocab = model_config(job.shape)["vocab_size"]
+        pages = self._client.status()["pages"]["total"]
+        self.capacity_tokens = pages * engine.page_size
+        self._facts = {"start_s": time.perf_counter() - began_s, "kv_tokens": self.capacity_tokens}
+
+    def generate(self, work: Work) -> Finished:
+        """Make all completions of `work`, to their full lengths, all asked for at once."""
+        requests = [
+            {"prompt": np.asarray(prompt, dtype=np.int32), "max_tokens": length, "seed": i}
+            for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))
+        ]
+        ends, done = [], []
+        began_s = time.perf_counter()
+        try:
+            for settled in self._client.generate_as_completed(
+                requests, temperature=1.0, stop={"ignore_eos": True}, timeout_s=_TIMEOUT_S
+            ):
+                ends.append(time.perf_counter() - began_s)
+                done.append((settled.index, settled.unwrap()))
+        except RolloutError:
+            print(self._worker.log_path.read_text(errors="replace")[-_LOG_CHARS:])
+            raise
+        for index, result in done:
+            assert len(result.completions[0].token_ids) == work.lengths[index], "a completion is too short"
+            assert len(result.completions[0].logprobs) == work.lengths[index]
+        self._client.ack([result.id for _, result in done])  # else the worker keeps them
+        return Finished(ends)
+
+    def facts(self) -> Row:
+        """Seconds until it served, size of the KV."""
+        return self._facts
+
+    def last_steps(self) -> Row:
+        """Nothing: a client sees no steps."""
+        return {}
+
+    def close(self) -> None:
+        """End the worker."""
+        self._client.close()
+        self._worker.stop()
+        self._folder.cleanup()

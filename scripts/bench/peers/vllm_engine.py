@@ -1,0 +1,152 @@
+"""vLLM, any version that is importable, as one more engine: offline, in this process, random weights.
+
+CUDA graphs for full decode batches, asynchronous scheduling and prefix caching are on: its fast settings. The tokens'
+log-probs are asked for, detokenising and output before the end of a completion are left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.peers.experiments import Finished, Row
+from scripts.bench.peers.job import Job
+from scripts.bench.peers.workloads import Work
+from scripts.bench.shapes import model_config, write_checkpoint
+
+_MEMORY_SHARE = 0.92
+_STD = 0.02
+_LEAST_CONTEXT = 4096  # a usual setting; a shorter one is not faster
+
+#: What a machine without network, with the engine in this process, needs; whoever sets one of these wins.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `apply_model` takes a function
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+class VllmEngine:
+    """vLLM's `LLM`, stepped by hand so that the end of each completion is seen."""
+
+    keeps_prefixes = True
+
+    def __init__(self, job: Job) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        import vllm
+        from vllm.sampling_params import RequestOutputKind
+
+        began_s = time.perf_counter()
+        max_context = max(job.most_context, _LEAST_CONTEXT)
+        self._folder = tempfile.TemporaryDirectory()
+        self._llm = vllm.LLM(
+            model=str(write_checkpoint(job.shape, Path(self._folder.name))),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=max_context,
+            max_num_seqs=job.most_rows,
+            gpu_memory_utilization=_MEMORY_SHARE,
+            async_scheduling=True,
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            generation_config="vllm",
+            seed=0,
+            attention_backend=os.environ.get("BENCH_VLLM_ATTENTION", "FLASH_ATTN"),
+            compilation_config={
+                "cudagraph_mode": "FULL_AND_PIECEWISE",
+                "cudagraph_capture_sizes": capture_sizes(job.most_rows),
+            },
+        )
+        self._llm.apply_model(fill_like_a_model)
+        self._numbers = itertools.count()
+        self._sampling = partial(
+            vllm.SamplingParams,
+            temperature=1.0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self.vocab = model_config(job.shape)["vocab_size"]
+        config = self._llm.llm_engine.vllm_config
+        self.capacity_tokens = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
+        self._facts = {
+            "version": vllm.__version__,
+            "start_s": time.perf_counter() - began_s,
+            "kv_tokens": self.capacity_tokens,
+            "max_context": max_context,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "max_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        }
+
+    def generate(self, work: Work) -> Finished:
+        """Make all completions of `work`, to their full lengths, all asked for at once."""
+        engine, tokens = self._llm.llm_engine, 0
+        ends: list[float] = []
+        began_s = time.perf_counter()
+        for prompt, length in zip(work.prompts, work.lengths, strict=True):
+            sampling = self._sampling(max_tokens=length)
+            engine.add_request(str(next(self._numbers)), {"prompt_token_ids": prompt}, sampling)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    ends.append(time.perf_counter() - began_s)
+                    tokens += len(output.outputs[0].token_ids)
+                    assert len(output.outputs[0].logprobs or ()) == len(output.outputs[0].token_ids)
+        assert tokens == work.tokens, f"{tokens} tokens instead of {work.tokens}"
+        return Finished(ends)
+
+    def facts(self) -> Row:
+        """Version, how it is set up, seconds until it was."""
+        return self._facts
+
+    def last_steps(self) -> Row:
+        """Nothing: its own statistics are off."""
+        return {}
+
+    def close(self) -> None:
+        """Leave the rest to the end of the process, which is quicker."""
+        self._folder.cleanup()
+
+
+def capture_sizes(most_rows: int) -> list[int]:
+    """Batch sizes to capture: every one that is measured, and little padding in between."""
+    sizes = {1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, *range(72, most_rows + 1, 8), most_rows}
+    return sorted(size for size in sizes if size <= most_rows)
+
+
+def fill_like_a_model(model: Any) -> int:
+    """Replace vLLM's dummy weights, which are nearly zero and alike in all layers, by such as a fresh model has.
+
+    Activations, routing and the power that the chip draws are then those of a model. Returns the parameters filled.
+    """
+    import torch
+
+    filled = 0
+    with torch.inference_mode():
+        for seed, (name, parameter) in enumerate(model.named_parameters()):
+            if not parameter.is_floating_point():
+                continue
+            if parameter.dim() == 1:
+                parameter.data.fill_(1.0 if "norm" in name else 0.0)
+            else:
+                generator = torch.Generator(device=parameter.device).manual_seed(seed)
+                parameter.data.normal_(0.0, _STD, generator=generator)
+            filled += parameter.numel()
+    return filled

@@ -1,0 +1,144 @@
+"""Where the time of a decode step goes: kernels of a captured step by name, from the profiler, on a CUDA machine.
+
+    PYTHONPATH=.:kernels python -m scripts.bench.profile_decode --shape qwen3-8b --rows 1 128 --out FILE
+
+Prints, for each number of rows, microseconds a step and launches a step of every kernel; overlapping launches count
+twice, so the sum may exceed the span. Then the time line of one layer: when each kernel began after all before it had
+ended, how long it ran, what it added, and the floor of its weights, their bytes over the read bandwidth of this run.
+KV and activations are left out of the floors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, cast
+
+import numpy as np
+
+from rollout.config import EngineSettings, Settings
+from rollout.engine.build import build_engine
+from rollout.engine.device.streams import make_device
+from rollout.engine.loop import Engine
+from rollout.engine.messages import Cancel, Request, SamplingParams, Submit
+from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.layers import DenseMLP, SparseMLP
+from rollout.progress import stage
+from scripts.bench.cuda_timing import read_bandwidth
+from scripts.bench.layer_timeline import KernelTime, layer_timeline
+from scripts.bench.output import write_results
+from scripts.bench.peers.ours_engine import load_random
+from scripts.bench.profiled_steps import profile_steps
+from scripts.bench.shapes import SHAPES
+
+_STEPS = 10
+_ATTENTION = "_decode_kernel"
+_PRODUCTS = ("_linear_kernel", "_stream_kernel", "_gemv_kernel", "nvjet")
+
+
+def weight_bytes(model: Decoder, distinct: float) -> list[tuple[tuple[str, ...], float]]:
+    """What a layer reads of its weights after its attention and until that of the next: kernels that may, and bytes.
+
+    In order. Of mixtures of experts, `distinct` a layer are read.
+    """
+    layer = cast(DecoderLayer, model.layers[0])
+    attention, mlp = layer.attention, layer.mlp
+    o = (_PRODUCTS, attention.o_proj.weight.nbytes)
+    qkv = (_PRODUCTS, attention.qkv_proj.weight.nbytes)
+    if isinstance(mlp, DenseMLP):
+        return [o, (_PRODUCTS, mlp.gate_up_proj.weight.nbytes), (_PRODUCTS, mlp.down_proj.weight.nbytes), qkv]
+    assert isinstance(mlp, SparseMLP)
+    share = distinct / mlp.moe.experts
+    router = (("_norm_router_kernel", *_PRODUCTS), mlp.router.nbytes)
+    experts = [(("_gate_up_kernel",), mlp.gate_up.nbytes * share), (("_down_kernel",), mlp.down.nbytes * share)]
+    return [o, router, *experts, qkv]
+
+
+def with_floors(
+    timeline: list[KernelTime], weights: list[tuple[tuple[str, ...], float]], bandwidth: float
+) -> list[dict[str, str | float]]:
+    """The time line, each kernel with the time that reading its weights takes."""
+    left, rows = list(weights), []
+    for kernel in timeline:
+        reads = left.pop(0)[1] if left and kernel.name.startswith(left[0][0]) else 0.0
+        rows.append({**dataclasses.asdict(kernel), "floor_us": reads / bandwidth * 1e6})
+    return rows
+
+
+def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> dict[str, Any]:
+    """Profile some steady steps of `rows` rows and print them; returns the time line of a layer."""
+    rng = np.random.default_rng(0)
+    for i in range(rows):
+        tokens = rng.integers(0, 150_000, prompt).astype(np.int32)
+        engine.inbox.put(Submit(Request(("p", f"{rows}/{i}"), tokens, 400, sampling=SamplingParams(seed=i))))
+    for _ in range(60):
+        engine.tick()
+    while engine.pipeline.in_flight:
+        engine.scheduler.paused = True
+        engine.tick()
+    engine.scheduler.paused = False
+
+    def some_steps() -> None:
+        for _ in range(_STEPS):
+            engine.tick()
+        engine.scheduler.paused = True
+        while engine.pipeline.in_flight:
+            engine.tick()
+        engine.scheduler.paused = False
+
+    events = profile_steps(some_steps)
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        spent[event["name"][:70]].append(event["dur"])
+    span = max(event["ts"] + event["dur"] for event in events) - min(event["ts"] for event in events)
+    print(f"\n{rows} rows: {span / _STEPS:.0f} us a step")
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:16]:
+        print(f"{sum(times) / _STEPS:9.1f} us {len(times) / _STEPS:7.1f} x {name}")
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    chosen = graphs.experts.get(graphs.size_for(rows) or 0, [])
+    distinct = statistics.mean(experts_TK[:rows].unique().numel() for experts_TK in chosen) if chosen else 0.0
+    timeline = layer_timeline(events, _STEPS, _ATTENTION)
+    layer = with_floors(timeline, weight_bytes(engine.runner.model, distinct), bandwidth)
+    layer_us = sum(kernel.adds_us for kernel in timeline)
+    print(f"one layer, {layer_us:.1f} us: gap, runs, adds, floor of its weights")
+    for kernel in layer:
+        print("{gap_us:7.2f} {duration_us:7.2f} {adds_us:7.2f} {floor_us:7.2f}  {name:.60}".format_map(kernel))
+    for i in range(rows):
+        engine.inbox.put(Cancel(("p", f"{rows}/{i}")))
+    while engine.busy or not engine.inbox.empty():
+        engine.tick()
+    return {"rows": rows, "step_us": span / _STEPS, "layer_us": layer_us, "distinct_experts": distinct, "layer": layer}
+
+
+def main() -> None:
+    """Profile each number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--out", type=Path, help="the time lines as JSON")
+    args = parser.parse_args()
+    device = make_device("cuda")
+    bandwidth = read_bandwidth()
+    model = load_random(args.shape, device.torch_device).model
+    settings = Settings(
+        engine=EngineSettings(
+            max_rows=max(args.rows), max_context_tokens=args.prompt + 512, kv_memory_fraction=0.5, fused_experts=True
+        )
+    )
+    with stage("preparing decode steps") as advance:
+        engine = build_engine(settings, device, model, SimpleQueue(), lambda events: None, progress=advance)
+    measured: list[dict[str, Any]] = []
+    for rows in args.rows:
+        measured.append({"shape": args.shape, **profile_rows(engine, rows, args.prompt, bandwidth)})
+        if args.out is not None:
+            write_results(args.out, measured, read_tbps=bandwidth / 1e12)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""The gap between steps, with clients and without: what the service thread takes from the loop.
+
+A step of the (paced) device takes a fixed time, as a GPU's does, so the time between two commits is that time plus
+whatever kept the loop from its work. The same completions run three times in each turn: without clients; with 8 clients
+that stream and one that gets 100 results of 16K tokens, one after the other; and with these and a client that sends
+long chats, which are all Python to render. A chat is refused as too long once it is rendered and tokenized, so the
+steps of the engine stay the same. The clients are in a process of their own; the engine, the service, their threads and
+the process that prepares prompts are as in a worker.
+
+On a machine that does other things as well, most of the long gaps are waits for a core. The kernel counts these waits
+for each thread, so the gaps are also given without them (`own`): what is left is the work of the loop, its waits for
+Python's lock, and the device. `idle` is the time between two steps in which the device had nothing to do: a commit that
+is late by less than a step costs nothing, since the next step runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.config import EngineSettings, ServiceSettings, Settings
+from rollout.engine.build import build_engine
+from rollout.engine.kv.memory import pages_for
+from rollout.engine.loop import Engine
+from rollout.engine.messages import Command, Prior, Request, SamplingParams, Submit
+from rollout.metrics.meter import Meter, StepRecord
+from rollout.models.decoder import Decoder
+from rollout.models.registry import spec_from_config
+from rollout.service.served_model import ServedModel
+from rollout.service.server import Server
+from rollout.service.text import TextCodec
+from rollout.service.text_process import TextProcess
+from rollout.worker import SWITCH_INTERVAL_S, settle_heap
+from scripts.bench.bookkeeping import TINY_SHAPE
+from scripts.bench.load_clients import PROMPT, TOKEN, ClientProcess, Load
+from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
+from scripts.bench.paced_device import PacedDevice, PacedRunner
+
+_STATUS_EVERY_S = 0.1
+_LOOK_EVERY = 64  # turns of the loop between two looks at the clients
+_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '1:' + m.content | trim + '\n' }}"
+    "{% else %}{{ '2:' + m.content + '\n' }}{% endif %}{% endfor %}"
+)
+_LOADS = ("none", "clients", "templates")
+_QUANTILES = {"median_ms": 0.5, "p99_ms": 0.99, "p99.9_ms": 0.999}
+_KINDS = ("", "own_", "idle_")
+_FIGURES = [kind + name for kind in _KINDS for name in _QUANTILES]
+
+
+class Commits(Meter):
+    """A meter that keeps when each step was committed, which were prefill steps, and how long the loop had no core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: list[str] = []
+        self._moments: list[tuple[float, float, float, float]] = []  # commit, waits so far, start, end; seconds
+        self._schedstat: int | None = None
+
+    def step(self, record: StepRecord) -> None:
+        """Keep the moment."""
+        super().step(record)
+        assert record.committed_at_s is not None
+        self._kinds.append(record.kind)
+        self._moments.append((record.committed_at_s, self._waited_s(), record.start_s, record.end_s))
+
+    def take_gaps_ms(self) -> np.ndarray:
+        """For each decode step since the last prefill step: the gap before it, the same without waits, and the
+        device's idle time before it; float64 [3, gaps]. Forgets everything so far.
+        """
+        after_prefill = max(i for i, kind in enumerate(self._kinds) if kind == "prefill") + 1
+        commits_G, waits_G, starts_G, ends_G = np.array(self._moments[after_prefill:]).T * 1e3
+        self._kinds, self._moments = [], []
+        gaps_G = np.diff(commits_G)
+        return np.stack([gaps_G, gaps_G - np.diff(waits_G), starts_G[1:] - ends_G[:-1]])
+
+    def _waited_s(self) -> float:
+        if self._schedstat is None:
+            self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        return int(os.pread(self._schedstat, 64, 0).split()[1]) * 1e-9
+
+
+class Bench:
+    """An engine and a service in this process, and the loop that drives them."""
+
+    def __init__(self, load: Load, step_s: float, folder: Path) -> None:
+        self.load = load
+        inbox: SimpleQueue[Command] = SimpleQueue()
+        context = len(PROMPT) + load.known + load.steps + 16
+        assert load.messages * load.chars > context, "chats must be too long"
+        model = ServedModel("paced", TINY_SHAPE["vocab_size"], context)
+        settings = _settings(load, context)
+        self.prompts = TextProcess(folder, settings.service)
+        self.prompts.start()
+        self.server = Server(
+            settings.service,
+            model,
+            inbox=inbox,
+            status=lambda: self.status,
+            text=TextCodec(folder),
+            prompts=self.prompts,
+        )
+        self.engine, self.commits = _make_engine(settings, inbox, self.server, step_s)
+        self.status, self._status_s = self.engine.status(), 0.0
+        self.server.start()
+        self.clients = ClientProcess(self.server.endpoint, load)
+
+    def quiet(self) -> np.ndarray:
+        """The gaps, ms, while completions run that no client asked for."""
+        for request in _requests(self.load):
+            self.engine.inbox.put(Submit(request))
+        self._turn()
+        while self.engine.busy:
+            self._turn()
+        return self.commits.take_gaps_ms()
+
+    def templates(self) -> np.ndarray:
+        """As `loaded`, with chats."""
+        return self.loaded(chats=True)
+
+    def loaded(self, *, chats: bool = False) -> np.ndarray:
+        """The gaps, ms, while the clients have the same completions."""
+        self.clients.begin(chats=chats)
+        turns = 0
+        while self.engine.busy or turns % _LOOK_EVERY or not self.clients.finished():
+            self._turn()
+            turns += 1
+        return self.commits.take_gaps_ms()
+
+    def close(self) -> None:
+        """End the clients, the service and the streams."""
+        self.clients.close()
+        self.server.stop()
+        self.prompts.close()
+        self.engine.check_integrity()
+        self.engine.runner.close()
+
+    def _turn(self) -> None:
+        """As the worker's."""
+        if not self.engine.busy:
+            self.engine.wait(0.001)
+        self.engine.tick()
+        if time.perf_counter() - self._status_s >= _STATUS_EVERY_S:
+            self.status, self._status_s = self.engine.status(), time.perf_counter()
+
+
+def _write_text_folder(folder: Path) -> None:
+    """A tokenizer, one token a character, and a chat template."""
+    from rollout.demo.run import CHECKPOINTS
+
+    shutil.copy(CHECKPOINTS / "ones" / "tokenizer.json", folder)
+    config = json.loads((CHECKPOINTS / "ones" / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": _TEMPLATE}))
+
+
+def _settings(load: Load, context: int) -> Settings:
+    rows = load.streams + load.results
+    engine = EngineSettings(
+        max_rows=rows,
+        kv_pages=rows * (pages_for(context, 16) + 1) + 1,
+        max_context_tokens=context,
+        prefill_chunk_tokens=8 * load.known,
+        prefix_cache=False,
+    )
+    return Settings(engine=engine, service=ServiceSettings(bind="tcp://127.0.0.1:0", max_results_bytes=64 << 20))
+
+
+def _make_engine(
+    settings: Settings, inbox: SimpleQueue[Command], server: Server, step_s: float
+) -> tuple[Engine, Commits]:
+    from transformers import Qwen3Config
+
+    device = PacedDevice()
+    model = Decoder(spec_from_config(Qwen3Config(**TINY_SHAPE), "Qwen3ForCausalLM"), torch.float32, torch.device("cpu"))
+    engine = build_engine(settings, device, model, inbox, server.outbox.put)
+    runner = PacedRunner(device, model, engine.runner.kv, engine.runner.rows)
+    runner.step_s = step_s
+    engine.runner = runner
+    engine.meter = commits = Commits()
+    return engine, commits
+
+
+def _requests(load: Load) -> list[Request]:
+    """What the clients ask for, as the engine gets it; nobody hears of it."""
+    prior = Prior(np.full(load.known, TOKEN, np.int32))
+    streams = [
+        Request(("quiet", f"s{i}"), PROMPT, load.steps, sampling=SamplingParams(seed=i)) for i in range(load.streams)
+    ]
+    results = [
+        Request(("quiet", f"r{i}"), PROMPT, load.known + load.new_tokens(i), prior=prior) for i in range(load.results)
+    ]
+    return streams + results
+
+
+def summary(turn: int, load: str, gaps_ms: np.ndarray) -> dict[str, Any]:
+    """A row of the table."""
+    row: dict[str, Any] = {"turn": turn, "load": load, "steps": gaps_ms.shape[1]}
+    for kind, gaps in zip(_KINDS, gaps_ms, strict=True):
+        row |= {f"{kind}{name}": float(np.quantile(gaps, q)) for name, q in _QUANTILES.items()}
+    return row | {"load_average": os.getloadavg()[0]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write the results."""
+    parser = argparse.ArgumentParser(prog="rollout bench service_load", description=__doc__)
+    parser.add_argument("--step-ms", type=float, default=4.0, help="time of a step on the device")
+    parser.add_argument("--turns", type=int, default=3, help="turns of all three")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--stream-every", type=int, default=16, help="tokens of a chunk")
+    parser.add_argument("--results", type=int, default=100)
+    parser.add_argument("--spacing", type=int, default=15, help="steps between the ends of two results")
+    parser.add_argument(
+        "--switch-interval-ms", type=float, default=SWITCH_INTERVAL_S * 1e3, help="of Python's lock; 5 is Python's own"
+    )
+    parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "service_load.json")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    sys.setswitchinterval(args.switch_interval_ms * 1e-3)
+    load = Load(args.streams, args.stream_every, results=args.results, spacing=args.spacing)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        _write_text_folder(Path(folder))
+        bench = Bench(load, args.step_ms * 1e-3, Path(folder))
+        settle_heap()
+        try:
+            for turn in range(args.turns):
+                for name, measure in zip(_LOADS, (bench.quiet, bench.loaded, bench.templates), strict=True):
+                    # No bar: the thread that draws it would show in the figures.
+                    print(f"turn {turn + 1} of {args.turns}, load {name} ...", file=sys.stderr, flush=True)
+                    rows.append(summary(turn, name, measure()))
+                    print(json.dumps(rows[-1]), flush=True)
+        finally:
+            bench.close()
+    shown = ("turn", "load", "steps", "p99.9_ms", "own_p99_ms", "own_p99.9_ms", "idle_p99.9_ms", "load_average")
+    print_table("gap between steps", [{key: row[key] for key in shown} for row in rows])
+    added = {load: {name: _added_ms(rows, load, name) for name in _FIGURES} for load in _LOADS[1:]}
+    for load_name, figures in added.items():
+        print(f"added by {load_name}, median of the turns: " + ", ".join(f"{k} {v:+.3f}" for k, v in figures.items()))
+    write_results(args.out, rows, step_ms=args.step_ms, switch_interval_ms=args.switch_interval_ms, added=added)
+    return 0
+
+
+def _added_ms(rows: list[dict[str, Any]], load: str, name: str) -> float:
+    without, with_load = ([row[name] for row in rows if row["load"] == kind] for kind in ("none", load))
+    return statistics.median(b - a for a, b in zip(without, with_load, strict=True))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,331 @@
+"""Compile the kernels of a model's steps for Hopper, on any machine: no GPU is needed, only what comes with Triton.
+
+    PYTHONPATH=.:kernels python -m scripts.check.compile_kernels [--only moe] [--rows 1 32] [--capability 90]
+
+Calls what launches the kernels, with tensors that have shapes and dtypes but no memory, and has each kernel compiled
+instead of run. Prints registers and stack (bytes that spilled) of a thread, and shared memory of a program. Says
+nothing of results or speed; what a compiler of another version makes may differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from rollout_kernels import (
+    SamplingRows,
+    gluon_linear,
+    triton_decode_attention,
+    triton_fused,
+    triton_gemv,
+    triton_linear,
+    triton_lora,
+    triton_math,
+    triton_step,
+    triton_truncate,
+)
+from rollout_kernels.linear_table import linear_config
+from rollout_kernels.lora import Correction, LoraBuffers
+from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
+from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
+from rollout_kernels.triton_allow import allow_only
+from rollout_kernels.triton_decode_plan import plan_decode_work
+from rollout_kernels.triton_fingerprint import add_words
+from rollout_kernels.triton_prefill_attention import prefill_attention
+from rollout_kernels.triton_sampling import draw_and_advance
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+PAGE = 16
+MULTIPROCESSORS = 132
+
+
+class Shape(NamedTuple):
+    """Sizes of a model that kernels depend on."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    inner: int
+    vocab: int
+    experts: int = 0
+    top_k: int = 0
+
+
+DENSE = Shape(4096, 32, 8, 128, 12288, 151936)  # Qwen3-8B
+SPARSE = Shape(2048, 32, 4, 128, 768, 151936, 128, 8)  # Qwen3-30B-A3B
+Case = tuple[str, Callable[[], Any]]
+
+
+class _Driver:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def floats(*shape: int) -> torch.Tensor:
+    """In float32."""
+    return empty(*shape, dtype=torch.float32)
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Integers."""
+    return empty(*shape, dtype=dtype)
+
+
+def products(shape: Shape, rows: int) -> Iterator[Case]:
+    """The few-row products as the table has them, streamed, and by output."""
+    width = (shape.heads + 2 * shape.kv_heads) * shape.dim
+    kinds: list[tuple[str, int, int, Any]] = [
+        ("qkv", width, shape.hidden, "parts"),
+        ("o", shape.hidden, shape.heads * shape.dim, "parts"),
+        ("head", shape.vocab, shape.hidden, "whole"),
+    ]
+    if not shape.experts:
+        kinds += [("gate_up", 2 * shape.inner, shape.hidden, "silu"), ("down", shape.hidden, shape.inner, "parts")]
+    for name, outputs, inputs, kind in kinds:
+        config = linear_config(outputs, inputs, kind, rows)
+        x, w, silu = empty(rows, inputs), empty(outputs, inputs), kind == "silu"
+        out = outputs // 2 if silu else outputs
+        if config is not None:
+            to = floats(config.split, rows, out)
+            yield f"product {name}", lambda a=(x, w, to, out, config, silu): triton_linear._launch(*a)
+        to = empty(rows, out) if silu else floats(2, rows, out)
+        for block_n in (64, 192):
+            sizes = (block_n, 64, 1 if kind != "parts" else 2, 4, 6, MULTIPROCESSORS, silu)
+            yield f"product {name}, streamed", lambda a=(x, w, to, out, *sizes): gluon_linear.stream(*a)
+        if rows <= triton_gemv.MOST_ROWS:
+            by_output = triton_gemv.GemvConfig(at_once=4 if silu else 8)
+            yield f"product {name}, by output", lambda a=(x, w, to, out, by_output, silu): triton_gemv.gemv(*a)
+
+
+def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
+    """What lies between the products of a decode step, its begin and its end."""
+    width = (shape.heads + 2 * shape.kv_heads) * shape.dim
+    x, residual, norm = empty(rows, shape.hidden), empty(rows, shape.hidden), empty(shape.hidden)
+    cos, slots, lens = floats(rows, 1, shape.dim), ints(rows, dtype=torch.int64), ints(rows, dtype=torch.int64)
+    table, long = ints(rows, 1024), torch.int64
+    state, row_ids = (ints(257, 8, dtype=long), floats(257, 8)), ints(rows, dtype=long)
+    yield (
+        "begin",
+        lambda: triton_step.begin_step(
+            row_ids, ints(rows), state[0], ints(257, 1024), table, last=0, length=1, page_size=PAGE, columns=1024
+        ),
+    )
+    yield (
+        "embed and rope",
+        lambda: triton_step.embed_rope(
+            row_ids, slots, empty(shape.vocab, shape.hidden), floats(shape.dim), floats(shape.dim)
+        ),
+    )
+    yield "norm", lambda: triton_fused.add_rms_norm(residual, floats(2, rows, shape.hidden), norm, 1e-6)
+    yield "silu", lambda: triton_fused.silu_mul(empty(rows, 2 * shape.inner))
+    for coded in (False, True):
+        cache = empty(64, PAGE, shape.kv_heads, shape.dim, dtype=torch.uint8 if coded else torch.bfloat16)
+        scales = floats(64, 2, shape.kv_heads, PAGE) if coded else None
+        to = (slots, cache, cache, shape.heads, scales, x.dtype)
+        parts, heads = floats(1, rows, width), empty(2, shape.dim)
+        name = ", fp8 KV" if coded else ""
+        yield f"finish q/k/v{name}", lambda a=(parts, None, heads, 1e-6, cos, cos, *to): triton_fused.finish_qkv(*a)
+        for window in (None, 1024):
+            also = f"{name}{', window' if window else ''}"
+            yield f"decode attention{also}", lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a)
+            yield f"prefill attention{also}", lambda a=(shape, cache, scales, window): _prefill(*a)
+    columns = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 3, "TEMPERATURE": 0, "NOISE": 1}
+    for drawn in (None, floats(rows, shape.vocab)):
+        logits, out = floats(rows, shape.vocab), ints(4, rows)
+        yield "sampling, draw", lambda a=(logits, drawn, row_ids, *state, out, columns): draw_and_advance(*a)
+    cut = SamplingRows(*state[1].T[:2], row_ids, row_ids, top_k_S=row_ids, top_p_S=floats(rows), min_p_S=floats(rows))
+    yield "sampling, truncation", lambda: triton_truncate.truncate(floats(rows, shape.vocab), cut)
+    masks = ints(rows, -(-shape.vocab // 32))
+    yield "sampling, allow", lambda: allow_only(floats(rows, shape.vocab), row_ids, masks)
+    yield "fingerprint", lambda: add_words(ints(1 << 20), ints(1, dtype=torch.int64), 0x1E3779B97F4A7C15)
+
+
+def _decode(shape: Shape, rows: int, cache, scales, table, lens, window) -> None:
+    coded = scales is not None
+    config = triton_decode_attention.default_decode_config(shape.dim, torch.bfloat16, rows, coded)
+    group = shape.heads // shape.kv_heads
+    how = {"group": group, "window": window, "config": config, "multiprocessors": MULTIPROCESSORS}
+    work = plan_decode_work(lens, shape.kv_heads, **how)
+    q = empty(rows, shape.heads, shape.dim)
+    how = {"scale": 0.1, "window": window, "scales_P2GS": scales, "work": work}
+    triton_decode_attention.decode_attention(q, cache, cache, table, lens, **how)
+
+
+def _prefill(shape: Shape, cache, scales, window) -> None:
+    q, lens = empty(2048, shape.heads, shape.dim), ints(4, dtype=torch.int64)
+    how = {"max_query": 2048, "scale": 0.1, "window": window, "scales_P2GS": scales}
+    prefill_attention(q, cache, cache, ints(4, 1024), ints(5), lens, **how)
+
+
+def adapters(shape: Shape, rows: int) -> Iterator[Case]:
+    """What eight adapters of rank 16 and of rank 64 add to each product of a decode step, and of a chunk of prompts."""
+    inner, width = shape.inner, (shape.heads + 2 * shape.kv_heads) * shape.dim
+    q_width, kv_width = shape.heads * shape.dim, shape.kv_heads * shape.dim
+    kinds = [
+        ("qkv", shape.hidden, (q_width, q_width + kv_width, width)),
+        ("gate_up", shape.hidden, (inner, 2 * inner)),
+        ("down", inner, (shape.hidden,)),
+    ]
+    for rank in (16, 64):
+        for name, inputs, ends in kinds:
+            buffers = LoraBuffers(empty(8, len(ends) * rank, inputs), empty(8, ends[-1], rank), ends)
+            for tokens, segmented in ((rows, False), (2048, True)):
+                to = floats(tokens, ends[-1]) if not segmented else empty(tokens, ends[-1])
+                given = (to, empty(tokens, inputs), buffers, ints(tokens), segmented)
+                what = "prefill" if segmented else "decode"
+                yield f"adapters, rank {rank}, {name}, {what}", lambda a=given: triton_lora.lora_add(*a)
+            yield from added_later(shape, rows, rank, name, inputs, ends)
+    config = linear_config(2 * inner, shape.hidden, "silu", rows)
+    if config is not None:  # without SiLU, which then comes after the corrections
+        whole = (empty(rows, shape.hidden), empty(2 * inner, shape.hidden), empty(rows, 2 * inner), 2 * inner)
+        yield "adapters, product gate_up", lambda a=(*whole, config, False, True): triton_linear._launch(*a)
+
+
+def added_later(shape: Shape, rows: int, rank: int, name: str, inputs: int, ends: tuple[int, ...]) -> Iterator[Case]:
+    """One of the products of a decode step whose corrections are added by the kernel that reads it."""
+    buffers = LoraBuffers(empty(8, len(ends) * rank, inputs), empty(8, ends[-1], rank), ends)
+    if not triton_lora.adds_later(rows, buffers, False):
+        return
+    label = f"adapters later, rank {rank}, {name}"
+    yield label, lambda: triton_lora.shrink_beside(empty(rows, inputs), buffers, ints(rows))
+    low = floats(triton_lora._parts(inputs, False), rows, len(ends) * rank)
+    correction = Correction(low, buffers, ints(rows))
+    residual, parts = empty(rows, shape.hidden), floats(2, rows, ends[-1])
+    cache, cos = empty(64, PAGE, shape.kv_heads, shape.dim), floats(rows, 1, shape.dim)
+    to = (cos, cos, ints(rows, dtype=torch.int64), cache, cache, shape.heads, None, None, correction)
+    if name == "qkv":
+        yield label, lambda: triton_fused.finish_qkv(parts, None, empty(2, shape.dim), 1e-6, *to)
+    elif name == "gate_up":
+        yield label, lambda: triton_fused.silu_mul(empty(rows, ends[-1]), correction)
+    else:
+        yield label, lambda: triton_fused.add_rms_norm(residual, parts, empty(shape.hidden), 1e-6, correction)
+
+
+def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
+    """Router and experts, by the plan for a number of rows, in each format, and by both paths."""
+    x, router = empty(rows, shape.hidden), empty(shape.experts, shape.hidden)
+    if rows <= 8:
+        parts, norm = floats(1, rows, shape.hidden), empty(shape.hidden)
+        scratch = router_scratch(shape.experts, torch.device("meta"))
+        yield "norm and router", lambda: norm_route(x, parts, norm, 1e-6, router, shape.top_k, True, scratch)
+    yield "router", lambda: triton_router.moe_route(x, router, shape.top_k, True)
+    logits = empty(1, rows, shape.experts)
+    yield "choice", lambda: triton_router.moe_choose(logits, x.dtype, shape.top_k, True)
+    routing = triton_router.Routing(ints(rows, shape.top_k), floats(rows, shape.top_k))
+    sizes = dispatch.MoEShape(shape.experts, shape.top_k, shape.hidden, shape.inner)
+    for format in formats.FORMATS:
+        gate_up = _weights(shape.experts, 2 * shape.inner, shape.hidden, format, 2)
+        down = _weights(shape.experts, shape.hidden, shape.inner, format, 1)
+        plans = [dispatch.moe_plan(sizes, format, x.dtype, rows), dispatch.default_entry(sizes, format).deterministic]
+        for plan in plans:
+            for parts_too in (True, False):
+                given = (x, routing, gate_up, down, plan)
+                yield f"experts, {format}, {plan.path}", lambda a=given, p=parts_too: dispatch.run_experts(*a, parts=p)
+        if format != "plain":
+            plain = empty(shape.experts, shape.hidden, shape.inner)
+            yield f"quantise, {format}", lambda a=(plain, down): triton_quantize.quantize_into(*a)
+
+
+def _weights(experts: int, outputs: int, inputs: int, format: formats.Format, halves: int) -> formats.ExpertWeights:
+    values = empty(experts, outputs, inputs, dtype=torch.bfloat16 if format == "plain" else torch.uint8)
+    scales = formats.scale_shape(experts, outputs, inputs, format, halves)
+    dtype = torch.uint8 if format == "mxfp8" else torch.float32
+    return formats.ExpertWeights(values, None if scales is None else empty(*scales, dtype=dtype), format, halves)
+
+
+def compile_instead(capability: int, seen: Callable[[Any, float], None]) -> None:
+    """From here on kernels are compiled and not launched; `seen` gets each, and the seconds that it took."""
+    triton.runtime.driver.set_active(_Driver(capability))  # type: ignore[arg-type]
+    # Waiting for the kernel before is part of what is to be compiled.
+    for module in list(sys.modules.values()):
+        if getattr(module, "follow_options", None) is triton_math.follow_options:
+            module.follow_options = lambda device: {"launch_pdl": True}  # type: ignore[attr-defined]
+
+    # Tensors without memory are of no device that it would take.
+    gluon_linear.takes = lambda x, w, silu: capability // 10 == 9 and x.dtype.itemsize == 2  # type: ignore[assignment]
+
+    def compiled(kernel: JITFunction, grid: Any) -> Callable[..., None]:
+        def run(*args: Any, **options: Any) -> None:
+            begun_s = time.perf_counter()
+            seen(kernel.run(*args, grid=grid, warmup=True, **options), time.perf_counter() - begun_s)
+
+        return run
+
+    JITFunction.__getitem__ = compiled  # type: ignore[method-assign,assignment]
+
+
+def resources(kernel: Any) -> str:
+    """Registers, spilled bytes and shared memory, as the assembler tells."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    match = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout)
+    assert match is not None, told.stdout
+    registers, stack = match.groups()
+    return f"{registers:>3} registers {stack:>4} stack {kernel.metadata.shared:>7} shared"
+
+
+def main() -> None:
+    """Compile and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--capability", type=int, default=90, help="compute capability times ten")
+    args = parser.parse_args()
+    known: set[str] = set()
+    name = ""
+
+    def seen(kernel: Any, seconds: float) -> None:
+        if kernel.hash not in known:
+            known.add(kernel.hash)
+            print(f"{name:48} {kernel.metadata.name:24} {resources(kernel)}  {seconds:5.1f} s", flush=True)
+
+    compile_instead(args.capability, seen)
+    for rows in args.rows:
+        for shape, label in ((DENSE, "dense"), (SPARSE, "moe")):
+            cases = [*products(shape, rows), *dense_step(shape, rows)]
+            cases += [] if shape.experts else adapters(shape, rows)
+            if shape.experts:
+                cases += sparse_step(shape, rows)
+            for case, run in cases:
+                name = f"{label}, {rows} rows: {case}"
+                if args.only in name:
+                    run()
+    capability = f"{args.capability // 10}.{args.capability % 10}"
+    print(f"{len(known)} kernels compiled for compute capability {capability} by Triton {triton.__version__}")
+
+
+if __name__ == "__main__":
+    main()

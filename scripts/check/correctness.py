@@ -1,0 +1,385 @@
+"""Checks the engine on a device against transformers in the same process; exit status 1 if it is not right.
+
+    PYTHONPATH=.:kernels python -m scripts.check.correctness --out scripts/bench/results/correctness_h200.json
+    PYTHONPATH=.:kernels python -m scripts.check.correctness --long --out scripts/bench/results/long_h200.json
+
+For each family, with random weights whose next-token entropy is 0.5 to 2 nats:
+
+    logits    of decode steps at many contexts, as served: their error against float32 beside that of transformers'
+              own forward in the same dtype with a float32 output layer (and, for information, with its own)
+    logprobs  of the sampled tokens against a trainer's recomputation over prompt and completion
+    greedy    after long prompts: every token is the float32 reference's first choice, or so near to it that an error
+              of the logits as large as transformers' own explains it
+    depths    blocking and pipelined draw the same tokens bit for bit when lengths are equal and the batch size is one;
+              with other lengths the first divergence and its gap are reported
+
+`--break rope` or `--break page` spoils the engine on purpose, and the check must fail. `--long` runs many long rows of
+one shape instead and checks that nothing leaks. `--device cpu --size toy --dtype float32` tries the script out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from rollout.config import EngineSettings, Settings
+from rollout.engine.device.streams import make_device
+from rollout.engine.loop import Engine
+from rollout.engine.messages import SamplingParams
+from rollout.models.decoder import Decoder
+from scripts.bench.driver import Driver, random_prompt
+from scripts.bench.long_rows import LongRun, run_long
+from scripts.bench.output import print_table, write_results
+from scripts.bench.reference import (
+    FAMILIES,
+    SIZES,
+    Recomputed,
+    Trainer,
+    agreement,
+    entropy_of,
+    logprobs_of,
+    make_checkpoint,
+    rms,
+)
+from scripts.bench.shapes import SHAPES
+from scripts.bench.step_parts import borrowed_slot, stage_next_step
+
+_GREEDY = SamplingParams(temperature=0.0)
+_ENTROPY = (0.5, 2.0)
+#: Errors below these are float32's own: of log-probs, nats; of logits, relative to their spread.
+_FLOOR = 2e-4
+#: Share of the greedy tokens that ours may miss beyond those that transformers' bf16 does: three deviations of 128.
+_LESS_AGREED = 0.1
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much to check."""
+
+    prompts: tuple[int, ...]  # tokens of each row's prompt
+    new: int  # tokens of a completion
+    looks: int  # moments at which the logits are read
+    long_prompts: tuple[int, ...]
+    long_new: int
+
+
+_WORK = {size: Work((40, 61, 90, 133, 200, 301, 450, 700), 160, 8, (4000, 8000), 128) for size in SIZES}
+_WORK["toy"] = Work((13, 21, 34, 60), 48, 4, (300,), 24)
+
+
+def run_engine(model: Decoder, device: str, max_rows: int, context: int, chunk: int = 512) -> Driver:
+    """An engine without prefix cache: every run computes its prompts anew."""
+    engine = EngineSettings(
+        max_rows=max_rows,
+        max_context_tokens=context,
+        prefill_chunk_tokens=chunk,
+        prefix_cache=False,
+        kv_memory_fraction=0.5,
+        kv_memory_max_gib=16,
+    )
+    return Driver(Settings(engine=engine), make_device(device), model)
+
+
+def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
+    """Logits that the running rows' next tokens would be drawn from, by (request, index of that token).
+
+    The engine is paused. A row whose next token needs a page that it does not have yet is left out.
+    """
+    runner, seqs = engine.runner, engine.scheduler.decoding
+    with borrowed_slot(engine.pipeline) as slot:
+        upload, size = stage_next_step(engine, slot)
+        kept: list[torch.Tensor] = []
+
+        def forward() -> None:
+            if runner.graphs is not None:
+                step = runner.graphs.captured(slot, size)
+                step.forward.replay()
+                kept.append(step.logits_SV[: len(seqs)].clone())
+                return
+            context = max(seq.kv_len for seq in seqs) + 1
+            token_ids_B, batch = runner.begin_decode(upload["rows"], upload["new_pages"], context)
+            kept.append(runner.model.compute_logits(runner.model(token_ids_B, batch, runner.kv)))
+
+        runner.compute.run(forward)
+        runner.compute.record(slot.end)
+        slot.end.synchronize()
+        runner.check()
+    page_size = runner.kv.page_size
+    return {
+        (seq.group.key[1], seq.kv_len + 1 - seq.prompt_len): logits_V
+        for seq, logits_V in zip(seqs, kept[0], strict=False)
+        if seq.kv_len % page_size
+    }
+
+
+def spoil_pages(engine: Engine) -> None:
+    """Each running row finds its first page where its second one should be."""
+    runner = engine.runner
+    for seq in engine.scheduler.decoding:
+        if len(seq.pages) > 2:
+            runner.compute.run(lambda seq=seq: runner.rows.pages[seq.row, 1].fill_(seq.pages[0]))
+
+
+class Checker:
+    """One family: its engine, its trainer, and what was found."""
+
+    def __init__(self, family: str, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.work = args, _WORK[args.size]
+        self.model = make_checkpoint(family, args.size, args.dtype, args.device, folder)
+        self.trainer = Trainer(folder, args.dtype, args.device)
+        self.vocab = self.model.spec.vocab
+        self.context = max(self.work.long_prompts) + self.work.long_new + 64
+        if args.break_ == "rope":
+            self.model.rope.inv_freq_D.mul_(1.01)
+        self.driver = run_engine(self.model, args.device, len(self.work.prompts), self.context)
+        self.failures: list[str] = []
+        self.found: dict[str, Any] = {"family": family, "captured": self.driver.engine.runner.graphs is not None}
+
+    def check(self) -> dict[str, Any]:
+        """Everything, in turn."""
+        for step in (self.sampled, self.greedy, self.depths):
+            began_s = time.perf_counter()
+            step()
+            print(f"  {step.__name__}: {time.perf_counter() - began_s:.1f} s", flush=True)
+        self.driver.close()
+        return {**self.found, "failures": self.failures}
+
+    def expect(self, right: bool, message: str) -> None:
+        """Note what is not right."""
+        if not right:
+            self.failures.append(message)
+
+    def within(self, what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Our errors are at most `slack` times theirs, up to three standard errors of the difference."""
+        excess = ours.double() - self.args.slack * theirs.double() - _FLOOR
+        doubt = 3 * excess.std().item() / len(excess) ** 0.5
+        message = f"{what}: {ours.mean():.2e} on average, transformers has {theirs.mean():.2e}"
+        self.expect(excess.isfinite().all().item() and excess.mean().item() <= doubt, message)
+
+    # --- logits and log-probs ----------------------------------------------------------------------------------------
+
+    def sampled(self) -> None:
+        """Rows of many lengths, sampled; logits at some moments, log-probs of every token."""
+        work = self.work
+        for i, length in enumerate(work.prompts):
+            prompt = random_prompt(self.vocab, length, i)
+            self.driver.submit(f"r{i}", prompt, work.new, SamplingParams(seed=i))
+        scheduler = self.driver.engine.scheduler
+        self.driver.tick_until(lambda: len(scheduler.decoding) == len(work.prompts))
+        seen: dict[tuple[str, int], torch.Tensor] = {}
+        for look in range(work.looks):
+            # Moments that are no multiple of a page apart: contexts fall everywhere within a page.
+            for _ in range((work.new - 16) // work.looks - (look % 3)):
+                self.driver.engine.tick()
+            self.driver.pause()
+            if look == 0 and self.args.break_ == "page":
+                spoil_pages(self.driver.engine)
+            seen |= next_logits(self.driver.engine)
+            self.driver.resume()
+        self.driver.finish()
+        done = [self.driver.completions[f"r{i}"] for i in range(len(work.prompts))]
+        again = [
+            self.trainer.recompute(random_prompt(self.vocab, length, i), one.tokens)
+            for i, (length, one) in enumerate(zip(work.prompts, done, strict=True))
+        ]
+        self._judge_logits(seen, again)
+        self._judge_logprobs([one.logprobs for one in done], [one.tokens for one in done], again)
+        entropy = torch.cat([entropy_of(one.exact) for one in again]).mean().item()
+        self.found["entropy"] = entropy
+        self.expect(_ENTROPY[0] <= entropy <= _ENTROPY[1], f"entropy is {entropy:.2f} nats: these weights test nothing")
+
+    def _judge_logits(self, seen: dict[tuple[str, int], torch.Tensor], again: list[Recomputed]) -> None:
+        places = [(int(name[1:]), index) for name, index in seen]
+        ours = torch.stack(list(seen.values())).to(again[0].exact.device)
+        exact = torch.stack([again[i].exact[k] for i, k in places])
+        spread = rms(exact - exact.mean(-1, keepdim=True))
+        errors = {"ours": ours - exact}
+        for name in ("wide", "own"):
+            errors[name] = torch.stack([getattr(again[i], name)[k] for i, k in places]) - exact
+        of = {name: {"rms": rms(e) / spread, "worst": e.abs().max().item()} for name, e in errors.items()}
+        self.found["logits"] = {"looks": len(places), "spread": spread, **of}
+        self.found["logits_ratio"] = of["ours"]["rms"] / max(of["wide"]["rms"], 1e-12)
+        each = {name: e.square().mean(-1).sqrt() / spread for name, e in errors.items()}
+        self.within("logits, relative", each["ours"], each["wide"])
+
+    def _judge_logprobs(self, logprobs: list[list[float]], tokens: list[list[int]], again: list[Recomputed]) -> None:
+        device = again[0].exact.device
+        ours = torch.cat([torch.tensor(row, device=device) for row in logprobs])
+        by = {
+            name: torch.cat([logprobs_of(getattr(a, name), row) for a, row in zip(again, tokens, strict=True)])
+            for name in ("exact", "wide", "own")
+        }
+        pairs = {
+            "ours_exact": agreement(ours, by["exact"]),
+            "ours_trainer": agreement(ours, by["own"]),
+            "wide_exact": agreement(by["wide"], by["exact"]),
+            "trainer_exact": agreement(by["own"], by["exact"]),
+        }
+        self.found["logprobs"] = {"tokens": len(ours), **{name: asdict(pair) for name, pair in pairs.items()}}
+        wide, own = (by["wide"] - by["exact"]).abs(), (by["own"] - by["exact"]).abs()
+        self.within("log-probs against float32, nats", (ours - by["exact"]).abs(), wide)
+        self.within("log-probs against a trainer's, nats", (ours - by["own"]).abs(), wide + own)
+
+    # --- greedy ------------------------------------------------------------------------------------------------------
+
+    def greedy(self) -> None:
+        """Long prompts, in one batch."""
+        for i, length in enumerate(self.work.long_prompts):
+            self.driver.submit(f"g{i}", random_prompt(self.vocab, length, i), self.work.long_new, _GREEDY)
+        if self.args.break_ == "page":
+            scheduler = self.driver.engine.scheduler
+            self.driver.tick_until(lambda: len(scheduler.decoding) == len(self.work.long_prompts))
+            self.driver.pause()
+            spoil_pages(self.driver.engine)
+            self.driver.resume()
+        self.driver.finish()
+        self.found["greedy"] = []
+        for i, length in enumerate(self.work.long_prompts):
+            tokens = self.driver.completions[f"g{i}"].tokens
+            again = self.trainer.recompute(random_prompt(self.vocab, length, i), tokens)
+            self._judge_greedy(length, tokens, again)
+
+    def _judge_greedy(self, length: int, tokens: list[int], again: Recomputed) -> None:
+        chosen_K = torch.tensor(tokens, device=again.exact.device)
+        best = again.exact.max(-1)
+        gap_K = best.values - again.exact.gather(1, chosen_K[:, None])[:, 0]
+        parted = (best.indices != chosen_K).nonzero()[:, 0].tolist()
+        worst = (again.wide - again.exact).abs().max().item()
+        agreed = 1 - len(parted) / len(tokens)
+        theirs = (again.own.argmax(-1) == best.indices).float().mean().item()
+        first = parted[0] if parted else None
+        found = {
+            "prompt": length,
+            "tokens": len(tokens),
+            "agreed": agreed,
+            "transformers_agreed": theirs,
+            "first_divergence": first,
+            "gap_there": gap_K[first].item() if first is not None else None,
+            "largest_gap": gap_K.max().item(),
+            "explained_gap": 2 * worst,
+        }
+        self.found["greedy"].append(found)
+        limit = 2 * worst * self.args.slack + _FLOOR
+        self.expect(
+            gap_K.max().item() <= limit,
+            f"greedy after {length} tokens: {len(parted)} of {len(tokens)} tokens are not the reference's, one by "
+            f"{gap_K.max().item():.3f} nats, more than {limit:.3f}",
+        )
+        # With experts a rounding may choose another one: the gap alone would let nearly anything pass.
+        least = theirs - _LESS_AGREED * self.args.slack
+        self.expect(
+            agreed >= least,
+            f"greedy after {length} tokens: {agreed:.3f} of the tokens are the reference's, less than {least:.3f}",
+        )
+
+    # --- depths ------------------------------------------------------------------------------------------------------
+
+    def depths(self) -> None:
+        """The same requests at depth 1 and at depth 2: of equal lengths, and of lengths that change the batch."""
+        equal = self._both_depths(lambda i: (self.work.prompts[0], self.work.new))
+        mixed = self._both_depths(lambda i: (self.work.prompts[i], self.work.new - 5 * i))
+        self.found["depths"] = {"equal": equal, "mixed": mixed}
+        self.expect(equal["parted"] == 0 and equal["logprobs_equal"], f"depths: equal rows part: {equal}")
+
+    def _both_depths(self, lengths: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
+        rows, runs = len(self.work.prompts), []
+        for depth in (1, 2):
+            self.driver.completions.clear()
+            self.driver.depth(depth)
+            for i in range(rows):
+                prompt, new = lengths(i)
+                self.driver.submit(f"r{i}", random_prompt(self.vocab, prompt, i), new, SamplingParams(seed=i))
+            self.driver.finish()
+            runs.append([self.driver.completions[f"r{i}"] for i in range(rows)])
+        partings = []
+        for one, other in zip(*runs, strict=True):
+            pairs = zip(one.tokens, other.tokens, strict=True)
+            first = next((k for k, (a, b) in enumerate(pairs) if a != b), None)
+            if first is not None:
+                partings.append((first, abs(one.logprobs[first] - other.logprobs[first])))
+        return {
+            "rows": rows,
+            "parted": len(partings),
+            "first_divergence": min((k for k, _ in partings), default=None),
+            "largest_gap": max((gap for _, gap in partings), default=None),
+            "logprobs_equal": all(a.logprobs == b.logprobs for a, b in zip(*runs, strict=True)),
+        }
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def check_families(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One result for each family, printed as it comes."""
+    results = []
+    for family in args.families:
+        began_s = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            checker = Checker(family, args, Path(folder))
+        print(f"{family}: ready after {time.perf_counter() - began_s:.1f} s", flush=True)
+        results.append(checker.check())
+        print(results[-1], flush=True)
+        del checker
+        gc.collect()
+        if args.device != "cpu":
+            torch.cuda.empty_cache()
+    table = [
+        {
+            "family": r["family"],
+            "entropy": r["entropy"],
+            "logits": f"{r['logits']['ours']['rms']:.2e}",
+            "transformers": f"{r['logits']['wide']['rms']:.2e}",
+            "ratio": r["logits_ratio"],
+            "mean": f"{r['logprobs']['ours_trainer']['mean']:.2e}",
+            "max": f"{r['logprobs']['ours_trainer']['worst']:.2e}",
+            "K3": f"{r['logprobs']['ours_trainer']['k3']:.2e}",
+            "greedy": min(g["agreed"] for g in r["greedy"]),
+            "depths": "equal" if r["depths"]["equal"]["logprobs_equal"] else "PARTED",
+            "right": not r["failures"],
+        }
+        for r in results
+    ]
+    print_table("against transformers", table)
+    return results
+
+
+def main() -> int:
+    """Check, write, and say whether all is right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--slack", type=float, default=1.1, help="factor on transformers' own errors")
+    parser.add_argument(
+        "--break", dest="break_", choices=("rope", "page"), help="spoil the engine: the check must fail"
+    )
+    parser.add_argument("--long", action="store_true", help="many long rows of one shape, instead")
+    parser.add_argument("--long-shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--long-rows", type=int, default=32)
+    parser.add_argument("--long-tokens", type=int, default=16384)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    long = LongRun(args.long_shape, args.device, args.long_rows, args.long_tokens)
+    results = [run_long(long)] if args.long else check_families(args)
+    write_results(args.out, results)
+    failures = [failure for result in results for failure in result["failures"]]
+    for failure in failures:
+        print(f"NOT RIGHT: {failure}", file=sys.stderr)
+    print("right" if not failures else f"{len(failures)} failures", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""How far a worker's log-probs are from those that transformers computes for the same tokens.
+
+    python -m scripts.check.mismatch MODEL --completions 4 --tokens 16384 --report
+
+MODEL is a checkpoint folder or a hub id; `--make qwen3 1.7b` makes one there first, with random weights. A worker
+generates at temperature 1 (one is started, or --endpoint names one that serves the same weights); then transformers
+reads prompt and completion in one forward, once in float32 and once in bf16, and the worker's `raw_logprobs` are
+compared with both: mean and largest absolute difference, and the K3 estimate of KL(worker || trainer), in nats. So are
+transformers' own two with one another, which says how much of it is bf16's. With --report the worker gets the bf16
+ones, as a trainer would send them, and its metrics show the same figures. Exit status 1 if the K3 KL against bf16 is
+above --most-k3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.metrics.mismatch import Mismatch, compare
+from rollout.progress import stage
+from scripts.bench.output import print_table, write_results
+from scripts.bench.reference import FAMILIES, SIZES, make_checkpoint
+from scripts.bench.shapes import kv_pages
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import start_worker
+from trainer_bridge.client.results import GenerateResult
+
+_PROMPT_TOKENS = 64
+_PAGE = 16
+_POSITIONS = 1024  # whose logits are held at once
+
+
+@torch.inference_mode()
+def recompute(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray:
+    """Log-probs of the completion's tokens, float32 [tokens]; the logits of some positions at a time."""
+    ids = torch.tensor([[*prompt, *completion]], device=model.device)
+    hidden_KH = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
+    tokens_K1 = ids[0, len(prompt) :, None]
+    parts = []
+    for first in range(0, len(completion), _POSITIONS):
+        logits_PV = model.lm_head(hidden_KH[first : first + _POSITIONS]).float()
+        parts.append(logits_PV.log_softmax(-1).gather(1, tokens_K1[first : first + _POSITIONS])[:, 0])
+    return torch.cat(parts).cpu().numpy()
+
+
+def load(path: str, dtype: torch.dtype, device: str) -> Any:
+    """The transformers model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    return model.to(torch.device(device)).eval()  # type: ignore[arg-type]
+
+
+def generate(client: RolloutClient, args: argparse.Namespace) -> list[tuple[list[int], GenerateResult]]:
+    """Prompts of random tokens, and what the worker makes of them."""
+    rng = np.random.default_rng(args.seed)
+    vocab = args.vocab or client.status()["vocab_size"]
+    prompts = [rng.integers(0, vocab, _PROMPT_TOKENS).tolist() for _ in range(args.completions)]
+    fields: dict[str, Any] = {"max_tokens": args.tokens, "seed": args.seed, "stop": {"ignore_eos": True}}
+    results = client.generate_many(prompts, progress=True, timeout_s=args.timeout_s, **fields)
+    return list(zip(prompts, results, strict=True))
+
+
+def measure(
+    args: argparse.Namespace, client: RolloutClient, made: list[tuple[list[int], GenerateResult]]
+) -> Iterator[dict[str, Any]]:
+    """A row for each precision, and one of the two against one another."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    exact: list[np.ndarray] = []
+    own = Mismatch()
+    for dtype in (torch.float32, torch.bfloat16):
+        model, total = load(args.model, dtype, device), Mismatch()
+        with stage(f"transformers in {dtype}".replace("torch.", "")) as advance:
+            for i, (prompt, result) in enumerate(made):
+                (completion,) = result.completions
+                trainer = recompute(model, prompt, completion.token_ids.tolist())
+                total += compare(completion.raw_logprobs, trainer)
+                if dtype is torch.float32:
+                    exact.append(trainer)
+                else:
+                    own += compare(trainer, exact[i])
+                if args.report and dtype is torch.bfloat16:
+                    client.report(result, [trainer])
+                advance(i + 1, len(made))
+        yield _row("worker", str(dtype).removeprefix("torch."), total)
+    yield _row("transformers in bfloat16", "float32", own)
+
+
+def _row(of: str, against: str, total: Mismatch) -> dict[str, Any]:
+    figures = {"tokens": total.tokens, "mean_abs": total.mean_abs, "max_abs": total.max_abs, "k3_kl": total.k3_kl}
+    return {"of": of, "against": against, **figures}
+
+
+def make(folder: Path, family: str, size: str) -> None:
+    """A checkpoint with random weights, such as `check_correctness.py` uses. Raises SystemExit for an unknown kind."""
+    if family not in FAMILIES or size not in SIZES:
+        raise SystemExit(f"--make takes a family of {', '.join(FAMILIES)} and a size of {', '.join(SIZES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    make_checkpoint(family, size, "bfloat16", "cuda" if torch.cuda.is_available() else "cpu", folder)
+
+
+def main() -> int:
+    """Generate, recompute, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--endpoint", help="of a worker that serves these weights; absent: one is started")
+    parser.add_argument("--make", nargs=2, metavar=("FAMILY", "SIZE"), help="make MODEL first, with random weights")
+    parser.add_argument("--completions", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--vocab", type=int, help="prompts are made of token ids below this; absent: all")
+    parser.add_argument("--dtype", default="auto", help="of the worker that is started")
+    parser.add_argument("--device", help="of transformers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout-s", type=float, default=3600.0)
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--most-k3", type=float, default=1e-2)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.make is not None:
+        make(Path(args.model), *args.make)
+    with ExitStack() as stack:
+        endpoint = args.endpoint
+        if endpoint is None:
+            context = _PROMPT_TOKENS + args.tokens
+            settings = {
+                "max_rows": args.completions,
+                "max_context_tokens": context,
+                "page_size": _PAGE,
+                "kv_pages": kv_pages(args.completions, context, _PAGE),  # the memory that is left is transformers'
+            }
+            worker = stack.enter_context(start_worker(args.model, wandb=False, dtype=args.dtype, **settings))
+            endpoint = worker.endpoint
+        client = stack.enter_context(RolloutClient(endpoint, timeout_s=args.timeout_s, acknowledge=not args.report))
+        rows = list(measure(args, client, generate(client, args)))
+        print_table(f"{args.model}: log-probs of the worker against transformers", rows)
+        if args.out is not None:
+            write_results(args.out, rows, model=args.model, completions=args.completions)
+    *_, bf16, _ = rows
+    print(json.dumps({row["against"]: row["k3_kl"] for row in rows[:2]}))
+    return int(bf16["k3_kl"] > args.most_k3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

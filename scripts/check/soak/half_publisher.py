@@ -1,0 +1,39 @@
+"""A publisher to be killed half-way: `python -m scripts.check.soak.half_publisher ENDPOINT FOLDER VERSION`.
+
+Says `half` on stdout once half of the buckets are on their way, and then does nothing more.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import trainer_bridge.publish.publisher
+from trainer_bridge.publish.payload import Payload
+
+_BUCKET_BYTES = 1 << 14
+
+
+class _HalfPayload(Payload):
+    """Packs the first half of the buckets only."""
+
+    def pack_bucket(self, index: int, out: torch.Tensor) -> int:
+        if index == self.manifest.bucket_count // 2:
+            print("half", flush=True)
+            time.sleep(3600)
+        return super().pack_bucket(index, out)
+
+
+def main(endpoint: str, folder: str, version: str) -> None:
+    """Publish, for ever."""
+    trainer_bridge.publish.publisher.Payload = _HalfPayload  # type: ignore[misc]
+    publisher = trainer_bridge.publish.publisher.WeightPublisher(endpoint, transport="zmq", bucket_bytes=_BUCKET_BYTES)
+    publisher.publish(load_file(Path(folder) / "model.safetensors"), int(version)).applied()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,314 @@
+"""Updates of the weights made to do harm: refused soon, without the memory that they ask for, and nothing changes."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from weights_harness import Worker, new_tensors, serves
+
+from tests.hostile import little_memory_and_time, rss_bytes, throw_junk
+from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.wire.errors import WeightsRejected
+from trainer_bridge.wire.manifest import Manifest, TensorEntry, checksum, from_wire, pack
+
+WAIT_S = 20.0
+SIZES: list[Any] = [2**50, 2**50 + 1, 2**63, 2**64 - 1, -1, -(2**63), True, 1.0, float("nan"), "6", None, [], {}, b"6"]
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    """A worker that must serve the same weights at the end, and then take a good update."""
+    with Worker() as worker:
+        before = worker.model.snapshot()
+        yield worker
+        after = worker.model.snapshot()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert worker.status()["state"] in ("idle", "receiving")
+        tensors = new_tensors(worker.model, 1)
+        with WeightPublisher(worker.endpoint) as publisher:
+            publisher.publish(tensors, version=1 << 40).applied(WAIT_S)
+        assert serves(worker.model, tensors)
+
+
+def rows_of(worker: Worker) -> list[list[Any]]:
+    return [[name, "bfloat16", list(worker.model.views[name].shape)] for name in worker.model.names()]
+
+
+def sealed(rows: list[list[Any]], version: int = 1, bucket_bytes: int = 64) -> dict[str, Any]:
+    """A manifest whose digest matches whatever it says."""
+    entries = tuple(TensorEntry(row[0], row[1], tuple(row[2]), 0) for row in rows)
+    try:
+        return Manifest(version, entries, bucket_bytes).to_wire()
+    except TypeError:  # what JSON cannot hold has no digest
+        return {"version": version, "bucket_bytes": bucket_bytes, "tensors": rows, "digest": "0" * 32}
+
+
+def begin(manifest: Any, **changes: Any) -> dict[str, Any]:
+    version = manifest["version"] if isinstance(manifest, dict) and "version" in manifest else 1
+    return {"action": "begin", "version": version, "manifest": manifest, "transport": "zmq", "options": {}, **changes}
+
+
+def refused(worker: Worker, manifest: Any, text: str = "", **changes: Any) -> None:
+    with little_memory_and_time():
+        reply = worker.control(**begin(manifest, **changes))
+    assert reply["op"] == "error" and reply["code"] in ("weights_rejected", "bad_request"), reply
+    assert text in reply["message"] and 10 < len(reply["message"]) < 6000
+    assert worker.receiver._mode._staging._buffer.numel() == 0, "memory was taken for an update that was refused"
+
+
+# --- manifests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES, ids=repr)
+def test_absurd_shapes_are_refused(worker: Worker, size: Any) -> None:
+    rows = rows_of(worker)
+    for shape in ([size], [size, 6], [6, size], [size] * 8):
+        refused(worker, sealed([[rows[0][0], "bfloat16", shape], *rows[1:]]))
+
+
+def test_a_shape_of_the_right_size_and_the_wrong_form_is_refused(worker: Worker) -> None:
+    rows = rows_of(worker)
+    refused(worker, sealed([[rows[0][0], "bfloat16", [66]], *rows[1:]]), "wrong shapes")
+
+
+def test_more_tensors_than_a_model_has_are_refused(worker: Worker) -> None:
+    rows = [[f"t{i}", "float32", [0]] for i in range(200_000)]
+    for size in (0, 1, 2**50):
+        rows[0][2] = [size]
+        manifest = {"version": 1, "bucket_bytes": 1 << 26, "tensors": rows, "digest": "0" * 32}
+        refused(worker, manifest, "tensors; the model takes at most")
+    with pytest.raises(WeightsRejected, match="400000 tensors"):
+        from_wire(manifest | {"tensors": rows * 2})
+
+
+def test_one_tensor_many_times_is_refused(worker: Worker) -> None:
+    refused(worker, sealed([rows_of(worker)[0], *rows_of(worker)]), "listed twice")
+
+
+def test_more_buckets_than_an_update_needs_are_refused(worker: Worker) -> None:
+    """Each bucket costs the worker an entry: tiny buckets of a large stream are a bomb."""
+    refused(worker, sealed([["embed.weight", "float32", [1 << 40]]], bucket_bytes=64), "buckets")
+    with pytest.raises(WeightsRejected, match="buckets"):
+        pack(1, [("a", "float32", [1 << 23])], 64)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "x" * 513, "x" * 1_000_000, 5, None, ["a"], b"a", "../../etc/passwd", "a\0b", "\n"]
+)
+def test_names_that_no_tensor_has_are_refused(worker: Worker, name: Any) -> None:
+    manifest = sealed(rows_of(worker))
+    manifest["tensors"][0][0] = name
+    refused(worker, manifest)
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 32, "x" * 1_000_000, None, 5, b"0" * 16, ["a"]])
+def test_a_wrong_digest_is_refused(worker: Worker, digest: Any) -> None:
+    refused(worker, sealed(rows_of(worker)) | {"digest": digest}, "digest")
+
+
+@pytest.mark.parametrize("version", [-1, 2**63, 2**64 - 1, True, 1.0, "1", None, [1], 0])
+def test_a_version_that_cannot_be_is_refused(worker: Worker, version: Any) -> None:
+    refused(worker, sealed(rows_of(worker)) | {"version": version}, version=version)
+    refused(worker, sealed(rows_of(worker)), version=version)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -64, 1, 63, 65, 2**28 + 64, 2**62, True, "64", None, 64.0])
+def test_a_bucket_size_that_cannot_be_is_refused(worker: Worker, bucket_bytes: Any) -> None:
+    refused(worker, sealed(rows_of(worker)) | {"bucket_bytes": bucket_bytes})
+
+
+@pytest.mark.parametrize("transport", ["", "pickle", "x" * 100_000, None, 5, ["zmq"], {"zmq": 1}])
+def test_a_transport_that_is_none_is_refused(worker: Worker, transport: Any) -> None:
+    refused(worker, sealed(rows_of(worker)), transport=transport)
+
+
+def mangled(value: Any, rng: random.Random) -> Any:
+    """A copy of a plain value with one place in it replaced, dropped, doubled or wrapped."""
+    junk = rng.choice([None, True, -1, 2**63, 1e308, "", "x" * 300, b"\xff", [], {}, [[]], {"a": []}, float("nan")])
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(sorted(value))
+        change = rng.random()
+        if change < 0.1:
+            return {name: item for name, item in value.items() if name != key}
+        if change < 0.2:
+            return value | {"extra": junk}
+        return value | {key: mangled(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.85:
+        at = rng.randrange(len(value))
+        change = rng.random()
+        if change < 0.1:
+            return value[:at] + value[at + 1 :]
+        if change < 0.2:
+            return [*value, value[at]]
+        return [*value[:at], mangled(value[at], rng), *value[at + 1 :]]
+    return junk
+
+
+def test_three_thousand_mangled_manifests_are_refused_and_take_no_memory(worker: Worker) -> None:
+    rng = random.Random(5)
+    good = begin(sealed(rows_of(worker)))
+    before = rss_bytes()
+    for number in range(3000):
+        message = mangled(good, rng)
+        if not isinstance(message, dict):
+            continue
+        reply = worker.control(**{str(key): value for key, value in message.items() if key not in ("v", "op", "id")})
+        if reply["op"] == "ok":  # nothing was changed after all
+            assert message == good, (number, message)
+        else:
+            assert reply["code"] != "internal", (number, message, reply)
+    assert rss_bytes() - before < 32 << 20
+
+
+# --- the data socket --------------------------------------------------------------------------------------------------
+
+
+def test_junk_on_the_data_port_takes_no_memory(worker: Worker) -> None:
+    before = rss_bytes()
+    assert throw_junk(worker.receiver.endpoint) > 20
+    assert rss_bytes() - before < 64 << 20
+
+
+def test_random_messages_on_the_data_socket_are_counted_and_nothing_else(worker: Worker) -> None:
+    """Also while an update is being received, with its own token: only a whole right bucket is written."""
+    rng = random.Random(7)
+    manifest = pack(3, [(row[0], row[1], row[2]) for row in rows_of(worker)], 128)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(worker.receiver.endpoint)
+    before = rss_bytes()
+    for _ in range(200):
+        reply = worker.control(**begin(manifest.to_wire()))
+        assert reply["op"] == "ok"
+        token = bytes.fromhex(reply["token"])
+        for _ in range(20):
+            socket.send_multipart(hostile_bucket(token, rng))
+        worker.status()
+        while socket.poll(0):
+            assert socket.recv()[:4] in (b"WNO1", b"WAK1")
+    assert rss_bytes() - before < 32 << 20
+    socket.close()
+    context.term()
+
+
+def hostile_bucket(token: bytes, rng: random.Random) -> list[bytes]:
+    payload = rng.randbytes(rng.choice([0, 1, 63, 64, 127, 128, 129, 4096]))
+    index = rng.choice([0, 1, 2**31, 2**32 - 1])
+    header = struct.pack("<4s16sII", b"WBK1", rng.choice([token, bytes(16)]), index, rng.choice([checksum(payload), 0]))
+    change = rng.randrange(6)
+    if change == 0:
+        header = header[: rng.randrange(len(header))]
+    elif change == 1:
+        header = rng.randbytes(len(header))
+    frames = {2: [payload, header], 3: [header], 4: [header, payload, payload], 5: [b"", header, payload]}
+    # A right bucket would be one, so the checksum of those that could be is wrong.
+    right = len(payload) in (64, 128) and change == 1
+    return frames.get(change, [header, payload + b"x" if right else payload])
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def write_update(worker: Worker, folder: Path, edit: Any) -> dict[str, Any]:
+    """A folder of one safetensors file whose header `edit` has spoiled, and the `begin` that names it."""
+    folder.mkdir()
+    tensors = new_tensors(worker.model, 2)
+    header: dict[str, Any] = {}
+    data = b""
+    for name, tensor in tensors.items():
+        raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        dtype = "BF16" if tensor.dtype == torch.bfloat16 else "F32"
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = edit(header)
+    text = json.dumps(header).encode() if text is None else text
+    whole = struct.pack("<Q", len(text)) + text + data
+    (folder / "model.safetensors").write_bytes(whole)
+    names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+    manifest = pack(5, [(name, names[t.dtype], t.shape) for name, t in tensors.items()], 64)
+    files = [["model.safetensors", len(whole), checksum(whole)]]
+    return begin(manifest.to_wire(), transport="disk", options={"folder": str(folder), "files": files})
+
+
+def update(name: str, **changes: Any) -> Any:
+    return lambda header: header[name].update(changes)
+
+
+SPOILED = {
+    "overlap": update("norm.weight", data_offsets=[0, 24]),
+    "overlap of all": lambda header: [entry.update(data_offsets=[0, 8]) for entry in header.values()] and None,
+    "offsets in reverse": update("norm.weight", data_offsets=[24, 0]),
+    "negative offsets": update("norm.weight", data_offsets=[-24, 0]),
+    "offsets beyond 64 bits": update("norm.weight", data_offsets=[2**64, 2**64 + 24]),
+    "offsets beyond the file": update("norm.weight", data_offsets=[2**40, 2**40 + 24]),
+    "offsets of floats": update("norm.weight", data_offsets=[0.0, 24.0]),
+    "absurd shape": update("norm.weight", shape=[2**62]),
+    "another type": update("norm.weight", dtype="F64"),
+    "a name more": lambda header: header.update(extra={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}),
+    "a name less": lambda header: header.pop("norm.weight") and None,
+    "an entry that is none": lambda header: header.update({"norm.weight": [1]}),
+    "deep JSON": lambda header: b"[" * 100_000,
+    "metadata of 64 MiB": lambda header: json.dumps(header | {"__metadata__": {"x": "y" * (64 << 20)}}).encode(),
+    "numbers without end": lambda header: b'{"a":' + b"9" * 100_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_folder_whose_header_lies_is_refused(worker: Worker, name: str, tmp_path: Path) -> None:
+    message = write_update(worker, tmp_path / "update", SPOILED[name])
+    with little_memory_and_time():
+        reply = worker.control(**message)
+        if reply["op"] == "ok":  # the files are read after `begin`
+            reply = worker.control(action="commit", token=reply["token"], options={})
+    assert reply["op"] == "error" and reply["code"] in ("weights_rejected", "not_found"), reply
+    assert reply["code"] != "internal" and len(reply["message"]) < 4000
+
+
+def test_the_spoiled_folders_are_right_but_for_what_was_spoiled(tmp_path: Path) -> None:
+    with Worker() as worker:
+        reply = worker.control(**write_update(worker, tmp_path / "update", lambda header: None))
+        assert worker.control(action="commit", token=reply["token"], options={})["op"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "folder", ["relative", "/", "/dev", "/proc/self/fd", "/etc/passwd", "a\0b", "/" + "x" * 10_000]
+)
+def test_a_folder_that_holds_no_update_is_refused(worker: Worker, folder: str) -> None:
+    manifest = sealed(rows_of(worker), version=5)
+    options = {"folder": folder, "files": [["model.safetensors", 8, 0]]}
+    reply = worker.control(**begin(manifest, transport="disk", options=options))
+    if reply["op"] == "ok":
+        reply = worker.control(action="commit", token=reply["token"], options={})
+    assert reply["op"] == "error" and reply["code"] != "internal", reply
+
+
+def test_a_manifest_that_was_read_is_one_that_can_be() -> None:
+    """What `from_wire` lets pass is sound in itself, however it was made."""
+    rng = random.Random(11)
+    good = pack(1, [("a", "float32", [3, 2]), ("b", "bfloat16", [5]), ("c", "float16", [])], 64).to_wire()
+    passed = 0
+    for _ in range(5000):
+        wire = mangled(good, rng)
+        if rng.random() < 0.5 and isinstance(wire, dict) and isinstance(wire.get("tensors"), list):
+            try:
+                wire |= {"digest": sealed(wire["tensors"], wire["version"], wire["bucket_bytes"])["digest"]}
+            except (TypeError, IndexError, KeyError, ValueError):
+                continue
+        try:
+            manifest = from_wire(wire)
+        except WeightsRejected:
+            continue
+        passed += 1
+        ends = [0, *(entry.end for entry in manifest.tensors)]
+        assert all(entry.offset >= end for entry, end in zip(manifest.tensors, ends, strict=False))
+        assert len({entry.name for entry in manifest.tensors}) == len(manifest.tensors)
+    assert passed > 20

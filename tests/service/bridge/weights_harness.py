@@ -1,0 +1,181 @@
+"""A tiny fused model, and a worker around a real WeightReceiver: real sockets, real threads, no engine."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from file_memory import share_with
+
+from rollout.adapter_sources import AdapterTarget
+from rollout.config import WeightsSettings
+from rollout.engine.adapter_table import AdapterUpdate
+from rollout.weights.receiver import WeightReceiver
+from rollout.weights.staging import StagedUpdate
+from trainer_bridge.wire.codec import decode, encode, join_envelope, split_envelope
+
+EXPERTS, HIDDEN, INTER = 3, 6, 4
+
+
+class TinyModel:
+    """Fused parameters with views under checkpoint names: q/k/v, both layouts of experts, tied embeddings."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
+        self.parameters = {
+            "embed": torch.zeros(11, HIDDEN, device=device, dtype=dtype),
+            "norm": torch.zeros(HIDDEN, device=device, dtype=torch.float32),
+            "qkv": torch.zeros(16, HIDDEN, device=device, dtype=dtype),
+            "gate_up": torch.zeros(EXPERTS, 2 * INTER, HIDDEN, device=device, dtype=dtype),
+            "down": torch.zeros(EXPERTS, HIDDEN, INTER, device=device, dtype=dtype),
+        }
+        p = self.parameters
+        self.views = {
+            "embed.weight": p["embed"],
+            "lm_head.weight": p["embed"],
+            "norm.weight": p["norm"],
+            "q.weight": p["qkv"][:8],
+            "k.weight": p["qkv"][8:12],
+            "v.weight": p["qkv"][12:],
+        }
+        for e in range(EXPERTS):
+            self.views[f"experts.{e}.gate.weight"] = p["gate_up"][e, :INTER]
+            self.views[f"experts.{e}.up.weight"] = p["gate_up"][e, INTER:]
+            self.views[f"experts.{e}.down.weight"] = p["down"][e]
+        self.views["experts.gate_up"] = p["gate_up"].transpose(1, 2)
+        self.views["experts.down"] = p["down"]
+
+    def names(self, stacked: bool = False) -> list[str]:
+        """One complete set of names, without the tied one."""
+        return [
+            name
+            for name in self.views
+            if name != "lm_head.weight" and ("experts." not in name or self._in(name, stacked))
+        ]
+
+    @staticmethod
+    def _in(name: str, stacked: bool) -> bool:
+        return (name in ("experts.gate_up", "experts.down")) == stacked
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.parameters.items()}
+
+
+def new_tensors(model: TinyModel, seed: int, dtype: torch.dtype | None = None, stacked: bool = False) -> dict:
+    """Random tensors for a whole update, exactly representable in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(view.shape, generator=generator).bfloat16().to(dtype or view.dtype)
+        for name, view in ((name, model.views[name]) for name in model.names(stacked))
+    }
+
+
+def serves(model: TinyModel, tensors: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(model.views[name], tensor.to(model.views[name].dtype)) for name, tensor in tensors.items())
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, f"never happened: {what}"
+        time.sleep(0.001)
+    return found
+
+
+class Worker:
+    """A ROUTER socket that forwards to `receiver.control`, and a loop that applies updates while `open_gate` is set."""
+
+    def __init__(
+        self,
+        version: int = 0,
+        model: TinyModel | None = None,
+        port: int = 0,
+        adapters: AdapterTarget | None = None,
+        shared: Path | None = None,
+        **settings: Any,
+    ) -> None:
+        """`shared`: a folder of files by which `cuda_ipc` may come."""
+        self.model = model or TinyModel()
+        self.receiver = WeightReceiver(self.model.views, version, WeightsSettings(**settings), adapters=adapters)
+        if shared is not None:
+            share_with(self, shared)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.updates: list[StagedUpdate | AdapterUpdate] = []
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        wait_for(lambda: self._bound(f"tcp://127.0.0.1:{port or '*'}"), "a free port")
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.port = int(self.endpoint.rpartition(":")[2])
+        self._replies: queue.SimpleQueue = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._serve, self._loop)]
+        for thread in self._threads:
+            thread.start()
+
+    def control(self, **fields: Any) -> dict[str, Any]:
+        """Send a control message and wait for its reply."""
+        return self.ask(**fields).get(timeout=20)
+
+    def ask(self, **fields: Any) -> queue.SimpleQueue:
+        replies: queue.SimpleQueue = queue.SimpleQueue()
+        self.receiver.control({"v": 1, "op": "weights", "id": "x", **fields}, replies.put)
+        return replies
+
+    def status(self) -> dict[str, Any]:
+        return self.control(action="status")
+
+    def close(self) -> None:
+        self.receiver.close()
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+        self._socket.close(0)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _bound(self, address: str) -> bool:
+        """Whether the address could be bound: the socket that had it closes in the background."""
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            while not self._replies.empty():
+                sender, delimiter, reply = self._replies.get()
+                self._socket.send_multipart([sender, *join_envelope(delimiter, encode({"v": 1, **reply}))])
+            if self._socket.poll(2):
+                sender, *frames = self._socket.recv_multipart()
+                delimiter, frames = split_envelope(frames)
+                header = decode(frames)
+                self.receiver.control(header, self._replier(sender, delimiter, header["id"]))
+
+    def _replier(self, sender: bytes, delimiter: bool, message_id: str) -> Callable[[dict], None]:
+        return lambda reply: self._replies.put((sender, delimiter, {"id": message_id, **reply}))
+
+    def _loop(self) -> None:
+        while not self._closing.is_set():
+            hold = self.receiver.hold
+            if hold.wanted and self.gate.is_set():
+                hold.grant()
+            update = self.receiver.take_ready() if self.gate.is_set() else None
+            if update is None:
+                time.sleep(0.001)
+                continue
+            self.updates.append(update)
+            if not isinstance(update, AdapterUpdate):
+                update.copy_into()
+                hold.clear()
+            self.receiver.applied(update, 0.001)

@@ -1,0 +1,81 @@
+"""Two workers for all tests here, started once; each test leaves them as it found them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+from raw_client import RawClient
+from worker_harness import launch, until
+
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
+
+MAX_ROWS, MAX_QUEUE, MAX_CONTEXT = 8, 24, 32_768
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
+    """Two workers that count in ones: the first keeps its weights, the second is for tests that publish others."""
+    folder = tmp_path_factory.mktemp("workers")
+    flags = {"max_rows": MAX_ROWS, "max_queue": MAX_QUEUE, "max_context_tokens": MAX_CONTEXT, "wait": False}
+    if importlib.util.find_spec("prometheus_client") is not None:
+        flags |= {"metrics_port": 0, "interval_s": 0.5}
+    first, second = (launch(log=folder / f"{name}.log", **flags) for name in ("first", "second"))
+    with first, second:
+        first.wait_ready(120)
+        second.wait_ready(120)
+        yield first, second
+
+
+@pytest.fixture
+def worker(workers: tuple[WorkerProcess, WorkerProcess]) -> Iterator[WorkerProcess]:
+    """The first worker, which must be idle again when the test is over."""
+    yield workers[0]
+    assert_idle(workers[0])
+
+
+@pytest.fixture(scope="session")
+def ledger() -> dict[int, int]:
+    """What each version of the second worker's weights counts in; whoever publishes to it writes it down."""
+    return {0: 1}
+
+
+@pytest.fixture
+def weights_worker(workers: tuple[WorkerProcess, WorkerProcess]) -> Iterator[WorkerProcess]:
+    """The second worker, which must be idle again when the test is over."""
+    yield workers[1]
+    assert_idle(workers[1])
+
+
+@pytest.fixture
+def client(worker: WorkerProcess) -> Iterator[RolloutClient]:
+    """A client of the first worker."""
+    with RolloutClient(worker.endpoint, timeout_s=30.0) as client:
+        yield client
+
+
+@pytest.fixture
+def raw(worker: WorkerProcess) -> Iterator[RawClient]:
+    """A DEALER socket to the first worker."""
+    with RawClient(worker.endpoint) as client:
+        yield client
+
+
+def assert_idle(worker: WorkerProcess) -> None:
+    """No row, no page and no slot is in use, and nobody waits: whatever a test did, everything went back."""
+    with RolloutClient(worker.endpoint, timeout_s=30.0) as client:
+
+        def idle() -> bool:
+            status = client.status()
+            pages, slots = status["pages"], status["slots"]["in_flight"]
+            busy = status["rows"]["running"], status["queue"]["waiting"], pages["used"], slots
+            return busy == (0, 0, 0, 0) and pages["free"] + pages["cached"] == pages["total"]
+
+        left_in = client.status()["state"]
+        if left_in == "paused":
+            client.pause("abort")  # so that the next test has a chance
+            client.resume()
+        until(idle, "the worker to be idle again", 20.0)
+        assert left_in == "serving"

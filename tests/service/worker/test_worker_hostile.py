@@ -1,0 +1,99 @@
+"""Hostile messages at a real worker: a good client's streams stay right to the last token, and memory stays flat."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import msgpack
+import zmq
+from worker_harness import check
+
+from tests.hostile import rss_bytes, throw_junk
+from tests.service.hostile_messages import Hostile, hostile_messages
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
+
+MESSAGES = 12_000
+WARM_UP = 2_000
+BURST = 250
+PROMPT = "17:"
+COMPLETIONS, TOKENS = 2, 15_000  # more than are generated meanwhile, so that the streams last to the end
+
+
+class Attacker:
+    """A connection that sends hostile messages and counts the answers to each id."""
+
+    def __init__(self, context: zmq.Context, endpoint: str) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(endpoint)
+        self.expected: Counter[str] = Counter()
+        self.answers: Counter[str] = Counter()
+        self.codes: Counter[str] = Counter()
+
+    def send(self, message: Hostile) -> None:
+        self.socket.send_multipart(message.frames)
+        self.expected[message.id] += 1
+
+    def read_all(self) -> None:
+        """Until every message has its answer."""
+        while self.answers.total() < self.expected.total():
+            assert self.socket.poll(60_000), "no answer comes any more"
+            frames = self.socket.recv_multipart()
+            reply = msgpack.unpackb(frames[0] or frames[1])
+            if reply["op"] != "chunk":
+                self.answers[reply["id"]] += 1
+                self.codes[reply.get("code", reply["op"])] += 1
+
+
+def attack(attackers: list[Attacker], messages: Iterator[Hostile]) -> None:
+    while burst := list(itertools.islice(messages, BURST)):
+        for number, message in enumerate(burst):
+            attackers[number % len(attackers)].send(message)
+        for attacker in attackers:
+            attacker.read_all()
+
+
+def test_hostile_messages_leave_a_good_stream_without_a_wrong_token(
+    worker: WorkerProcess, client: RolloutClient
+) -> None:
+    context = zmq.Context()
+    attackers = [Attacker(context, worker.endpoint) for _ in range(3)]
+    attack(attackers, hostile_messages(WARM_UP, seed=21))
+    before = rss_bytes(worker.pid)
+    with client.generate(PROMPT, n=COMPLETIONS, max_tokens=TOKENS, stream="tokens", stream_every=16) as stream:
+        next(stream)
+        attack(attackers, hostile_messages(MESSAGES - WARM_UP, seed=22))
+        taken = rss_bytes(worker.pid) - before
+        stream.cancel()
+        result = stream.wait()
+    for completion in result.completions:
+        assert len(completion) > 500, "the stream stood still"
+        check(PROMPT, completion, {0: 1})
+    for attacker in attackers:
+        assert attacker.answers == attacker.expected, "each message has one answer, with the id that it had"
+        assert not attacker.codes["internal"], attacker.codes
+        assert attacker.codes["bad_message"] > 100 and attacker.codes["bad_request"] > 100, attacker.codes
+        attacker.socket.close()
+    context.term()
+    assert taken < 48 << 20, f"{taken >> 20} MiB more"
+    client.ping()
+
+
+def test_junk_on_both_ports_leaves_a_good_stream_without_a_wrong_token(
+    worker: WorkerProcess, client: RolloutClient
+) -> None:
+    before = rss_bytes(worker.pid)
+    with client.generate(PROMPT, max_tokens=600, stream="tokens", stream_every=8) as stream:
+        next(stream)
+        for endpoint in (worker.endpoint, worker.weights_endpoint):
+            assert throw_junk(endpoint) > 20
+        result = stream.wait()
+    check(PROMPT, result.completions[0], {0: 1})
+    assert rss_bytes(worker.pid) - before < 64 << 20
+    deadline = time.monotonic() + 5
+    while client.status()["rows"]["running"]:
+        assert time.monotonic() < deadline

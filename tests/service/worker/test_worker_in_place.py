@@ -1,0 +1,88 @@
+"""A real worker whose weights are overwritten in place: while completions run, and when the publisher dies half-way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from worker_harness import ONES, TWOS, check, launch, subprocess_environment, until
+
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
+from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.wire.errors import Unavailable
+
+DYING = Path(__file__).with_name("dying_publisher.py")
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return load_file((ONES if step == 1 else TWOS) / "model.safetensors")
+
+
+def publish_half(endpoint: str, version: int) -> None:
+    """A publisher that is killed when half of the buckets are with the worker."""
+    command = [sys.executable, str(DYING), endpoint, str(TWOS), str(version)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=subprocess_environment()) as process:
+        assert process.stdout is not None and process.stdout.readline() == "half\n"
+        with WeightPublisher(endpoint) as publisher:
+            until(lambda: (publisher.status()[0]["incoming"] or {}).get("arrived_bytes"), "the first buckets")
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def in_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    with launch(log=tmp_path_factory.mktemp("in_place") / "log", apply="in_place", idle_s=1.0) as worker:
+        yield worker
+
+
+def test_completions_change_step_where_their_versions_say(in_place: WorkerProcess) -> None:
+    steps = {0: 1, 1: 2, 2: 1, 3: 2}
+    with RolloutClient(in_place.endpoint, timeout_s=60) as client:
+        with client.generate("17:", n=3, max_tokens=30_000, stream="tokens", stream_every=8) as stream:
+            next(stream)
+            for version, transport in enumerate(("shm", "zmq", "nccl"), 1):
+                with WeightPublisher(in_place.endpoint, transport=transport, bucket_bytes=1 << 14) as publisher:
+                    (report,) = publisher.publish(tensors(steps[version]), version).applied(60)
+                    assert report.transport == transport and 0 < report.pause_s < report.seconds
+                while next(stream).part.versions[-1][0] != version:
+                    pass
+            stream.cancel()
+            for completion in stream.wait().completions:
+                assert [version for version, _ in completion.versions] == [0, 1, 2, 3]
+                check("17:", completion, steps)
+
+
+def test_a_stale_worker_says_why_keeps_its_rows_and_is_cured_by_a_whole_update(in_place: WorkerProcess) -> None:
+    client, other = (RolloutClient(in_place.endpoint, timeout_s=60) for _ in range(2))  # each belongs to a thread
+    with client, other, ThreadPoolExecutor() as pool:
+        with client.generate("17:", max_tokens=30_000, stream="tokens", stream_every=8) as stream:
+            next(stream)
+            publish_half(in_place.endpoint, 4)
+            status = until(lambda: (found := client.status())["state"] == "stale" and found, "a stale worker")
+            assert "version 4" in status["problems"][0] and status["rows"]["running"] == 1
+            with pytest.raises(Unavailable, match="version 4 of the weights was written in place, in part.*Publish"):
+                client.generate("17:", max_tokens=5)
+            with WeightPublisher(in_place.endpoint) as publisher:
+                publisher.publish(tensors(1), 5).applied(60)
+                status = client.status()
+                assert (status["state"], status["problems"]) == ("serving", [])
+                waiting = pool.submit(other.generate, "17:", max_tokens=20, min_version=6)
+                while next(stream).part.versions[-1][0] != 5:
+                    pass
+                until(lambda: client.status()["queue"]["waiting"] == 1, "the request that waits for version 6")
+                assert not waiting.done()
+                publisher.publish(tensors(2), 6).applied(60)
+            (completion,) = waiting.result(60).completions
+            assert [version for version, _ in completion.versions] == [6]
+            check("17:", completion, {6: 2})
+            (late,) = client.generate("17:", max_tokens=20, min_version=7, deadline_s=0.05).completions
+            assert late.finish_reason == "deadline" and len(late.token_ids) == 0
+            stream.cancel()
+            (completion,) = stream.wait().completions
+        check("17:", completion, {3: 2, 5: 1, 6: 2})

@@ -1,0 +1,89 @@
+"""Real workers for tests: how they are started, what they count, and waiting for what they tell of themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollout.demo.counting import CountingReport, check_completion
+from trainer_bridge.client.launch import WorkerProcess, start_worker
+from trainer_bridge.client.results import Completion
+
+ROOT = Path(__file__).parents[3]
+CHECKPOINTS = ROOT / "rollout" / "demo" / "checkpoints"
+ONES, TWOS = CHECKPOINTS / "ones", CHECKPOINTS / "twos"
+DEADLINE_S = 60.0
+
+_SETTINGS = ("ROLLOUT_", "WANDB_")
+_ALWAYS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+
+#: Token texts by id, as in the checkpoints' tokenizer.json.
+TEXTS = ("<pad>", "<eos>", "<unk>", *"0123456789 :\n")
+EOS, SPACE, COLON = 1, TEXTS.index(" "), TEXTS.index(":")
+
+
+def subprocess_environment(**changes: str) -> dict[str, str]:
+    """This environment without settings of a worker and without a W&B account, and with the sources on the path."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS)}
+    return {**kept, **_ALWAYS, **changes}
+
+
+def launch(
+    model: Path | str = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any
+) -> WorkerProcess:
+    """`start_worker` without W&B, and with as much KV as tests need: all of it is written to at the start."""
+    without = {name: None for name in os.environ if name.startswith(_SETTINGS)}
+    return start_worker(
+        model,
+        log_file=log,
+        wait=wait,
+        env={**without, **_ALWAYS, **(env or {})},
+        **{"wandb": False, "drain_s": 60, "kv_memory_max_gib": 0.125, **flags},
+    )
+
+
+def rollout(*arguments: str) -> list[str]:
+    """The command line of the `rollout` command."""
+    return [sys.executable, "-m", "rollout.cli.main", *arguments]
+
+
+def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """The first true value of `condition`; fails after `deadline_s`."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"still waiting for {what}"
+        time.sleep(0.002)
+    return value
+
+
+def token_ids(text: str) -> list[int]:
+    """Token ids of a counting text; one a character."""
+    return [TEXTS.index(character) for character in text]
+
+
+def text_of(tokens: Any) -> str:
+    """The text of tokens that are not special."""
+    return "".join(TEXTS[token] for token in tokens)
+
+
+def check(prompt: str, completion: Completion, steps: dict[int, int]) -> CountingReport:
+    """Check every token against the version that it says it is of; `steps` has what each version counts in."""
+    return check_completion(prompt, completion.token_ids.tolist(), completion.versions, steps, TEXTS.__getitem__)
+
+
+def is_gone(pid: int) -> bool:
+    """True if there is no such process, or it waits only to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def facts(log: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a worker's output: ready and, at the end, ended."""
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"event"')]

@@ -1,0 +1,216 @@
+"""The benchmark of swaps: what it reads off the steps, weights that show their version, whole runs at a toy shape."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_scripts import load_script
+
+from rollout.config import EngineSettings, ModelSettings, Settings
+from rollout.engine.device.streams import make_device
+from rollout.engine.messages import SamplingParams
+from rollout.metrics.meter import StepRecord
+from rollout.metrics.recording import Recording
+from rollout.models import load_model
+from scripts.bench.driver import Driver
+from scripts.bench.plain_broadcast import plain_seconds
+from scripts.bench.shapes import write_checkpoint
+from scripts.bench.swap_pause import pause_of, usual_step
+from scripts.bench.swap_trainer import Order, Trainer
+from scripts.bench.swap_weights import make_visible, shape_tensors, show, token_of, wrong_tokens
+
+ORIGIN_S = 1_000_000.0
+
+
+def step(end_s: float, version: int, rows: int = 4, kind: str = "decode") -> StepRecord:
+    return StepRecord(
+        kind=kind, rows=rows, zombie_rows=0, tokens=rows, plan_s=0.0, launch_s=0.0, commit_s=0.0,
+        start_s=end_s - 0.001, end_s=end_s, version=version,
+    )  # fmt: skip
+
+
+def recorded(*steps: StepRecord) -> Recording:
+    return Recording(steps, (), ORIGIN_S)
+
+
+def test_the_pause_is_what_two_steps_are_further_apart_than_usual() -> None:
+    before = [step(0.005 * i, 7) for i in range(20)]  # the last one ends at 0.095
+    slower = [step(0.095 + 0.006 * i, 7) for i in range(1, 6)]  # while the update arrives; the last at 0.125
+    after = [step(0.145 + 0.005 * i, 8) for i in range(5)]
+    usual_s = usual_step(recorded(*before, step(0.2, 7, rows=3), step(0.201, 7, kind="prefill")))
+    assert usual_s == pytest.approx(0.005)
+    found = pause_of(recorded(*before[10:], *slower, *after), 8, usual_s, ORIGIN_S + 0.0955)
+    assert found.pause_s == pytest.approx(0.145 - 0.125 - 0.005)
+    assert found.during_s == pytest.approx(0.006) and found.steps_during == 5
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ([step(0.01, 7), step(0.02, 7)], "not among"),
+        ([step(0.01, 8), step(0.02, 8)], "not among"),
+        ([step(0.01, 7), step(0.02, 7), step(0.03, 8, rows=3)], "came or went"),
+        ([step(0.01, 7), step(0.02, 7), step(0.03, 8, kind="prefill")], "came or went"),
+    ],
+)
+def test_a_swap_that_cannot_be_compared_is_not(steps: list[StepRecord], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        pause_of(recorded(*steps), 8, 0.005, ORIGIN_S + 0.025)
+
+
+def test_without_steps_there_is_nothing_usual() -> None:
+    with pytest.raises(ValueError, match="nothing to compare"):
+        usual_step(recorded(step(0.01, 7)))
+
+
+@pytest.mark.parametrize("shape", ["toy", "toy-moe"])
+def test_visible_weights_draw_the_token_of_their_version_and_a_mixture_another_one(shape: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(shape, tmp_path)
+    device = make_device("cpu")
+    model = load_model(ModelSettings(path=str(folder), load_format="random"), device.torch_device).model
+    engine = EngineSettings(max_rows=2, kv_pages=64, max_context_tokens=64, prefix_cache=False)
+    driver = Driver(Settings(engine=engine), device, model)
+    tensors = shape_tensors(folder, torch.device("cpu"))
+    make_visible(tensors)
+
+    def drawn(name: str, version: int, leave_out: str = "") -> set[int]:
+        show(tensors, version)
+        views = model.hf_views()
+        for tensor_name, tensor in tensors.items():
+            if tensor_name != leave_out:
+                views[tensor_name].copy_(tensor)
+        driver.submit(name, [3, 4, 5], 12, SamplingParams(temperature=0.0))
+        driver.finish()
+        return set(driver.completions[name].tokens)
+
+    with torch.inference_mode():
+        assert [drawn(f"v{version}", version) for version in (1, 2, 17)] == [{token_of(v)} for v in (1, 2, 17)]
+        assert token_of(1) == token_of(17) != token_of(2)
+        for left_out in ("lm_head.weight", "model.embed_tokens.weight"):
+            drawn("whole", 3)
+            (token,) = drawn(left_out, 4, leave_out=left_out)
+            assert token not in (token_of(3), token_of(4))
+    driver.close()
+
+
+def test_wrong_tokens_are_counted_by_the_runs_of_versions() -> None:
+    told = [(1, 3), (2, 2)]
+    right = [token_of(1)] * 3 + [token_of(2)] * 2
+    assert wrong_tokens(right, told) == 0
+    assert wrong_tokens(right, [(1, 2), (2, 3)]) == 1
+    assert wrong_tokens([*right[:4], 5], told) == 1
+
+
+def test_a_tied_model_cannot_show_a_version(tmp_path: Path) -> None:
+    tensors = shape_tensors(write_checkpoint("toy", tmp_path), torch.device("cpu"))
+    del tensors["lm_head.weight"]
+    with pytest.raises(ValueError, match="another shape"):
+        make_visible(tensors)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[int, list[dict]]:
+    script = load_script("bench.swap")
+    sizes = ("--device", "cpu", "--shape", "toy", "--rows", "4", "--prompt", "8", "--bucket-mib", "1")
+    monkeypatch.setattr(sys, "argv", [script.__name__, "--out", str(out), *sizes, *arguments])
+    return script.main(), json.loads(out.read_text())["rows"]
+
+
+def test_updates_are_measured_beside_rows_that_decode_and_then_come_many_in_a_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = (
+        "--transport",
+        "nccl",
+        "auto",
+        "--plain-broadcast",
+        "--repeat",
+        "1",
+        "--updates",
+        "5",
+        "--new",
+        "20000",
+    )
+    status, found = run(monkeypatch, tmp_path / "swap.json", *arguments)
+    assert status == 0
+    facts, first, second, medians, *others = found[:7]
+    assert (facts["apply"], facts["staging"]) == ("staged", "host")
+    assert [row["transport"] for row in (first, second, medians, *others)] == ["nccl"] * 3 + ["shm"] * 3
+    for number, row in enumerate((first, second, *others[:2]), 1):
+        assert (row["version"], row["bytes"]) == (number, facts["bytes"])
+        assert min(row[name] for name in ("applied_ms", "held_ms", "step_ms", "receive_ms", "reported_ms")) > 0
+        assert row["floor_ms"] == pytest.approx(2e3 * facts["bytes"] / facts["copy_bytes_per_s"])
+        assert row["pause_over_floor"] == pytest.approx(row["pause_ms"] / row["floor_ms"])
+    assert medians["median_of"] == 1 and medians["pause_ms"] == second["pause_ms"]
+    *some, last, plain = found[7:]
+    assert [row["updates"] for row in some] == [1, 2, 3, 4, 5]
+    assert last["failed"] == last["wrong_tokens"] == 0 and last["tokens"] > 0 and last["flat"]
+    assert last["completions"] % 4 == 0 and 2 <= last["most_versions"] <= 6
+    assert plain["gb_per_s"] == pytest.approx(facts["bytes"] / plain["plain_broadcast_ms"] / 1e6)
+
+
+def test_an_update_of_several_ranks_is_applied_when_all_workers_use_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places = ("--trainer-device", "cpu", "cpu", "--worker-device", "cpu", "cpu")
+    status, found = run(
+        monkeypatch, tmp_path / "swap.json", *places, "--transport", "nccl", "--repeat", "1", "--new", "20000"
+    )
+    facts, *rows, medians = found
+    assert status == 0 and (facts["workers"], facts["ranks"]) == (2, 2)
+    assert [(row["version"], row["transport"], row["bytes"]) for row in rows] == [
+        (version, "nccl", facts["bytes"]) for version in (1, 2)
+    ]
+    assert medians["median_of"] == 1
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "swap.json", *places, "--updates", "5")
+
+
+def test_a_rank_that_cannot_begin_is_told_of_and_leaves_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[subprocess.Popen] = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *how: Any, **more: Any) -> None:
+            super().__init__(*how, **more)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    folder = write_checkpoint("toy", tmp_path / "model")
+    order = Order(str(folder), ["tcp://127.0.0.1:1"], "", None, "", limit_s=10.0, store=str(tmp_path / "store"))
+    with pytest.raises(RuntimeError, match="a trainer process ended with status 1"):
+        Trainer(order, ["cpu", "cuda:99"])
+    assert len(started) == 2 and all(rank.poll() is not None for rank in started)
+
+
+def test_the_figure_of_a_plain_broadcast_is_not_the_last_word_of_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    last = "import atexit, sys; atexit.register(lambda: print('Warning: line 12', file=sys.stderr))"
+    (tmp_path / "sitecustomize.py").write_text(last)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    assert plain_seconds(("cpu", "cpu"), 1 << 20, 1 << 18) != 12.0
+
+
+def test_a_shape_that_cannot_show_its_version_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "swap.json", "--shape", "qwen3-0.6b", "--updates", "5")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_updates_wait_in_its_own_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ("--device", "cuda:0", "--shape", "qwen3-0.6b", "--bucket-mib", "64", "--repeat", "2", "--new", "20000")
+    status, (facts, *rows) = run(monkeypatch, tmp_path / "swap.json", *arguments, "--transport", "auto", "shm")
+    assert status == 0 and facts["staging"] == "device" and facts["upload_bytes_per_s"] > 0
+    assert [row["transport"] for row in rows] == ["cuda_ipc"] * 4 + ["shm"] * 4
+    assert all(row["pause_ms"] > 0 for row in rows)

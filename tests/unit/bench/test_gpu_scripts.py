@@ -1,0 +1,187 @@
+"""The GPU scripts at toy shapes on a CPU: they run, write what they found, and the check sees what is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from scripts.bench.long_rows import growth
+
+
+def load_script(name: str) -> ModuleType:
+    return importlib.import_module(f"scripts.{name}")
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return load_script("bench.gpu_pipeline")
+
+
+@pytest.fixture(scope="module")
+def correctness():
+    return load_script("check.correctness")
+
+
+def run(script: ModuleType, monkeypatch, out: Path, *arguments: str) -> tuple[int | None, list[dict]]:
+    monkeypatch.setattr(sys, "argv", [script.__name__, "--device", "cpu", "--out", str(out), *arguments])
+    status = script.main()
+    return status, json.loads(out.read_text())["rows"]
+
+
+def test_the_pipeline_benchmark_runs_and_draws(pipeline, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "pipeline.json"
+    sizes = ("--rows", "2", "--prompt", "8", "--new", "40", "--turns", "1")
+    _, (line,) = run(pipeline, monkeypatch, out, "--shapes", "toy", *sizes)
+    assert line["f_ms"] + line["s_ms"] + line["b_ms"] > 0
+    assert line["error_points"] == pytest.approx(line["predicted_pct"] - line["observed_pct"])
+    assert line["steps"]["1"] == line["steps"]["2"]
+    assert line["zombie_steps"] == {"1": 0, "2": 1}, "the pipeline pays for the stop token that it did not know of"
+    picture = tmp_path / "pipeline_toy_2.png"
+    assert picture.stat().st_size > 1000
+    picture.unlink()
+    run(pipeline, monkeypatch, out, "--redraw")
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("shape", "option", "mark"), [("toy-moe", "routing", "routing"), ("toy", "truncate", "truncated")]
+)
+def test_the_decode_benchmark_measures_a_step_with_an_option_beside_one_without(
+    monkeypatch, tmp_path, shape, option, mark
+):
+    sizes = ("--shape", shape, "--rows", "2", "--prompt", "8", "--new", "40")
+    _, (plain, other) = run(load_script("bench.decode"), monkeypatch, tmp_path / "d.json", *sizes, f"--{option}")
+    assert mark not in plain and other[mark] and plain["rows"] == other["rows"] == 2
+    overhead = (other["steady_ms"] / plain["steady_ms"] - 1) * 100
+    assert other["overhead_pct"]["steady_ms"] == pytest.approx(overhead)
+
+
+def test_the_decode_benchmark_takes_settings_and_its_floor_follows_them(monkeypatch, tmp_path):
+    need = load_script("bench.decode").step_needs
+    plain, coded = need("toy-moe", {}), need("toy-moe", {"expert_dtype": "mxfp8", "kv_dtype": "fp8_e4m3"})
+    assert coded.weights == plain.weights and coded.expert == round(plain.expert * 33 / 64)
+    assert coded.kv_per_token == plain.kv_per_token * 20 / 32, "heads of 16: codes and a scale"
+    sizes = ("--shape", "toy-moe", "--rows", "2", "--prompt", "8", "--new", "20", "--set", "kv_dtype=fp8_e4m3")
+    _, (row,) = run(load_script("bench.decode"), monkeypatch, tmp_path / "d.json", *sizes)
+    written = json.loads((tmp_path / "d.json").read_text())
+    assert written["settings"] == {"kv_dtype": "fp8_e4m3"} and row["steady_ms"] > 0
+
+
+def test_a_setting_that_is_none_is_wrong_usage(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(load_script("bench.decode"), monkeypatch, tmp_path / "d.json", "--set", "kv_dtyp=fp8_e4m3")
+    assert end.value.code == 2 and "did you mean engine.kv_dtype?" in capsys.readouterr().err
+
+
+def test_the_benchmark_of_scores_measures_steps_and_a_prompt(monkeypatch, tmp_path):
+    sizes = ("--shape", "toy", "--rows", "2", "--prompt", "8", "--new", "20", "--tops", "3", "--long", "200")
+    _, rows = run(load_script("bench.scores"), monkeypatch, tmp_path / "s.json", *sizes)
+    assert [row.get("asking") for row in rows] == [0, 1, 2, None, None]
+    assert [row["scored"] for row in rows[3:]] == [False, True]
+    assert all(row.get("steady_ms", row.get("prefill_ms")) > 0 for row in rows)
+
+
+def test_the_benchmark_of_offloading_runs_all_three(monkeypatch, tmp_path):
+    sizes = ("--shape", "toy", "--rows", "4", "--prompt", "8", "--tokens", "120", "--holds", "2", "--piece-mib", "0.02")
+    script = load_script("bench.offload")
+    _, rows = run(script, monkeypatch, tmp_path / "o.json", *sizes)
+    by_mode = {row["mode"]: row for row in rows}
+    assert list(by_mode) == ["offload", "recompute", "whole"]
+    assert by_mode["offload"]["restored"] == by_mode["offload"]["preemptions"] > 0 == by_mode["whole"]["preemptions"]
+    assert by_mode["offload"]["prefilled"] == 4 * 8 + by_mode["offload"]["restored"] < by_mode["recompute"]["prefilled"]
+    assert by_mode["offload"]["gib_out"] > 0 and by_mode["offload"]["moving_steps"] > 0
+
+
+def test_a_step_is_moving_while_a_piece_is_on_its_way():
+    script = load_script("bench.offload")
+    moves = [script.MoveRecord("in", 1, 4.0, 4.5), script.MoveRecord("out", 1, 1.0, 3.5)]
+    begin, end = np.array([0.0, 0.5, 2.0, 3.6, 4.4, 4.6]), np.array([0.9, 1.5, 3.0, 3.9, 5.0, 9.0])
+    assert script.moving(begin, end, moves).tolist() == [False, True, True, False, True, False]
+    rows, moved = np.array([2, 2, 3, 2]), np.array([False, True, False, False])
+    assert script.nearest_ratio(np.array([1.0, 3.0, 9.0, 2.0]), rows, moved) == 3.0
+
+
+def test_the_benchmark_of_sleep_wakes_at_both_levels(monkeypatch, tmp_path):
+    few = ("--shape", "toy", "--rows", "3", "--prompt", "20", "--new", "120", "--steps", "8", "--kv-pages", "60")
+    status, rows = run(load_script("bench.sleep"), monkeypatch, tmp_path / "sleep.json", *few, "--repeat", "1")
+    assert status == 0 and [row["level"] for row in rows] == [1, 2]
+    assert all(row["same"] and row["step_after_ms"] > 0 and row["wake_s"] > 0 for row in rows)
+
+
+def test_the_stop_token_is_new_to_every_row(pipeline):
+    rows = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9, 9, 9, 8, 8, 9]]
+    assert pipeline.stop_tokens(rows) == (5, [6, 8])
+    assert pipeline.stop_tokens([[1] * 10]) is None
+
+
+def test_a_right_engine_passes(correctness, monkeypatch, tmp_path):
+    arguments = ("--size", "toy", "--dtype", "float32")
+    status, found = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    families = ["qwen3", "llama", "qwen3_moe", "mixtral", "olmoe"]
+    assert status == 0 and [one["family"] for one in found] == families
+    assert all(0.5 <= one["entropy"] <= 2.0 and one["logits"]["ours"]["rms"] < 1e-5 for one in found)
+    assert all(one["depths"]["equal"]["logprobs_equal"] for one in found)
+
+
+@pytest.mark.parametrize("damage", ["rope", "page"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_spoiled_engine_fails(correctness, monkeypatch, tmp_path, damage, dtype):
+    arguments = ("--size", "toy", "--dtype", dtype, "--families", "qwen3", "--break", damage)
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    assert status == 1
+    said = " ".join(found["failures"])
+    assert "logits" in said and "log-probs" in said
+
+
+def test_rows_that_part_between_the_depths_fail(correctness, monkeypatch, tmp_path):
+    """One token that differs at depth 2."""
+    plain = correctness.Driver.finish
+
+    def differing(driver) -> None:
+        plain(driver)
+        if driver.engine.pipeline.depth == 2 and "r0" in driver.completions:
+            tokens = driver.completions["r0"].tokens
+            tokens[7] = (tokens[7] + 1) % 320
+
+    checker_depths = correctness.Checker.depths
+
+    def depths(checker) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(correctness.Driver, "finish", differing)
+            checker_depths(checker)
+
+    monkeypatch.setattr(correctness.Checker, "depths", depths)
+    arguments = ("--size", "toy", "--dtype", "float32", "--families", "qwen3")
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
+    assert status == 1 and found["depths"]["equal"]["first_divergence"] == 7
+
+
+def test_many_long_rows_give_everything_back(correctness, monkeypatch, tmp_path):
+    arguments = ("--long", "--long-shape", "toy", "--long-rows", "2", "--long-tokens", "200")
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "l.json", *arguments)
+    assert status == 0 and len(found["marks"]) == 9 and found["pages"] >= 2 * 216 // 16
+
+
+def test_a_page_that_does_not_come_back_fails(correctness, monkeypatch, tmp_path):
+    def leaking(driver) -> None:
+        driver.engine.scheduler.memory.pool.allocate()
+        plain(driver)
+
+    plain = correctness.Driver.close
+    monkeypatch.setattr(correctness.Driver, "close", leaking)
+    arguments = ("--long", "--long-shape", "toy", "--long-rows", "2", "--long-tokens", "80")
+    status, (found,) = run(correctness, monkeypatch, tmp_path / "l.json", *arguments)
+    assert status == 1 and "not whole" in found["failures"][0]
+
+
+def test_memory_that_grows_is_said():
+    mark = {"allocated": 100.0, "reserved": 200.0, "driver_free": 900.0}
+    assert not growth([mark, mark | {"driver_free": 896.0}])
+    assert "driver_free" in growth([mark, mark | {"driver_free": 880.0}])[0]

@@ -1,0 +1,283 @@
+"""Benchmarks against peers: the same work for all, honest floors, and scripts that run before they cost GPU time."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rollout_kernels.moe.dispatch import MoEShape, measured_table, moe_plan
+
+from scripts.bench import compare_peers
+from scripts.bench.peers.experiments import Finished, run_job
+from scripts.bench.peers.floors import JobFloor, job_floor, step_floor_s
+from scripts.bench.peers.job import EXPERIMENTS, Job
+from scripts.bench.peers.ours_engine import OursEngine, group_experts, load_random
+from scripts.bench.peers.runs import Report, child_environment, run_child
+from scripts.bench.peers.vllm_engine import capture_sizes
+from scripts.bench.peers.workloads import Work, completion_lengths, long_job, nested_prompts, uniform_work
+from scripts.bench.shapes import StepBytes, step_bytes
+
+TOY = Job(
+    shape="toy",
+    device="cpu",
+    rows=(1, 3),
+    prompt=20,
+    new=12,
+    repeats=1,
+    contexts=(64, 160),
+    context_steps=4,
+    post_rows=2,
+    post_new=24,
+    short_requests=6,
+    short_prompt=20,
+    short_new=(2, 4),
+    job_rows=3,
+    job_prompts=2,
+    job_completions=2,
+    job_prompt=20,
+    job_scale=0.005,
+)
+
+
+def toy(**changes) -> Job:
+    return Job.of({**json.loads(TOY.to_json()), **changes})
+
+
+# --- work ------------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_of_the_long_job_are_fixed():
+    lengths = completion_lengths()
+    assert len(lengths) == 256 and sum(lengths) == 984_729
+    assert (min(lengths), max(lengths)) == (273, 16_384)
+
+
+def test_long_job_repeats_each_prompt_for_its_completions():
+    work = long_job(1000, prompts=3, completions=4, prompt=5)
+    assert len({tuple(prompt) for prompt in work.prompts}) == 3
+    assert all(work.prompts[i] == work.prompts[i // 4 * 4] for i in range(12))
+    assert work.lengths == completion_lengths(12)
+
+
+def test_prompts_are_the_same_for_every_engine_and_new_for_every_run():
+    assert uniform_work(2, 8, 3, 1000, seed=1) == uniform_work(2, 8, 3, 1000, seed=1)
+    first, second = (uniform_work(2, 8, 3, 1000, seed=seed).prompts for seed in (1, 2))
+    assert not {tuple(prompt) for prompt in first} & {tuple(prompt) for prompt in second}
+
+
+def test_shorter_contexts_begin_longer_ones():
+    short, long = nested_prompts(2, 10, 40, 1000), nested_prompts(3, 30, 40, 1000)
+    assert [prompt[:10] for prompt in long[:2]] == short
+
+
+# --- floors ----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_step_are_those_of_the_model():
+    model = load_random("toy", torch.device("cpu")).model
+    weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed.nbytes
+    need = step_bytes("toy", model.embed.itemsize)
+    assert need == StepBytes(weights, model.spec.kv_bytes_per_token(model.embed.dtype))
+
+
+def test_bytes_of_a_step_of_experts_are_those_of_the_model():
+    model = load_random("toy-moe", torch.device("cpu")).model
+    weights = sum(parameter.nbytes for parameter in model.parameters()) - model.embed.nbytes
+    need = step_bytes("toy-moe", model.embed.itemsize)
+    assert need.weights + need.expert * need.experts == weights
+    assert need.of_step(1, 0) == pytest.approx(need.weights + need.expert * need.top_k)
+    assert need.even_experts(2) == pytest.approx(8 * (1 - (6 / 8) ** 2))
+    assert need.of_step(2, 10, distinct=3.5) == need.weights + 3.5 * need.expert + 10 * need.kv_per_token
+    assert need.of_step(10_000, 0) == pytest.approx(weights)
+
+
+def test_the_30b_shape_reads_what_it_should():
+    need = step_bytes("qwen3-30b-a3b")
+    everything = need.weights + need.experts * need.expert + 2 * 151936 * 2048  # and the embedding
+    assert everything == pytest.approx(30.53e9 * 2, rel=0.001)
+    assert need.of_step(1, 0) == pytest.approx(3.04e9 * 2, rel=0.01), "3.35e9 are active, the embedding is not read"
+
+
+@pytest.mark.parametrize("experts", [{}, {"expert": 90, "experts": 8, "top_k": 2}])
+def test_floor_of_a_job_is_that_of_its_steps_one_by_one(experts):
+    need, bandwidth = StepBytes(weights=1000, kv_per_token=7, **experts), 1e6
+    rng = np.random.default_rng(3)
+    prompts, lengths, rows = rng.integers(2, 9, 30).tolist(), rng.integers(2, 40, 30).tolist(), 8
+    total, tail, ended, left = 0.0, 0.0, 0, list(zip(prompts, lengths, strict=True))
+    running: list[list[int]] = []
+    while left or running:
+        while left and len(running) < rows:
+            prompt, length = left.pop(0)
+            running.append([prompt + 1, length - 1])  # context that a step sees, steps to go
+        step_s = step_floor_s(need, len(running), sum(context for context, _ in running), bandwidth)
+        total += step_s
+        tail += step_s if ended >= 27 else 0.0
+        ended += sum(steps == 1 for _, steps in running)
+        running = [[context + 1, steps - 1] for context, steps in running if steps > 1]
+    assert 0 < tail < total
+    floor = job_floor(need, prompts, lengths, rows, bandwidth)
+    assert (floor.total_s, floor.tail_s) == pytest.approx((total, tail))
+
+
+def test_a_job_of_one_completion_is_all_tail():
+    need = StepBytes(weights=1000, kv_per_token=7)
+    assert job_floor(need, [5], [3], 4, 1.0) == JobFloor(2000.0 + 7 * (6 + 7), 2000.0 + 7 * (6 + 7))
+
+
+def test_tail_is_the_time_of_the_last_tenth():
+    assert Finished([float(i) for i in range(1, 21)]).tail_s() == 2.0
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_experiment_runs_on_ours():
+    engine = OursEngine(toy(experiments=EXPERIMENTS), depth=2)
+    rows = list(run_job(engine, toy(experiments=EXPERIMENTS)))
+    engine.close()
+    assert [row["experiment"] for row in rows] == ["decode"] * 2 + ["contexts"] * 4 + ["post"] + ["short"] * 2 + [
+        "long_job"
+    ]
+    assert not any("skipped" in row for row in rows)
+    assert all(row["ms"] > 0 and row["first_s"] < row["total_s"] for row in rows[:6])
+    assert all(row["idle_ms"] >= 0 and row["steady_ms"] > 0 for row in rows[:2])
+
+
+def test_ours_can_do_without_experts_by_output():
+    shape = MoEShape(128, 8, 2048, 768)
+    try:
+        before = [moe_plan(shape, "plain", torch.bfloat16, tokens) for tokens in (1, 32)]
+        group_experts()
+        after = [moe_plan(shape, "plain", torch.bfloat16, tokens) for tokens in (1, 32)]
+    finally:
+        measured_table.cache_clear()
+    assert [plan.path for plan in before] == ["warp", "grouped"]
+    assert after[0].path == "grouped" and after[1] == before[1]
+
+
+def test_long_contexts_are_prefilled_once():
+    job = toy(experiments=["contexts"], rows=[2], contexts=[160])
+    engine = OursEngine(job, depth=2)
+    (row,) = run_job(engine, job)
+    counters = engine._engine.scheduler.counters
+    engine.close()
+    assert row["context"] == 160
+    # Four runs of two rows: all but the first find nine of ten pages; the last one is always computed again.
+    assert counters.prompt_tokens - counters.cached_tokens == 2 * 160 + 3 * 2 * 16
+
+
+def test_what_does_not_fit_is_said_and_left_out():
+    job = toy(experiments=["contexts"], rows=[1])
+    engine = OursEngine(job, depth=2)
+    engine.capacity_tokens = 100
+    rows = list(run_job(engine, job))
+    engine.close()
+    assert ["skipped" in row for row in rows] == [False, True]
+
+
+def test_a_completion_that_ends_early_is_an_error():
+    engine = OursEngine(toy(), depth=1)
+    with pytest.raises(ValueError, match="refused"):
+        engine.generate(Work([[1] * 20], [10_000]))
+    engine.close()
+
+
+@pytest.mark.parametrize("engine", ["service", "transformers"])
+def test_other_engines_do_the_same_work(engine: str):
+    job = toy(engine=engine, experiments=["decode", "short"])
+    told = list(run_child([job.to_json()], sys.executable, child_environment(None), None, time.monotonic() + 100))
+    assert "facts" in told[0], told
+    assert [(row["experiment"], row["rows"], row["new"]) for row in told[1:]] == [
+        ("decode", 1, 12),
+        ("decode", 3, 12),
+        ("short", 3, 2),
+        ("short", 3, 4),
+    ]
+
+
+# --- children and the report -----------------------------------------------------------------------------------------
+
+
+def test_a_child_out_of_time_is_ended_and_told():
+    began_s = time.monotonic()
+    told = list(run_child([TOY.to_json()], sys.executable, child_environment(None), None, began_s + 0.05))
+    assert told == [{"error": "ran out of time"}]
+
+
+def test_a_child_that_fails_leaves_a_row_and_a_log(tmp_path: Path):
+    log = tmp_path / "log"
+    told = list(run_child(['{"engine": "none"}'], sys.executable, child_environment(None), log, time.monotonic() + 60))
+    assert told == [{"error": "ValueError: no engine is called none"}]
+    assert "Traceback" in log.read_text()
+
+
+def test_environment_of_a_peer_comes_from_its_file(tmp_path: Path):
+    file = tmp_path / "env"
+    file.write_text("A=1=2\0PYTHONPATH=/peer\0B=two\nlines\0")
+    environment = child_environment(file)
+    assert environment["A"] == "1=2" and environment["B"] == "two\nlines" and "HOME" not in environment
+    assert environment["PYTHONPATH"].endswith(":/peer") and str(Path(__file__).parents[3]) in environment["PYTHONPATH"]
+
+
+def test_newer_rows_replace_older_ones_of_the_same_kind(tmp_path: Path, capsys):
+    path = tmp_path / "rows.json"
+    row = {"experiment": "decode", "rows": 8, "prompt": 128, "new": 512, "ms": 5.0}
+    for ms in (6.0, 5.0):
+        report = Report(path)
+        report.ceilings([{"ceilings": {"read_tbps": 4.0}}])
+        report.add(Job(), {**row, "ms": ms})
+        report.add(Job(engine="vllm"), {**row, "ms": 7.5})
+        report.compare()
+    assert "ours 1.500x vllm" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["engine"], row["ms"]) for row in rows] == [("ours", 5.0), ("vllm", 7.5)]
+    need = step_bytes("qwen3-8b")
+    assert rows[0]["floor_ms"] == pytest.approx((need.weights + need.kv_per_token * 8 * (128 + 256)) / 4e12 * 1e3)
+    assert rows[0]["over_floor"] == pytest.approx(5.0 / rows[0]["floor_ms"])
+
+
+def test_post_and_long_job_have_floors(tmp_path: Path):
+    report = Report(tmp_path / "rows.json")
+    report.ceilings([{"ceilings": {"read_tbps": 4.69}}])
+    report.add(Job(), {"experiment": "post", "rows": 32, "prompt": 128, "new": 8192, "total_s": 70.0})
+    report.add(Job(), {"experiment": "long_job", "rows": 128, "completions": 256, "scale": 1.0, "total_s": 200.0})
+    post, job = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert post["floor_s"] == pytest.approx(61, rel=0.02)
+    # Its contexts add up to 3.8e9 tokens: two thirds of its floor are KV.
+    assert job["floor_s"] == pytest.approx(180, rel=0.02)
+
+
+def test_the_8b_shape_reads_what_it_should():
+    need = step_bytes("qwen3-8b")
+    assert need.kv_per_token == 147_456 and need.weights == pytest.approx(15.1e9, rel=0.005)
+
+
+def test_script_measures_and_goes_on_without_vllm(tmp_path: Path, monkeypatch, capsys):
+    out = tmp_path / "peers.json"
+    sizes = "--rows 2 --prompt 20 --new 6 --repeats 1 --shapes toy --device cpu".split()
+    assert compare_peers.main(["--out", str(out), "--engines", "ours", "vllm", *sizes]) == 0
+    ours, vllm = json.loads(out.read_text())["rows"]
+    assert (ours["engine"], ours["rows"], ours["new"]) == ("ours", 2, 6) and ours["total_s"] > 0
+    assert vllm["engine"] == "vllm" and "importable" in vllm["skipped"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["bench.compare_peers", "bench.decode", "bench.attention", "tune.linear", "tune.steps", "bench.profile_decode"],
+)
+def test_script_says_how_it_is_used(name: str, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"scripts.{name}", run_name="__main__")
+    assert ended.value.code == 0 and "usage: " in capsys.readouterr().out
+
+
+def test_vllm_captures_the_sizes_that_are_measured():
+    assert {1, 8, 32, 128} <= set(capture_sizes(128)) and max(capture_sizes(128)) == 128
+    assert capture_sizes(1) == [1]

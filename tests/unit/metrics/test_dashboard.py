@@ -1,0 +1,145 @@
+"""The dashboard: its layout names what a worker logs, becomes a W&B view, and is drawn from an offline run."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.metrics.dashboard import LAYOUT, Panel, panels
+from rollout.metrics.dashboard_picture import series, write_dashboard
+from rollout.metrics.report import HISTOGRAMS, METRICS, VERSION_METRICS
+from rollout.metrics.wandb_file import OfflineRun, read_offline_run
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts" / "wandb_dashboard.py"
+ENVIRON = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(SCRIPT.parent)])}
+
+
+def run_script(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRON)
+
+
+def test_every_metric_is_documented_and_every_documented_one_is_shown():
+    shown = [name for panel in panels() for name in panel.metrics]
+    documented = {metric.name for metric in (*METRICS, *HISTOGRAMS, *VERSION_METRICS)}
+    assert set(shown) <= documented and len(shown) == len(set(shown))
+    left_out = {name for name in documented - set(shown) if not name.startswith(("gpu/run/bubble_pct/", "by_version/"))}
+    assert left_out == set()
+    for panel in panels():
+        assert all(name.startswith("by_version/") == (panel.over == "version") for name in panel.metrics)
+        assert (panel.kind == "histogram") == (panel.metrics == ("completion/length",))
+    assert len({section.name for section in LAYOUT}) == len(LAYOUT)
+    assert all(len(section.panels) <= 4 for section in LAYOUT), "a section is a row of panels"
+
+
+def test_the_view_has_the_panels_of_the_layout():
+    pytest.importorskip("wandb_workspaces")
+    model = "wandb_dashboard.workspace('e', 'p', 'n')._to_model().model_dump_json(by_alias=True)"
+    code = f"import wandb_dashboard; print({model})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=ENVIRON)
+    assert done.returncode == 0, done.stderr
+    view = json.loads(done.stdout.splitlines()[-1])
+    sections = view["spec"]["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == [section.name for section in LAYOUT]
+    for sent, section in zip(sections, LAYOUT, strict=True):
+        for drawn, panel in zip(sent["panels"], section.panels, strict=True):
+            config = drawn["config"]
+            assert (config["chartTitle"], tuple(config["metrics"])) == (panel.title, panel.metrics)
+            assert config["xAxis"] == ("weights/version" if panel.over == "version" else "_runtime")
+
+
+HISTOGRAM = {"_type": "histogram", "values": [2], "bins": [0.5, 1.5]}
+ROWS = [
+    {"_timestamp": 100.0, "weights/version": 0, "gpu/active_pct": 50.0, "completion/length": HISTOGRAM},
+    {"_timestamp": 105.0, "weights/version": 0, "by_version/tokens_per_s": 7.0},
+    {"_timestamp": 105.0, "weights/version": 1, "gpu/active_pct": 60.0, "gpu/run/active_pct": 55.0},
+]  # fmt: skip
+
+
+def test_series_are_over_time_or_over_versions_with_what_the_rows_have():
+    active, by_version = LAYOUT[0].panels[0], LAYOUT[-1].panels[0]
+    assert series(ROWS, active) == {
+        "gpu/active_pct": ([0.0, 5.0], [50.0, 60.0]),
+        "gpu/run/active_pct": ([5.0], [55.0]),
+    }
+    assert series(ROWS, by_version) == {"by_version/tokens_per_s": ([0], [7.0])}
+    assert series(ROWS, Panel("x", ("mismatch/k3_kl",), "nats")) == series([], active) == {}
+
+
+def test_it_is_drawn_with_what_is_there_and_not_without_rows(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_dashboard(OfflineRun("p", "g", "n", ROWS, {}), tmp_path / "new" / "d.png", "three rows")
+    png = (tmp_path / "new" / "d.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) < 300_000
+    with pytest.raises(ValueError, match="no rows"):
+        write_dashboard(OfflineRun("p", "g", "n", [], {}), tmp_path / "none.png", "none")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        ((), 2, "--entity"),
+        (("--png", "x.png"), 2, "go together"),
+        (("--entity", "e", "--png", "x.png", "run"), 2, "either"),
+        (("--png", "x.png", "/nowhere"), 1, "/nowhere"),
+    ],
+)
+def test_wrong_use_of_the_script_is_said_in_a_line(arguments, status, says):
+    done = run_script(*arguments)
+    assert done.returncode == status and says in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+# --- the file of an offline run ---------------------------------------------------------------------------------------
+
+
+def log_of(*records: bytes) -> bytes:
+    """A file as W&B writes it, without checksums: records cut at blocks of 32 KiB."""
+    data = bytearray(b":W&B" + bytes(3))
+    for record in records:
+        first = True
+        while True:
+            left = 32_768 - len(data) % 32_768
+            if left < 7:
+                data += bytes(left)
+                left = 32_768
+            piece, record = record[: left - 7], record[left - 7 :]
+            kind = {(True, True): 1, (True, False): 2, (False, False): 3, (False, True): 4}[first, not record]
+            data += struct.pack("<IHB", 0, len(piece), kind) + piece
+            first = False
+            if not record:
+                break
+    return bytes(data)
+
+
+def history(**values: object) -> bytes:
+    from wandb.proto import wandb_internal_pb2
+
+    record = wandb_internal_pb2.Record()
+    for key, value in values.items():
+        record.history.item.add(key=key, value_json=json.dumps(value))
+    return record.SerializeToString()
+
+
+def test_records_are_read_across_blocks_and_up_to_where_the_file_breaks_off(tmp_path):
+    rows = [{"a": i, f"text{i}": "x" * length} for i, length in enumerate((1, 32_000, 700, 100_000, 5, 32_700, 3))]
+    data = log_of(*(history(**row) for row in rows))
+    path = tmp_path / "run-x.wandb"
+    path.write_bytes(data)
+    assert read_offline_run(tmp_path).rows == read_offline_run(path).rows == rows
+    path.write_bytes(data[:-1])
+    assert read_offline_run(path).rows == rows[:-1]
+
+
+def test_what_is_no_run_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"0 files"):
+        read_offline_run(tmp_path)
+    (tmp_path / "x.wandb").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="not a W&B run"):
+        read_offline_run(tmp_path)

@@ -1,0 +1,153 @@
+"""Experts kept as codes: the model is the plain one with the weights that the codes stand for."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout_kernels.moe.formats import Format
+from rollout_kernels.moe.quantize import quantize
+
+from rollout.config import ModelSettings
+from rollout.models import Decoder, fused_experts, load_model
+from rollout.models.fused import FusedDecoder
+from rollout.models.layers import SparseMLP
+from tests.unit.models.families import make_checkpoint
+from tests.unit.models.paged import PagedRunner
+from tests.unit.models.test_fused import LONG, MODELS, coarse, error, expected, steps, tokens
+
+CPU = torch.device("cpu")
+#: A family a format: with a dense layer in between, with other names, with all heads normalised together.
+CODED: list[tuple[str, Format]] = [("qwen3_moe", "mxfp8"), ("mixtral", "fp8_block"), ("olmoe", "fp8_row")]
+
+
+def load(folder: Path, dtype: str, experts: Format = "plain", **settings: Any) -> Decoder:
+    return load_model(ModelSettings(path=str(folder), dtype=dtype, **settings), CPU, experts=experts).model
+
+
+def sparse(model: Decoder) -> list[SparseMLP]:
+    return [layer.mlp for layer in model.layers if isinstance(layer.mlp, SparseMLP)]
+
+
+def decode_into(plain: Decoder, format: Format) -> Decoder:
+    """Put into a plain model the weights that its own are rounded to; returns it."""
+    for mlp in sparse(plain):
+        for name, halves in (("gate_up", 2), ("down", 1)):
+            weights = getattr(mlp, name).data
+            weights.copy_(quantize(weights, format, halves).dequantized(torch.float32))
+    return plain
+
+
+def logits(model: Decoder) -> torch.Tensor:
+    return PagedRunner(model, rows=1, max_tokens=12).prefill({0: tokens(11, model.spec.vocab, 3)})[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "format"), [*CODED, ("mixtral", "mxfp8"), ("mixtral", "fp8_row")])
+def test_logits_are_those_of_a_plain_model_with_the_decoded_weights(family, format, dtype, tmp_path):
+    make_checkpoint(family, tmp_path, **MODELS[family][1])
+    plain, coded = load(tmp_path, dtype), load(tmp_path, dtype, format)
+    assert len(sparse(coded)) == 2 and all(mlp.gate_up.dtype == torch.uint8 for mlp in sparse(coded))
+    before = logits(plain)
+    # The checkpoint's float32 weights are quantised as they are: a bf16 model is compared with what is left of them.
+    wide = decode_into(load(tmp_path, "float32"), format)
+    for target, source in zip(sparse(plain), sparse(wide), strict=True):
+        target.gate_up.data.copy_(source.gate_up.data), target.down.data.copy_(source.down.data)
+    after = logits(coded)
+    assert torch.equal(after, logits(plain)) and not torch.allclose(after, before, atol=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.filterwarnings("ignore:no measured plan")
+@pytest.mark.parametrize(("family", "format"), CODED)
+def test_fused_steps_are_as_close_to_float32_as_generic_ones(family, format, tmp_path, monkeypatch):
+    """Many, some and few tokens: the kernels by expert and by output read the model's own codes and scales."""
+    monkeypatch.setattr(fused_experts, "MOST_TOKENS", 2)
+    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
+    reference = make_checkpoint(family, tmp_path, **MODELS[family][1])
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.bfloat16())
+    reference.save_pretrained(tmp_path)
+    coded, wide = load(tmp_path, "bfloat16", format), decode_into(load(tmp_path, "float32"), format)
+    with torch.no_grad():
+        for name, parameter in reference.state_dict().items():
+            parameter.copy_(wide.hf_views()[name])
+    fused, _, ids = steps(coded, FusedDecoder(coded), LONG)
+    generic, _, _ = steps(coded, coded, LONG)
+    exact = expected(reference, ids)
+    assert error(fused, exact) < 1.25 * error(generic, exact) + 1e-4
+
+
+@pytest.mark.parametrize(("family", "format"), CODED)
+def test_parameters_are_codes_and_scales_and_nothing_besides(family, format, tmp_path):
+    make_checkpoint(family, tmp_path, **MODELS[family][1])
+    plain, coded = load(tmp_path, "bfloat16"), load(tmp_path, "bfloat16", format)
+
+    def nbytes(model: Decoder) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+    moe, hidden = coded.spec.moe, coded.spec.hidden
+    weights = moe.experts * 3 * moe.intermediate * hidden
+    scales = {"mxfp8": weights // 32, "fp8_row": 4 * moe.experts * (2 * moe.intermediate + hidden)}
+    scales["fp8_block"] = 4 * moe.experts * 3  # each matrix is smaller than a block
+    assert nbytes(plain) - nbytes(coded) == 2 * (weights - scales[format])
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(("family", "format"), CODED)
+def test_what_is_copied_into_the_views_becomes_codes(family, format, stacked, tmp_path):
+    """Under either layout's names; a step afterwards is that of a model that was loaded with these weights."""
+    sizes = MODELS[family][1]
+    make_checkpoint(family, tmp_path / "old", **sizes)
+    make_checkpoint(family, tmp_path / "new", 5, **sizes)
+    model, fresh = load(tmp_path / "old", "float32", format), load(tmp_path / "new", "float32", format)
+    source = load(tmp_path / "new", "float32")
+    views, weights = model.hf_views(), source.hf_views()
+    for region in source.hf_regions():
+        for name in region.alternatives[-1 if stacked else 0]:
+            views[name].copy_(weights[name].half() if stacked else weights[name])
+    if stacked:
+        for name, view in load(tmp_path / "new", "float16").hf_views().items():
+            if "experts" not in name:
+                continue
+            fresh.hf_views()[name].copy_(view)
+        for name, weight in weights.items():
+            if "experts" not in name:
+                fresh.hf_views()[name].copy_(weight.half())
+    for (name, mine), theirs in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert torch.equal(logits(model), logits(fresh))
+
+
+def test_random_weights_are_those_without_codes_rounded(tmp_path):
+    make_checkpoint("mixtral", tmp_path, **MODELS["mixtral"][1])
+    coded = load(tmp_path, "bfloat16", "mxfp8", load_format="random", random_seed=3)
+    plain = decode_into(load(tmp_path, "bfloat16", load_format="random", random_seed=3), "mxfp8")
+    assert torch.equal(coded.embed, plain.embed) and torch.equal(logits(coded), logits(plain))
+
+
+def test_codes_are_not_taken_for_weights(tmp_path):
+    make_checkpoint("mixtral", tmp_path, **MODELS["mixtral"][1])
+    model = load(tmp_path, "float32", "mxfp8")
+    view = model.hf_views()["model.layers.0.mlp.experts.down_proj"]
+    with pytest.raises(TypeError, match="floating point"):
+        view.copy_(copy.copy(model.layers[0].mlp.down.data))
+    with pytest.raises(ValueError, match="shape"):
+        view.copy_(torch.zeros(view.shape[1:]))
+
+
+def test_what_a_format_cannot_hold_is_refused_before_weights_are_read(tmp_path):
+    make_checkpoint("qwen3", tmp_path / "dense")
+    with pytest.raises(ValueError, match="has no experts: use auto"):
+        load(tmp_path / "dense", "float32", "fp8_row")
+    make_checkpoint("mixtral", tmp_path / "odd")
+    (tmp_path / "odd" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(Exception, match="cannot be read"):
+        load(tmp_path / "odd", "float32")
+    make_checkpoint("mixtral", tmp_path / "odd")
+    with pytest.raises(ValueError, match="multiples of 32, not 36"):
+        load(tmp_path / "odd", "float32", "mxfp8")

@@ -1,0 +1,189 @@
+"""A token's logits, bit for bit, in any batch, chunking and recomputation: whole steps in Triton's interpreter.
+
+The interpreter leaves the order of a tile's sums to numpy, which takes another one for each shape. Here it adds as the
+tensor cores do: 16 products at a time, in their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rollout_kernels.sampling import SamplingRows, truncate
+from rollout_kernels.triton_decode_attention import decode_attention
+from triton.runtime import interpreter
+
+from rollout.config import ModelSettings
+from rollout.models import Decoder, deterministic, load_model
+from rollout.models.deterministic import check_deterministic
+from rollout.models.fused import FusedDecoder, _configs
+from rollout.models.fused_experts import FusedExperts
+from tests.unit.models.families import make_checkpoint
+from tests.unit.models.paged import PagedRunner
+from tests.unit.models.test_fused import MODELS, tokens
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU"),
+    pytest.mark.filterwarnings("ignore:no measured plan"),
+]
+LENGTHS = [15, 3]
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+def add_in_order(self, a, b, d, input_precision, max_num_imprecise_acc):
+    sums = d.data.astype(np.float32)
+    for k in range(0, a.data.shape[-1], 16):
+        part = np.matmul(a.data[..., k : k + 16].astype(np.float64), b.data[..., k : k + 16, :].astype(np.float64))
+        sums = (sums + part).astype(np.float32)
+    return interpreter.TensorHandle(sums, d.dtype.scalar)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", add_in_order)
+    small = dataclasses.replace(deterministic._CONFIG, block_n=16, chunk=16)
+    monkeypatch.setattr(deterministic, "_CONFIG", small)
+    monkeypatch.setattr(deterministic, "_TOKENS", 7)
+
+
+def load(name: str, folder: Path, dtype: str = "bfloat16") -> Decoder:
+    family, sizes = MODELS[name]
+    odd = name in ("olmoe", "qwen3-odd")
+    make_checkpoint(family, folder, **{**(sizes if odd else SIZES), "num_hidden_layers": 2})
+    return load_model(ModelSettings(path=str(folder), dtype=dtype), torch.device("cpu")).model
+
+
+class Schedule:
+    """Feeds the same sequences to a model in a random order of steps, and keeps the logits of every token."""
+
+    def __init__(self, model: Decoder, forward: FusedDecoder, seed: int, kv_dtype: torch.dtype | None) -> None:
+        self.rng = random.Random(seed)
+        self.ids = [tokens(length, model.spec.vocab, row) for row, length in enumerate(LENGTHS)]
+        self.runner = PagedRunner(model, len(LENGTHS), max(LENGTHS), seed=seed, forward=forward, kv_dtype=kv_dtype)
+        self.found: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self.restarts = 1 if seed else 0
+
+    def keep(self, row: int, start: int, logits: torch.Tensor) -> None:
+        for i, one in enumerate(logits):
+            self.found.setdefault((row, start + i), []).append(one.clone())
+
+    def run(self) -> dict[tuple[int, int], list[torch.Tensor]]:
+        lengths = self.runner.lengths
+        while rows := [row for row in range(len(LENGTHS)) if lengths[row] < LENGTHS[row]]:
+            rows = self.rng.sample(rows, self.rng.randint(1, len(rows)))
+            before = {row: lengths[row] for row in rows}
+            if self.rng.random() < 0.4:
+                step = {row: self.ids[row][lengths[row]] for row in rows}
+                logits = {row: one[None] for row, one in self.runner.decode(step, self.rng.randint(0, 2)).items()}
+            else:
+                most = {row: LENGTHS[row] - lengths[row] for row in rows}
+                takes = {row: self.rng.randint(-(-most[row] // 2), most[row]) for row in rows}
+                logits = self.runner.prefill({r: self.ids[r][before[r] : before[r] + takes[r]] for r in rows})
+            for row in rows:
+                self.keep(row, before[row], logits[row])
+            if self.restarts and lengths[0] > 8:
+                lengths[0], self.restarts = 0, self.restarts - 1  # preempted: all of it is computed again
+        return self.found
+
+
+def differing(model: Decoder, seeds: range, kv_dtype: torch.dtype | None = None) -> int:
+    """Tokens whose logits are not the same in all schedules."""
+    forward = FusedDecoder(model, deterministic=True)
+    runs = [Schedule(model, forward, seed, kv_dtype).run() for seed in seeds]
+    assert all(set(run) == set(runs[0]) and len(run) == sum(LENGTHS) for run in runs)
+    return sum(not all(torch.equal(one, runs[0][at][0]) for run in runs for one in run[at]) for at in runs[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "fp8"), [("qwen3", True), ("mixtral", False)])
+def test_logits_do_not_depend_on_batch_chunks_or_recomputation(name, fp8, tmp_path):
+    """A window, experts and codes among it; steps of few and of many tokens, prompts beside others, padding."""
+    model = load(name, tmp_path)
+    kv_dtype = torch.float8_e4m3fn if fp8 else None
+    assert differing(model, range(2), kv_dtype) == 0
+
+
+def test_without_it_a_token_that_is_decoded_differs_from_one_that_is_computed_again(tmp_path):
+    """What is compared above would show."""
+    model = load("qwen3", tmp_path)
+    ids = tokens(20, model.spec.vocab, 1)
+    for in_one_order in (True, False):
+        forward, found = FusedDecoder(model, in_one_order), []
+        for prompt in (20, 13):
+            runner = PagedRunner(model, 1, 20, forward=forward)
+            logits = [runner.prefill({0: ids[:prompt]})[0][13:]]
+            logits += [runner.decode({0: token})[0][None] for token in ids[prompt:]]
+            found.append(torch.cat(logits))
+        assert torch.equal(*found) == in_one_order
+
+
+def test_a_prompts_tokens_attend_as_those_of_decode_steps_do():
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(9, 8, 2, 16, generator=generator) for _ in range(2))
+    q = torch.randn(30, 4, 16, generator=generator)
+    table = torch.randperm(8, generator=generator)[None].int() + 1
+    from rollout.models.batch import AttentionBatch, Chunk, LayerKV
+
+    for window in (None, 11):
+        at = torch.arange(20, 50)
+        chunks = (Chunk(0, 30, 50),)
+        batch = AttentionBatch(at, at, table, torch.tensor([50]), 50, chunks)
+        out = deterministic.attend(q, batch, LayerKV(k, v, None), 0.3, window)
+        for i in (0, 6, 7, 29):
+            lens = torch.tensor([21 + i, 5])
+            alone = AttentionBatch(lens - 1, lens, table.expand(2, -1), lens, 64)
+            got = deterministic.attend(q[[i, 0]], alone, LayerKV(k, v, None), 0.3, window)
+            assert torch.equal(got[0], out[i])
+        exact = decode_attention(
+            q, k, v, table.expand(30, -1), at + 1, scale=0.3, window=window, work=_whole(at + 1, window)
+        )
+        assert torch.allclose(out, exact, atol=1e-5)
+
+
+def _whole(lens, window):
+    from rollout_kernels.triton_decode_plan import DecodeConfig, plan_decode_work
+
+    return plan_decode_work(lens, 2, group=1, window=window, config=DecodeConfig(block_n=16), multiprocessors=1)
+
+
+def test_steps_of_any_size_have_one_plan_for_experts_and_no_product_of_torchs(tmp_path):
+    model, sizes = load("mixtral", tmp_path), (1, 5, 40, 129, 3000)
+    for in_one_order in (True, False):
+        experts, plans = FusedExperts(model, in_one_order), set()
+        for count in sizes:
+            experts.begin_step(count)
+            plans.add(experts._plan)
+        assert (len(plans) == 1) == in_one_order
+        configs = [_configs(model.spec, count, in_one_order) for count in sizes]
+        splits = [{name: config and config.split for name, config in of.items()} for of in configs]
+        assert all(found == splits[0] and None not in found.values() for found in splits) == in_one_order
+
+
+def test_models_whose_products_depend_on_the_batch_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="normalised all heads together"):
+        check_deterministic(load("olmoe", tmp_path / "olmoe").spec)
+    with pytest.raises(ValueError, match="80 inputs of its product '.*' are no multiple of 32"):
+        check_deterministic(load("qwen3-odd", tmp_path / "odd").spec)
+    check_deterministic(load("mixtral", tmp_path / "mixtral").spec)
+
+
+def test_sums_in_whole_numbers_keep_what_top_p_means():
+    logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(1)) * 3
+    rows = SamplingRows(
+        temperature_S=torch.ones(40),
+        noise_S=None,
+        seed_S=torch.zeros(40).long(),
+        index_S=torch.zeros(40).long(),
+        top_k_S=torch.full((40,), 3000),
+        top_p_S=torch.linspace(0.1, 0.99, 40),
+        min_p_S=torch.zeros(40),
+    )
+    kept = truncate(logits, rows).isfinite()
+    probs = logits.double().softmax(1)
+    for row in range(40):
+        mine = probs[row][kept[row]]
+        assert mine.sum() >= rows.top_p_S[row] - 1e-6 and mine.sum() - mine.min() < rows.top_p_S[row] + 1e-6

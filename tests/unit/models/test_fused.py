@@ -1,0 +1,184 @@
+"""Whole steps by the fused kernels, in Triton's interpreter, beside the generic steps and transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout_kernels.linear_table import MOST_ROWS
+from rollout_kernels.moe.dispatch import MoEShape, Plan, WarpPlan, moe_plan
+from rollout_kernels.moe.triton_grouping import _chunk
+from rollout_kernels.moe.triton_warp import WarpConfig
+
+from rollout.config import ModelSettings
+from rollout.models import Decoder, fused_experts, load_model
+from rollout.models.fused import FusedDecoder, kernels_take, supports
+from tests.unit.models.families import make_checkpoint
+from tests.unit.models.paged import PagedRunner
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU"),
+    pytest.mark.filterwarnings("ignore:no measured plan"),
+]
+
+LONG = 9  # tokens of the longer prompt
+#: Widths that our own products take.
+_EVEN: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+#: Family and sizes: with those of `families` most products are torch's.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", _EVEN),
+    "qwen3-odd": ("qwen3", {}),
+    "llama": ("llama", {**_EVEN, "mlp_bias": False, "attention_bias": False}),
+    "llama-odd": ("llama", {}),
+    "qwen2": ("qwen2", {k: v for k, v in _EVEN.items() if k != "head_dim"}),
+    "qwen3_moe": ("qwen3_moe", {**_EVEN, "moe_intermediate_size": 32, "attention_bias": False}),
+    "qwen3_moe-odd": ("qwen3_moe", {"attention_bias": False, "num_hidden_layers": 2, "mlp_only_layers": []}),
+    "mixtral": ("mixtral", {**_EVEN, "num_hidden_layers": 2}),
+    "olmoe": ("olmoe", {**_EVEN, "intermediate_size": 32, "num_hidden_layers": 2}),
+}
+DENSE = ["qwen3", "qwen3-odd", "llama", "qwen2"]
+SPARSE = ["qwen3_moe", "qwen3_moe-odd", "mixtral", "olmoe"]
+CPU = torch.device("cpu")
+
+
+def make(name: str, folder: Path, dtype: str) -> tuple[Decoder, Any]:
+    family, sizes = MODELS[name]
+    reference = make_checkpoint(family, folder, **sizes)
+    return load_model(ModelSettings(path=str(folder), dtype=dtype), CPU).model, reference
+
+
+def tokens(count: int, vocab: int, seed: int) -> list[int]:
+    return [random.Random(seed * 7919 + i).randrange(vocab) for i in range(count)]
+
+
+def steps(
+    model: Decoder, forward: Any, long_prompt: int, kv_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, PagedRunner, list[list[int]]]:
+    """A long and a short prompt in one step, the rest of the short one, two decode steps: logits, the long row last."""
+    ids = [tokens(long_prompt + 2, model.spec.vocab, 1), tokens(13, model.spec.vocab, 2)]
+    runner = PagedRunner(model, rows=2, max_tokens=long_prompt + 2, forward=forward, kv_dtype=kv_dtype)
+    first = runner.prefill({0: ids[0][:long_prompt], 1: ids[1][:4]})
+    found = {0: [first[0]], 1: [first[1]]}
+    found[1].append(runner.prefill({1: ids[1][4:11]})[1])
+    for step in range(2):
+        logits = runner.decode({1: ids[1][11 + step], 0: ids[0][long_prompt + step]}, padding=step)
+        for row in (0, 1):
+            found[row].append(logits[row][None])
+    return torch.cat([*found[1], *found[0]]), runner, ids
+
+
+def expected(reference: Any, ids: list[list[int]]) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([reference(torch.tensor([row])).logits[0].float() for row in reversed(ids)])
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((got.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_model_is_transformers_in_float32(name: str, tmp_path: Path) -> None:
+    model, reference = make(name, tmp_path, "float32")
+    logits, runner, ids = steps(model, FusedDecoder(model), LONG)
+    assert (logits - expected(reference, ids)).abs().max() < 1e-4
+    _, generic, _ = steps(model, model, LONG)
+    for mine, theirs in zip((*runner.kv.k, *runner.kv.v), (*generic.kv.k, *generic.kv.v), strict=True):
+        assert torch.allclose(mine[1:], theirs[1:], atol=1e-5), "the same keys and values, and nothing elsewhere"
+
+
+def coarse(*asked: Any, **options: Any) -> Plan:
+    """The plan that is asked for, by output with tall tiles: the interpreter's time is the number of programs."""
+    plan = moe_plan(*asked, **options)
+    return WarpPlan(WarpConfig(rows=32), WarpConfig(rows=32)) if plan.path == "warp" else plan
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "float32"), ("qwen3-odd", "float32"), ("olmoe", "bfloat16")])
+def test_kv_in_fp8_is_what_the_generic_path_keeps(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its window; of the two ways to write it the second is that of all heads normalised together."""
+    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
+    model, reference = make(name, tmp_path, dtype)
+    logits, runner, ids = steps(model, FusedDecoder(model), LONG, torch.float8_e4m3fn)
+    by_generic, generic, _ = steps(model, model, LONG, torch.float8_e4m3fn)
+    assert all(cache.dtype == torch.uint8 for cache in runner.kv.k)
+    if dtype == "float32":  # in bf16 the paths' last bits differ too often
+        for mine, theirs in zip((*runner.kv.k, *runner.kv.v), (*generic.kv.k, *generic.kv.v), strict=True):
+            # A value between two codes goes either way; the next layers then differ by more than a last bit.
+            assert (mine[1:] != theirs[1:]).float().mean() < 0.05
+        assert (runner.kv.k[0][1:] != generic.kv.k[0][1:]).sum() + (runner.kv.v[0][1:] != generic.kv.v[0][1:]).sum() < 3
+        for mine, theirs in zip(runner.kv.scales, generic.kv.scales, strict=True):
+            assert torch.allclose(mine[1:], theirs[1:], rtol=0.05)
+    exact, plain = expected(reference, ids), steps(model, FusedDecoder(model), LONG)[0]
+    assert error(logits, exact) < 1.25 * error(by_generic, exact) + 1e-4
+    assert error(plain, exact) < error(logits, exact), "it is another, coarser cache"
+
+
+@pytest.mark.parametrize("name", ["qwen3", *SPARSE])
+def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a mixture the first step takes the kernels for many tokens, the second those for more than a few."""
+    monkeypatch.setattr(fused_experts, "MOST_TOKENS", 2)
+    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
+    model, reference = make(name, tmp_path, "bfloat16")
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.bfloat16())  # the same weights
+    logits, runner, ids = steps(model, FusedDecoder(model), LONG)
+    by_generic, generic, _ = steps(model, model, LONG)
+    exact = expected(reference, ids)
+    assert error(logits, exact) < 1.25 * error(by_generic, exact) + 1e-4
+    for mine, theirs in zip((*runner.kv.k, *runner.kv.v), (*generic.kv.k, *generic.kv.v), strict=True):
+        assert error(mine[1:], theirs[1:]) < 2e-3, "unwritten entries are large: a stray write would show"
+
+
+def test_what_is_copied_into_a_parameter_is_what_the_next_step_uses(tmp_path: Path) -> None:
+    """A hot swap writes into the parameters; the kernels' weights are the same memory."""
+    model, _ = make("mixtral", tmp_path / "old", "bfloat16")
+    forward = FusedDecoder(model)
+    other = make_checkpoint("mixtral", tmp_path / "new", 5, **MODELS["mixtral"][1]).bfloat16()
+    swapped, views = (
+        load_model(ModelSettings(path=str(tmp_path / "new"), dtype="bfloat16"), CPU).model,
+        model.hf_views(),
+    )
+    with torch.inference_mode():
+        for name, weight in other.state_dict().items():
+            views[name].copy_(weight)
+    ids = {0: tokens(3, model.spec.vocab, 1)}
+    after = PagedRunner(model, rows=1, max_tokens=8, forward=forward).prefill(ids)[0]
+    assert torch.equal(after, PagedRunner(swapped, rows=1, max_tokens=8, forward=FusedDecoder(swapped)).prefill(ids)[0])
+
+
+def test_steps_of_the_same_kernels_are_told_by_their_largest(tmp_path: Path) -> None:
+    """Every launch that may compile a kernel takes, for any size, what it takes for the next of these sizes."""
+    forward = FusedDecoder(make("mixtral", tmp_path, "bfloat16")[0])
+    sizes, shape = forward.kernel_sizes(), MoEShape(experts=5, top_k=2, hidden=64, inner=96)
+    assert sizes == sorted(set(sizes)) and min(sizes) > 0
+    for tokens_ in range(1, 3000):
+        largest = next((size for size in sizes if size >= tokens_), 5000)
+        plans = [moe_plan(shape, "plain", torch.bfloat16, size) for size in (tokens_, largest)]
+        assert plans[0] == plans[1]
+        assert _chunk(2 * tokens_) == _chunk(2 * largest)
+        for bound in (MOST_ROWS, fused_experts.MOST_TOKENS):
+            assert (tokens_ <= bound) == (largest <= bound)
+
+
+def test_only_a_gpu_in_16_bits_takes_the_fused_kernels(tmp_path: Path) -> None:
+    dense, _ = make("qwen3", tmp_path / "dense", "float32")
+    assert kernels_take(dense.spec, torch.float32) and not supports(dense, True), "the interpreter is for tests"
+    sparse, _ = make("qwen3_moe", tmp_path / "sparse", "bfloat16")
+    assert kernels_take(sparse.spec, torch.bfloat16) and not supports(sparse, True)
+    assert not kernels_take(sparse.spec, torch.float32)
+    biased, _ = make("llama-odd", tmp_path / "biased", "float32")
+    assert not kernels_take(biased.spec, torch.bfloat16)

@@ -1,0 +1,138 @@
+"""Adapters in slots against models into which PEFT has merged them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rollout_kernels import triton_lora
+from rollout_kernels.moe.dispatch import WarpPlan
+from rollout_kernels.moe.triton_warp import WarpConfig
+
+from rollout.config import ModelSettings
+from rollout.models import fused_experts, load_model
+from rollout.models.adapters import AdapterSlots
+from rollout.models.fused import FusedDecoder
+from rollout.models.peft_tensors import load_peft_folder
+from tests.peft_adapters import ALL, ATTENTION, make_adapter, merged
+from tests.unit.models.families import make_checkpoint
+from tests.unit.models.paged import PagedRunner
+
+CPU = torch.device("cpu")
+EVEN: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+VARIANTS: list[dict[str, Any]] = [
+    {"targets": ALL},
+    {"targets": ("q_proj", "down_proj"), "r": 16, "lora_alpha": 3, "use_rslora": True},
+    {"targets": ALL, "rank_pattern": {"layers.1.self_attn.v_proj": 7}, "alpha_pattern": {"gate.proj": 1.5}},
+]
+
+
+def logits_of(model, forward, slots: AdapterSlots, adapter_of: list[int]) -> list[torch.Tensor]:
+    """Of each row: a prompt in two chunks and two more tokens, all rows in the same steps."""
+    runner = PagedRunner(model, rows=len(adapter_of), max_tokens=16, forward=forward)
+    runner.adapters, runner.adapter_of = slots, adapter_of
+    rows = range(len(adapter_of))
+    first = runner.prefill({row: PROMPT[: 5 + row % 3] for row in rows})
+    rest = runner.prefill({row: PROMPT[5 + row % 3 :] for row in rows})
+    ends = [runner.decode({row: token for row in rows}, padding=2) for token in (3, 4)]
+    return [torch.cat([first[row], rest[row], *(end[row][None] for end in ends)]) for row in rows]
+
+
+#: Of experts, by output with tall tiles: the interpreter's time is the number of programs.
+TALL = WarpPlan(WarpConfig(rows=32), WarpConfig(rows=32))
+PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23]
+
+
+def exact_logits(reference) -> torch.Tensor:
+    with torch.no_grad():
+        return reference(torch.tensor([[*PROMPT, 3, 4]])).logits[0].float()
+
+
+@pytest.mark.parametrize("way", ["generic", "fused", "fused, added before"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "olmoe"])
+def test_rows_of_a_batch_are_each_what_peft_merges(
+    family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = way != "generic"
+    if way == "fused, added before":
+        monkeypatch.setattr(triton_lora, "_MOST_READ_BYTES", 0)
+    plain = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
+    if fused and family == "olmoe":
+        pytest.skip("experts of the fused path are in 16 bits")
+    reference = make_checkpoint(family, tmp_path / "base", **EVEN, **plain)
+    model = load_model(ModelSettings(path=str(tmp_path / "base"), dtype="float32"), CPU).model
+    slots = AdapterSlots(model.spec, 3, 16, torch.float32, CPU)
+    exact = [exact_logits(reference)]
+    for i, variant in enumerate(VARIANTS):
+        if family == "olmoe":
+            variant = variant | {"targets": ATTENTION}
+        folder = make_adapter(reference, tmp_path / str(i), i, **variant)
+        slots.write(i + 1, load_peft_folder(folder, model.spec, 16, torch.float32))
+        exact.append(exact_logits(merged(reference, folder)))
+    assert min((a - b).abs().max() for a in exact for b in exact if a is not b) > 0.05, "they differ"
+    adapter_of = [2, 0, 1, 3, 1]
+    forward = FusedDecoder(model) if fused else model
+    for slot, got in zip(adapter_of, logits_of(model, forward, slots, adapter_of), strict=True):
+        assert (got - exact[slot]).abs().max() < 2e-4
+
+
+def test_sixteen_bits_are_as_near_as_merged_weights_are(tmp_path: Path) -> None:
+    reference = make_checkpoint("qwen3", tmp_path / "base", **EVEN)
+    folder = make_adapter(reference, tmp_path / "a", 0, ALL)
+    exact = exact_logits(merged(reference, folder))
+    merged(reference, folder).save_pretrained(tmp_path / "merged")
+
+    def load(path: Path):
+        return load_model(ModelSettings(path=str(path), dtype="bfloat16"), CPU).model
+
+    model, merged_model = load(tmp_path / "base"), load(tmp_path / "merged")
+    slots = AdapterSlots(model.spec, 1, 8, torch.bfloat16, CPU)
+    slots.write(1, load_peft_folder(folder, model.spec, 8, torch.bfloat16))
+    by_slot = logits_of(model, FusedDecoder(model), slots, [1])[0]
+    by_merging = logits_of(merged_model, FusedDecoder(merged_model), slots, [0])[0]
+    errors = [((got - exact).norm() / exact.norm()).item() for got in (by_slot, by_merging)]
+    assert errors[0] < 1.5 * errors[1] + 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:no measured plan")
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+def test_attention_before_experts_is_corrected_too(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits, which the kernels of experts take alone: held against the generic path in 16 bits."""
+    monkeypatch.setattr(fused_experts, "moe_plan", lambda *asked, **how: TALL)
+    sizes = {"moe_intermediate_size": 32, "attention_bias": False, "mlp_only_layers": [1]}
+    reference = make_checkpoint(family, tmp_path / "base", **(EVEN | (sizes if family == "qwen3_moe" else {})))
+    model = load_model(ModelSettings(path=str(tmp_path / "base"), dtype="bfloat16"), CPU).model
+    slots = AdapterSlots(model.spec, 2, 16, torch.bfloat16, CPU)
+    exact = [exact_logits(reference)]
+    for i in range(2):
+        folder = make_adapter(reference, tmp_path / str(i), i, ATTENTION)
+        slots.write(i + 1, load_peft_folder(folder, model.spec, 16, torch.bfloat16))
+        exact.append(exact_logits(merged(reference, folder)))
+    adapter_of = [2, 0, 1]
+    errors = {
+        name: [
+            ((got - exact[slot]).norm() / exact[slot].norm()).item()
+            for slot, got in zip(adapter_of, logits_of(model, forward, slots, adapter_of), strict=True)
+        ]
+        for name, forward in (("fused", FusedDecoder(model)), ("generic", model))
+    }
+    for fused, generic in zip(errors["fused"], errors["generic"], strict=True):
+        assert fused < 1.5 * generic + 2e-3
+
+
+def test_a_slot_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
+    reference = make_checkpoint("qwen3", tmp_path / "base", **EVEN)
+    model = load_model(ModelSettings(path=str(tmp_path / "base"), dtype="float32"), CPU).model
+    slots = AdapterSlots(model.spec, 1, 16, torch.float32, CPU)
+    large = make_adapter(reference, tmp_path / "large", 0, ALL, r=16)
+    small = make_adapter(reference, tmp_path / "small", 1, ("k_proj",), r=2)
+    for folder in (large, small):
+        slots.write(1, load_peft_folder(folder, model.spec, 16, torch.float32))
+    assert (logits_of(model, model, slots, [1])[0] - exact_logits(merged(reference, small))).abs().max() < 2e-4

@@ -1,0 +1,69 @@
+"""Random weights: text that is neither noise nor one token again and again."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.config import ModelSettings
+from rollout.models import LoadedModel, load_model
+from tests.unit.models.families import make_model
+from tests.unit.models.paged import PagedRunner
+
+
+def _random(folder: Path, family: str, seed: int = 0, dtype: str = "auto", **overrides: Any) -> LoadedModel:
+    settings = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1}
+    config = make_model(family, **(settings | overrides)).config
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+    config.save_pretrained(folder)
+    settings_ = ModelSettings(path=str(folder), load_format="random", random_seed=seed, dtype=dtype)
+    return load_model(settings_, torch.device("cpu"))
+
+
+def _sampled(loaded: LoadedModel, steps: int = 60) -> tuple[torch.Tensor, list[int]]:
+    """Entropies of the steps of a sampled text, and its tokens."""
+    generator = torch.Generator().manual_seed(1)
+    runner = PagedRunner(loaded.model, rows=1, max_tokens=20 + steps)
+    ids = [random.Random(i).randrange(loaded.spec.vocab) for i in range(20)]
+    logits = runner.prefill({0: ids})[0][-1]
+    entropies, tokens = [], []
+    for _ in range(steps):
+        probs = torch.softmax(logits, -1)
+        entropies.append(-(probs * probs.clamp_min(1e-30).log()).sum())
+        tokens.append(int(torch.multinomial(probs, 1, generator=generator)))
+        logits = runner.decode({0: tokens[-1]})[0]
+    return torch.stack(entropies), tokens
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "olmoe"])
+def test_entropy_is_between_half_a_nat_and_two(family: str, tied: bool, tmp_path: Path) -> None:
+    entropies, tokens = _sampled(_random(tmp_path, family, vocab_size=1000, tie_word_embeddings=tied))
+    assert 0.5 < entropies.mean() < 2.0
+    assert len(set(tokens)) > 20
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_entropy_holds_for_a_large_vocabulary(tied: bool, tmp_path: Path) -> None:
+    entropies, tokens = _sampled(_random(tmp_path, "qwen3", vocab_size=150_001, tie_word_embeddings=tied), steps=30)
+    assert 0.5 < entropies.mean() < 2.0
+    assert len(set(tokens)) > 15
+
+
+def test_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    first, again, other = (_random(tmp_path, "mixtral", seed=seed).model for seed in (3, 3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.embed, other.embed)
+
+
+def test_every_parameter_is_filled_in_bfloat16(tmp_path: Path) -> None:
+    model = _random(tmp_path, "qwen3_moe", dtype="bfloat16").model
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert bool(parameter.isfinite().all()), name
+        if not name.endswith("bias"):
+            assert 0.05 < parameter.float().square().mean().sqrt() < 3.0, name

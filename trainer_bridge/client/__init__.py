@@ -1,0 +1,1 @@
+"""Clients of a worker; they need zmq, msgpack and numpy only."""

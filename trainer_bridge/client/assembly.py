@@ -1,0 +1,230 @@
+"""Puts the chunks of a stream together again.
+
+For each completion the chunks come in order and without gaps; between completions in any order. A chunk that does not
+begin where the last one ended, or that comes after the end, is a `ProtocolError`: tokens are never lost silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.wire.errors import ProtocolError
+
+
+class Assembler:
+    """The chunks of one request so far.
+
+    `prior` is what the completions begin with (`continue_from`): chunks go on after it. With `whole`, every chunk
+    must end its completion, and may bring the prior tokens again.
+    """
+
+    def __init__(self, n: int, prior: Completion | None = None, *, whole: bool = False) -> None:
+        self._parts: list[list[Completion]] = [[] if prior is None else [prior] for _ in range(n)]
+        self._prior = prior
+        self._ends = [0 if prior is None else len(prior)] * n
+        self._whole = whole
+        self.prompt_logprobs: np.ndarray | None = None  # once a chunk has brought them
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next chunk. Raises `ProtocolError` when it does not fit."""
+        if not 0 <= chunk.index < len(self._parts):
+            raise ProtocolError(f"a chunk is of completion {chunk.index}, but there are {len(self._parts)}")
+        parts = self._parts[chunk.index]
+        if parts and parts[-1].finish_reason is not None:
+            raise ProtocolError(f"a chunk of completion {chunk.index} came after its end")
+        if self._whole and chunk.offset == 0:
+            parts.clear()
+            self._ends[chunk.index] = 0
+        if chunk.offset != self._ends[chunk.index]:
+            raise ProtocolError(
+                f"the stream of completion {chunk.index} has a gap: a chunk begins at token {chunk.offset} "
+                f"instead of {self._ends[chunk.index]}"
+            )
+        if self._whole and chunk.finish_reason is None:
+            raise ProtocolError(f"a chunk of completion {chunk.index} is not a whole completion")
+        _check_routing(chunk, parts)
+        if chunk.prompt_logprobs is not None:
+            self.prompt_logprobs = chunk.prompt_logprobs
+        parts.append(chunk.part)
+        self._ends[chunk.index] += len(chunk.token_ids)
+
+    def hold(self, partials: Iterable[Completion]) -> None:
+        """Begin with what an earlier stream of the same request has brought. Raises ValueError if it cannot be."""
+        for part in partials:
+            if not 0 <= part.index < len(self._parts):
+                raise ValueError(f"a partial is of completion {part.index}, but there are {len(self._parts)}; set n")
+            self._parts[part.index] = [part]
+            self._ends[part.index] = len(part)
+
+    def partials(self) -> list[Completion]:
+        """Every completion of which something has come, with what has come."""
+        return [self.joined(index) for index, parts in enumerate(self._parts) if parts]
+
+    def joined(self, index: int) -> Completion:
+        """A completion of which something has come, with what has come."""
+        return _join(self._parts[index], index, self._prior)
+
+    def has(self, index: int) -> bool:
+        """True if something of a completion is there, if only that it ended."""
+        return bool(self._parts[index])
+
+    def length(self, index: int) -> int:
+        """Tokens of a completion so far, prior ones included."""
+        return self._ends[index]
+
+    def tokens(self, index: int) -> np.ndarray:
+        """The token ids of a completion so far, int32."""
+        return _concat([np.zeros(0, np.int32), *(part.token_ids for part in self._parts[index])])
+
+    def missing(self, result: GenerateResult) -> list[Chunk]:
+        """The rest of a result that the chunks have not brought: a worker ends the stream of a reader that is too slow.
+
+        Raises `ProtocolError` unless the chunks are the beginning of the result.
+        """
+        rest = [self._rest(whole) for whole in result.completions if not self._check_ended(whole)]
+        scores = result.prompt_logprobs if self.prompt_logprobs is None else None
+        return [replace(chunk, prompt_logprobs=scores) if chunk.index == 0 else chunk for chunk in rest]
+
+    def _check_ended(self, whole: Completion) -> bool:
+        if not 0 <= whole.index < len(self._ends):
+            raise ProtocolError(f"a result has completion {whole.index}, but there are {len(self._ends)}")
+        parts, have = self._parts[whole.index], self._ends[whole.index]
+        ended = bool(parts) and parts[-1].finish_reason is not None
+        wrong = len(whole) != have if ended else not np.array_equal(whole.token_ids[:have], self.tokens(whole.index))
+        if wrong:
+            raise ProtocolError(f"the result of completion {whole.index} is not what its stream was")
+        return ended
+
+    def _rest(self, whole: Completion) -> Chunk:
+        if self._whole:
+            return Chunk(0, whole)
+        have, text = self._ends[whole.index], None
+        parts = self._parts[whole.index]
+        if whole.text is not None and (self._prior is None or self._prior.text is not None):
+            text = whole.text[sum(len(part.text or "") for part in parts) :]
+        return Chunk(have, replace(tail(whole, have), text=text))
+
+
+def tail(completion: Completion, start: int) -> Completion:
+    """A completion without its first `start` tokens, and without its text."""
+    runs, position = [], 0
+    for version, count in completion.versions:
+        kept = min(count, position + count - start)
+        if kept > 0:
+            runs.append((version, kept))
+        position += count
+    drawn = completion.drawn_logprobs
+    return replace(
+        completion,
+        token_ids=completion.token_ids[start:],
+        logprobs=completion.logprobs[start:],
+        raw_logprobs=completion.raw_logprobs[start:],
+        drawn_logprobs=None if drawn is None else drawn[start:],
+        top_ids=None if completion.top_ids is None else completion.top_ids[start:],
+        top_logprobs=None if completion.top_logprobs is None else completion.top_logprobs[start:],
+        routing=_last_entries(completion, start),
+        versions=runs,
+        recomputed=[mark for mark in completion.recomputed if mark[0] >= start],
+        adapter_versions=[mark for mark in completion.adapter_versions if mark[0] >= start],
+        text=None,
+    )
+
+
+def _join(parts: list[Completion], index: int, prior: Completion | None) -> Completion:
+    last = parts[-1]
+    runs: list[tuple[int, int]] = []
+    for version, count in (run for part in parts for run in part.versions):
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1] + count)
+        else:
+            runs.append((version, count))
+    texts = [part.text for part in parts if part.text is not None]
+    return Completion(
+        index=index,
+        token_ids=_concat([part.token_ids for part in parts]),
+        logprobs=_concat([part.logprobs for part in parts]),
+        raw_logprobs=_concat([part.raw_logprobs for part in parts]),
+        drawn_logprobs=_drawn(parts, prior),
+        top_ids=_tops([part.top_ids for part in parts], parts, -1),
+        top_logprobs=_tops([part.top_logprobs for part in parts], parts, np.nan),
+        versions=runs,
+        recomputed=[mark for part in parts for mark in part.recomputed],
+        adapter_versions=[mark for part in parts for mark in part.adapter_versions],
+        finish_reason=last.finish_reason,
+        stop=last.stop,
+        text="".join(texts) if texts else None,
+        routing=_routing(parts),
+        seed=next((part.seed for part in parts if part.seed is not None), None),
+        error=last.error,
+    )
+
+
+def _check_routing(chunk: Chunk, parts: list[Completion]) -> None:
+    """Raise `ProtocolError` unless a chunk's entries, if it has any, go on where those of the parts before it end."""
+    routing = chunk.part.routing
+    if routing is None:
+        return
+    if chunk.offset > 0 and len(routing) != len(chunk.token_ids):
+        raise ProtocolError(
+            f"a chunk of {len(chunk.token_ids)} tokens at {chunk.offset} has {len(routing)} entries of routing"
+        )
+    before = next((part.routing for part in reversed(parts) if part.routing is not None), routing)
+    if before.dtype != routing.dtype or before.shape[1:] != routing.shape[1:]:
+        raise ProtocolError(
+            f"the routing of a chunk is {routing.dtype} with {list(routing.shape[1:])} for each token, that of those "
+            f"before it {before.dtype} with {list(before.shape[1:])}"
+        )
+
+
+def _last_entries(completion: Completion, start: int) -> np.ndarray | None:
+    """The entries of routing that came with the tokens from `start` on; those of a prompt came with the first."""
+    routing = completion.routing
+    if routing is None or start == 0:
+        return routing
+    return routing[len(routing) - (len(completion) - start) :]
+
+
+def _routing(parts: list[Completion]) -> np.ndarray | None:
+    """The entries of all parts; None if one came without (a `continue_from`): its place would be another one's."""
+    entries = [part.routing for part in parts if part.routing is not None]
+    if not entries or any(part.routing is None and len(part) for part in parts):
+        return None
+    return _concat(entries)
+
+
+def _tops(rows: list[np.ndarray | None], parts: list[Completion], unknown: float) -> np.ndarray | None:
+    """The rows of all parts, `unknown` for one that came without; None if all did."""
+    known = next((each for each in rows if each is not None), None)
+    if known is None:
+        return None
+    shape = known.shape[1]
+    return _concat(
+        [
+            np.full((len(part), shape), unknown, known.dtype) if each is None else each
+            for each, part in zip(rows, parts, strict=True)
+        ]
+    )
+
+
+def _drawn(parts: list[Completion], prior: Completion | None) -> np.ndarray | None:
+    if all(part.drawn_logprobs is None for part in parts):
+        return None
+    return _concat([_drawn_of(part, prior) for part in parts])
+
+
+def _drawn_of(part: Completion, prior: Completion | None) -> np.ndarray:
+    if part.drawn_logprobs is not None:
+        return part.drawn_logprobs
+    if part is prior:  # it came without; nobody knows
+        return np.full(len(part), np.nan, np.float32)
+    return part.logprobs  # drawn from the plain distribution
+
+
+def _concat(arrays: list[np.ndarray]) -> np.ndarray:
+    array = np.concatenate(arrays)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,383 @@
+"""The asyncio client: `RolloutClient` with coroutines. Needs ZeroMQ, msgpack and numpy.
+
+    async with AsyncRolloutClient("tcp://127.0.0.1:5757") as client:
+        results = await asyncio.gather(*(client.generate(prompt, max_tokens=64) for prompt in prompts))
+
+The event loop watches the sockets' file descriptors. ZeroMQ signals on them only when something changes, so whatever
+touches a socket must empty it: every send is followed by a look at what has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Sequence
+from contextlib import aclosing, closing
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
+
+import zmq
+
+from trainer_bridge.client.attach import AttachFields, attach
+from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
+from trainer_bridge.client.call import Call
+from trainer_bridge.client.core import ClientCore
+from trainer_bridge.client.generate_request import GenerateFields, Prompt, StreamKind, plan_request
+from trainer_bridge.client.journal import Fsync
+from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.client.progress import Progress, report
+from trainer_bridge.client.report import Mismatch, TrainerLogprobs, read_mismatch, report_messages
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.client.resume import ResumePolicy
+from trainer_bridge.client.session import AsyncSession, end_session
+from trainer_bridge.client.stream import StreamView
+from trainer_bridge.client.timeouts import next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.wire.sleep_fields import sleep_fields
+
+_Item = TypeVar("_Item", Chunk, Completion)
+_Value = TypeVar("_Value")
+
+
+class AsyncRolloutClient:
+    """As `RolloutClient`; belongs to one event loop. Any number of tasks may use it at once."""
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        client: str | None = None,
+        timeout_s: float | None = None,
+        connect_timeout_s: float = 30.0,
+        curve: ClientCurve | None = None,
+        resume: bool = False,
+        resume_timeout_s: float = 600.0,
+        resume_max_faults: int = 8,
+        journal: str | os.PathLike[str] | None = None,
+        journal_fsync: Fsync = "never",
+        acknowledge: bool | None = None,
+        heartbeat_s: float = 10.0,
+    ) -> None:
+        policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
+        resumes = resume or journal is not None
+        given = (client, timeout_s, connect_timeout_s, curve, policy if resumes else None, acknowledge, heartbeat_s)
+        self._core = ClientCore(endpoints, *given)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # --- generate -----------------------------------------------------------------------------------------------------
+
+    @overload
+    async def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal[False] = False, **fields: Unpack[GenerateFields]
+    ) -> GenerateResult: ...
+
+    @overload
+    async def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal["tokens"], **fields: Unpack[GenerateFields]
+    ) -> AsyncStream[Chunk]: ...
+
+    @overload
+    async def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal["completions"], **fields: Unpack[GenerateFields]
+    ) -> AsyncStream[Completion]: ...
+
+    async def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        stream: Literal[False, "tokens", "completions"] = False,
+        **fields: Unpack[GenerateFields],
+    ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
+        """Have `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
+
+        Returns the result or, with `stream`, an asynchronous iterator of chunks or completions. Cancelling the task
+        cancels the request at the worker.
+        """
+        self._bind()
+        call = self._core.generate(plan_request(prompt, fields, stream))
+        return AsyncStream(self, call, stream) if stream else await self._finish(call)
+
+    async def generate_many(
+        self,
+        requests: Iterable[BatchItem],
+        *,
+        progress: Progress = False,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        **common: Unpack[GenerateFields],
+    ) -> list[GenerateResult]:
+        """As `RolloutClient.generate_many`."""
+        results: dict[int, GenerateResult] = {}
+        plans = plan_batch(requests, common)
+        with report(progress, len(plans)) as advance:
+            async with aclosing(self._settle(plans, max_in_flight)) as outcomes:
+                async for settled in outcomes:
+                    results[settled.index] = settled.unwrap()
+                    advance(tokens_of(settled))
+        return [results[index] for index in range(len(plans))]
+
+    def generate_as_completed(
+        self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
+    ) -> AsyncGenerator[Settled, None]:
+        """As `RolloutClient.generate_as_completed`. Closing it (`contextlib.aclosing`) cancels the rest."""
+        return self._settle(plan_batch(requests, common), max_in_flight)
+
+    def session(self, name: str | None = None, *, lease_s: float | None = None) -> AsyncSession:
+        """As `RolloutClient.session`; use it with `async with`."""
+        return AsyncSession(self, self._core.next_id() if name is None else name, lease_s)
+
+    # --- coming back --------------------------------------------------------------------------------------------------
+
+    @overload
+    async def attach(
+        self, target: str, *, stream: Literal[False] = False, **fields: Unpack[AttachFields]
+    ) -> GenerateResult: ...
+
+    @overload
+    async def attach(
+        self, target: str, *, stream: Literal["tokens"], **fields: Unpack[AttachFields]
+    ) -> AsyncStream[Chunk]: ...
+
+    @overload
+    async def attach(
+        self, target: str, *, stream: Literal["completions"], **fields: Unpack[AttachFields]
+    ) -> AsyncStream[Completion]: ...
+
+    async def attach(
+        self,
+        target: str,
+        *,
+        stream: Literal[False, "tokens", "completions"] = False,
+        **fields: Unpack[AttachFields],
+    ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
+        """As `RolloutClient.attach`."""
+        self._bind()
+        call = attach(self._core, target, stream, fields)
+        return AsyncStream(self, call, stream) if stream else await self._finish(call)
+
+    async def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
+        """As `RolloutClient.ack`."""
+        await self.control("ack", endpoint=endpoint, targets=list(targets))
+
+    async def report(
+        self,
+        target: GenerateResult | str,
+        logprobs: TrainerLogprobs,
+        *,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Mismatch:
+        """As `RolloutClient.report`."""
+        found = Mismatch()
+        for place, fields in report_messages(self._core, target, logprobs, endpoint):
+            (reply,) = await self.control("report", endpoint=place, timeout_s=timeout_s, **fields)
+            found += read_mismatch(reply)
+        return found
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    async def cancel(self, target: str, *, endpoint: str | None = None) -> None:
+        """As `RolloutClient.cancel`."""
+        self._bind()
+        calls = self._core.cancel(target, endpoint)
+        await self._wait(until_cancelled(self._core, calls), calls)
+
+    async def status(self, endpoint: str | None = None) -> dict[str, Any]:
+        """How a worker is: `state`, `weights_version`, `rows`, `queue`, `pages`, ... as the protocol lists them."""
+        return (await self.control("status", endpoint=self._core.only_endpoint(endpoint)))[0]
+
+    async def statuses(self) -> dict[str, dict[str, Any]]:
+        """The status of every endpoint."""
+        return dict(zip(self._core.endpoints, await self.control("status"), strict=True))
+
+    async def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
+        """Return when the endpoint, or every one, has answered."""
+        await self.control("ping", endpoint=endpoint, timeout_s=timeout_s)
+
+    async def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
+        """Generate nothing until `resume`; `abort` also ends every request as cancelled."""
+        await self.control("pause", endpoint=endpoint, mode=mode)
+
+    async def resume(self, *, endpoint: str | None = None) -> None:
+        """Generate again after `pause`."""
+        await self.control("resume", endpoint=endpoint)
+
+    async def sleep(
+        self,
+        level: Literal[1, 2] = 1,
+        *,
+        mode: Literal["keep", "abort"] | None = None,
+        requests: Literal["wait", "refuse"] | None = None,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Have the device's memory given back until `wake`; docs/protocol.md. For each `level`, `bytes` and more."""
+        return await self.control(
+            "sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests)
+        )
+
+    async def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """End `sleep`. Raises `Unavailable` where the device has too little memory: then it sleeps on."""
+        return await self.control("wake", endpoint=endpoint, timeout_s=timeout_s)
+
+    async def load_adapter(
+        self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None
+    ) -> None:
+        """Have requests name the LoRA adapter in a folder, as PEFT writes it, of the worker's `adapter_root`.
+
+        Of a name that is there already it is a newer version: `version`, which must grow, or one more than the last.
+        """
+        fields: dict[str, Any] = {"name": name, "path": path} | ({} if version is None else {"version": version})
+        await self.control("load_adapter", endpoint=endpoint, **fields)
+
+    async def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
+        """Have an adapter forgotten that no unfinished request names."""
+        await self.control("unload_adapter", endpoint=endpoint, name=name)
+
+    async def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
+        """End the worker, or all: after what it has (`drain`), or with what it has (`now`)."""
+        await self.control("shutdown", endpoint=endpoint, mode=mode)
+
+    async def control(
+        self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
+    ) -> list[dict[str, Any]]:
+        """Send any control message of the protocol to one endpoint or all; the replies in order of the endpoints."""
+        self._bind()
+        calls = self._core.control(op, endpoint, timeout_s, **fields)
+        for call in calls:
+            await self._wait(until_done(self._core, call), calls)
+        return [call.reply or {} for call in calls]
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All endpoints."""
+        return tuple(self._core.endpoints)
+
+    def end_session(self, session: str) -> None:
+        """Have the worker of a session give back what it holds, without waiting for it.
+
+        Were the session to come back, its endpoint would be chosen anew.
+        """
+        end_session(self._core, session)
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """As `RolloutClient.forget`."""
+        self._core.forget(ids)
+
+    def journaled(self) -> dict[str, bool]:
+        """As `RolloutClient.journaled`."""
+        return self._core.journaled()
+
+    async def close(self) -> None:
+        """Cancel what is in flight and close the connections."""
+        self._core.close()
+        await asyncio.to_thread(self._core.term)
+
+    async def __aenter__(self) -> Self:
+        self._bind()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None:
+            raise RuntimeError("this client belongs to another event loop; make one for each loop")
+        self._loop = loop
+        self._core.on_unread = lambda place: loop.call_soon(self._core.absorb, place)
+        self._core.on_closing = self._unwatch
+        self._core.on_opened = self._watch
+        for place in range(len(self._core.connections)):
+            self._watch(place)
+
+    def _watch(self, place: int) -> None:
+        assert self._loop is not None
+        connection = self._core.connections[place]
+        for socket in (connection.socket, connection.monitor):
+            self._loop.add_reader(socket.get(zmq.FD), self._core.absorb, place)
+        self._loop.call_soon(self._core.absorb, place)
+
+    def _unwatch(self, place: int) -> None:
+        assert self._loop is not None
+        connection = self._core.connections[place]
+        for socket in (connection.socket, connection.monitor):
+            self._loop.remove_reader(socket.get(zmq.FD))
+
+    async def _wait(
+        self, waits: Generator[float | None, None, _Value], calls: list[Call], keep: bool = False
+    ) -> _Value:
+        """Run one of the core's waits to its end. If that fails, nobody waits for the calls any more, unless `keep`."""
+        changed = asyncio.Event()
+        for call in calls:
+            call.on_update = changed.set
+        try:
+            while True:
+                try:
+                    wait_s = next(waits)
+                except StopIteration as stop:
+                    return stop.value
+                await _changed(changed, wait_s)
+        except BaseException:
+            for call in calls:
+                if not keep:
+                    self._core.abandon(call)
+            raise
+
+    async def _finish(self, call: Call) -> GenerateResult:
+        await self._wait(until_done(self._core, call), [call])
+        assert call.result is not None
+        return call.result
+
+    async def _settle(self, plans: list, max_in_flight: int) -> AsyncGenerator[Settled, None]:
+        self._bind()
+        changed = asyncio.Event()
+        with closing(settle_all(self._core, plans, max_in_flight, changed.set)) as steps:
+            for step in steps:
+                if isinstance(step, Settled):
+                    yield step
+                else:
+                    await _changed(changed, step)
+
+
+async def _changed(event: asyncio.Event, wait_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(wait_s):
+            await event.wait()
+    except TimeoutError:
+        pass
+    event.clear()
+
+
+class AsyncStream(StreamView, Generic[_Item]):
+    """As `Stream`, with `async for` and `async with`. One task iterates it; a cancelled `anext` loses nothing."""
+
+    def __init__(self, client: AsyncRolloutClient, call: Call, kind: StreamKind) -> None:
+        super().__init__(client._core, call, kind)
+        self._client = client
+
+    def __aiter__(self) -> AsyncIterator[_Item]:
+        return self
+
+    async def __anext__(self) -> _Item:
+        chunk = await self._client._wait(next_chunk(self._core, self._call), [self._call], keep=True)
+        if chunk is None:
+            raise StopAsyncIteration
+        return self._item(chunk)
+
+    async def wait(self) -> GenerateResult:
+        """The result of the whole request; chunks that were not taken can still be."""
+        return await self._client._finish(self._call)
+
+    async def cancel(self) -> None:
+        """Have the worker end it with what it has: the rest of that still comes."""
+        if not self._call.done:
+            calls = self._core.cancel(self.id, self.endpoint)
+            await self._client._wait(until_ended(self._core, self._call, calls), calls)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,115 @@
+"""Many requests through one client: a window of them in flight, the next one sent when one is done.
+
+A worker whose queue is full is asked again after the time that it names; every other error is that request's outcome.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer_bridge.client.call import Call
+from trainer_bridge.client.core import ClientCore
+from trainer_bridge.client.generate_request import GenerateFields, Prompt, RequestPlan, plan_request
+from trainer_bridge.client.results import GenerateResult
+from trainer_bridge.wire.errors import Overloaded, RolloutError
+
+MAX_IN_FLIGHT = 1024
+_RETRY_S = 1.0
+
+#: A prompt, or a map of `generate`'s arguments with `prompt` or `messages` in it.
+BatchItem = Prompt | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The outcome of the request at `index` of the input: exactly one of `result` and `error`."""
+
+    index: int
+    result: GenerateResult | None = None
+    error: RolloutError | None = None
+
+    def unwrap(self) -> GenerateResult:
+        """The result; raises the error if there is none."""
+        if self.result is None:
+            assert self.error is not None
+            raise self.error
+        return self.result
+
+
+def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[RequestPlan]:
+    """Plans of all requests; fields of an item replace the common ones. Raises as `plan_request` does."""
+    plans = []
+    for item in items:
+        fields: dict[str, Any] = {**common}
+        if isinstance(item, Mapping):
+            fields |= item
+            plans.append(plan_request(fields.pop("prompt", None), fields))
+        else:
+            plans.append(plan_request(item, fields))
+    return plans
+
+
+def settle_all(
+    core: ClientCore, plans: list[RequestPlan], max_in_flight: int, on_update: Callable[[], object]
+) -> Generator[Settled | float | None, None, None]:
+    """Send all requests; yield each outcome as it comes and, when there is none, the seconds to wait at most.
+
+    `on_update` is called when something happened. Closing the generator abandons what is in flight.
+    """
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight is {max_in_flight}; use at least 1")
+    waiting = deque(range(len(plans)))
+    later: list[tuple[float, int]] = []  # (time.monotonic, index) of requests to send again
+    flying: dict[int, Call] = {}
+    done: deque[int] = deque()
+
+    def watch(index: int, call: Call) -> None:
+        def update() -> None:
+            if call.done:
+                done.append(index)
+            on_update()
+
+        flying[index], call.on_update = call, update
+        if call.done:  # a journal had it
+            update()
+
+    try:
+        while waiting or later or flying:
+            while later and later[0][0] <= time.monotonic():
+                waiting.appendleft(heapq.heappop(later)[1])
+            while waiting and len(flying) < max_in_flight:
+                index = waiting.popleft()
+                watch(index, core.generate(plans[index]))
+            wait_s = _patience(core, flying, later)
+            if not done:
+                yield wait_s
+            while done:
+                index = done.popleft()
+                call = flying.pop(index)
+                if isinstance(call.error, Overloaded):
+                    pause_s = call.error.retry_after_s
+                    heapq.heappush(later, (time.monotonic() + (_RETRY_S if pause_s is None else pause_s), index))
+                else:
+                    yield Settled(index, call.result, call.error)
+    finally:
+        for call in flying.values():
+            core.abandon(call)
+
+
+def _patience(core: ClientCore, flying: dict[int, Call], later: list[tuple[float, int]]) -> float | None:
+    limits = [core.patience(call) for call in list(flying.values())]
+    if later:
+        limits.append(max(0.0, later[0][0] - time.monotonic()))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def tokens_of(settled: Settled) -> int:
+    """Tokens of an outcome."""
+    return 0 if settled.result is None else int(np.sum([len(item) for item in settled.result.completions]))

@@ -1,0 +1,398 @@
+"""The blocking client. Needs ZeroMQ, msgpack and numpy.
+
+    with RolloutClient("tcp://127.0.0.1:5757") as client:
+        result = client.generate("17:", max_tokens=64, temperature=1.0)
+        print(result.completions[0].token_ids, result.completions[0].logprobs)
+
+A client belongs to one thread at a time; make one for each thread (a connection is cheap), or use
+`AsyncRolloutClient`. Many requests are best sent with `generate_many`, which keeps them in flight together.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
+
+import zmq
+
+from trainer_bridge.client.attach import AttachFields, attach
+from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
+from trainer_bridge.client.call import Call
+from trainer_bridge.client.core import ClientCore
+from trainer_bridge.client.generate_request import GenerateFields, Prompt, StreamKind, plan_request
+from trainer_bridge.client.journal import Fsync
+from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.client.progress import Progress, report
+from trainer_bridge.client.report import Mismatch, TrainerLogprobs, read_mismatch, report_messages
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.client.resume import ResumePolicy
+from trainer_bridge.client.session import Session, end_session
+from trainer_bridge.client.stream import StreamView
+from trainer_bridge.client.timeouts import next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.wire.sleep_fields import sleep_fields
+
+_Item = TypeVar("_Item", Chunk, Completion)
+_Value = TypeVar("_Value")
+
+
+class RolloutClient:
+    """Requests to one worker or several. Not thread-safe.
+
+    A request goes to the endpoint with the fewest completions of this client in flight; requests of one `session` all
+    go to the same one. `client` is a name that the worker knows this client by across connections; `timeout_s` bounds
+    every request that brings none of its own, None is for ever. An endpoint that cannot be reached within
+    `connect_timeout_s` raises `ConnectionLost`. `curve` has the keys for workers that use CURVE
+    (`ClientCurve.from_files`); one that does not take them raises `AccessRefused`. All errors are in
+    `trainer_bridge.wire.errors`.
+
+    With `resume`, a request whose worker is lost, fails or ends goes on by itself where it was, at this endpoint when
+    it is back or at another one; `ResumeFailed` is raised when a completion is without a worker for
+    `resume_timeout_s`, or after more than `resume_max_faults` lost workers in a row without a new token. `journal`
+    (which includes `resume`) is a file that requests, tokens and results are written to: the same request asked for
+    again, by its `request_id` and by whatever process, goes on or is answered from there. `journal_fsync` says when the
+    disk is waited for: never (a killed process loses nothing, a machine may), at results, or always.
+
+    Workers keep a result until it is acknowledged. With `acknowledge` that is done as soon as it is here (in the
+    journal, if there is one). It is the default, but not for a client with a name and without a journal: its results
+    stay for whoever comes back for them, until `ack`.
+
+    A worker whose machine has vanished, or that was stopped, is lost after four times `heartbeat_s` at the latest; a
+    process that has ended is noticed at once.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        client: str | None = None,
+        timeout_s: float | None = None,
+        connect_timeout_s: float = 30.0,
+        curve: ClientCurve | None = None,
+        resume: bool = False,
+        resume_timeout_s: float = 600.0,
+        resume_max_faults: int = 8,
+        journal: str | os.PathLike[str] | None = None,
+        journal_fsync: Fsync = "never",
+        acknowledge: bool | None = None,
+        heartbeat_s: float = 10.0,
+    ) -> None:
+        policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
+        resumes = resume or journal is not None
+        given = (client, timeout_s, connect_timeout_s, curve, policy if resumes else None, acknowledge, heartbeat_s)
+        self._core = ClientCore(endpoints, *given)
+        self._core.on_opened = lambda place: self._watch()
+        self._watch()
+
+    # --- generate -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal[False] = False, **fields: Unpack[GenerateFields]
+    ) -> GenerateResult: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal["tokens"], **fields: Unpack[GenerateFields]
+    ) -> Stream[Chunk]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt | None = None, *, stream: Literal["completions"], **fields: Unpack[GenerateFields]
+    ) -> Stream[Completion]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        stream: Literal[False, "tokens", "completions"] = False,
+        **fields: Unpack[GenerateFields],
+    ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
+        """Have `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
+
+        Returns the result or, with `stream`, an iterator of chunks or of completions in the order in which they end.
+        A call that is broken off (a timeout, Ctrl-C) is cancelled at the worker.
+        """
+        call = self._core.generate(plan_request(prompt, fields, stream))
+        return Stream(self, call, stream) if stream else self._finish(call)
+
+    def generate_many(
+        self,
+        requests: Iterable[BatchItem],
+        *,
+        progress: Progress = False,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        **common: Unpack[GenerateFields],
+    ) -> list[GenerateResult]:
+        """Have many requests answered together; results are in the order of the requests.
+
+        A request is a prompt, or a map of `generate`'s arguments; `common` holds for all that do not say otherwise.
+        `timeout_s` is for each from when it is sent. The first error cancels the rest and is raised; to keep the
+        others' results, use `generate_as_completed`. A full queue is no error: the request is sent again later.
+        """
+        results: dict[int, GenerateResult] = {}
+        plans = plan_batch(requests, common)
+        with report(progress, len(plans)) as advance, closing(self._settle(plans, max_in_flight)) as outcomes:
+            for settled in outcomes:
+                results[settled.index] = settled.unwrap()
+                advance(tokens_of(settled))
+        return [results[index] for index in range(len(plans))]
+
+    def generate_as_completed(
+        self, requests: Iterable[BatchItem], *, max_in_flight: int = MAX_IN_FLIGHT, **common: Unpack[GenerateFields]
+    ) -> Generator[Settled, None, None]:
+        """Like `generate_many`, but yields each outcome, result or error, as it comes. Closing it cancels the rest."""
+        return self._settle(plan_batch(requests, common), max_in_flight)
+
+    def session(self, name: str | None = None, *, lease_s: float | None = None) -> Session:
+        """A conversation whose KV its worker keeps between turns: `with client.session() as chat: chat.generate(...)`.
+
+        `lease_s` is how long it waits for the next turn, absent: as the worker is set.
+        """
+        return Session(self, self._core.next_id() if name is None else name, lease_s)
+
+    # --- coming back --------------------------------------------------------------------------------------------------
+
+    @overload
+    def attach(
+        self, target: str, *, stream: Literal[False] = False, **fields: Unpack[AttachFields]
+    ) -> GenerateResult: ...
+
+    @overload
+    def attach(self, target: str, *, stream: Literal["tokens"], **fields: Unpack[AttachFields]) -> Stream[Chunk]: ...
+
+    @overload
+    def attach(
+        self, target: str, *, stream: Literal["completions"], **fields: Unpack[AttachFields]
+    ) -> Stream[Completion]: ...
+
+    def attach(
+        self,
+        target: str,
+        *,
+        stream: Literal[False, "tokens", "completions"] = False,
+        **fields: Unpack[AttachFields],
+    ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
+        """The result of the request `target` of this `client`, also of one sent over an earlier connection.
+
+        Waits for it if it still runs. With `stream` it goes on after `partials`, what an earlier stream of it brought
+        (`stream.partials()`); `n` is then how many completions it has. Breaking this call off leaves the request alone.
+        Fields: see `AttachFields`. Raises `NotFound` when the worker does not know it, or has forgotten its result.
+        """
+        call = attach(self._core, target, stream, fields)
+        return Stream(self, call, stream) if stream else self._finish(call)
+
+    def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
+        """Have results forgotten that are kept elsewhere now; ids that no worker knows are ignored.
+
+        Raises `BadRequest`, and that worker forgets none, if one of them is in flight.
+        """
+        self.control("ack", endpoint=endpoint, targets=list(targets))
+
+    def report(
+        self,
+        target: GenerateResult | str,
+        logprobs: TrainerLogprobs,
+        *,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Mismatch:
+        """Send a trainer's own log-probs of a result to its worker, for the `mismatch/...` metrics; returns those.
+
+        `logprobs` has one row for each completion, in their order (None where not known) or by index: log-softmax of
+        logits / temperature at each of its `token_ids`, as `Completion.logprobs`, NaN where not known. Anything that
+        numpy makes float32 of will do. `target` is the result or its id.
+
+        The worker must still keep the result: the client needs a name, or `acknowledge=False`, and `ack` comes after
+        this. Raises `NotFound` when it does not, `BadRequest` when a row does not fit, ValueError for what cannot be
+        sent.
+        """
+        found = Mismatch()
+        for place, fields in report_messages(self._core, target, logprobs, endpoint):
+            (reply,) = self.control("report", endpoint=place, timeout_s=timeout_s, **fields)
+            found += read_mismatch(reply)
+        return found
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    def cancel(self, target: str, *, endpoint: str | None = None) -> None:
+        """End a request with what it has. Raises `NotFound` when no worker knows it.
+
+        `target` is the id of a request of this client, or of another one with the same `client` name.
+        """
+        calls = self._core.cancel(target, endpoint)
+        self._wait(until_cancelled(self._core, calls), calls)
+
+    def status(self, endpoint: str | None = None) -> dict[str, Any]:
+        """How a worker is: `state`, `weights_version`, `rows`, `queue`, `pages`, ... as the protocol lists them."""
+        return self.control("status", endpoint=self._core.only_endpoint(endpoint))[0]
+
+    def statuses(self) -> dict[str, dict[str, Any]]:
+        """The status of every endpoint."""
+        return dict(zip(self._core.endpoints, self.control("status"), strict=True))
+
+    def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
+        """Return when the endpoint, or every one, has answered."""
+        self.control("ping", endpoint=endpoint, timeout_s=timeout_s)
+
+    def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
+        """Generate nothing until `resume`; `abort` also ends every request as cancelled."""
+        self.control("pause", endpoint=endpoint, mode=mode)
+
+    def resume(self, *, endpoint: str | None = None) -> None:
+        """Generate again after `pause`."""
+        self.control("resume", endpoint=endpoint)
+
+    def sleep(
+        self,
+        level: Literal[1, 2] = 1,
+        *,
+        mode: Literal["keep", "abort"] | None = None,
+        requests: Literal["wait", "refuse"] | None = None,
+        endpoint: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Have the device's memory given back until `wake`; docs/protocol.md. For each `level`, `bytes` and more."""
+        return self.control("sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests))
+
+    def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """End `sleep`. Raises `Unavailable` where the device has too little memory: then it sleeps on."""
+        return self.control("wake", endpoint=endpoint, timeout_s=timeout_s)
+
+    def load_adapter(self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None) -> None:
+        """Have requests name the LoRA adapter in a folder, as PEFT writes it, of the worker's `adapter_root`.
+
+        Of a name that is there already it is a newer version: `version`, which must grow, or one more than the last.
+        """
+        fields: dict[str, Any] = {"name": name, "path": path} | ({} if version is None else {"version": version})
+        self.control("load_adapter", endpoint=endpoint, **fields)
+
+    def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
+        """Have an adapter forgotten that no unfinished request names."""
+        self.control("unload_adapter", endpoint=endpoint, name=name)
+
+    def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
+        """End the worker, or all: after what it has (`drain`), or with what it has (`now`)."""
+        self.control("shutdown", endpoint=endpoint, mode=mode)
+
+    def control(
+        self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
+    ) -> list[dict[str, Any]]:
+        """Send any control message of the protocol to one endpoint or all; the replies in order of the endpoints."""
+        calls = self._core.control(op, endpoint, timeout_s, **fields)
+        for call in calls:
+            self._wait(until_done(self._core, call), calls)
+        return [call.reply or {} for call in calls]
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All endpoints."""
+        return tuple(self._core.endpoints)
+
+    def end_session(self, session: str) -> None:
+        """Have the worker of a session give back what it holds, without waiting for it.
+
+        Were the session to come back, its endpoint would be chosen anew.
+        """
+        end_session(self._core, session)
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Drop requests from the journal: their results are kept elsewhere now. ValueError for one in flight."""
+        self._core.forget(ids)
+
+    def journaled(self) -> dict[str, bool]:
+        """Every request id in the journal, oldest first, and whether its result is there."""
+        return self._core.journaled()
+
+    def close(self) -> None:
+        """Cancel what is in flight and close the connections."""
+        self._core.close()
+        self._core.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        self._poller = zmq.Poller()
+        self._places: dict[zmq.Socket, int] = {}
+        for place, connection in enumerate(self._core.connections):
+            for socket in (connection.socket, connection.monitor):
+                self._poller.register(socket, zmq.POLLIN)
+                self._places[socket] = place
+
+    def _turn(self, wait_s: float | None) -> None:
+        """Wait until something has come, and take it in."""
+        ready = self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
+        for place in sorted({self._places[socket] for socket, _ in ready}):
+            self._core.absorb(place)
+
+    def _wait(self, waits: Generator[float | None, None, _Value], calls: list[Call]) -> _Value:
+        """Run one of the core's waits to its end. If that fails, nobody waits for the calls any more."""
+        try:
+            while True:
+                try:
+                    wait_s = next(waits)
+                except StopIteration as stop:
+                    return stop.value
+                self._turn(wait_s)
+        except BaseException:
+            for call in calls:
+                self._core.abandon(call)
+            raise
+
+    def _finish(self, call: Call) -> GenerateResult:
+        self._wait(until_done(self._core, call), [call])
+        assert call.result is not None
+        return call.result
+
+    def _settle(self, plans: list, max_in_flight: int) -> Generator[Settled, None, None]:
+        with closing(settle_all(self._core, plans, max_in_flight, lambda: None)) as steps:
+            for step in steps:
+                if isinstance(step, Settled):
+                    yield step
+                else:
+                    self._turn(step)
+
+
+class Stream(StreamView, Generic[_Item]):
+    """What a request brings, as it comes. Iterate it; leave it early with `close`, or use it in a `with` block.
+
+    Raises what `generate` would, after everything that had come. `result` is then still None; `partials()` holds what
+    came, for `continue_from`.
+    """
+
+    def __init__(self, client: RolloutClient, call: Call, kind: StreamKind) -> None:
+        super().__init__(client._core, call, kind)
+        self._client = client
+
+    def __iter__(self) -> Iterator[_Item]:
+        return self
+
+    def __next__(self) -> _Item:
+        chunk = self._client._wait(next_chunk(self._core, self._call), [self._call])
+        if chunk is None:
+            raise StopIteration
+        return self._item(chunk)
+
+    def wait(self) -> GenerateResult:
+        """The result of the whole request; chunks that were not taken can still be."""
+        return self._client._finish(self._call)
+
+    def cancel(self) -> None:
+        """Have the worker end it with what it has: the rest of that still comes."""
+        if not self._call.done:
+            calls = self._core.cancel(self.id, self.endpoint)
+            self._client._wait(until_ended(self._core, self._call, calls), calls)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,164 @@
+"""One DEALER connection to one worker, and what happens to it.
+
+ZeroMQ reconnects quietly, but a worker that comes back is another worker: it knows nothing of the requests before. So
+a connection that was up and went down is `lost`: the socket is thrown away with all that it holds, and a new one is
+opened. Heartbeats make a peer that vanished without a word count as gone. What is sent before a worker is there waits
+here, where it can still be withdrawn.
+
+A worker that refuses the connection (CURVE keys) is not asked again by ZeroMQ: `refused` says why, until `reopen`.
+
+Sending never blocks (no high-water mark: the number of requests in flight is the caller's business). Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+
+import zmq
+
+from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.wire.socket_events import socket_events
+
+_RECONNECT_MAX_MS = 1000
+_HEARTBEATS_MISSED = 3
+_LEAST_HEARTBEAT_S, _MOST_HEARTBEAT_S = 0.05, 3600.0
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+_NOT_ALLOWED = "does not allow this client's key; have its public key put into the worker's folder of client keys"
+_NO_AGREEMENT = "and this client do not agree on CURVE: give the client its keys if the worker uses CURVE, else none"
+_BROKEN_OFF = "; something answers there, but breaks off: is the worker's public key (CURVE) the right one?"
+
+
+class Connection:
+    """A socket, its monitor, and whether the worker is there.
+
+    `connected` is as of the last `drain`. `gone` is true from a loss, or from when somebody gave up waiting and set it,
+    until the worker is there again. `heartbeat_s` is the interval of heartbeats in seconds; a worker that leaves one
+    without an answer for three of them is lost.
+    """
+
+    def __init__(
+        self, context: zmq.Context, endpoint: str, curve: ClientCurve | None = None, heartbeat_s: float = 10.0
+    ) -> None:
+        if not _LEAST_HEARTBEAT_S <= heartbeat_s <= _MOST_HEARTBEAT_S:
+            raise ValueError(
+                f"heartbeat_s is {heartbeat_s}; set it to {_LEAST_HEARTBEAT_S} to {_MOST_HEARTBEAT_S:g} seconds"
+            )
+        self.endpoint = endpoint
+        self._heartbeat_ms = int(heartbeat_s * 1000)
+        self.gone = False
+        self._context = context
+        self._curve = curve
+        self._open()
+
+    def _open(self) -> None:
+        self.connected = False
+        self.refused: str | None = None
+        self.hint = ""  # more about why there is no connection
+        self._unsent: dict[str, Sequence[bytes]] = {}  # only while not connected
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.set(zmq.SNDHWM, 0)
+        self.socket.set(zmq.RCVHWM, 0)
+        self.socket.set(zmq.LINGER, 0)  # a client that is dropped without `close` must not keep its process alive
+        self.socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        self.socket.set(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
+        self.socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEATS_MISSED * self._heartbeat_ms)
+        if "[" in self.endpoint:
+            self.socket.set(zmq.IPV6, 1)
+        if self._curve is not None:
+            self._curve.apply(self.socket)
+        self.monitor = self.socket.get_monitor_socket(_EVENTS)
+        try:
+            self.socket.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            self._close(0)
+            raise ValueError(f"{self.endpoint!r} is not a ZeroMQ endpoint such as tcp://host:5757 ({error})") from error
+
+    def send(self, key: str, frames: Sequence[bytes]) -> None:
+        """Send a message, now or when the worker can be reached."""
+        if self.connected:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        else:
+            self._unsent[key] = frames
+
+    def withdraw(self, key: str) -> bool:
+        """Take a message back. False if it is on its way."""
+        return self._unsent.pop(key, None) is not None
+
+    def drain(self, most: int) -> tuple[list[list[bytes]], bool]:
+        """The messages that have arrived, and whether the connection was lost after them. Never blocks.
+
+        They are all if there are fewer than `most`, or if the connection was lost. The monitor is read first: ZeroMQ
+        reports a loss after it has delivered what came before.
+        """
+        lost = self._read_monitor()
+        messages: list[list[bytes]] = []
+        while lost or len(messages) < most:
+            try:
+                messages.append(self.socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        return messages, lost
+
+    def _read_monitor(self) -> bool:
+        lost = False
+        for event in socket_events(self.monitor):
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected, self.gone, self.hint = True, False, ""
+                self._send_waiting()
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.refused = f"the worker at {self.endpoint} {_NOT_ALLOWED}"
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self.refused = f"the worker at {self.endpoint} {_NO_AGREEMENT}"
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self.hint = _BROKEN_OFF
+            elif self.connected:  # an attempt that never got through is not a loss
+                self.connected = False
+                lost = True
+        return lost
+
+    def _send_waiting(self) -> None:
+        for frames in self._unsent.values():
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        self._unsent.clear()
+
+    def reopen(self) -> None:
+        """Throw the socket away, unsent messages included, and open another one."""
+        self._close(0)
+        self._open()
+        self.gone = True
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close, if it is not; a worker that is connected still gets what was sent, for `linger_s` at most."""
+        self._close(int(linger_s * 1000) if self.connected else 0)
+
+    def _close(self, linger_ms: int) -> None:
+        if self.socket.closed:
+            return
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_ms)
+
+
+def close_when_dropped(owner: object, context: zmq.Context, connections: list[Connection]) -> None:
+    """Close the connections that are in the list by then, and their context, once `owner` is garbage.
+
+    A context that is left to the garbage collector waits there, for ever, for sockets that nobody has closed. At the
+    end of the process nothing waits, and threads may still use the sockets: they are left alone.
+    """
+    weakref.finalize(owner, _close_all, context, connections, os.getpid()).atexit = False
+
+
+def _close_all(context: zmq.Context, connections: list[Connection], process: int) -> None:
+    if os.getpid() != process:  # a fork has a copy of the client, but not its sockets
+        return
+    for connection in connections:
+        connection.close()
+    context.term()

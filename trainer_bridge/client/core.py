@@ -1,0 +1,398 @@
+"""What both clients share: requests in flight, which endpoint gets one, what a reply means. Waits for nothing.
+
+A call goes `start -> (chunks) -> done`, with a result or an error. Waiting is left to the client, with `waits`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import zmq
+
+from trainer_bridge.client.assembly import Assembler
+from trainer_bridge.client.call import Call
+from trainer_bridge.client.connection import Connection, close_when_dropped
+from trainer_bridge.client.generate_request import RequestPlan
+from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.client.results import read_chunk, read_result
+from trainer_bridge.client.resume import Leg, ResumePolicy, Resumer
+from trainer_bridge.client.resumed_call import ResumedCall
+from trainer_bridge.wire import codec as wire
+from trainer_bridge.wire.errors import (
+    AccessRefused,
+    ConnectionLost,
+    ProtocolError,
+    RolloutError,
+    RolloutTimeout,
+    from_reply,
+)
+
+_LINGER_S = 1.0
+_MESSAGES_A_LOOK = 64
+_MOST_ACKS = 1024  # in one message
+_ENVELOPE_FIELDS = ("v", "id", "op")
+
+
+class ClientCore:
+    """Connections to all endpoints and the calls in flight on them. Not thread-safe.
+
+    `on_unread`, `on_closing` and `on_opened` are called with the index of an endpoint: when there may be more to
+    `absorb`, for a message went out or much has come; before its socket is closed; and after another one was opened.
+
+    Results are acknowledged at their worker once they are here, or in the journal, if `acknowledges` is true. By itself
+    it is, but for clients with a name and without a journal: somebody may come back for their results.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        client: str | None,
+        timeout_s: float | None,
+        connect_timeout_s: float,
+        curve: ClientCurve | None = None,
+        resume: ResumePolicy | None = None,
+        acknowledge: bool | None = None,
+        heartbeat_s: float = 10.0,
+    ) -> None:
+        self.endpoints = [endpoints] if isinstance(endpoints, str) else list(endpoints)
+        if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
+            raise ValueError("give at least one endpoint, and each of them once")
+        self.timeout_s = timeout_s
+        self.sessions: dict[str, int] = {}
+        self.on_unread: Callable[[int], object] = lambda place: None
+        self.on_closing: Callable[[int], object] = lambda place: None
+        self.on_opened: Callable[[int], object] = lambda place: None
+        self.client = client
+        self._connect_timeout_s = connect_timeout_s
+        self._calls: dict[str, Call] = {}
+        self._loads = [0] * len(self.endpoints)
+        self._turns = [0] * len(self.endpoints)  # when each was chosen last: breaks ties
+        self._counter = itertools.count(1)
+        self._prefix = uuid.uuid4().hex[:12]
+        self._closed = False
+        self.resumer = None if resume is None else Resumer(self, resume)
+        journaled = resume is not None and resume.journal is not None
+        self.acknowledges = client is None or journaled if acknowledge is None else acknowledge
+        self._to_acknowledge: dict[int, list[str]] = {}  # by endpoint
+        self._context = zmq.Context()
+        self.connections: list[Connection] = []
+        close_when_dropped(self, self._context, self.connections)
+        try:
+            for endpoint in self.endpoints:
+                self.connections.append(Connection(self._context, endpoint, curve, heartbeat_s))
+        except ValueError:
+            self.close()
+            self.term()
+            raise
+
+    # --- starting and ending ------------------------------------------------------------------------------------------
+
+    def generate(self, plan: RequestPlan) -> Call:
+        """Send a generate request to the endpoint of its session, or to the least loaded one."""
+        self._check_open()
+        if self.resumer is not None:
+            return self.resumer.start(plan)
+        call = self.launch(plan, plan.timeout_s)
+        if plan.stream:
+            call.assembler = Assembler(plan.n, plan.prior, whole=plan.stream == "completions")
+        return call
+
+    def launch(self, plan: RequestPlan, timeout_s: float | None, avoid: Collection[int] = ()) -> Call:
+        """Send a generate request to one worker; to none of the endpoints `avoid` where there are others."""
+        for place in range(len(self.connections)):
+            self.absorb(place)  # a loss that is not known yet is not a loss of this call, nor a place for it
+        call = self.start("generate", plan.fields, self._choose(plan, avoid), timeout_s, plan.n, plan.request_id)
+        call.detached = bool(plan.fields.get("detached"))
+        return call
+
+    def control(self, op: str, endpoint: str | None, timeout_s: float | None = None, **fields: Any) -> list[Call]:
+        """Send a control message to one endpoint, or to all."""
+        places = range(len(self.endpoints)) if endpoint is None else [self._place_of(endpoint)]
+        for place in places:
+            self.absorb(place)  # as in `launch`
+        return [self.start(op, fields, place, timeout_s) for place in places]
+
+    def start(
+        self,
+        op: str,
+        fields: dict[str, Any],
+        place: int,
+        timeout_s: float | None = None,
+        weight: int = 0,
+        request_id: str | None = None,
+    ) -> Call:
+        """Send one request to one endpoint, whose connection was looked at just now."""
+        self._check_open()
+        if self.connections[place].refused is not None:  # ZeroMQ would not try again
+            self._reopen(place)
+        request_id = self.next_id() if request_id is None else request_id
+        if request_id in self._calls or not 1 <= len(request_id) <= wire.MAX_ID_CHARS:
+            raise ValueError(f"the id {request_id!r:.40} is in flight already, or has not 1 to 128 characters")
+        self._send(place, request_id, self._header(op, request_id) | fields)
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        call = Call(request_id, op, place, weight, deadline)
+        self._calls[request_id] = call
+        self._loads[place] += weight
+        return call
+
+    def abandon(self, call: Call) -> None:
+        """Nobody waits for this call any more: end it here and, unless it is detached, have the worker stop it."""
+        if isinstance(call, ResumedCall):
+            assert self.resumer is not None
+            self.resumer.abandon(call)
+            return
+        if not self._forget(call):
+            return
+        call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
+        if not self.connections[call.place].withdraw(call.id) and call.op == "generate" and not call.detached:
+            self.disown(call.place, call.id)
+
+    def acknowledge(self, call: Call) -> None:
+        """Have the worker forget the result of a call, once what has come with it is taken in."""
+        self._to_acknowledge.setdefault(call.place, []).append(call.target or call.id)
+
+    def disown(self, place: int, request_id: str) -> None:
+        """Have a worker stop a request; what it answers is of no interest."""
+        cancel_id = self.next_id()
+        self._send(place, cancel_id, self._header("cancel", cancel_id) | {"target": request_id})
+
+    def cancel(self, target: str, endpoint: str | None) -> list[Call]:
+        """Send `cancel` for a request to where it is, or may be; returns the calls to wait for."""
+        for place in range(len(self.connections)):
+            self.absorb(place)
+        if self.resumer is not None and target in self.resumer.calls:
+            self.resumer.cancel(self.resumer.calls[target])
+            return []
+        if endpoint is None and target in self._calls:
+            endpoint = self.endpoints[self._calls[target].place]
+        return self.control("cancel", endpoint, target=target)
+
+    def close(self) -> None:
+        """Cancel what is in flight and close all sockets; then call `term`."""
+        if self._closed:
+            return
+        for place in range(len(self.connections)):
+            self.absorb(place, sys.maxsize)
+        if self.resumer is not None:
+            self.resumer.close()
+        self._closed = True
+        for call in list(self._calls.values()):
+            self.abandon(call)
+            call.fail(ConnectionLost("the client was closed"))
+        for place, connection in enumerate(self.connections):
+            self.on_closing(place)
+            connection.close(_LINGER_S)
+
+    def term(self) -> None:
+        """Wait until what was sent last is out: a second at most."""
+        self._context.term()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this client is closed; make another one")
+
+    def next_id(self) -> str:
+        """An id that no other request of this client has."""
+        return f"{self._prefix}-{next(self._counter)}"
+
+    def _header(self, op: str, request_id: str) -> dict[str, Any]:
+        header: dict[str, Any] = {"v": wire.PROTOCOL_VERSION, "op": op, "id": request_id}
+        return header if self.client is None else header | {"client": self.client}
+
+    def _send(self, place: int, request_id: str, header: dict[str, Any]) -> None:
+        self.connections[place].send(request_id, wire.encode(header))
+        self.on_unread(place)
+
+    def _forget(self, call: Call) -> bool:
+        if self._calls.get(call.id) is not call:
+            return False
+        del self._calls[call.id]
+        self._loads[call.place] -= call.weight
+        return True
+
+    # --- journal ------------------------------------------------------------------------------------------------------
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Drop requests from the journal. Raises ValueError for one that is in flight, or if there is no journal."""
+        self._resumer_with_journal().forget(list(ids))
+
+    def journaled(self) -> dict[str, bool]:
+        """The requests in the journal, and whether they are finished. Raises ValueError if there is no journal."""
+        journal = self._resumer_with_journal().journal
+        assert journal is not None
+        return journal.ids()
+
+    def _resumer_with_journal(self) -> Resumer:
+        if self.resumer is None or self.resumer.journal is None:
+            raise ValueError("this client has no journal; make it with journal=")
+        return self.resumer
+
+    # --- endpoints ----------------------------------------------------------------------------------------------------
+
+    def only_endpoint(self, endpoint: str | None) -> str:
+        """The given endpoint, or the one that there is."""
+        if endpoint is None and len(self.endpoints) > 1:
+            raise ValueError("this client has several endpoints; say which one with endpoint=")
+        return self.endpoints[0] if endpoint is None else endpoint
+
+    def _place_of(self, endpoint: str) -> int:
+        if endpoint not in self.endpoints:
+            raise ValueError(f"{endpoint!r} is not an endpoint of this client; it has {', '.join(self.endpoints)}")
+        return self.endpoints.index(endpoint)
+
+    def reachable(self, plan: RequestPlan) -> bool:
+        """True if an endpoint that a request may go to is not known to be gone."""
+        if plan.endpoint is not None:
+            return not self.connections[self._place_of(plan.endpoint)].gone
+        return any(not connection.gone for connection in self.connections)
+
+    def _choose(self, plan: RequestPlan, avoid: Collection[int] = ()) -> int:
+        # A worker that is gone has no load, and would otherwise attract everything.
+        there = [place for place, connection in enumerate(self.connections) if not connection.gone]
+        welcome = [place for place in there if place not in avoid]
+        if plan.endpoint is not None:
+            place = self._place_of(plan.endpoint)
+        elif plan.session in self.sessions and (self.resumer is None or self.sessions[plan.session] in welcome):
+            place = self.sessions[plan.session]
+        else:
+            candidates = welcome or there or range(len(self.connections))
+            place = min(candidates, key=lambda place: (self._loads[place], self._turns[place]))
+        self._turns[place] = next(self._counter)
+        if plan.session is not None:
+            self.sessions[plan.session] = place
+        return place
+
+    # --- replies ------------------------------------------------------------------------------------------------------
+
+    def absorb(self, place: int, most: int = _MESSAGES_A_LOOK) -> None:
+        """Take in what one connection has, `most` messages of it: others want their turn, too.
+
+        If the connection was lost, its calls fail and another one is opened.
+        """
+        if self._closed:
+            return
+        connection = self.connections[place]
+        was_connected = connection.connected
+        messages, lost = connection.drain(most)
+        for frames in messages:
+            self._take(place, frames)
+        if connection.refused is not None:
+            self._fail_all(place, AccessRefused, connection.refused)
+        if lost:
+            self._reopen(place)
+            self._fail_all(place, ConnectionLost, f"the connection to {connection.endpoint} was lost")
+        elif self.resumer is not None and connection.connected and not was_connected:
+            self.resumer.endpoint_came()
+        self._send_acknowledgements(place)
+        if len(messages) >= most:
+            self.on_unread(place)
+
+    def _send_acknowledgements(self, place: int) -> None:
+        """What it answers is of no interest. Results of a worker that is gone are gone, or expire."""
+        ids = self._to_acknowledge.pop(place, [])
+        if ids and self.connections[place].connected:
+            for start in range(0, len(ids), _MOST_ACKS):
+                ack_id = self.next_id()
+                self._send(place, ack_id, self._header("ack", ack_id) | {"targets": ids[start : start + _MOST_ACKS]})
+
+    def _reopen(self, place: int) -> None:
+        self.on_closing(place)
+        self.connections[place].reopen()
+        self.on_opened(place)
+
+    def _take(self, place: int, frames: list[bytes]) -> None:
+        _, frames = wire.split_envelope(frames)
+        try:
+            reply = wire.decode(frames, wire.REPLY_LIMITS)
+        except wire.WireError as error:
+            self._blame(place, wire.header_id(frames), f"a reply cannot be read: {error}")
+            return
+        request_id = reply.get("id")
+        call = self._calls.get(request_id) if isinstance(request_id, str) else None
+        if call is not None:
+            self._apply(call, reply)
+        elif request_id is None:
+            self._blame(place, None, f"the worker could not read a request: {reply.get('message')}")
+        elif reply.get("op") == "result" and self.acknowledges:  # of something abandoned
+            self._to_acknowledge.setdefault(place, []).append(str(request_id))
+
+    def _apply(self, call: Call, reply: dict[str, Any]) -> None:
+        try:
+            self._interpret(call, reply)
+        except ProtocolError as error:
+            self.abandon(call)
+            call.fail(error)
+            return
+        if call.done:
+            self._forget(call)
+        call.on_update()
+
+    def _interpret(self, call: Call, reply: dict[str, Any]) -> None:
+        op = reply.get("op")
+        if reply.get("v") != wire.PROTOCOL_VERSION:
+            raise ProtocolError(f"the worker speaks version {reply.get('v')!r:.40}, this client 1; update one of them")
+        if op == "error":
+            call.error = from_reply(reply)
+        elif op == "chunk" and call.assembler is not None:
+            chunk = read_chunk(reply)
+            call.assembler.add(chunk)
+            call.chunks.append(chunk)
+        elif op == "result" and call.op in ("generate", "attach"):
+            result = read_result(reply, self.endpoints[call.place])
+            if call.assembler is not None:
+                for chunk in call.assembler.missing(result):
+                    call.assembler.add(chunk)
+                    call.chunks.append(chunk)
+            call.result = result if call.target is None else replace(result, id=call.target)
+            if self.acknowledges and not isinstance(call.assembler, Leg):
+                self.acknowledge(call)
+        elif op in ("ok", "status", "trace") and call.op not in ("generate", "attach"):
+            call.reply = {name: value for name, value in reply.items() if name not in _ENVELOPE_FIELDS}
+        else:
+            raise ProtocolError(f"the worker answered {call.op} with {op!r:.40}")
+
+    def _blame(self, place: int, request_id: str | None, message: str) -> None:
+        """Fail the call that a broken reply is for; if nobody knows which, every one that it may be for."""
+        call = self._calls.get(request_id) if request_id is not None else None
+        if call is None:
+            self._fail_all(place, ProtocolError, message)
+        else:
+            self.abandon(call)
+            call.fail(ProtocolError(message))
+
+    def _fail_all(self, place: int, kind: type[RolloutError], message: str) -> None:
+        for call in [call for call in self._calls.values() if call.place == place]:
+            self._forget(call)
+            call.fail(kind(message))
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def patience(self, call: Call) -> float | None:
+        """Seconds that a call may go on waiting, None for ever. If its time is up, it ends with an error."""
+        if isinstance(call, ResumedCall):
+            assert self.resumer is not None
+            return self.resumer.patience(call)
+        if call.done:
+            return 0.0
+        now, limit = time.monotonic(), call.deadline
+        if not self.connections[call.place].connected:
+            limit = min(limit, call.started + self._connect_timeout_s)
+        if now < limit:
+            return None if limit == math.inf else limit - now
+        endpoint = self.endpoints[call.place]
+        self.abandon(call)
+        if now >= call.deadline:
+            call.fail(RolloutTimeout(f"{call.op} had no answer from {endpoint} in time"))
+        else:
+            connection = self.connections[call.place]
+            connection.gone = True
+            call.fail(ConnectionLost(f"{endpoint} cannot be reached; is a worker running there?{connection.hint}"))
+        return 0.0

@@ -1,0 +1,237 @@
+"""From the arguments of `generate` to the header of a request, and where that request should go.
+
+The two clients share this. What a worker would refuse is left to the worker, which knows its model and its limits;
+what cannot be written down as a message, or was misspelt, is an error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from trainer_bridge.client.results import Completion
+
+Prompt = str | Sequence[int] | np.ndarray
+StreamKind = Literal["tokens", "completions"]
+
+_INT32 = np.iinfo(np.int32)
+_HALF = "\ufffd"  # what a text ends with whose last token is half a character; with the next token it comes whole
+
+
+class GenerateFields(TypedDict, total=False):
+    """Everything that `generate` takes besides the prompt and `stream`. A field that is None is not sent."""
+
+    # instead of a prompt
+    messages: Sequence[Mapping[str, Any]] | None  # role and content; rendered with the model's chat template
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    # how much, and how it ends
+    n: int  # completions, 1 when absent
+    max_tokens: int | None  # of each completion
+    stop: Mapping[str, Any] | None  # token_ids, strings, ignore_eos, min_tokens
+    deadline_s: float | None  # seconds from when the worker takes it; then it ends with what it has
+    # how a token is drawn: a map, or its keys one by one
+    sampling: Mapping[str, Any] | None
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | Mapping[str, float]
+    # what comes back, and when
+    stream_every: int  # tokens between two chunks of a completion
+    return_text: bool
+    metadata: Mapping[str, Any] | None  # echoed as it is
+    continue_from: Completion | Mapping[str, Any] | None  # an earlier partial completion; needs n = 1
+    priority: int  # higher is admitted first and preempted last
+    # for workers whose `status.capabilities` list them
+    logprobs: int  # also the k likeliest tokens at each position: `top_ids`, `top_logprobs`
+    prompt_logprobs: bool  # those of the prompt's tokens, in the result
+    min_complete: int | None
+    return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
+    constraint: Mapping[str, Any] | None
+    adapter: str | None  # name of a loaded LoRA adapter: `adapter_versions`
+    min_version: int | None
+    max_version_span: int | None
+    detached: bool
+    session: str | None  # the conversation whose next turn this is; all go to one endpoint. Needs n = 1
+    session_lease_s: float | None  # how long its KV waits for the next turn; absent: as the worker is set
+    # for this client alone, not sent
+    endpoint: str | None  # the endpoint to use; absent: the least loaded one
+    request_id: str | None  # 1 to 128 characters; absent: made up
+    timeout_s: float | None  # seconds until `RolloutTimeout`; absent: the client's
+
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
+_LOCAL = ("endpoint", "request_id", "timeout_s")
+_FIELDS = frozenset(GenerateFields.__annotations__)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """One request, ready to be sent: the header without `v`, `op`, `id` and `client`, and how to send it."""
+
+    fields: dict[str, Any]
+    n: int
+    prior: Completion | None = None  # of `continue_from`
+    session: str | None = None
+    endpoint: str | None = None
+    request_id: str | None = None
+    timeout_s: float | None = None
+    stream: StreamKind | None = None
+
+
+def plan_request(
+    prompt: Prompt | None, fields: Mapping[str, Any], stream: StreamKind | Literal[False] = False
+) -> RequestPlan:
+    """Build a request. Raises TypeError for an unknown field and ValueError for one that makes no sense."""
+    unknown = sorted(fields.keys() - _FIELDS)
+    if unknown:
+        raise TypeError(
+            f"generate takes no field {unknown[0]!r}; it takes prompt, stream, {', '.join(sorted(_FIELDS))}"
+        )
+    if stream not in (False, "tokens", "completions"):
+        raise ValueError(f"stream is {stream!r}; use False, 'tokens' or 'completions'")
+    sent = {
+        name: value
+        for name, value in fields.items()
+        if value is not None and name not in _SAMPLING and name not in _LOCAL
+    }
+    _add_prompt(sent, prompt)
+    sampling = _sampling(fields)
+    if sampling:
+        sent["sampling"] = sampling
+    if "stop" in sent and "token_ids" in sent["stop"]:
+        sent["stop"] = {**sent["stop"], "token_ids": [int(token) for token in sent["stop"]["token_ids"]]}
+    prior = _add_prior(sent) if "continue_from" in sent else None
+    if stream:
+        sent["stream"] = stream
+    n = sent.get("n", 1)
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"n is {n!r}; use an integer of at least 1")
+    local = {name: fields[name] for name in _LOCAL if name in fields}
+    return RequestPlan(fields=sent, n=n, prior=prior, session=fields.get("session"), stream=stream or None, **local)
+
+
+def token_array(values: Any, name: str) -> np.ndarray:
+    """Token ids as int32 [n]. Raises ValueError when they are not whole numbers that fit."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be one row of integers, not {array.dtype} of shape {array.shape}")
+    if array.size and (int(array.min()) < 0 or int(array.max()) > _INT32.max):
+        raise ValueError(f"{name} has a number that is no token id: negative, or more than 32 bits")
+    return array.astype(np.int32)
+
+
+def _add_prompt(sent: dict[str, Any], prompt: Prompt | None) -> None:
+    if (prompt is None) == ("messages" not in sent):
+        raise ValueError("give either a prompt (text or token ids) or messages")
+    if isinstance(prompt, str):
+        sent["prompt"] = prompt
+    elif prompt is not None:
+        sent["prompt"] = token_array(prompt, "prompt")
+    if "messages" in sent:
+        sent["messages"] = [dict(message) for message in sent["messages"]]
+
+
+def _add_prior(sent: dict[str, Any]) -> Completion:
+    given = sent["continue_from"]
+    if not isinstance(given, Completion):
+        given = {name: value for name, value in given.items() if value is not None}
+    prior = _prior(given)
+    if isinstance(given, Completion) and not sent.get("return_routing"):
+        prior = replace(prior, routing=None)  # it is not wanted back
+    if isinstance(given, Completion) and not sent.get("logprobs"):
+        prior = replace(prior, top_ids=None, top_logprobs=None)
+    sent["continue_from"] = _given_prior(given, prior)
+    return prior
+
+
+def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
+    given = dict(fields.get("sampling") or {})
+    loose = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    twice = sorted(given.keys() & loose.keys())
+    if twice:
+        raise ValueError(f"{twice[0]!r} is given both in sampling and by itself; give it once")
+    given |= loose
+    if "logit_bias" in given:  # keys of a message's maps are strings
+        given["logit_bias"] = {str(token): bias for token, bias in given["logit_bias"].items()}
+    return given
+
+
+def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
+    """An earlier partial completion; what a map does not say of it is NaN, and version -1."""
+    if isinstance(partial, Completion):
+        text = partial.text and partial.text.rstrip(_HALF)
+        return replace(partial, finish_reason=None, stop=None, error=None, text=text)
+    token_ids = token_array(partial.get("token_ids", ()), "continue_from.token_ids")
+    unknown = np.full(len(token_ids), np.nan, np.float32)
+    runs, drawn = partial.get("versions", [(-1, len(token_ids))]), partial.get("drawn_logprobs")
+    return Completion(
+        index=0,
+        token_ids=token_ids,
+        logprobs=np.asarray(partial.get("logprobs", unknown), np.float32),
+        raw_logprobs=np.asarray(partial.get("raw_logprobs", unknown), np.float32),
+        versions=[(version, count) for version, count in runs],
+        recomputed=[(position, version) for position, version in partial.get("recomputed", ())],
+        adapter_versions=[(position, version) for position, version in partial.get("adapter_versions", ())],
+        drawn_logprobs=None if drawn is None else np.asarray(drawn, np.float32),
+        routing=None if partial.get("routing") is None else np.asarray(partial["routing"]),
+        top_ids=_given_rows(partial, "top_ids", np.int32),
+        top_logprobs=_given_rows(partial, "top_logprobs", np.float32),
+        seed=partial.get("seed"),
+    )
+
+
+def _given_rows(partial: Mapping[str, Any], name: str, dtype: type) -> np.ndarray | None:
+    given = partial.get(name)
+    rows: np.ndarray = np.asarray(() if given is None else given, dtype)
+    return rows if rows.size else None
+
+
+def _given_prior(partial: Completion | Mapping[str, Any], prior: Completion) -> dict[str, Any]:
+    if not isinstance(partial, Completion):
+        return {**partial, "token_ids": prior.token_ids}
+    if prior.seed is None:
+        raise ValueError("continue_from is a completion without a seed; it cannot go on at the same random position")
+    return prior_fields(prior)
+
+
+def prior_fields(prior: Completion) -> dict[str, Any]:
+    """`continue_from` for a completion that has a seed."""
+    fields = {
+        "token_ids": prior.token_ids,
+        "seed": prior.seed,
+        "logprobs": prior.logprobs,
+        "raw_logprobs": prior.raw_logprobs,
+        "versions": [list(run) for run in prior.versions],
+    }
+    if prior.recomputed:
+        fields["recomputed"] = [list(mark) for mark in prior.recomputed]
+    if prior.adapter_versions:
+        fields["adapter_versions"] = [list(mark) for mark in prior.adapter_versions]
+    if prior.drawn_logprobs is not None:
+        fields["drawn_logprobs"] = prior.drawn_logprobs
+    if prior.routing is not None:
+        fields["routing"] = prior.routing
+    if prior.top_ids is not None:
+        fields |= {"top_ids": prior.top_ids, "top_logprobs": prior.top_logprobs}
+    if prior.text is not None:
+        fields["text_chars"] = len(prior.text)
+    return fields

@@ -1,0 +1,299 @@
+"""Start a worker from a training job, and end it with the job.
+
+    with start_worker("/models/qwen3-8b", max_rows=64, env={"CUDA_VISIBLE_DEVICES": "7"}) as worker:
+        client = RolloutClient(worker.endpoint)
+
+    with start_worker("/models/qwen3-8b", workers=8) as worker:      a worker a device, and their supervisor
+        client = RolloutClient(worker.endpoints)
+
+The worker is a process of its own, in a process group of its own, whose output goes to a log file. It does not inherit
+what torchrun and the like put into the environment of a rank: it is not one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from trainer_bridge.client.progress import StageLines
+from trainer_bridge.wire.errors import RolloutError
+
+if TYPE_CHECKING:
+    from trainer_bridge.client.keys import ClientCurve
+
+_LAUNCHER_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "WANDB_RUN_ID", "WANDB_SERVICE"),
+)
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_", "ACCELERATE_")
+_POLL_S = 0.05
+_TERMINATE_S = 5.0
+_TAIL_LINES = 30
+
+
+class WorkerFailed(RolloutError, code="worker_failed"):  # noqa: N818
+    """The worker ended, or was not ready in time; the message has the end of its log."""
+
+
+def start_worker(
+    model: str | os.PathLike[str],
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str | None] | None = None,
+    log_file: str | os.PathLike[str] | None = None,
+    ready_timeout_s: float = 900.0,
+    wait: bool = True,
+    progress: bool = True,
+    command: Sequence[str] = (sys.executable, "-m", "rollout.cli.main", "serve"),
+    curve: ClientCurve | None = None,
+    **flags: Any,
+) -> WorkerProcess:
+    """Start `rollout serve MODEL` and return once it can serve.
+
+    `flags` become command line flags: `max_rows=8` is `--max-rows 8`, True is `--flag`, False is `--no-flag`, None is
+    left out; `args` are appended as they are. `env` adds to the environment (None removes). Without `log_file`, the
+    log lies in a temporary folder that goes with the worker. With `wait=False` the worker is still starting: call
+    `wait_ready` (to start several at once). What takes long meanwhile, such as fetching the model, is told of on stderr
+    unless `progress` is False. `curve` has the keys with which `stop` talks to a worker that was started
+    with `curve_secret_key`. Raises `WorkerFailed` when it does not come up.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rollout-worker-"))
+    ready_file = folder / "ready.json"
+    log_path = folder / "worker.log" if log_file is None else Path(log_file)
+    flags = {"bind": "tcp://127.0.0.1:0", **flags, "ready_file": ready_file, "exit_with_parent": True}
+    with open(log_path, "ab") as log:
+        stages = StageLines(log_path) if progress else None
+        process = subprocess.Popen(
+            [*command, os.fspath(model), *flag_list(flags), *args],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=worker_environment(os.environ, env or {}),
+            start_new_session=True,
+        )
+    worker = WorkerProcess(process, folder, ready_file, log_path, curve, stages)
+    if wait:
+        try:
+            worker.wait_ready(ready_timeout_s)
+        except BaseException:
+            worker.kill()
+            raise
+    return worker
+
+
+def flag_list(flags: Mapping[str, Any]) -> list[str]:
+    """Keyword arguments as command line flags."""
+    words: list[str] = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if value is True:
+            words.append(f"--{flag}")
+        elif value is False:
+            words.append(f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """The environment of a worker: what a launcher of ranks put there is taken out, then `changes` are made.
+
+    A torchrun that finds no OMP_NUM_THREADS sets it to 1, which nobody can tell from one that was 1 before: both go.
+    """
+    kept = {
+        name: value
+        for name, value in base.items()
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    if "TORCHELASTIC_RUN_ID" in base and base.get("OMP_NUM_THREADS") == "1":
+        del kept["OMP_NUM_THREADS"]
+    for name, changed in changes.items():
+        if changed is None:
+            kept.pop(name, None)
+        else:
+            kept[name] = changed
+    return kept
+
+
+class WorkerProcess:
+    """A worker that `start_worker` started. It is killed when this object goes, at the latest when the job ends.
+
+    With `workers=N` it is a supervisor and its N workers; `endpoint` and `weights_endpoint` are then the first one's.
+    As a context manager it ends the worker at once on leaving, with what it has; call `stop()` before for a drain.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        folder: Path,
+        ready_file: Path,
+        log_path: Path,
+        curve: ClientCurve | None = None,
+        stages: StageLines | None = None,
+    ) -> None:
+        self.log_path = log_path
+        self._curve = curve
+        self._stages = stages
+        self._process = process
+        self._ready_file = ready_file
+        self._ready: dict[str, Any] | None = None
+        self._end = weakref.finalize(self, _end, process, folder, os.getpid())
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, or None while the worker lives."""
+        return self._process.poll()
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients connect."""
+        return self._told("endpoint")
+
+    @property
+    def weights_endpoint(self) -> str:
+        """Where weights are sent."""
+        return self._told("weights_endpoint")
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where clients connect, of every worker; they stay when a worker is started again."""
+        return tuple(worker["endpoint"] for worker in self._workers())
+
+    @property
+    def weights_endpoints(self) -> tuple[str, ...]:
+        """Where weights are sent, of every worker."""
+        return tuple(worker["weights_endpoint"] for worker in self._workers())
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """The process ids of the workers as they are now: another one after a restart, None for one that stays away."""
+        self._told("pid")
+        self._ready = self._read_ready() or self._ready
+        return tuple(worker["pid"] for worker in self._workers())
+
+    @property
+    def model(self) -> str:
+        """What it serves."""
+        return self._told("model")
+
+    def _workers(self) -> list[dict[str, Any]]:
+        self._told("endpoint")
+        assert self._ready is not None
+        return self._ready.get("workers", [self._ready])
+
+    def _told(self, name: str) -> Any:
+        if self._ready is None:
+            raise RuntimeError("the worker is still starting; call wait_ready() first")
+        return self._ready[name]
+
+    def wait_ready(self, timeout_s: float = 900.0) -> None:
+        """Return once the worker can serve. Raises `WorkerFailed` when it ends before, or takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while self._ready is None:
+            self._ready = self._read_ready()
+            if self._stages is not None:
+                self._stages.tell()
+            if self._ready is not None:
+                return
+            if self._process.poll() is not None:
+                raise WorkerFailed(f"the worker ended with status {self._process.returncode}\n{self.log_tail()}")
+            if time.monotonic() >= deadline:
+                raise WorkerFailed(f"the worker was not ready after {timeout_s} s\n{self.log_tail()}")
+            try:
+                self._process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                pass
+
+    def _read_ready(self) -> dict[str, Any] | None:
+        try:
+            told = json.loads(self._ready_file.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):  # not there, or not all of it
+            return None
+        missing = [name for name in ("endpoint", "weights_endpoint", "model", "pid") if name not in told]
+        if missing:
+            raise WorkerFailed(f"the worker's ready file lacks {missing[0]!r}; are its version and this one the same?")
+        return told
+
+    def log_tail(self, lines: int = _TAIL_LINES) -> str:
+        """The end of the log."""
+        try:
+            text = self.log_path.read_text(errors="replace")
+        except FileNotFoundError:
+            return "(the log is gone)"
+        return "\n".join(text.splitlines()[-lines:]) or "(the log is empty)"
+
+    def stop(self, mode: Literal["drain", "now"] = "drain", timeout_s: float = 60.0) -> int:
+        """End the worker and return its exit status.
+
+        It is asked to shut down (`drain`: after what it has; `now`: with what it has); one that has not ended after
+        `timeout_s` is terminated, then killed.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self.returncode is None and self._ready is not None:
+            if "workers" in self._ready:
+                self._signal(mode)
+            else:
+                self._ask(mode, timeout_s)
+            self._wait(max(0.0, deadline - time.monotonic()))
+        if self.returncode is None:
+            self._process.terminate()
+            self._wait(_TERMINATE_S)
+        return self.kill()
+
+    def _signal(self, mode: Literal["drain", "now"]) -> None:
+        """Ask a supervisor: a worker that is just being started again could not be asked."""
+        self._process.terminate()
+        if mode == "now":
+            self._process.send_signal(signal.SIGINT)  # another signal: two of one kind may arrive as one
+
+    def _ask(self, mode: Literal["drain", "now"], timeout_s: float) -> None:
+        from trainer_bridge.client.blocking import RolloutClient
+
+        client = RolloutClient(self.endpoint, timeout_s=timeout_s, connect_timeout_s=timeout_s, curve=self._curve)
+        with client:
+            try:
+                client.shutdown(mode)
+            except RolloutError:
+                pass  # it does not answer: terminated instead
+
+    def _wait(self, timeout_s: float) -> None:
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+
+    def kill(self) -> int:
+        """End the worker's whole process group now, take its temporary folder away, return its exit status."""
+        self._end()
+        return self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop("now", timeout_s=10.0)
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
+    if os.getpid() != owner:  # a fork of the job has a copy of the object, but not the worker
+        return
+    if process.poll() is None:  # else the number may be somebody else's by now
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,261 @@
+"""What a client gets back, typed: completions, chunks of a stream, the result of a request.
+
+Arrays are numpy, one entry a token, and read-only. Everything is checked when it is read from a reply: a completion
+whose arrays differ in length, or whose version runs do not add up, raises `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from trainer_bridge.wire.errors import ProtocolError
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "error"]
+_FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One completion, or the part of one that a stream has brought so far (`finish_reason` is None then).
+
+    `logprobs` are under the policy at the request's temperature, `raw_logprobs` at temperature 1; `drawn_logprobs`
+    are under the distribution really drawn from, where truncation or penalties made it another one. `top_ids` and
+    `top_logprobs` are the likeliest tokens at each position, likeliest first, and their log-probs at temperature 1,
+    where `logprobs=k` asked for them; -1 and NaN where nobody knows (tokens that `continue_from` brought without).
+    `routing`, where `return_routing` asked for it, has the experts of each forward, likeliest first: entry i is of the
+    forward that consumed token i, of the completion (True) or of prompt and completion ("all"); the newest token was
+    consumed by none. In a chunk these are the entries that its tokens added. `versions` are runs of
+    (weights version, tokens). `stop` is the token id or the string that ended it.
+    """
+
+    index: int
+    token_ids: np.ndarray  # int32 [tokens]
+    logprobs: np.ndarray  # float32 [tokens]
+    raw_logprobs: np.ndarray  # float32 [tokens]
+    versions: list[tuple[int, int]]
+    drawn_logprobs: np.ndarray | None = None  # float32 [tokens]
+    finish_reason: FinishReason | None = None
+    stop: int | str | None = None
+    text: str | None = None
+    seed: int | None = None
+    routing: np.ndarray | None = None  # uint8 or uint16 [entries, MoE layers, experts a token]
+    error: str | None = None  # with finish_reason "error"
+    top_ids: np.ndarray | None = None  # int32 [tokens, k]
+    top_logprobs: np.ndarray | None = None  # float32 [tokens, k]
+    #: (position, weights version): before token `position` the KV of all before it was computed again by these weights.
+    recomputed: list[tuple[int, int]] = field(default_factory=list)
+    #: (position, version): from this token on the request's adapter was of that version; empty without an adapter.
+    adapter_versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """New tokens of one completion. `offset` is the position of the first one in the completion.
+
+    The last chunk of a completion has `finish_reason`. `part` has the fields of `Completion` for the new tokens only,
+    `text` included. The first chunk of completion 0 has the `prompt_logprobs` that were asked for.
+    """
+
+    offset: int
+    part: Completion
+    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens]
+
+    @property
+    def index(self) -> int:
+        """Which of the `n` completions."""
+        return self.part.index
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The new tokens, int32."""
+        return self.part.token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How the completion ended, or None while it goes on."""
+        return self.part.finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went, in seconds."""
+
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateResult:
+    """The answer to one `generate`: its `n` completions in order of their index."""
+
+    id: str
+    completions: list[Completion]
+    prompt_tokens: int
+    cached_tokens: int
+    timing: Timing
+    preemptions: int
+    worker: str | None = None
+    metadata: Any = None
+    endpoint: str | None = None
+    resumes: int = 0  # how often a completion went on after the loss of its worker (`RolloutClient(resume=True)`)
+    extra: dict[str, Any] = field(default_factory=dict)  # fields of the reply that this client does not know
+    #: float32 [prompt tokens]: of each token of the prompt after those before it, at temperature 1; NaN for the first.
+    prompt_logprobs: np.ndarray | None = None
+
+
+_RESULT_FIELDS = {
+    "v",
+    "id",
+    "op",
+    "completions",
+    "prompt_tokens",
+    "cached_tokens",
+    "timing",
+    "preemptions",
+    "worker",
+    "metadata",
+    "prompt_logprobs",
+}
+
+
+def read_result(header: Mapping[str, Any], endpoint: str | None = None) -> GenerateResult:
+    """The result in a `result` reply. Raises `ProtocolError`."""
+    completions = _required(header, "completions", list)
+    timing = header.get("timing") or {}
+    if not isinstance(timing, dict):
+        raise ProtocolError("the field 'timing' of a reply is not a map")
+    return GenerateResult(
+        id=_required(header, "id", str),
+        completions=sorted((read_completion(item) for item in completions), key=lambda completion: completion.index),
+        prompt_tokens=_required(header, "prompt_tokens", int),
+        cached_tokens=_required(header, "cached_tokens", int),
+        timing=Timing(**{name: _seconds(timing, name) for name in Timing.__dataclass_fields__}),
+        preemptions=_required(header, "preemptions", int),
+        worker=header.get("worker"),
+        metadata=header.get("metadata"),
+        prompt_logprobs=_prompt_logprobs(header),
+        endpoint=endpoint,
+        extra={name: value for name, value in header.items() if name not in _RESULT_FIELDS},
+    )
+
+
+def _seconds(timing: Mapping[str, Any], name: str) -> float:
+    value = timing.get(name, 0.0)
+    if type(value) not in (int, float):
+        raise ProtocolError(f"the field 'timing.{name}' of a reply is {value!r:.40}, not a number")
+    return float(value)
+
+
+def read_chunk(header: Mapping[str, Any]) -> Chunk:
+    """The new tokens in a `chunk` reply. Raises `ProtocolError`."""
+    offset = _required(header, "offset", int)
+    return Chunk(offset, read_completion(header), _prompt_logprobs(header))
+
+
+def _prompt_logprobs(header: Mapping[str, Any]) -> np.ndarray | None:
+    return None if header.get("prompt_logprobs") is None else _array(header, "prompt_logprobs", np.float32)
+
+
+def read_completion(fields: Any) -> Completion:
+    """The per-completion fields of a reply. Raises `ProtocolError`."""
+    if not isinstance(fields, Mapping):
+        raise ProtocolError("a completion in a reply is not a map")
+    token_ids = _array(fields, "token_ids", np.int32)
+    reason = fields.get("finish_reason")
+    if reason is not None and reason not in _FINISH_REASONS:
+        raise ProtocolError(f"a reply has the unknown finish_reason {reason!r:.40}")
+    drawn = None if fields.get("drawn_logprobs") is None else _array(fields, "drawn_logprobs", np.float32)
+    top_ids, top_logprobs = _tops(fields)
+    completion = Completion(
+        index=_required(fields, "index", int),
+        token_ids=token_ids,
+        logprobs=_array(fields, "logprobs", np.float32),
+        raw_logprobs=_array(fields, "raw_logprobs", np.float32),
+        drawn_logprobs=drawn,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        versions=_versions(fields, len(token_ids)),
+        finish_reason=reason,
+        stop=fields.get("stop"),
+        text=fields.get("text"),
+        seed=fields.get("seed"),
+        routing=_routing(fields, len(token_ids)),
+        error=fields.get("error"),
+        recomputed=_marks(fields, "recomputed"),
+        adapter_versions=_marks(fields, "adapter_versions"),
+    )
+    for name in ("logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs"):
+        values = getattr(completion, name)
+        if values is not None and len(values) != len(token_ids):
+            raise ProtocolError(f"a reply has {len(token_ids)} token_ids but {len(values)} {name}")
+    return completion
+
+
+def _required(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = fields.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ProtocolError(f"the field {name!r} of a reply is {value!r:.40}, not of type {kind.__name__}")
+    return value
+
+
+def _tops(fields: Mapping[str, Any]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    if fields.get("top_ids") is None and fields.get("top_logprobs") is None:
+        return None, None
+    ids, logprobs = _array(fields, "top_ids", np.int32, 2), _array(fields, "top_logprobs", np.float32, 2)
+    if ids.shape != logprobs.shape:
+        raise ProtocolError(f"a reply has top_ids of shape {ids.shape} but top_logprobs of shape {logprobs.shape}")
+    return ids, logprobs
+
+
+def _routing(fields: Mapping[str, Any], tokens: int) -> np.ndarray | None:
+    routing = fields.get("routing")
+    if routing is None:
+        return None
+    if not isinstance(routing, np.ndarray) or routing.ndim != 3 or routing.dtype not in (np.uint8, np.uint16):
+        raise ProtocolError("the field 'routing' of a reply is not a three-dimensional array of |u1 or <u2")
+    if len(routing) < tokens - 1:
+        raise ProtocolError(f"a reply has {tokens} token_ids but {len(routing)} entries of routing")
+    return routing
+
+
+def _array(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> np.ndarray:
+    value = fields.get(name)
+    if not isinstance(value, (np.ndarray, list)):
+        raise ProtocolError(f"the field {name!r} of a reply is not an array")
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ProtocolError(f"the field {name!r} of a reply is not an array of numbers") from error
+    kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
+    if array.ndim != dims or (array.size and array.dtype.kind not in kinds):
+        raise ProtocolError(f"the field {name!r} of a reply is {array.dtype} of shape {array.shape}")
+    array = array.astype(dtype, copy=False)
+    array.flags.writeable = False
+    return array
+
+
+def _marks(fields: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
+    marks = fields.get(name) or []
+    for mark in marks if isinstance(marks, list) else [marks]:
+        if not isinstance(mark, list) or [type(number) for number in mark] != [int, int]:
+            raise ProtocolError(f"the entry {mark!r:.40} of {name!r} in a reply is not [position, version]")
+    return [(position, version) for position, version in marks]
+
+
+def _versions(fields: Mapping[str, Any], tokens: int) -> list[tuple[int, int]]:
+    runs = _required(fields, "versions", list)
+    for run in runs:
+        if not isinstance(run, list) or [type(number) for number in run] != [int, int]:
+            raise ProtocolError(f"the version run {run!r:.40} of a reply is not [version, tokens]")
+    if sum(count for _, count in runs) != tokens:
+        raise ProtocolError(f"the versions {runs!r:.80} of a reply do not add up to its {tokens} tokens")
+    return [(version, count) for version, count in runs]

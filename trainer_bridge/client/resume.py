@@ -1,0 +1,395 @@
+"""Requests that outlive their workers: what `RolloutClient(resume=True)` does by itself.
+
+Every request is streamed underneath, with a seed that the client knows. When a worker is lost, refuses, or hands back
+what it has, the unfinished completions go on with `continue_from`, each by itself and with its own seed, at whatever
+endpoint is there. A group of which nothing has come yet is sent again as a whole.
+
+    waiting --pump: an endpoint is there, its pause is over--> leg in flight --chunks--> ... --result--> done
+       ^                                                          |
+       +------- suspend: connection lost, unavailable, ... -------+
+
+Nothing is sent from where replies are taken in: losing a leg only puts completions among the waiting; `patience`, which
+every wait of the clients calls, sends. With a journal, what comes is written down before anybody sees it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainer_bridge.client.assembly import Assembler
+from trainer_bridge.client.call import Call
+from trainer_bridge.client.continuation import continued_plan, draw_seed, first_plan, request_seed
+from trainer_bridge.client.generate_request import RequestPlan
+from trainer_bridge.client.journal import Fsync, Journal, Saved, fingerprint
+from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult
+from trainer_bridge.client.resumed_call import Part, ResumedCall
+from trainer_bridge.wire import codec as wire
+from trainer_bridge.wire.errors import (
+    ConnectionLost,
+    Duplicate,
+    InternalError,
+    JournalFailed,
+    Overloaded,
+    ProtocolError,
+    ResumeFailed,
+    RolloutError,
+    RolloutTimeout,
+    Unavailable,
+)
+
+if TYPE_CHECKING:
+    from trainer_bridge.client.core import ClientCore
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePolicy:
+    """How long a client goes on by itself, and whether what comes is written down.
+
+    Both bounds are for one completion and start anew with each new token: `timeout_s` is the time that it may be
+    without a worker, in seconds; `max_faults` how many workers may be lost with it, or fail at it, in a row.
+    """
+
+    timeout_s: float = 600.0
+    max_faults: int = 8
+    journal: str | os.PathLike[str] | None = None
+    journal_fsync: Fsync = "never"
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0 or self.max_faults < 1:
+            raise ValueError("resume_timeout_s must be more than 0 and resume_max_faults at least 1")
+
+
+class Leg(Assembler):
+    """The chunks of one leg."""
+
+    def missing(self, result: GenerateResult) -> list[Chunk]:
+        """None: the resumed call takes the rest from the result itself."""
+        return []
+
+
+class Resumer:
+    """The requests of one client that resumes. Belongs to its `ClientCore`."""
+
+    def __init__(self, core: ClientCore, policy: ResumePolicy) -> None:
+        self.calls: dict[str, ResumedCall] = {}
+        self.journal = None if policy.journal is None else Journal(policy.journal, policy.journal_fsync)
+        self._core = core
+        self._policy = policy
+
+    # --- for the core -------------------------------------------------------------------------------------------------
+
+    def start(self, plan: RequestPlan) -> ResumedCall:
+        """Begin a request, or go on with one that the journal knows. Raises ValueError and `RolloutError`."""
+        if self.journal is not None and plan.request_id is None:
+            raise ValueError("with a journal every request needs a request_id, to be found by after a restart")
+        request_id = self._core.next_id() if plan.request_id is None else plan.request_id
+        if request_id in self.calls or not 1 <= len(request_id) <= wire.MAX_ID_CHARS:
+            raise ValueError(f"the id {request_id!r:.40} is in flight already, or has not 1 to 128 characters")
+        mark = fingerprint(plan.fields)
+        saved = None if self.journal is None else self.journal.read(request_id)
+        if saved is not None and saved.mark != mark:
+            raise Duplicate(
+                f"the journal has another request with the id {request_id!r}; forget it, or use a new id",
+                request_id=request_id,
+            )
+        call = self._new_call(request_id, plan, saved)
+        if call.done:
+            return call
+        self.calls[request_id] = call
+        try:
+            if self.journal is not None and saved is None:
+                self.journal.begin(request_id, mark, call.seed, call.started_unix_s, plan.fields)
+            # Workers may still keep what a journal has forgotten, or one that is gone: no id is used there twice.
+            self._pump(call, request_id if self.journal is None else None)
+            self._conclude(call)
+        except BaseException:
+            self.abandon(call)
+            raise
+        return call
+
+    def patience(self, call: ResumedCall) -> float | None:
+        """Seconds that a call may go on waiting, None for ever. Sends what is due; ends the call if its time is up."""
+        if call.done:
+            return 0.0
+        if time.monotonic() >= call.deadline:
+            self._fail(call, RolloutTimeout("generate had no answer in time"))
+            return 0.0
+        if call.waiting:
+            self._pump(call)
+        limits = [self._core.patience(leg) for leg in list(call.legs)]
+        if call.done:
+            return 0.0
+        now = time.monotonic()
+        limits += [self._due(call, part, now) - now for part in call.waiting]
+        limits.append(call.deadline - now)
+        least = min(limit for limit in limits if limit is not None)
+        return None if least == math.inf else max(0.0, least)
+
+    def cancel(self, call: ResumedCall) -> None:
+        """End a request with what it has: workers that have some of it are told, the rest ends here."""
+        call.cancelled = True
+        for leg in list(call.legs):
+            if self._core.connections[leg.place].connected:
+                self._core.disown(leg.place, leg.id)
+            else:
+                self._core.abandon(leg)
+                self._leg_lost(call, leg, ConnectionLost("it had not been sent yet"))
+        self._end_waiting(call, "cancelled")
+
+    def abandon(self, call: ResumedCall) -> None:
+        """Nobody waits for it any more. The journal keeps what there is."""
+        if self.calls.pop(call.id, None) is None:
+            return
+        self._drop_legs(call)
+        call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
+
+    def endpoint_came(self) -> None:
+        """An endpoint can be reached: have those who wait for one look again."""
+        for call in list(self.calls.values()):
+            if call.waiting:
+                call.on_update()
+
+    def forget(self, ids: list[str]) -> None:
+        """Drop requests from the journal. Raises ValueError for one that is in flight."""
+        assert self.journal is not None
+        flying = next((request_id for request_id in ids if request_id in self.calls), None)
+        if flying is not None:
+            raise ValueError(f"the request {flying!r} is in flight; cancel it or wait for it first")
+        self.journal.forget(ids)
+
+    def close(self) -> None:
+        """End everything that is in flight."""
+        for call in list(self.calls.values()):
+            self._fail(call, ConnectionLost("the client was closed"))
+        if self.journal is not None:
+            self.journal.close()
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def _new_call(self, request_id: str, plan: RequestPlan, saved: Saved | None) -> ResumedCall:
+        seconds = self._core.timeout_s if plan.timeout_s is None else plan.timeout_s
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        if saved is None:
+            seed = request_seed(plan)
+            return ResumedCall(request_id, plan, draw_seed() if seed is None else seed, deadline)
+        call = ResumedCall(request_id, plan, saved.seed, deadline, saved.started_unix_s)
+        call.restore(saved)
+        for endpoint, leg_id in () if call.done else saved.legs:
+            if endpoint in self._core.endpoints:
+                self._disown(self._core.endpoints.index(endpoint), leg_id)
+        return call
+
+    def _pump(self, call: ResumedCall, first_id: str | None = None) -> None:
+        """Send what waits and is due, if there is an endpoint; end what has waited for too long."""
+        now = time.monotonic()
+        if now >= call.ends_at:
+            self._end_waiting(call, "deadline")
+            return
+        late = next((part for part in call.waiting if self._time_left(part, now) <= 0), None)
+        if late is not None:
+            message = f"no worker went on with completion {late.index} for {self._policy.timeout_s:g} s"
+            self._fail(call, ResumeFailed(message), late.error)
+            return
+        self._end_full(call)
+        if call.done or not self._core.reachable(call.plan):
+            return
+        due = [part for part in call.waiting if part.due <= now]
+        remaining_s = None if call.ends_at == math.inf else call.ends_at - now
+        if len(due) == len(call.parts) and not any(call.new_tokens(part) for part in due):
+            plan = first_plan(call.plan, call.seed, remaining_s)
+            self._send(call, due, replace(plan, request_id=first_id))
+            return
+        for part in due:
+            if part.leg is None and not part.done:  # sending takes in what has come, which may change anything
+                self._send(call, [part], continued_plan(call.plan, call.held(part), remaining_s, call.scored))
+
+    def _send(self, call: ResumedCall, parts: list[Part], plan: RequestPlan) -> None:
+        avoid = frozenset(part.avoid for part in parts if part.avoid is not None)
+        plan = plan if plan.request_id is not None else replace(plan, request_id=self._leg_id(call))
+        leg = self._core.launch(plan, math.inf, avoid)
+        if call.done or any(part.done for part in parts):  # by what came meanwhile
+            self._core.abandon(leg)
+            return
+        leg.assembler = Leg(plan.n, plan.prior)
+        leg.on_update = partial(self._take_in, call, leg)
+        call.resumes += call.begun or any(part.error is not None for part in parts)
+        call.add_leg(leg, parts, time.monotonic(), bool(plan.fields.get("prompt_logprobs")))
+        if self.journal is not None:
+            self.journal.sent(call.id, self._core.endpoints[leg.place], leg.id)
+
+    def _leg_id(self, call: ResumedCall) -> str:
+        """What a worker knows a leg by: an id that nobody has used, with the request's own for who reads the logs."""
+        fresh = self._core.next_id()
+        return f"{call.id[: wire.MAX_ID_CHARS - len(fresh) - 1]}/{fresh}"
+
+    def _disown(self, place: int, leg_id: str) -> None:
+        """End what a lost connection may have left running: a client with a name keeps it by coming back."""
+        if self._core.client is not None:
+            self._core.disown(place, leg_id)
+
+    def _due(self, call: ResumedCall, part: Part, now: float) -> float:
+        """When a waiting completion needs looking at; an endpoint that comes back is told of by `endpoint_came`."""
+        limit = min(call.ends_at, now + self._time_left(part, now))
+        return min(limit, part.due) if self._core.reachable(call.plan) else limit
+
+    def _time_left(self, part: Part, now: float) -> float:
+        assert part.down_since is not None, "it has a worker"
+        return self._policy.timeout_s - part.down_s - (now - part.down_since)
+
+    # --- what a leg brings --------------------------------------------------------------------------------------------
+
+    def _take_in(self, call: ResumedCall, leg: Call) -> None:
+        if call.done or leg not in call.legs:
+            return
+        try:
+            while leg.chunks:
+                chunk = leg.chunks.popleft()
+                part = call.part_of(leg, chunk.index)
+                if part is not None:
+                    self._add(call, part, chunk)
+            if leg.result is not None:
+                self._leg_done(call, leg, leg.result)
+            elif leg.error is not None:
+                self._leg_lost(call, leg, leg.error)
+            self._conclude(call)
+        except (ProtocolError, JournalFailed) as error:
+            self._fail(call, error)
+        if not call.done and (call.chunks or call.waiting):
+            call.on_update()
+
+    def _add(self, call: ResumedCall, part: Part, chunk: Chunk) -> None:
+        """Take new tokens, write them down, and see whether the worker has given the completion back."""
+        handed_back = None if call.cancelled else _handed_back(chunk.part)
+        if handed_back is not None:
+            chunk = replace(chunk, part=replace(chunk.part, finish_reason=None, stop=None, error=None))
+        place = None if part.leg is None else part.leg.place
+        chunk = call.take(part, chunk)
+        if self.journal is not None:
+            self.journal.add(call.id, chunk)
+        if handed_back is not None:
+            self._suspend(call, part, handed_back, place)
+
+    def _leg_done(self, call: ResumedCall, leg: Call, result: GenerateResult) -> None:
+        for completion in result.completions:
+            part = call.part_of(leg, completion.index)
+            if part is None:
+                continue  # it was handed back: another leg has it, or will
+            missing = call.missing(part, completion, result)
+            part.text = completion.text
+            if missing is not None:
+                self._add(call, part, missing)
+        call.learn_prompt(result)
+        del call.legs[leg]
+        call.results[leg] = result
+        if self._core.acknowledges or leg.id != call.id:  # ids of our own are known to nobody else
+            self._core.acknowledge(leg)
+
+    def _leg_lost(self, call: ResumedCall, leg: Call, error: RolloutError) -> None:
+        mine = [call.parts[index] for index in call.legs.pop(leg)]
+        parts = [part for part in mine if part.leg is leg and not part.done]
+        if isinstance(error, ConnectionLost):
+            self._disown(leg.place, leg.id)
+        if not parts:
+            return
+        if not (isinstance(error, (ConnectionLost, Unavailable, InternalError)) or _full_later(call, error)):
+            self._fail(call, error)
+            return
+        place = None if isinstance(error, ConnectionLost) else leg.place
+        for part in parts:
+            self._suspend(call, part, error, place)
+        if call.cancelled:
+            self._end_waiting(call, "cancelled")
+
+    def _suspend(self, call: ResumedCall, part: Part, error: RolloutError, avoid: int | None) -> None:
+        """A completion waits for another worker."""
+        if call.done:
+            return
+        now = time.monotonic()
+        part.suspend(error, now)
+        part.avoid = avoid
+        call.waiting.append(part)
+        pause_s = 0.0 if part.tries == 1 else min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (part.tries - 2))
+        part.due = now + (pause_s if error.retry_after_s is None else error.retry_after_s)
+        if not isinstance(error, (Unavailable, Overloaded)):
+            part.faults += 1
+        if part.faults > self._policy.max_faults and not call.cancelled:
+            message = f"completion {part.index} lost {part.faults} workers in a row without a new token"
+            self._fail(call, ResumeFailed(message), error)
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def _end_full(self, call: ResumedCall) -> None:
+        """End the completions whose last token came, but not the word that it was the last one."""
+        limit = call.plan.fields.get("max_tokens", math.inf)
+        full = [part for part in call.waiting if call.assembler.length(part.index) >= limit]
+        if full:
+            self._end(call, full, "length")
+
+    def _end_waiting(self, call: ResumedCall, reason: FinishReason) -> None:
+        """End the completions that have no worker with what they have."""
+        if not call.done:
+            self._end(call, list(call.waiting), reason)
+
+    def _end(self, call: ResumedCall, parts: list[Part], reason: FinishReason) -> None:
+        try:
+            for part in parts:
+                self._add(call, part, call.ending(part, reason))
+            self._conclude(call)
+        except JournalFailed as error:
+            self._fail(call, error)
+
+    def _end_if_enough(self, call: ResumedCall) -> None:
+        """See to `min_complete` where no single worker can: each of the completions may have another one."""
+        least = call.plan.fields.get("min_complete")
+        if least is None or call.cancelled or call.done or not (call.resumes or call.waiting):
+            return
+        reasons = [call.held(part).finish_reason for part in call.parts if part.done]
+        if len(reasons) < len(call.parts) and sum(reason in ("stop", "length") for reason in reasons) >= least:
+            self.cancel(call)
+
+    def _conclude(self, call: ResumedCall) -> None:
+        self._end_if_enough(call)
+        if call.done or call.legs or not all(part.done for part in call.parts):
+            return
+        result = call.conclude()
+        if self.journal is not None:
+            self.journal.finish(call.id, result)
+        self.calls.pop(call.id, None)
+        call.result = result
+        call.on_update()
+
+    def _fail(self, call: ResumedCall, error: RolloutError, cause: RolloutError | None = None) -> None:
+        if call.done:
+            return
+        self.calls.pop(call.id, None)
+        self._drop_legs(call)
+        error.partials = [call.held(part) for part in call.parts]
+        error.__cause__ = cause
+        call.fail(error)
+
+    def _drop_legs(self, call: ResumedCall) -> None:
+        legs, call.legs = list(call.legs), {}
+        for leg in legs:
+            self._core.abandon(leg)
+
+
+def _handed_back(part: Completion) -> RolloutError | None:
+    """Why a worker gave a completion back unfinished: it failed, or it ends. None if it is over."""
+    if part.finish_reason == "error":
+        return InternalError(part.error or "the worker failed")
+    if part.finish_reason == "cancelled" and part.error is not None:
+        return Unavailable(part.error)
+    return None
+
+
+def _full_later(call: ResumedCall, error: RolloutError) -> bool:
+    """True if a worker is full and the request has begun already; before that it is the caller's business."""
+    return isinstance(error, Overloaded) and call.begun

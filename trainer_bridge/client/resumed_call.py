@@ -1,0 +1,211 @@
+"""What one request of a resuming client has so far, over all the workers that have had a part in it.
+
+    ResumedCall  1 --- n  Part   one completion: with a worker (`leg`), waiting for one (`down_since`), or done
+                 1 --- *  Call   a leg: one request to one worker, for some of the completions
+
+Every token is taken once: the legs' chunks go to one assembler, which refuses gaps and repetitions. Nothing in here
+sends or waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trainer_bridge.client.assembly import Assembler, tail
+from trainer_bridge.client.call import Call
+from trainer_bridge.client.continuation import completion_seed, empty_part
+from trainer_bridge.client.generate_request import RequestPlan
+from trainer_bridge.client.journal import Saved
+from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult, Timing
+from trainer_bridge.wire.errors import ProtocolError, RolloutError
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One completion on its way. Times are of `time.monotonic`."""
+
+    index: int
+    seed: int
+    leg: Call | None = None
+    done: bool = False
+    text: str | None = None  # of the whole completion, once a result told it
+    due: float = 0.0  # when to look for a worker again
+    tries: int = 0  # workers lost since the last new token
+    faults: int = 0  # those of them that may be this request's fault
+    down_since: float | None = None
+    down_s: float = 0.0  # time without a worker since the last new token, up to `down_since`
+    avoid: int | None = None  # the endpoint that refused it last
+    error: RolloutError | None = None  # the last one
+
+    def suspend(self, error: RolloutError, now: float) -> None:
+        """It lost its worker, or found none."""
+        self.leg, self.error, self.down_since = None, error, now
+        self.tries += 1
+
+    def progress(self) -> None:
+        """A new token has come."""
+        self.tries = self.faults = 0
+        self.down_s = 0.0
+
+
+class ResumedCall(Call):
+    """A request that outlives its workers. `started_unix_s` is when it was first asked for, of `time.time`."""
+
+    def __init__(
+        self, request_id: str, plan: RequestPlan, seed: int, deadline: float, started_unix_s: float | None = None
+    ) -> None:
+        super().__init__(request_id, "generate", 0, 0, deadline)
+        self.plan = plan
+        self.seed = seed
+        self.started_unix_s = time.time() if started_unix_s is None else started_unix_s
+        self.assembler: Assembler = Assembler(plan.n, plan.prior)
+        seeds = [seed] if plan.prior is not None else [completion_seed(seed, index) for index in range(plan.n)]
+        self.parts = [Part(index, each, down_since=self.started) for index, each in enumerate(seeds)]
+        self.waiting: list[Part] = list(self.parts)
+        self.legs: dict[Call, list[int]] = {}  # which completions each one has, by its own index
+        self.results: dict[Call, GenerateResult] = {}  # of legs
+        self.scoring: Call | None = None  # the leg that was asked last for the prompt's log-probs
+        self.resumes = 0
+        self.cancelled = False
+        limit_s = plan.fields.get("deadline_s")
+        self.ends_at = math.inf  # of the request's own deadline, after which completions end with what they have
+        if limit_s is not None:
+            self.ends_at = time.monotonic() + limit_s - (time.time() - self.started_unix_s)
+
+    @property
+    def begun(self) -> bool:
+        """True if any token has come, or a worker was lost."""
+        return self.resumes > 0 or any(self.new_tokens(part) or part.done for part in self.parts)
+
+    def new_tokens(self, part: Part) -> int:
+        """Tokens of a completion beyond those that the request brought."""
+        prior = 0 if self.plan.prior is None else len(self.plan.prior)
+        return self.assembler.length(part.index) - prior
+
+    @property
+    def scored(self) -> bool:
+        """True if nobody is to be asked for the log-probs of the prompt: they are here, on their way, or not wanted."""
+        here = _all_known(self.assembler.prompt_logprobs)
+        return here or self.scoring in self.legs or not self.plan.fields.get("prompt_logprobs")
+
+    def held(self, part: Part) -> Completion:
+        """What there is of a completion, its seed included."""
+        if not self.assembler.has(part.index):
+            return empty_part(part.index, part.seed)
+        return replace(self.assembler.joined(part.index), seed=part.seed)
+
+    def restore(self, saved: Saved) -> None:
+        """Take what a journal has of this request: all of it, or its beginning."""
+        self.resumes = max(0, len(saved.legs) - 1)
+        for chunk in saved.chunks:
+            if not 0 <= chunk.index < len(self.parts):
+                raise ProtocolError(f"the journal has completion {chunk.index} of {self.id!r}, which has no such")
+            self.take(self.parts[chunk.index], chunk)
+        if saved.result is not None:
+            for part, text in zip(self.parts, saved.texts, strict=True):
+                part.text = text
+            self.result = replace(saved.result, completions=self.completions())
+
+    def add_leg(self, leg: Call, parts: list[Part], now: float, scores: bool = False) -> None:
+        """A worker has these completions now, and the log-probs of the prompt to tell with `scores`."""
+        self.legs[leg] = [part.index for part in parts]
+        self.scoring = leg if scores else self.scoring
+        self.place = leg.place
+        for part in parts:
+            assert part.down_since is not None, "it has a worker"
+            part.leg = leg
+            part.down_s, part.down_since = part.down_s + now - part.down_since, None
+            self.waiting.remove(part)
+
+    def part_of(self, leg: Call, index: int) -> Part | None:
+        """The completion that a leg calls `index`; None if it was taken from it."""
+        indexes = self.legs[leg]
+        if not 0 <= index < len(indexes):
+            raise ProtocolError(f"the worker tells of completion {index}, but it has {len(indexes)}")
+        part = self.parts[indexes[index]]
+        return part if part.leg is leg else None
+
+    def take(self, part: Part, chunk: Chunk) -> Chunk:
+        """Add new tokens to a completion; returns the chunk as it is of this request. Raises `ProtocolError`."""
+        if chunk.part.seed not in (None, part.seed):
+            raise ProtocolError(
+                f"the worker draws completion {part.index} from seed {chunk.part.seed}, not from {part.seed}, the one "
+                "that the protocol derives; it could not be continued"
+            )
+        chunk = replace(chunk, part=replace(chunk.part, index=part.index, seed=part.seed))
+        self.assembler.add(chunk)
+        if len(chunk.token_ids):
+            part.progress()
+        if chunk.finish_reason is not None:
+            part.done, part.down_since = True, None
+            if part in self.waiting:
+                self.waiting.remove(part)
+        if part.done and self.plan.stream is not None or self.plan.stream == "tokens" and len(chunk.token_ids):
+            self.chunks.append(chunk)
+        return chunk
+
+    def missing(self, part: Part, whole: Completion, result: GenerateResult) -> Chunk | None:
+        """What a result has of a completion beyond its chunks. Raises `ProtocolError` if it has less."""
+        have = self.assembler.length(part.index)
+        if len(whole) < have or not np.array_equal(whole.token_ids[:have], self.assembler.tokens(part.index)):
+            raise ProtocolError(f"the result of completion {part.index} is not what its stream was")
+        scores = result.prompt_logprobs if self.assembler.prompt_logprobs is None else None
+        return None if part.done else Chunk(have, tail(whole, have), scores)
+
+    def learn_prompt(self, result: GenerateResult) -> None:
+        """Take the log-probs of the prompt from a leg's result: its first chunk may have come too early for them."""
+        if _all_known(result.prompt_logprobs) and not _all_known(self.assembler.prompt_logprobs):
+            self.assembler.prompt_logprobs = result.prompt_logprobs
+
+    def ending(self, part: Part, reason: FinishReason) -> Chunk:
+        """The chunk that ends a completion here, without a worker."""
+        return Chunk(self.assembler.length(part.index), empty_part(part.index, part.seed, reason))
+
+    def conclude(self) -> GenerateResult:
+        """The result, once every completion is done."""
+        results = list(self.results.values())
+        if self.resumes == 0 and len(results) == 1:
+            return replace(results[0], id=self.id)
+        # A worker that gave a completion back may say its last word after the one that went on has ended.
+        newest = max(self.results, key=lambda leg: leg.started, default=None)
+        last = None if newest is None else self.results[newest]
+        prompt = self.plan.fields.get("prompt")
+        known = len(prompt) if isinstance(prompt, np.ndarray) else 0
+        return GenerateResult(
+            id=self.id,
+            completions=self.completions(),
+            prompt_tokens=max([known, *(result.prompt_tokens for result in results)]),
+            cached_tokens=max([0, *(result.cached_tokens for result in results)]),
+            timing=self._timing(),
+            preemptions=sum(result.preemptions for result in results),
+            worker=None if last is None else last.worker,
+            metadata=self.plan.fields.get("metadata"),
+            prompt_logprobs=self.assembler.prompt_logprobs,
+            endpoint=None if last is None else last.endpoint,
+            resumes=self.resumes,
+            extra={**({} if last is None else last.extra), "seed": self.seed},
+        )
+
+    def completions(self) -> list[Completion]:
+        """Every completion, with the text that a result told where there was one."""
+        return [
+            replace(self.held(part), text=part.text) if part.text is not None else self.held(part)
+            for part in self.parts
+        ]
+
+    def _timing(self) -> Timing:
+        timings = [result.timing for result in self.results.values()]
+        longest = {
+            name: max((getattr(timing, name) for timing in timings), default=0.0)
+            for name in ("queued_s", "prefill_s", "decode_s")
+        }
+        return Timing(**longest, total_s=time.time() - self.started_unix_s)
+
+
+def _all_known(prompt_logprobs: np.ndarray | None) -> bool:
+    """True if they are here, all but the first, which nobody knows."""
+    return prompt_logprobs is not None and not np.isnan(prompt_logprobs[1:]).any()

@@ -1,0 +1,102 @@
+"""What a trainer holds of an update on its way: when it may change its tensors, and who uses the new weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_bridge.publish.payload import Payload
+from trainer_bridge.transports import Peer
+from trainer_bridge.wire.errors import ProtocolError, RolloutError, RolloutTimeout
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """How one worker took an update."""
+
+    endpoint: str
+    version: int
+    transport: str
+    why: str  # that transport, and no faster one
+    nbytes: int
+    pause_s: float  # how long generation stood still
+    seconds: float  # from publish() until the worker used the new weights
+    phases: dict[str, float]  # seconds on the worker: receive, verify, wait, apply
+
+
+class PublishHandle:
+    """An update on its way. All methods may be called from any thread, any number of times."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.version = payload.manifest.version
+        self.nbytes = payload.manifest.tensor_bytes
+        self.phase = "queued"
+        self.begun = False  # a worker has found that it fits, and waits for its bytes
+        self.refused = False  # by every worker that had all of it
+        self.reports: dict[str, WorkerReport] = {}  # by endpoint, of the workers that use the new weights
+        self.errors: dict[str, RolloutError] = {}  # by endpoint, of the others
+        self._payload = payload
+        self._published_s = time.monotonic()
+        self._held_error: RolloutError | None = None
+        self.error: RolloutError | None = None  # of `applied`, once it is done
+        self._done = threading.Event()
+
+    def held(self, timeout: float | None = None) -> None:
+        """Return when the trainer may change its tensors: all of them have been copied out of its memory.
+
+        Raises the error that ended the update before that (the tensors are free then, too), or `RolloutTimeout` after
+        `timeout` seconds (they are not).
+        """
+        if not self._payload.wait_released(timeout):
+            raise RolloutTimeout(f"{self.phase}: version {self.version} still reads its tensors after {timeout:g} s")
+        if self._held_error is not None:
+            raise self._held_error
+
+    def applied(self, timeout: float | None = None) -> list[WorkerReport]:
+        """Return when every worker samples from the new weights: a report for each, in the order of the endpoints.
+
+        Raises a worker's error (`WeightsRejected` with its reason, `RolloutTimeout` or `ConnectionLost` with the
+        phase and the endpoint) once all workers have answered or failed: `reports` and `errors` say which did what.
+        After `timeout` seconds raises `RolloutTimeout`; the update goes on.
+        """
+        if not self._done.wait(timeout):
+            raise RolloutTimeout(f"{self.phase}: version {self.version} is not applied after {timeout:g} s")
+        if self.error is not None:
+            raise self.error
+        return list(self.reports.values())
+
+    def report(self, peer: Peer, reply: dict[str, Any]) -> None:
+        """A worker uses the new weights, and sent this."""
+        endpoint = peer.endpoint
+        try:
+            self.reports[endpoint] = WorkerReport(
+                endpoint=endpoint,
+                version=int(reply["version"]),
+                transport=peer.transport,
+                why=peer.why,
+                nbytes=int(reply["bytes"]),
+                pause_s=float(reply["pause_s"]),
+                seconds=time.monotonic() - self._published_s,
+                phases={str(name): float(seconds) for name, seconds in reply["phases"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            self.errors[endpoint] = ProtocolError(f"commit: {endpoint} sent a report that cannot be read: {error!r}")
+
+    def learn(self, reports: list[WorkerReport], error: RolloutError | None) -> None:
+        """On another rank than 0: what rank 0 tells of the end."""
+        self.reports = {report.endpoint: report for report in reports}
+        self.end(error)
+
+    def end(self, error: RolloutError | None) -> None:
+        """Nothing more will happen."""
+        if error is None and self.errors:
+            error, *others = self.errors.values()
+            for other in others:
+                error.add_note(str(other))
+        self.error = error
+        if not self._payload.wait_released(0):
+            self._held_error = error
+            self._payload.release()
+        self._done.set()

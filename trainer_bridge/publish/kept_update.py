@@ -1,0 +1,99 @@
+"""The last update, kept in the publisher's host memory: what a worker that comes back is brought up to date with.
+
+A trainer changes its tensors once they are `held`, so what is to be sent again has to be a copy. It is filled as the
+update is packed, into one buffer that every update uses: from a new one's first bytes on there is none to be sent
+again, until all of it was packed. An update that is refused before that leaves the one before as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+
+from rollout.weights.staging import typed_view
+from trainer_bridge.publish.handle import PublishHandle
+from trainer_bridge.publish.payload import Payload
+from trainer_bridge.wire.errors import UNANSWERED, RolloutError
+from trainer_bridge.wire.manifest import Manifest
+
+_MOST_REFUSALS = 3  # one may be of a worker that was lost once more
+
+_log = logging.getLogger(__name__)
+
+
+class KeptUpdate:
+    """One buffer and what lies in it. Belongs to the publisher's thread, and to senders that ask where to keep it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._manifest: Manifest | None = None
+        self._refusals: Counter[str] = Counter()  # by endpoint
+
+    @property
+    def version(self) -> int | None:
+        """Of the update that is kept whole, if there is one."""
+        return None if self._manifest is None else self._manifest.version
+
+    def fill(self, payload: Payload) -> None:
+        """Keep this update from its first bytes on."""
+        nbytes = payload.manifest.total_bytes
+        payload.keep_in(lambda: self._room(nbytes))
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        with self._lock:
+            self._manifest = None
+            if self._buffer.numel() < nbytes:
+                self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+            return self._buffer[:nbytes]
+
+    def settle(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
+        """The update is over: keep it whole, also if no worker got all of it, unless it is not for them."""
+        lost = any(isinstance(error, UNANSWERED) for error in handle.errors.values())
+        if handle.refused or not (handle.begun or lost):
+            return
+        try:
+            if not handle.reports:
+                handle.phase = "keep"
+                payload.keep_all(stop)
+        except RolloutError as error:
+            _log.warning("version %d cannot be kept for workers that come back: %s", handle.version, error)
+            return
+        self._manifest = payload.manifest
+        self._refusals.clear()
+        payload.keep_in(None)
+
+    def wanted_by(self, endpoint: str, status: dict[str, Any]) -> bool:
+        """Whether a worker has older weights, or none that are whole, nobody brings it others, and it may take it."""
+        served, state = status.get("version"), status.get("state")
+        if self._manifest is None or type(served) is not int or self._refusals[endpoint] == _MOST_REFUSALS:
+            return False
+        behind = served < self._manifest.version
+        return (behind and state == "idle") or (served <= self._manifest.version and state == "stale")
+
+    def forgive(self, endpoint: str) -> None:
+        """What was refused there counts no more: the worker took it, or was away and may be another one now."""
+        self._refusals.pop(endpoint, None)
+
+    def refused(self, endpoint: str) -> None:
+        """A worker refused it; one that has done so too often is not asked any more."""
+        self._refusals[endpoint] += 1
+        if self._refusals[endpoint] == _MOST_REFUSALS:
+            _log.error(
+                "%s is not brought to version %s any more: start it with the right model, or publish a newer version",
+                endpoint,
+                self.version,
+            )
+
+    def payload(self, bucket_bytes: int | None) -> Payload:
+        """The update, to be sent again."""
+        assert self._manifest is not None
+        tensors = {entry.name: typed_view(self._buffer, entry) for entry in self._manifest.tensors}
+        payload = Payload(tensors, self._manifest.version, bucket_bytes)
+        payload.again = True
+        return payload

@@ -1,0 +1,279 @@
+"""The tensors of one `publish`, and the packing of their bytes into buckets.
+
+Nothing is copied before a transport asks for a bucket. A bucket is filled straight from the tensors: on a GPU by
+copies to pinned memory on a stream of its own, ordered after everything that the trainer's current stream had been
+given when `publish` was called.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rollout.weights.staging import TORCH_DTYPES, typed_view
+from trainer_bridge.publish.shards import Shards, is_spread
+from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack, usual_bucket_bytes
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class Payload:
+    """An update to publish. Holds references to the tensors until `release`.
+
+    With `spread` tensors may be DTensors, whose parts are fetched from the ranks that hold them. Without `bucket_bytes`
+    buckets have their usual size.
+
+    Raises ValueError for tensors that cannot be sent: other dtypes than float32, bfloat16 and float16, sparse ones,
+    several CUDA devices.
+    """
+
+    def __init__(
+        self, named_tensors: NamedTensors, version: int, bucket_bytes: int | None, spread: bool = False
+    ) -> None:
+        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        tensors = [(name, _checked(name, tensor)) for name, tensor in pairs]
+        if not tensors:
+            raise ValueError("there are no tensors to publish; pass every parameter of the model")
+        if bucket_bytes is None:  # alike on all ranks, also where the tensors of some are not on their GPUs
+            total_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+            bucket_bytes = usual_bucket_bytes(total_bytes, torch.cuda.is_available())
+        self.manifest: Manifest = pack(
+            version, ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in tensors), bucket_bytes
+        )
+        self._tensors = [tensor for _, tensor in tensors]
+        self.shards: Shards | None = None
+        if any(is_spread(tensor) for tensor in self._tensors) or spread:
+            if not spread:
+                raise ValueError(
+                    "some tensors are DTensors, spread over ranks: make the WeightPublisher with collective=True, and "
+                    "publish, on every rank"
+                )
+            self.shards = Shards(self._tensors, self.manifest.digest)
+            self._tensors = self.shards.locals
+        self.adapter: dict[str, Any] | None = None  # name and configuration, if it is of an adapter
+        self.on_release: Callable[[], object] = lambda: None
+        self.again = False  # a copy of what was sent before
+        self._keep_in: Callable[[], torch.Tensor] | None = None
+        self._kept: torch.Tensor | None = None
+        self._starts = [entry.offset for entry in self.manifest.tensors]
+        self._flat: tuple[int, torch.Tensor] | None = None
+        self._packing = threading.Lock()  # senders of several transports pack at the same time
+        self._readers = 1
+        self._released = threading.Event()
+        self._stream, self._after = _side_stream(self._tensors)
+
+    @property
+    def spread(self) -> bool:
+        """Whether other ranks hold parts of it."""
+        return self.shards is not None and any(box is not None for box in self.shards.boxes)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether buckets should be pinned."""
+        return self._stream is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return torch.device("cpu") if self._stream is None else self._stream.device
+
+    def keep_in(self, memory: Callable[[], torch.Tensor] | None) -> None:
+        """Have what is sent kept in host memory of the whole stream; it is asked for when the first bytes are there."""
+        self._keep_in, self._kept = memory, None
+
+    @property
+    def kept(self) -> torch.Tensor | None:
+        """Where what is sent is kept, if it is."""
+        if self._kept is None and self._keep_in is not None:
+            self._kept = self._keep_in()
+        return self._kept
+
+    def keep_all(self, stop: threading.Event) -> None:
+        """Keep the whole stream, sent or not, unless all of it was. Raises as `pack_bucket`, and once `stop` is set."""
+        kept = self.kept
+        if kept is None or self._released.is_set():
+            return
+        for index in range(self.manifest.bucket_count):
+            if stop.is_set():
+                raise RolloutError("keep: the publisher was closed", code="closed")
+            with self._packing:
+                self._fill(index, kept[self.manifest.bucket_span(index)[0] :])
+                self._settle()
+
+    def pack_bucket(self, index: int, out: torch.Tensor) -> int:
+        """Write bucket `index` to the start of `out` (uint8, on the host or `device`); its bytes. Complete on return.
+
+        Raises `RolloutError` when the tensors were given back meanwhile.
+        """
+        nbytes = self.start_bucket(index, out)
+        self._settle()
+        return nbytes
+
+    def start_bucket(self, index: int, out: torch.Tensor) -> int:
+        """As `pack_bucket`, but on a GPU complete only for what comes behind it in `on_side_stream`."""
+        with self._packing:
+            start, end = self._fill(index, out)
+            if (kept := self.kept) is not None:
+                self._settle()
+                kept[start:end].copy_(out[: end - start])
+            return end - start
+
+    def _fill(self, index: int, out: torch.Tensor) -> tuple[int, int]:
+        """Begin to write a bucket; from where to where of the stream it is."""
+        self._check_there()
+        start, end = self.manifest.bucket_span(index)
+        with self.on_side_stream():
+            self._pack(start, end, out, self._fetched)
+        return start, end
+
+    def pack_pieces(self, pieces: Sequence[tuple[int, int, int]], out: torch.Tensor) -> None:
+        """Write what this rank of a trainer sends itself: bytes of the stream (first, past-the-last), place in `out`.
+
+        They are in the order of their places; `out` is zero between them. Else as `start_bucket`.
+        """
+        with self._packing:
+            self._check_there()
+            written = pieces[0][2]
+            with self.on_side_stream():
+                for start, end, at in pieces:
+                    out[written:at].zero_()
+                    written = at + end - start
+                    self._pack(start, end, out[at:written], self._own)
+
+    def _pack(self, start: int, end: int, out: torch.Tensor, spread: Callable[[int, int, int], torch.Tensor]) -> None:
+        """Write bytes `start` to `end` of the stream; `spread` gives elements of a DTensor."""
+        first = bisect.bisect_right(self._starts, start) - 1
+        written = 0
+        for i in range(first, len(self._tensors)):
+            entry = self.manifest.tensors[i]
+            if entry.offset >= end:
+                break
+            lo, hi = max(entry.offset, start), min(entry.end, end)
+            if lo >= hi:
+                continue
+            out[written : lo - start].zero_()  # padding between tensors: no byte of an old bucket travels
+            self._copy_piece(i, entry, lo, hi, out[lo - start : hi - start], spread)
+            written = hi - start
+        out[written : end - start].zero_()
+
+    def settle(self) -> None:
+        """Return when nothing of what was started to be packed is written any more."""
+        with contextlib.suppress(RuntimeError):  # of a device that is gone
+            self._settle()
+
+    def _check_there(self) -> None:
+        if self._released.is_set():
+            raise RolloutError("transfer: the tensors were given back before they were sent", code="closed")
+
+    def _settle(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _fetched(self, i: int, first: int, last: int) -> torch.Tensor:
+        assert self.shards is not None
+        return self.shards.fetch(i, first, last)
+
+    def _own(self, i: int, first: int, last: int) -> torch.Tensor:
+        assert self.shards is not None
+        own = self.shards.own_run(i, first, last)
+        return self._fetched(i, first, last) if own is None else own
+
+    def host_copy(self, index: int) -> torch.Tensor:
+        """Tensor number `index` as a contiguous copy in host memory. Complete on return."""
+        entry = self.manifest.tensors[index]
+        out = torch.empty(entry.shape, dtype=self._tensors[index].dtype)
+        with self._packing, self.on_side_stream():
+            if self.shards is not None and self.shards.spread(index):
+                out.view(-1).copy_(self.shards.fetch(index, 0, out.numel()))
+            else:
+                out.copy_(self._tensors[index])
+        if (kept := self.kept) is not None:
+            typed_view(kept, entry).copy_(out)
+        return out
+
+    def expect_readers(self, count: int) -> None:
+        """So many senders will call `read` before the tensors are free."""
+        with self._packing:
+            self._readers = count
+
+    def read(self) -> None:
+        """A sender reads the tensors no longer."""
+        with self._packing:
+            self._readers -= 1
+            last = self._readers == 0
+        if last:
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the tensors: from now on the trainer may change them."""
+        with self._packing:
+            if self._released.is_set():
+                return
+            self.settle()  # a sender that failed may have begun to copy
+            self._tensors = []
+            self._flat = self.shards = None
+            self._released.set()
+        self.on_release()
+
+    def wait_released(self, timeout: float | None) -> bool:
+        """Wait until `release` was called; false when `timeout` seconds pass first."""
+        return self._released.wait(timeout)
+
+    def _copy_piece(
+        self,
+        i: int,
+        entry: TensorEntry,
+        lo: int,
+        hi: int,
+        out: torch.Tensor,
+        spread: Callable[[int, int, int], torch.Tensor],
+    ) -> None:
+        itemsize = DTYPE_BYTES[entry.dtype]
+        first, last = (lo - entry.offset) // itemsize, (hi - entry.offset) // itemsize
+        if self.shards is not None and self.shards.spread(i):
+            piece = spread(i, first, last)
+        else:
+            if self._flat is None or self._flat[0] != i:
+                self._flat = (i, self._tensors[i].contiguous().view(-1))  # a copy only where it is not contiguous
+            piece = self._flat[1][first:last]
+        # As bytes: in a part of a bucket a tensor may begin anywhere. What was fetched is gone once this returns.
+        out.copy_(piece.view(torch.uint8), non_blocking=piece.is_cuda)
+
+    @contextlib.contextmanager
+    def on_side_stream(self) -> Iterator[None]:
+        """What is enqueued meanwhile runs behind what was packed, and behind what `publish` was called after."""
+        if self._stream is None or self._after is None:
+            yield
+            return
+        self._stream.wait_event(self._after)
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}; publish torch tensors")
+    if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.dtype}, {tensor.layout}; publish dense {', '.join(TORCH_DTYPES)} tensors")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {tensor.device}; move it to the CPU or a CUDA device")
+    return tensor.detach()
+
+
+def _side_stream(tensors: list[torch.Tensor]) -> tuple[torch.cuda.Stream | None, torch.cuda.Event | None]:
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    if not devices:
+        return None, None
+    if len(devices) > 1:
+        raise ValueError(f"the tensors are on CUDA devices {devices}; gather them on one before publishing")
+    after = torch.cuda.Event()
+    after.record(torch.cuda.current_stream(devices[0]))
+    return torch.cuda.Stream(devices[0]), after

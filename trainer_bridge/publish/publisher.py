@@ -1,0 +1,388 @@
+"""The trainer's side of the weight bridge: publish a model's tensors to running workers.
+
+    with WeightPublisher(endpoints) as publisher:
+        handle = publisher.publish(model.state_dict(), version=1)
+        handle.held()       # the trainer may change its tensors
+        handle.applied()    # every worker samples from them
+
+`publish` returns at once; a thread of the publisher does the work, one update after the other:
+
+    prepare -> begin (all workers) -> transfer -> commit (all workers) -> reports
+                                         ^ held                             ^ applied
+
+Invariants:
+
+- Tensors are read until `held` and not later. Nothing is copied up front.
+- A worker that fails does not stop the others; `applied` then raises its error.
+- Every phase has a deadline, and its error names the phase and the worker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.publish.adapter_config import config_map
+from trainer_bridge.publish.handle import PublishHandle, WorkerReport
+from trainer_bridge.publish.kept_update import KeptUpdate
+from trainer_bridge.publish.payload import NamedTensors, Payload
+from trainer_bridge.publish.trainer_ranks import RELEASED, TrainerRanks
+from trainer_bridge.publish.transport_choice import TransportChoice, transfer_all
+from trainer_bridge.transports import GroupBroken, Peer, TransferRules
+from trainer_bridge.wire.errors import UNANSWERED, ProtocolError, RolloutError, WeightsRejected
+from trainer_bridge.wire.manifest import check_bucket_bytes, usual_bucket_bytes
+from trainer_bridge.wire.weight_messages import ControlLink, ask_all, read_token
+
+__all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
+
+_ABORT_S = 1.0
+_WATCH_S = 1.0  # between two looks for workers that came back
+
+_log = logging.getLogger(__name__)
+
+
+class WeightPublisher:
+    """Publishes weights to one or several workers.
+
+    `endpoints` are the workers' request sockets, as `RolloutClient` takes them. `transport` is `shm` (one host), `zmq`,
+    `nccl`, `disk` (with `folder`, on a path that the workers can read) or `auto`: for each worker the first of
+    `cuda_ipc`, `nccl`, `shm` and `zmq` that works; reports and the log say which and why. An update travels in buckets
+    of `bucket_bytes`, a multiple of 64, at most 256 MiB; absent: 64 MiB, and up to 256 MiB for a large model that
+    `auto`, `nccl` or `cuda_ipc` bring where there are GPUs. Deadlines in seconds: `begin_s` for connecting and for the
+    workers' check of the manifest, `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses
+    the weights. `curve` has the keys for workers that use CURVE.
+
+    With `keep` the last update stays in this host's memory, so that a worker that comes back (its supervisor started it
+    again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on. That is also one
+    that failed since workers could not be reached or were lost in the middle: its version is used up then.
+
+    With `collective` every rank of torch.distributed's default group makes a publisher and calls `publish` with its
+    part (a `state_dict` of DTensors, as FSDP2 has them) and `close`; rank 0 talks to the workers and fetches from the
+    others what they own, a bucket at a time. `held` and `applied` mean the same on all ranks. The default group is left
+    alone.
+
+    Closing ends what is unfinished: wait for `applied` first. Workers keep what they serve. A publisher that is open
+    when Python ends is closed then, and waits up to `begin_s` for a rank that never published what this one did.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        transport: str = "auto",
+        folder: str | None = None,
+        bucket_bytes: int | None = None,
+        begin_s: float = 30.0,
+        stall_s: float = 30.0,
+        apply_s: float = 120.0,
+        curve: ClientCurve | None = None,
+        keep: bool = False,
+        collective: bool = False,
+    ) -> None:
+        self.endpoints = [endpoints] if isinstance(endpoints, str) else list(endpoints)
+        if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
+            raise ValueError("endpoints must name at least one worker, and each once")
+        if bucket_bytes is not None:
+            check_bucket_bytes(bucket_bytes)
+        for name, seconds in {"begin_s": begin_s, "stall_s": stall_s, "apply_s": apply_s}.items():
+            if not seconds > 0:
+                raise ValueError(f"{name} must be more than 0 seconds, not {seconds!r}")
+        self.transport = transport
+        self._curve = curve
+        self._choice = TransportChoice(transport, folder, curve, self.endpoints)
+        if bucket_bytes is None and not self._choice.for_gpus:
+            bucket_bytes = usual_bucket_bytes(0, gpus=False)
+        self._bucket_bytes, self._begin_s, self._apply_s = bucket_bytes, begin_s, apply_s
+        self._closing = threading.Event()
+        self._rules = TransferRules(stall_s, self._closing)
+        self._ranks = TrainerRanks(begin_s) if collective else None
+        self._kept = KeptUpdate() if keep else None
+        self._client = f"publisher-{secrets.token_hex(4)}"
+        self._links = {link.endpoint: link for link in self._connect()}
+        self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | None] = queue.SimpleQueue()
+        self._jobs_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread that is inside of torch while Python ends aborts the process
+
+    def publish(
+        self, named_tensors: NamedTensors, version: int, *, adapter: str | None = None, adapter_config: Any = None
+    ) -> PublishHandle:
+        """Start to publish every parameter, under its Hugging Face name, as `version`, which must grow.
+
+        Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device; what the current CUDA stream was
+        given before is waited for on the device. They must not change before `held`. Raises ValueError for tensors
+        that cannot be sent, `WeightsRejected` for a version or names that no worker can take.
+
+        With `adapter` they are those of a LoRA adapter of that name, as PEFT's `get_peft_model_state_dict` gives them,
+        and `adapter_config` is PEFT's `LoraConfig` of it, or a map with the fields of adapter_config.json. The version
+        is the adapter's own, and must grow, too. `keep` keeps no adapters.
+        """
+        if (adapter is None) != (adapter_config is None):
+            raise ValueError("adapter and adapter_config go together: pass both, or none")
+        payload = Payload(named_tensors, version, self._bucket_bytes, spread=self._ranks is not None)
+        if adapter is not None:
+            payload.adapter = {"name": adapter, "config": config_map(adapter_config)}
+        handle = PublishHandle(payload)
+        with self._jobs_lock:
+            if self._closing.is_set():
+                raise ValueError("this publisher is closed; make a new one")
+            self._jobs.put((payload, handle))
+        return handle
+
+    def status(self, timeout_s: float = 10.0) -> list[dict[str, Any]]:
+        """Each worker's weights `version`, `state`, `incoming` update and `last` report, in the order of `endpoints`.
+
+        Raises the error of the first worker that does not answer.
+        """
+        links = self._connect()
+        try:
+            answers = ask_all([(link, {"action": "status"}) for link in links], "status", timeout_s, self._closing)
+        finally:
+            for link in links:
+                link.close()
+        for answer in answers:
+            if isinstance(answer, RolloutError):
+                raise answer
+        return [{"endpoint": link.endpoint, **answer} for link, answer in zip(links, answers, strict=True)]  # type: ignore[dict-item]
+
+    def close(self) -> None:
+        """End the thread and the connections; handles that are not done fail. Idempotent."""
+        with self._jobs_lock:
+            self._closing.set()
+            self._jobs.put(None)
+        if self._ranks is not None:
+            self._thread.join(self._ranks.timeout_s)  # what is under way ends when rank 0 says so, or closes
+            self._ranks.stop()
+        self._thread.join()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> WeightPublisher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _connect(self) -> list[ControlLink]:
+        links: list[ControlLink] = []
+        try:
+            for endpoint in self.endpoints:
+                links.append(ControlLink(endpoint, self._client, self._curve))
+        except ValueError:
+            for link in links:
+                link.close()
+            raise
+        return links
+
+    # --- the publisher's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (job := self._next_job()) is not None:
+            payload, handle = job
+            error: RolloutError | None = None
+            try:
+                if self._ranks is not None and self._ranks.rank > 0:
+                    self._ranks.serve(payload, handle, handle.version)
+                    continue
+                kept = self._kept if payload.adapter is None else None
+                if kept is not None:
+                    kept.fill(payload)
+                self._publish(payload, handle, self.endpoints)
+                if kept is not None:
+                    kept.settle(payload, handle, self._closing)
+            except RolloutError as caught:
+                error = caught
+            except Exception as caught:  # whoever waits for the handle must hear of it, whatever it is
+                _log.exception("publishing version %d failed", handle.version)
+                error = RolloutError(f"{handle.phase}: the publisher failed: {caught!r:.300}")
+                error.__cause__ = caught
+            handle.end(error)
+            self._tell_ranks(handle)
+        self._choice.close()
+        for link in self._links.values():
+            link.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _next_job(self) -> tuple[Payload, PublishHandle] | None:
+        """The next update; meanwhile workers that came back with older weights get the last one."""
+        while self._kept is not None:
+            try:
+                return self._jobs.get(timeout=_WATCH_S)
+            except queue.Empty:
+                if (version := self._kept.version) is not None:
+                    try:
+                        self._bring_up_to_date(version)
+                    except Exception:  # whatever it was, the thread lives on for the trainer's next update
+                        _log.exception("workers cannot be brought to version %d", version)
+        return self._jobs.get()
+
+    def _bring_up_to_date(self, version: int) -> None:
+        assert self._kept is not None
+        links = list(self._links.values())
+        answers = ask_all([(link, {"action": "status"}) for link in links], "status", _ABORT_S / 4, self._closing)
+        behind = []
+        for link, answer in zip(links, answers, strict=True):
+            if type(answer) is dict and self._kept.wanted_by(link.endpoint, answer):
+                behind.append(link.endpoint)
+            elif isinstance(answer, UNANSWERED):
+                self._kept.forgive(link.endpoint)
+        if not behind:
+            return
+        payload = self._kept.payload(self._bucket_bytes)
+        handle = PublishHandle(payload)
+        try:
+            self._publish(payload, handle, behind)
+        except RolloutError as error:
+            _log.warning("version %d cannot be brought to %s: %s", version, ", ".join(behind), error)
+        finally:
+            handle.end(None)
+        for endpoint in handle.reports:
+            self._kept.forgive(endpoint)
+            _log.info("%s had older weights and was brought to version %d", endpoint, version)
+        for endpoint, problem in handle.errors.items():
+            _log.warning("%s has older weights and could not be brought to version %d: %s", endpoint, version, problem)
+            if isinstance(problem, WeightsRejected):
+                self._kept.refused(endpoint)
+
+    def _gather(self, payload: Payload, handle: PublishHandle) -> None:
+        """Learn what the other ranks hold."""
+        if self._ranks is None or payload.shards is None:
+            return
+        ranks = self._ranks
+        self._ranks.exchange(payload.shards, handle.version, payload.device)
+
+        def tell() -> None:
+            with contextlib.suppress(RolloutError):  # its own handle says so
+                ranks.tell(RELEASED)
+
+        payload.on_release = tell
+
+    def _tell_ranks(self, handle: PublishHandle) -> None:
+        if self._ranks is not None and self._ranks.rank == 0:
+            with contextlib.suppress(RolloutError):  # they are gone, and their group is
+                self._ranks.finish(handle)
+
+    def _publish(self, payload: Payload, handle: PublishHandle, endpoints: Sequence[str]) -> None:
+        peers = [Peer(endpoint) for endpoint in endpoints]
+        handle.phase = "prepare"
+        self._check_open(handle)
+        self._gather(payload, handle)
+        try:
+            finished = self._deliver(payload, handle, peers)
+            again = [peer for peer in peers if isinstance(peer.error, GroupBroken)]
+            another_way = self._choice.avoid(again)
+            kept = any(isinstance(peer.error, GroupBroken) and peer.error.kept for peer in again)
+            again = self._still_there(again) if another_way or kept or len(again) > 1 else []
+            if again:
+                _log.warning("a group broke; %d of its workers are tried again", len(again))
+                second = self._deliver(payload, handle, again)
+                # All failed: whom the first round brought the bytes this way still commits with its options.
+                finished |= {name: options for name, options in second.items() if options}
+            self._check_open(handle)
+            handle.phase = "commit"
+            whole = [peer for peer in peers if not peer.error]
+            asked = self._ask(
+                peers,
+                lambda peer: {"action": "commit", "token": peer.token.hex(), "options": finished[peer.transport]},
+                "commit",
+                self._apply_s,
+            )
+            for peer, reply in asked:
+                handle.report(peer, reply)
+            handle.refused = bool(whole) and all(isinstance(peer.error, WeightsRejected) for peer in whole)
+        finally:
+            self._abort(peers, handle)
+            handle.errors |= {peer.endpoint: peer.error for peer in peers if peer.error}
+            self._choice.release(payload, applied=bool(handle.reports))
+
+    def _deliver(self, payload: Payload, handle: PublishHandle, peers: list[Peer]) -> dict[str, dict[str, Any]]:
+        """Begin, and bring the bytes to all that take them; the options of `commit` by transport."""
+        self._begin(payload, handle, peers)
+        handle.phase = "transfer"
+        senders = self._choice.by_transport(peer for peer in peers if not peer.error)
+        return transfer_all(payload, senders, self._rules)
+
+    def _still_there(self, peers: list[Peer]) -> list[Peer]:
+        """Those of a broken group that answer: what they have is dropped, and they can begin anew."""
+        messages = [(self._links[peer.endpoint], {"action": "abort", "token": peer.token.hex()}) for peer in peers]
+        answers = ask_all(messages, "abort", _ABORT_S, self._closing)
+        alive = []
+        for peer, answer in zip(peers, answers, strict=True):
+            if not isinstance(answer, UNANSWERED):
+                peer.error, peer.token = None, b""
+                alive.append(peer)
+        return alive
+
+    def _begin(self, payload: Payload, handle: PublishHandle, peers: list[Peer]) -> None:
+        """Agree with each worker on a transport."""
+        version = payload.manifest.version
+        begin = {"action": "begin", "version": version, "manifest": payload.manifest.to_wire()}
+        if payload.adapter is not None:
+            begin["adapter"] = payload.adapter
+        left = list(peers)
+        while left:
+            handle.phase = "prepare"
+            self._check_open(handle)
+            options = self._choice.next_options(payload, left)
+            handle.phase = "begin"
+            self._ask(
+                [peer for peer in left if not peer.error],
+                lambda peer: {**begin, "transport": peer.transport, "options": options[peer.transport]},  # noqa: B023
+                "begin",
+                self._begin_s,
+                note=_note_grant,
+            )
+            left = self._choice.refused(payload, left)
+        for peer in peers:
+            if not peer.error:
+                handle.begun = True
+                _log.info("%s takes version %d by %s: %s", peer.endpoint, version, peer.transport, peer.why)
+
+    def _ask(
+        self, peers: list[Peer], message: Any, phase: str, timeout_s: float, note: Any = None
+    ) -> list[tuple[Peer, dict[str, Any]]]:
+        """Ask the peers that have not failed; the replies of those that did not fail now."""
+        asked = [(peer, self._links[peer.endpoint]) for peer in peers if not peer.error]
+        answers = ask_all([(link, message(peer)) for peer, link in asked], phase, timeout_s, self._closing)
+        replies = []
+        for (peer, _), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, RolloutError):
+                peer.fail(answer)
+                continue
+            if note is not None:
+                note(peer, answer)
+            replies.append((peer, answer))
+        return replies
+
+    def _abort(self, peers: list[Peer], handle: PublishHandle) -> None:
+        """Tell workers that began and will hear no more; their own deadline does it when this does not reach them."""
+        left = [
+            (self._links[peer.endpoint], {"action": "abort", "token": peer.token.hex()})
+            for peer in peers
+            if peer.token and peer.endpoint not in handle.reports
+        ]
+        if left:
+            ask_all(left, "abort", _ABORT_S, threading.Event())
+
+    def _check_open(self, handle: PublishHandle) -> None:
+        if self._closing.is_set():
+            raise RolloutError(
+                f"{handle.phase}: the publisher was closed; the workers keep their weights", code="closed"
+            )
+
+
+def _note_grant(peer: Peer, reply: dict[str, Any]) -> None:
+    try:
+        peer.token, peer.grant = read_token(reply.get("token")), reply.get("grant", {})
+    except RolloutError:
+        peer.token = b""
+    if len(peer.token) != 16 or type(peer.grant) is not dict:
+        peer.fail(ProtocolError(f"begin: {peer.endpoint} answered without a token and a grant"))

@@ -1,0 +1,192 @@
+"""Which parts of an update's tensors a trainer rank holds, and the whole put together again, a piece at a time.
+
+    Shard(0), as FSDP2 makes it     each rank holds a run of the tensor's elements     fetched, or sent, by run
+    other Shards                    each rank holds a box                              fetched a tensor at a time
+    Replicate                       the lowest rank that holds a part sends it
+
+Rank 0 asks (`fetch`), the others answer (`local_piece`, `local_whole`); `trainer_ranks` is between them. In a group
+of trainer ranks and workers nobody asks: `senders` says whose a run is, and that rank sends it (`own_run`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trainer_bridge.wire.errors import RolloutError
+
+if TYPE_CHECKING:
+    from trainer_bridge.publish.trainer_ranks import TrainerRanks
+
+HEADER = 3  # of a table: version, tensors, a digest of version, names, types and shapes
+_DEVICE = 5  # behind that: the name of the GPU that the parts are on, in so many numbers
+_DIMS = 8  # as manifests allow
+_DIGEST_DIGITS = 15  # that fit in 63 bits
+
+#: The part of a tensor that a rank holds: first index and size in each dimension.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+class Shards:
+    """The tensors of one update on one rank. `mine` says, on ranks other than 0, of which ones it sends parts."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], digest: str) -> None:
+        self.shapes = [tuple(tensor.shape) for tensor in tensors]
+        self.boxes = [_box(tensor) for tensor in tensors]
+        self.locals = [tensor.to_local() if is_spread(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+        self.mine = [False] * len(self.shapes)
+        self.devices: list[str] = []  # by rank: names of GPUs
+        self.ranks: TrainerRanks | None = None
+        self._digest = int(digest[:_DIGEST_DIGITS], 16)
+        self._owners: list[list[tuple[int, Box]]] = []  # by tensor
+        self._whole: tuple[int, torch.Tensor] | None = None  # the last tensor that was fetched whole
+
+    def table(self, version: int, device: str) -> torch.Tensor:
+        """Which part of each tensor is here, on the GPU of that name, as numbers: int64 [any]."""
+        rows = np.zeros((len(self.boxes), 1 + 2 * _DIMS), np.int64)
+        for row, box in zip(rows, self.boxes, strict=True):
+            if box is not None:
+                starts, sizes = box
+                row[0] = 1
+                row[1 : 1 + len(starts)] = starts
+                row[1 + _DIMS : 1 + _DIMS + len(sizes)] = sizes
+        header = np.array([version, len(self.boxes), self._digest], np.int64)
+        gpu = np.frombuffer(device.encode().ljust(8 * _DEVICE, b"\0"), np.int64)
+        return torch.from_numpy(np.concatenate([header, gpu, rows.reshape(-1)]))
+
+    def learn(self, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rank 0: decide who sends what; uint8 [ranks, tensors]. Raises `RolloutError` for parts that make no whole."""
+        self.devices = [table[HEADER:][:_DEVICE].numpy().tobytes().rstrip(b"\0").decode() for table in tables]
+        rows = [table[HEADER + _DEVICE :].view(-1, 1 + 2 * _DIMS).tolist() for table in tables]
+        mask = torch.zeros(len(tables), len(self.shapes), dtype=torch.uint8)
+        for index, shape in enumerate(self.shapes):
+            owners: list[tuple[int, Box]] = []
+            for rank in range(len(tables)) if self.boxes[index] is not None else ():
+                row = rows[rank][index]
+                box = tuple(row[1 : 1 + len(shape)]), tuple(row[1 + _DIMS : 1 + _DIMS + len(shape)])
+                if row[0] and math.prod(box[1]) and box not in [known for _, known in owners]:
+                    owners.append((rank, box))
+                    mask[rank, index] = 1
+            if owners and sum(math.prod(sizes) for _, (_, sizes) in owners) != math.prod(shape):
+                raise RolloutError(f"prepare: the ranks' parts of tensor {index}, {list(shape)}, do not make it whole")
+            self._owners.append(owners)
+        return mask
+
+    def spread(self, index: int) -> bool:
+        """Whether this tensor is a DTensor."""
+        return self.boxes[index] is not None
+
+    def senders(self, index: int) -> list[tuple[int, int]]:
+        """Rank 0: the first element of each run of a tensor, and the rank that can send it; 0 what is not in runs."""
+        if not self._in_runs(index):
+            return [(0, 0)]
+        shape = self.shapes[index]
+        return sorted((_cut(box, shape, 0, math.prod(shape))[0], rank) for rank, box in self._owners[index])
+
+    def own_run(self, index: int, first: int, last: int) -> torch.Tensor | None:
+        """These elements, where they lie, of a run that this rank sends; None on rank 0 if it has to fetch them."""
+        box = self.boxes[index]
+        if box is None or (self.ranks is not None and not self._in_runs(index)):
+            return None
+        return _local_run(self.locals[index], box, self.shapes[index], first, last)
+
+    def _in_runs(self, index: int) -> bool:
+        return bool(self._owners[index]) and all(_is_run(box, self.shapes[index]) for _, box in self._owners[index])
+
+    def fetch(self, index: int, first: int, last: int) -> torch.Tensor:
+        """Rank 0: elements `first` to `last` of a tensor, in host memory; the other ranks are in `serve`."""
+        assert self.ranks is not None
+        shape, local = self.shapes[index], self.locals[index]
+        if not self._in_runs(index):
+            return self._fetch_whole(index).reshape(-1)[first:last]
+        out = torch.empty(last - first, dtype=local.dtype)
+        parts = []
+        for rank, box in self._owners[index]:
+            start, end = _cut(box, shape, first, last)
+            if start >= end:
+                continue
+            if rank == 0:
+                out[start - first : end - first].copy_(_local_run(local, box, shape, start, end))
+            else:
+                parts.append((rank, out[start - first : end - first].view(torch.uint8)))
+        if parts:
+            self.ranks.fetch(index, first, parts, last)
+        return out
+
+    def local_piece(self, index: int, first: int, last: int) -> torch.Tensor | None:
+        """Other ranks: the bytes of these elements that rank 0 expects from here."""
+        box, shape = self.boxes[index], self.shapes[index]
+        if box is None or not self.mine[index]:
+            return None
+        start, end = _cut(box, shape, first, last)
+        if start >= end:
+            return None
+        return _local_run(self.locals[index], box, shape, start, end).cpu().view(torch.uint8)
+
+    def local_whole(self, index: int) -> torch.Tensor | None:
+        """Other ranks: the bytes of the part that rank 0 expects from here."""
+        if not self.mine[index]:
+            return None
+        return self.locals[index].contiguous().cpu().view(-1).view(torch.uint8)
+
+    def _fetch_whole(self, index: int) -> torch.Tensor:
+        assert self.ranks is not None
+        if self._whole is not None and self._whole[0] == index:
+            return self._whole[1]
+        local = self.locals[index]
+        out = torch.empty(self.shapes[index], dtype=local.dtype)
+        parts = {rank: torch.empty(box[1], dtype=local.dtype) for rank, box in self._owners[index] if rank}
+        if parts:
+            self.ranks.fetch_whole(index, [(rank, part.view(-1).view(torch.uint8)) for rank, part in parts.items()])
+        for rank, (starts, sizes) in self._owners[index]:
+            place = out[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+            place.copy_(parts.get(rank, local))
+        self._whole = (index, out)
+        return out
+
+
+def _box(tensor: Any) -> Box | None:
+    """The part of a DTensor that is here; None for a plain tensor."""
+    if not is_spread(tensor):
+        return None
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    unknown = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
+    if unknown:
+        raise ValueError(
+            f"a tensor is placed as {unknown[0]}; publish DTensors of Shard and Replicate, or gather it before"
+        )
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(sizes) != tuple(tensor.to_local().shape):
+        raise ValueError(
+            f"a DTensor {list(tensor.shape)} has a part of shape {list(tensor.to_local().shape)}, not {sizes}"
+        )
+    return tuple(starts), tuple(sizes)
+
+
+def _is_run(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a box is a run of the tensor's elements in row-major order."""
+    return all(size == whole for size, whole in zip(box[1][1:], shape[1:], strict=True))
+
+
+def _cut(box: Box, shape: tuple[int, ...], first: int, last: int) -> tuple[int, int]:
+    """The elements from `first` to `last` that lie in a run; none if the end is not after the start."""
+    row = math.prod(shape[1:])
+    start = box[0][0] * row if shape else 0
+    return max(first, start), min(last, start + math.prod(box[1]))
+
+
+def _local_run(local: torch.Tensor, box: Box, shape: tuple[int, ...], start: int, end: int) -> torch.Tensor:
+    """Elements `start` to `end` of the whole tensor, out of a part that is a run."""
+    before = box[0][0] * math.prod(shape[1:]) if shape else 0
+    return local.contiguous().view(-1)[start - before : end - before]

@@ -1,0 +1,187 @@
+"""Which transport an update takes to each worker: the one that was asked for, or, with `auto`, the first that works.
+
+    cuda_ipc   between GPUs of one host, or on one, for tensors on a GPU
+    nccl       from GPU to GPU, for tensors on a GPU
+    shm        worker and publisher on one host: no copy passes through a socket
+    zmq        anywhere
+
+The order is that of speed, but between two GPUs of one host: there nccl brings a large model in half the time of
+cuda_ipc. It comes second all the same, since it opens a port and wants its kernels to run on both GPUs at once. Tensors
+that several trainer ranks hold parts of go by nccl first: there each rank sends its own, else rank 0 fetches.
+What works is found out by trying: a worker refuses in `begin`, before anything is sent, and the reason is kept. What
+one update found is where the next one begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.publish.payload import Payload
+from trainer_bridge.transports import TRANSPORTS, GroupBroken, Peer, TransferRules, TransportSender, make_sender
+from trainer_bridge.wire.errors import RolloutError
+
+_ORDER = ("cuda_ipc", "nccl", "shm", "zmq")
+_FOR_GPUS = ("cuda_ipc", "nccl")
+_ORDER_OF_PARTS = ("nccl", "cuda_ipc", "shm", "zmq")
+_GOOD = {
+    "cuda_ipc": "the worker's GPU reaches the tensors' memory",
+    "nccl": "from device to device",
+    "shm": "the worker runs on this host",
+    "zmq": "it works between any two hosts",
+    "disk": "",
+}
+
+_log = logging.getLogger(__name__)
+
+#: A sender, and the workers that it serves.
+Served = tuple[TransportSender, Sequence[Peer]]
+
+
+class TransportChoice:
+    """The senders of one publisher, and what is known of each worker. Belongs to the publisher's thread."""
+
+    def __init__(self, transport: str, folder: str | None, curve: ClientCurve | None, endpoints: Sequence[str]) -> None:
+        if transport != "auto" and transport not in TRANSPORTS:
+            raise ValueError(f"unknown transport {transport!r}; use auto, {', '.join(TRANSPORTS)}")
+        self._folder, self._curve, self._endpoints = folder, curve, endpoints
+        self._asked = transport
+        self._senders: dict[str, TransportSender] = {}
+        self._refusals: dict[str, dict[str, str]] = {}  # by endpoint and transport: why not
+        if transport != "auto":
+            self._sender(transport)
+
+    @property
+    def for_gpus(self) -> bool:
+        """Whether updates may go from GPU to GPU."""
+        return self._asked == "auto" or self._asked in _FOR_GPUS
+
+    def next_options(self, payload: Payload, peers: Iterable[Peer]) -> dict[str, dict[str, Any]]:
+        """Give each peer the next transport to try; the options of `begin` for each of these."""
+        options: dict[str, dict[str, Any]] = {}
+        for peer in peers:
+            refusals = self._refusals.setdefault(peer.endpoint, {})
+            for name in self._candidates(payload):
+                if name in refusals or name in options:
+                    if name not in refusals:
+                        break
+                    continue
+                try:
+                    options[name] = self._sender(name).prepare(payload)
+                    break
+                except RolloutError as error:
+                    if not self._free(payload):
+                        raise
+                    refusals[name] = str(error)
+            peer.transport = name
+            peer.why = self._reasons(name, refusals) if self._free(payload) else "it was asked for"
+        return options
+
+    def refused(self, payload: Payload, peers: Iterable[Peer]) -> list[Peer]:
+        """The peers that refused only the way: they are asked again, for another one."""
+        again = []
+        for peer in peers:
+            error = peer.error
+            at_fault = (error.field or "").partition(".")[0] if error is not None else ""
+            if not self._free(payload) or error is None or at_fault not in ("transport", "options"):
+                continue
+            if peer.transport == _ORDER[-1]:
+                self._refusals[peer.endpoint].clear()  # nothing works: look at all of them anew next time
+                continue
+            _log.info("%s does not take weights by %s: %s", peer.endpoint, peer.transport, error)
+            self._refusals[peer.endpoint][peer.transport] = str(error)
+            peer.error = None
+            again.append(peer)
+        return again
+
+    def avoid(self, peers: Iterable[Peer]) -> bool:
+        """Groups broke. Don't try again what never came about, where there is a choice; true if there is."""
+        other = False
+        for peer in peers:
+            if self._asked == "auto" and isinstance(peer.error, GroupBroken) and not peer.error.met:
+                self._refusals[peer.endpoint][peer.transport] = str(peer.error)
+                other = True
+        return other
+
+    def by_transport(self, peers: Iterable[Peer]) -> dict[str, Served]:
+        """The senders in use, each with its workers."""
+        groups: dict[str, list[Peer]] = {}
+        for peer in peers:
+            groups.setdefault(peer.transport, []).append(peer)
+        return {name: (self._sender(name), group) for name, group in groups.items()}
+
+    def release(self, payload: Payload, applied: bool) -> None:
+        """The update is over."""
+        for sender in self._senders.values():
+            sender.release(payload, applied)
+
+    def close(self) -> None:
+        """Free what the senders hold."""
+        for sender in self._senders.values():
+            sender.close()
+
+    def _free(self, payload: Payload) -> bool:
+        """Whether there is a choice: what is sent again lies on the host, wherever it was at first."""
+        return self._asked == "auto" or (self._asked in _FOR_GPUS and payload.again)
+
+    def _candidates(self, payload: Payload) -> tuple[str, ...]:
+        if not self._free(payload):
+            return (self._asked,)
+        if not payload.on_gpu:
+            return tuple(name for name in _ORDER if name not in _FOR_GPUS)
+        groups = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+        names = _ORDER_OF_PARTS if payload.spread else _ORDER
+        return tuple(name for name in names if groups or name != "nccl")
+
+    def _sender(self, name: str) -> TransportSender:
+        if name not in self._senders:
+            self._senders[name] = make_sender(name, self._folder, self._curve, self._endpoints)
+        return self._senders[name]
+
+    @staticmethod
+    def _reasons(name: str, refusals: Mapping[str, str]) -> str:
+        against = "; ".join(f"not {other}: {why}" for other, why in refusals.items())
+        return f"{_GOOD[name]}; {against}" if against else _GOOD[name]
+
+
+def transfer_all(payload: Payload, senders: Mapping[str, Served], rules: TransferRules) -> dict[str, dict[str, Any]]:
+    """Run the senders side by side, so that slow workers don't hold up others; the options of `commit` by transport.
+
+    An error that a sender raises ends its workers' part of the update, not that of others.
+    """
+    if len(senders) > 1:
+        payload.expect_readers(len(senders))
+    finished: dict[str, dict[str, Any]] = {}
+
+    def transfer(name: str, sender: TransportSender, peers: Sequence[Peer]) -> None:
+        try:
+            finished[name] = sender.transfer(payload, peers, rules)
+        # Whatever it was, the other workers get their update and these are told.
+        except Exception as error:
+            if not isinstance(error, RolloutError):
+                _log.exception("the transport %s failed", name)
+            for peer in peers:
+                peer.fail(error if isinstance(error, RolloutError) else _fault(name, error))
+
+    threads = [
+        threading.Thread(target=transfer, args=(name, *served), name=f"weights-{name}")
+        for name, served in list(senders.items())[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    for name, (sender, peers) in list(senders.items())[:1]:
+        transfer(name, sender, peers)
+    for thread in threads:
+        thread.join()
+    return finished
+
+
+def _fault(name: str, error: Exception) -> RolloutError:
+    fault = RolloutError(f"transfer: the transport {name} failed in the publisher: {error!r:.300}")
+    fault.__cause__ = error
+    return fault

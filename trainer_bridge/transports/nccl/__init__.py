@@ -1,0 +1,1 @@
+"""The transport `nccl`: buckets broadcast over a process group."""

@@ -1,0 +1,167 @@
+"""A trainer rank's part in one group: a thread that makes it and broadcasts every bucket, watched from outside.
+
+    pack bucket i+1 to one buffer | bucket i on its way from another (on a GPU: a few of them, the host well ahead)
+
+Of a bucket that several ranks own each broadcasts its part, and takes those of the others: they are all of one group.
+
+Joining and leaving may hang inside of NCCL, which knows no deadline: `run` returns all the same once nothing has moved
+for too long, a member has given up, or the publisher closes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from trainer_bridge.publish.payload import Payload
+from trainer_bridge.transports import TransferRules
+from trainer_bridge.transports.nccl.group import Group, GroupError, Pending, Place, give_up, given_up
+from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.runs import Bucket, Runs
+from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.fingerprint import fingerprint
+
+GRACE_S = 5.0  # beyond `stall_s`: a group that still can gives the better reason itself
+
+_log = logging.getLogger(__name__)
+
+
+class Broadcasts:
+    """One rank's part in one group, in a thread that is waited for with an eye on `rules`.
+
+    Rank 0 brings the `runs`, the others learn them in the group. If it gives up the others hear `who` that was. Once it
+    is over without an `error`, `order` has bucket and sender of every broadcast, and `fingerprints` those of this
+    rank's parts by bucket, int64 [buckets].
+    """
+
+    def __init__(
+        self,
+        payload: Payload,
+        store: dist.Store,
+        place: Place,
+        address: str,
+        rules: TransferRules,
+        kept: KeptGroup,
+        runs: Runs | None = None,
+        who: str = "the publisher",
+    ) -> None:
+        assert (place.rank == 0) == (runs is not None), "rank 0 knows who sends what, the others learn it"
+        self.error: str | None = None
+        self.sent = 0  # buckets that are through
+        self.order: list[tuple[int, int]] = []
+        self.fingerprints = torch.zeros(payload.manifest.bucket_count, dtype=torch.int64)
+        self._payload, self._store, self._place = payload, store, place
+        self._address, self._rules, self._kept, self._runs, self._who = address, rules, kept, runs, who
+        self._over = threading.Event()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # once it was told to stop it keeps no group
+        self._moved_s = time.monotonic()
+
+    def run(self, watch: dist.Store) -> None:
+        """Return when all is sent, or `error` says why not; `watch` is a client of the store."""
+        thread = threading.Thread(target=self._main, name="weights-group", daemon=True)
+        thread.start()
+        while not self._over.wait(0.02):
+            still_s = time.monotonic() - self._moved_s
+            if self._rules.closing.is_set():
+                self.error = "the publisher was closed"
+            elif (gone := given_up(watch)) is not None:
+                self.error = gone
+            elif still_s > self._rules.stall_s + GRACE_S:  # inside of NCCL: what joins or leaves knows no deadline
+                self.error = f"nothing moved in the group for {still_s:.0f} s"
+            else:
+                continue
+            with self._lock:
+                self._stop.set()
+            return
+
+    def _main(self) -> None:
+        try:
+            self._send()
+        except GroupError as error:
+            self.error = self.error or f"the group with the workers broke: {error}"
+        except RolloutError as error:  # it says itself what happened: the publisher was closed while it packed
+            self.error = self.error or str(error)
+        # Workers are told, and keep what they serve.
+        except Exception as error:
+            _log.exception("sending weights failed")
+            self.error = f"the publisher failed in its group: {error!r:.300}"
+        self._over.set()
+
+    def _send(self) -> None:
+        place = self._place
+        group = self._kept.take(place) or self._join()
+        try:
+            runs = self._runs
+            if runs is None:
+                runs = Runs.learn(self._payload.manifest, group, place, self._stop)
+            elif place.runs:
+                runs.share(group, self._stop)
+            self._broadcast(group, runs)
+            with self._lock:
+                if self._stop.is_set():
+                    raise GroupError("it was told to stop")
+                self._kept.keep(place, group)
+        except Exception as error:
+            give_up(self._store, f"{self._who} gave up: {error!s:.200}")
+            self._kept.leave_broken(group)
+            self._payload.settle()  # before the buffers are free: the trainer may be given their memory at once
+            raise
+
+    def _join(self) -> Group:
+        place, device = self._place, self._payload.device
+        return Group(self._store, place.name, place.rank, place.size, self._address, device, self._rules.stall_s)
+
+    def _broadcast(self, group: Group, runs: Runs) -> None:
+        payload, buffers = self._payload, [group.buffer(runs.room) for _ in range(group.buffers)]
+        kept = payload.kept if self._place.runs else None  # else it is filled as buckets are packed
+        in_order = group.buffer(0 if kept is None else runs.room)
+        on_their_way: deque[tuple[Bucket, list[Pending]]] = deque()
+        own: dict[int, torch.Tensor] = {}
+        count = payload.manifest.bucket_count
+        for index in range(count + len(buffers)):
+            buffer = buffers[index % len(buffers)]
+            if index >= len(buffers) and on_their_way:
+                bucket, pending = on_their_way.popleft()
+                self._await(pending)
+                if kept is not None:
+                    start, end = payload.manifest.bucket_span(index - len(buffers))
+                    with group.on_stream():
+                        kept[start:end].copy_(bucket.unpack(buffer, in_order))
+            if index < count:
+                bucket = runs.bucket(index)
+                self._pack(bucket, index, buffer, own)
+                with payload.on_side_stream():  # behind what was packed
+                    pending = [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
+                on_their_way.append((bucket, pending))
+        if own:
+            with payload.on_side_stream():
+                self.fingerprints[list(own)] = torch.stack(list(own.values())).cpu()
+
+    def _await(self, pending: list[Pending]) -> None:
+        for part in pending:
+            part.wait(self._stop)
+        self.sent += 1
+        self._moved_s = time.monotonic()
+        if self._place.rank:
+            self._store.set(f"at/{self._place.rank}", str(self.sent))
+
+    def _pack(self, bucket: Bucket, index: int, buffer: torch.Tensor, own: dict[int, torch.Tensor]) -> None:
+        self._moved_s = time.monotonic()
+        for part in bucket.parts:
+            self.order.append((index, part.root))
+            if part.root != self._place.rank:
+                continue
+            data = buffer[part.at : part.end]
+            if self._place.runs:
+                self._payload.pack_pieces(part.pieces, buffer)
+            else:
+                self._payload.start_bucket(index, data)
+            self._moved_s = time.monotonic()
+            with self._payload.on_side_stream():
+                own[index] = fingerprint(data)

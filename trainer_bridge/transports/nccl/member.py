@@ -1,0 +1,183 @@
+"""A worker's part in an update by a group: a thread that joins, takes every bucket, and ends with the update.
+
+    reaches the store --> waits for its place --> joins, or goes on in the group of before
+                      --> buckets, each to its place --> keeps the group --> `done`
+
+Invariants:
+
+- It writes to its landing, and takes or keeps a group, only while its update is the present one (`_lock`); whatever it
+  waits for, it ends by its deadline.
+- What goes wrong is in `error`, and in the store (`give_up`), so that nobody waits for this worker.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from trainer_bridge.transports import Incoming
+from trainer_bridge.transports.nccl.group import (
+    POLL_S,
+    Group,
+    GroupError,
+    Pending,
+    Place,
+    connect,
+    give_up,
+    local_address,
+)
+from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.runs import MAX_RUNS, Bucket, Runs
+from trainer_bridge.wire.errors import RolloutError, WeightsRejected
+from trainer_bridge.wire.fingerprint import fingerprint, fingerprints_digest
+
+_MAX_MEMBERS = 4096
+_MAX_NAME = 64
+
+_log = logging.getLogger(__name__)
+
+
+class Member:
+    """One worker's part in one group."""
+
+    def __init__(
+        self,
+        incoming: Incoming,
+        where: tuple[str, int],
+        kept: KeptGroup,
+        device: torch.device,
+        timeout_s: float,
+        wake: Callable[[], object],
+    ) -> None:
+        self.error: RolloutError | None = None
+        self.done = threading.Event()
+        self.digest = ""
+        self._incoming, self._where, self._kept = incoming, where, kept
+        self._device, self._timeout_s, self._wake = device, timeout_s, wake
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="weights-nccl", daemon=True)
+
+    def start(self) -> None:
+        """Begin to join."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its thread."""
+        self._thread.join(timeout_s)
+
+    def cancel(self) -> None:
+        """After this nothing is written or kept any more; the thread ends by its deadline."""
+        with self._lock:
+            self._cancelled.set()
+
+    def _run(self) -> None:
+        try:
+            self._receive()
+        except GroupError as error:
+            self.error = WeightsRejected(f"transfer: the group with the publisher broke: {error}")
+        # The old weights serve on, and the publisher is told.
+        except Exception as error:
+            _log.exception("receiving weights failed")
+            self.error = WeightsRejected(f"transfer: the worker failed in its group: {error!r:.300}")
+        self._wake()
+
+    def _receive(self) -> None:
+        host, port = self._where
+        store = connect(host, port, self._timeout_s)
+        group: Group | None = None
+        try:
+            place = self._await_place(store)
+            group = self._take(place) or self._join(store, place)
+            self._await(self._incoming.open.is_set, "the loop to hold generation")
+            runs = Runs.learn(self._incoming.manifest, group, place, self._cancelled)
+            self._take_buckets(group, store, place.rank, runs)
+            with self._lock:
+                self._check_present()
+                self._kept.keep(place, group)
+        except Exception as error:
+            give_up(store, f"a worker gave up: {error!s:.200}")
+            if group is not None:
+                self._kept.leave_broken(group)
+            raise
+        self.done.set()
+
+    def _take(self, place: Place) -> Group | None:
+        with self._lock:  # the next update's publisher was told which group is kept
+            self._check_present()
+            return self._kept.take(place)
+
+    def _check_present(self) -> None:
+        if self._cancelled.is_set():
+            raise GroupError("the update was dropped")
+
+    def _join(self, store: dist.TCPStore, place: Place) -> Group:
+        address = local_address(f"tcp://{self._where[0]}:{self._where[1]}")
+        return Group(store, place.name, place.rank, place.size, address, self._device, self._timeout_s)
+
+    def _take_buckets(self, group: Group, store: dist.Store, rank: int, runs: Runs) -> None:
+        manifest = self._incoming.manifest
+        buffers = [group.buffer(runs.room) for _ in range(group.buffers)]
+        in_order = group.buffer(runs.room if len(runs) > 1 else 0)
+        seen, count = [], manifest.bucket_count
+        on_their_way: deque[tuple[Bucket, list[Pending]]] = deque()
+
+        def start(index: int) -> None:
+            bucket, buffer = runs.bucket(index), buffers[index % len(buffers)]
+            with group.on_stream():  # behind what reads the buffer
+                pending = [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
+            on_their_way.append((bucket, pending))
+
+        for index in range(min(count, len(buffers))):
+            start(index)
+        for index in range(count):
+            bucket, pending = on_their_way.popleft()
+            for part in pending:
+                part.wait(self._cancelled)
+            buffer = buffers[index % len(buffers)]
+            with self._lock, group.on_stream():
+                self._check_present()
+                seen += [fingerprint(buffer[part.at : part.end]) for part in bucket.parts]
+                self._incoming.landing.put(manifest.bucket_span(index)[0], bucket.unpack(buffer, in_order))
+                self._incoming.note(bucket.nbytes)
+            if index + len(buffers) < count:
+                start(index + len(buffers))
+            store.set(f"at/{rank}", str(index + 1))
+        with group.on_stream():
+            self.digest = fingerprints_digest(seen)
+
+    def _await_place(self, store: dist.Store) -> Place:
+        key = f"member/{self._incoming.token.hex()}"
+        try:
+            self._await(lambda: store.check([key]), "a place in the group")
+            place = json.loads(store.get(key))
+        except (RuntimeError, ValueError) as error:
+            raise (
+                error if isinstance(error, GroupError) else GroupError(f"the publisher is gone: {error!s:.200}")
+            ) from error
+        if type(place) is not list or [type(part) for part in place] != [str, int, int, int]:
+            raise GroupError("the publisher's store holds no place in the group")
+        name, rank, size, runs = place
+        if not (1 <= len(name) <= _MAX_NAME and 1 <= rank < size <= _MAX_MEMBERS and 0 <= runs <= MAX_RUNS):
+            raise GroupError("the publisher's store holds no place in the group")
+        return Place(name, rank, size, runs)
+
+    def _await(self, happened: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        while not happened():
+            self._check_present()
+            if time.monotonic() > deadline_s:
+                raise GroupError(f"waited {self._timeout_s:g} s for {what}")
+            time.sleep(POLL_S)

@@ -1,0 +1,161 @@
+"""Trainer ranks in a group: those that own parts of an update are members beside rank 0, and send them themselves.
+
+    rank 0, `OtherRanks`                                 ranks that own runs, `take_part`, a thread for each update
+    runs: who sends which bytes
+    join: the store, the places      == gloo group ==>   reach the store, join, broadcast and receive every bucket
+    endings                          <== gloo group ==   went well?, fingerprints of the parts
+
+What is no run of elements rank 0 owns: it fetches that, as for other transports. Where ranks share a GPU, which NCCL
+does not connect, or some are on a GPU and some are not, rank 0 sends all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer_bridge.publish.payload import Payload
+from trainer_bridge.transports import TransferRules
+from trainer_bridge.transports.nccl.broadcasts import GRACE_S, Broadcasts
+from trainer_bridge.transports.nccl.group import (
+    REACH_S,
+    GroupError,
+    Place,
+    connect,
+    device_name,
+    give_up,
+    local_address,
+    reach,
+)
+from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.runs import MAX_RUNS, Runs
+from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.manifest import DTYPE_BYTES
+
+_log = logging.getLogger(__name__)
+
+
+class OtherRanks:
+    """Rank 0: the ranks beside it that send what they own of an update; `numbers` is empty where it sends all alone."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.numbers: list[int] = []
+        self.devices = [device_name(payload.device)]
+        shards = payload.shards
+        self._ranks = None if shards is None else shards.ranks
+        if shards is None or self._ranks is None:
+            return
+        firsts_R, self._owners_R = _runs(payload)
+        self._firsts_R = firsts_R
+        numbers = [rank for rank in np.unique(self._owners_R).tolist() if rank]
+        devices = [shards.devices[rank] for rank in (0, *numbers)]
+        distinct = len(set(devices)) == len(devices) and "" not in devices
+        if len(firsts_R) > MAX_RUNS:
+            _log.info("rank 0 broadcasts alone: the ranks' parts are %d runs, more than %d", len(firsts_R), MAX_RUNS)
+        elif numbers and not distinct and set(devices) != {""}:
+            _log.info("rank 0 broadcasts alone: NCCL connects ranks on GPUs of their own, these are on %s", devices)
+        elif numbers:
+            self.numbers, self.devices = numbers, [device for device in devices if device]
+
+    @property
+    def hosts(self) -> list[str]:
+        """Addresses at which the store has to be reached by them."""
+        return [self._ranks.address] if self.numbers and self._ranks is not None else []
+
+    def places(self, peers: int) -> dict[int, int]:
+        """By rank: its place in a group of rank 0, so many workers, and them."""
+        return {rank: place for place, rank in enumerate(self.numbers, 1 + peers)}
+
+    def runs(self, payload: Payload, places: dict[int, int]) -> Runs:
+        """Who sends what, by place."""
+        if not places:
+            return Runs.alone(payload.manifest)
+        place_of = np.zeros(max(places) + 1, np.int64)
+        place_of[list(places)] = list(places.values())
+        return Runs(payload.manifest, self._firsts_R, place_of[self._owners_R])
+
+    def join(self, hosts: Sequence[str], port: int, place: Place, places: dict[int, int], stall_s: float) -> None:
+        """Have them join. Raises `RolloutError` when one is gone."""
+        if self._ranks is not None and places:
+            where = {"hosts": [*self.hosts, *hosts], "port": port, "group": place.name}
+            self._ranks.join({**where, "size": place.size, "runs": place.runs, "places": places, "stall_s": stall_s})
+
+    def endings(self, places: dict[int, int], buckets: int, stall_s: float) -> dict[int, torch.Tensor]:
+        """By place: fingerprints of what was sent from there, int64 [buckets], and none of who did not get to the end.
+
+        Raises `RolloutError` when a rank cannot be reached.
+        """
+        found = {}
+        for rank, place in places.items():
+            assert self._ranks is not None
+            ending = torch.zeros(1 + buckets, dtype=torch.int64)
+            self._ranks.ending(ending, rank, stall_s + GRACE_S)
+            if ending[0]:
+                found[place] = ending[1:]
+        return found
+
+
+def _runs(payload: Payload) -> tuple[np.ndarray, np.ndarray]:
+    """Where each run begins in the stream, and the rank that can send it: int64 [runs]."""
+    assert payload.shards is not None
+    firsts, owners = [], []
+    for index, entry in enumerate(payload.manifest.tensors):
+        if entry.nbytes:
+            for first, rank in payload.shards.senders(index):
+                firsts.append(entry.offset + first * DTYPE_BYTES[entry.dtype])
+                owners.append(rank)
+    return np.array(firsts, np.int64), np.array(owners, np.int64)
+
+
+def take_part(
+    payload: Payload,
+    order: dict[str, Any],
+    rank: int,
+    closing: threading.Event,
+    kept: KeptGroup,
+    tell: Callable[[torch.Tensor], None],
+) -> threading.Thread | None:
+    """Another rank: do what `join` says in a thread, and `tell` rank 0 how it ended; None: there is no place for it."""
+    if str(rank) not in order["places"]:
+        return None
+
+    def run() -> None:
+        ending = torch.zeros(1 + payload.manifest.bucket_count, dtype=torch.int64)
+        try:
+            ending[1:] = _broadcast(payload, order, rank, closing, kept)
+            ending[0] = 1
+        except GroupError as error:
+            _log.warning("rank %d did not send its part of the weights: %s", rank, error)
+        # Rank 0 must be told, whatever it was.
+        except Exception:
+            _log.exception("rank %d failed to send its part of the weights", rank)
+        with contextlib.suppress(RolloutError):  # rank 0 is gone: whoever waits here hears of it
+            tell(ending)
+
+    thread = threading.Thread(target=run, name="weights-rank", daemon=True)
+    thread.start()
+    return thread
+
+
+def _broadcast(
+    payload: Payload, order: dict[str, Any], rank: int, closing: threading.Event, kept: KeptGroup
+) -> torch.Tensor:
+    """Take part; the fingerprints of what was sent. Raises `GroupError`."""
+    stall_s = order["stall_s"]
+    host = reach(order["hosts"], order["port"], REACH_S)
+    store, watch = (connect(host, order["port"], stall_s) for _ in range(2))
+    place = Place(order["group"], order["places"][str(rank)], order["size"], order["runs"])
+    address = local_address(f"tcp://{host}:{order['port']}")
+    who = f"rank {rank} of the trainer"
+    job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), kept, who=who)
+    job.run(watch)
+    if job.error is not None:
+        give_up(watch, f"{who} gave up: {job.error}")  # also where its thread hangs
+        raise GroupError(job.error)
+    return job.fingerprints

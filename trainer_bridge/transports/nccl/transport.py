@@ -1,0 +1,242 @@
+"""The transport `nccl`: buckets broadcast over a process group of publisher and workers, kept from update to update.
+
+    publisher, rank 0                                       worker, ranks 1 to n, a thread for each update
+    store on a free port           -- begin: hosts, port -->  reaches the store, grants: the group that it has kept
+    store: member/TOKEN = group, rank, size              -->  joins, unless all have kept that one
+    pack bucket i+1 | broadcast i  ========================>  broadcast i+1 | bucket i to its place
+                    (of several trainer ranks each broadcasts what it owns, see `group_ranks`)
+                                   store: at/RANK = i   <--   so that a stall can be told of by name
+                                   store: gone = why    <--   a worker gives up: nobody waits for it
+    fingerprints of all buckets    -- commit -------------->  compared with its own
+
+Tensors on a GPU travel by NCCL from device to device, others by gloo. When a member is lost the group is dropped, and
+whoever still lives meets again in a new one.
+
+Invariants:
+
+- torch.distributed's default group is neither used nor changed.
+- Who waits in a group waits in a thread (`group_member`, `group_broadcasts`): neither a worker's receiver nor a
+  publisher hangs with it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer_bridge.publish.payload import Payload
+from trainer_bridge.transports import GroupBroken, Incoming, Peer, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.nccl.broadcasts import Broadcasts
+from trainer_bridge.transports.nccl.group import (
+    END_S,
+    REACH_S,
+    GroupError,
+    Place,
+    StoreServer,
+    connect,
+    device_name,
+    give_up,
+    given_up,
+    local_address,
+    reach,
+)
+from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.member import Member
+from trainer_bridge.transports.nccl.ranks import OtherRanks
+from trainer_bridge.wire.errors import BadRequest, ConnectionLost, RolloutError, WeightsRejected
+from trainer_bridge.wire.fingerprint import fingerprints_digest
+
+Members = tuple[Any, ...]  # the device of rank 0, workers by endpoint, ranks of the trainer with their places
+
+_MAX_HOSTS = 16
+_OPTIONS = {"hosts": list, "port": int, "backend": str, "devices": list}
+
+
+# --- worker ----------------------------------------------------------------------------------------------------------
+
+
+class NcclReceiver(TransportReceiver):
+    """Joins the publisher's group, in a thread for each update. `device` is where the model is."""
+
+    name = "nccl"
+    carries = ("nccl",)
+
+    def __init__(self, device: torch.device, timeout_s: float, wake: Callable[[], object]) -> None:
+        self.on_device = device.type == "cuda"
+        self._device, self._timeout_s, self._wake = device, timeout_s, wake
+        self._member: Member | None = None
+        self._members: list[Member] = []  # whose threads have not ended
+        self._kept = KeptGroup()
+
+    def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Look whether the group can be reached, and start to join it. Raises `BadRequest`."""
+        hosts, port = _read_options(options)
+        backend = "nccl" if self.on_device else "gloo"
+        if options["backend"] != backend:
+            raise BadRequest(
+                f"the publisher's tensors travel by {options['backend']!r:.20}, this worker takes {backend}",
+                field="options.backend",
+            )
+        if self.on_device and device_name(self._device) in options["devices"]:
+            raise BadRequest("trainer and worker are on one GPU, which NCCL does not connect", field="options.devices")
+        try:
+            host = reach(hosts, port, REACH_S)
+        except GroupError as error:
+            raise BadRequest(f"this worker does not reach the publisher: {error}", field="options.hosts") from error
+        grant = {"kept": self._kept.name}
+        self._member = Member(incoming, (host, port), self._kept, self._device, self._timeout_s, self._wake)
+        self._member.start()
+        self._members = [*(member for member in self._members if member.alive), self._member]
+        return grant
+
+    def advance(self, incoming: Incoming | None) -> bool:
+        """Raise what went wrong in the thread."""
+        if incoming is not None and self._member is not None and self._member.error is not None:
+            raise self._member.error
+        return False
+
+    def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
+        """True when all buckets are in place and are those that were sent."""
+        assert self._member is not None
+        self.advance(incoming)
+        if not self._member.done.is_set():
+            return False
+        if set(options) != {"fingerprints"} or options["fingerprints"] != self._member.digest:
+            raise WeightsRejected("the digest of all buckets' fingerprints differs from what arrived", field="options")
+        return True
+
+    def drop(self, incoming: Incoming, error: RolloutError | None) -> None:
+        """Have the thread end, and write nothing more."""
+        if self._member is not None:
+            self._member.cancel()
+            self._member = None
+
+    def rest(self) -> None:
+        """Leave the group that is kept, which takes memory of the device."""
+        self._kept.let_go()
+
+    def close(self) -> None:
+        """Have the threads end, and wait a moment for them."""
+        if self._member is not None:
+            self._member.cancel()
+        until_s = time.monotonic() + END_S
+        for member in self._members:
+            member.join(max(0.0, until_s - time.monotonic()))
+        self._member, self._members = None, []
+        self._kept.close()
+
+
+def _read_options(options: Mapping[str, Any]) -> tuple[list[str], int]:
+    if set(options) != set(_OPTIONS) or any(type(options[name]) is not kind for name, kind in _OPTIONS.items()):
+        raise BadRequest(f"transport nccl takes the options {', '.join(_OPTIONS)}", field="options")
+    hosts, port = options["hosts"], options["port"]
+    if not 1 <= len(hosts) <= _MAX_HOSTS or any(type(host) is not str or not 1 <= len(host) <= 255 for host in hosts):
+        raise BadRequest("hosts must be a few addresses of the publisher", field="options.hosts")
+    if not 1 <= port <= 65535:
+        raise BadRequest("port must be that of the publisher's store", field="options.port")
+    return hosts, port
+
+
+# --- trainer ---------------------------------------------------------------------------------------------------------
+
+
+class NcclSender(TransportSender):
+    """Broadcasts each bucket to all workers at once. `endpoints`, the workers', tell which address to listen on."""
+
+    name = "nccl"
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._hosts = [local_address(endpoint) for endpoint in endpoints]
+        self._server: StoreServer | None = None
+        self._kept = KeptGroup()
+        self._kept_with: Members = ()
+        self._others: OtherRanks | None = None
+
+    def prepare(self, payload: Payload) -> dict[str, Any]:
+        """Open the store of this update; the same one for workers that come to it in a later round of `begin`."""
+        if self._server is None or self._others is None:
+            self._others = OtherRanks(payload)
+            try:
+                self._server = StoreServer([*self._hosts, *self._others.hosts], timeout_s=30.0)
+            except (OSError, RuntimeError) as error:
+                raise RolloutError(f"prepare: no store can be opened: {error!s:.200}; use the transport zmq") from error
+        where = {"hosts": self._server.hosts, "port": self._server.port}
+        backend = "nccl" if payload.device.type == "cuda" else "gloo"
+        return {**where, "backend": backend, "devices": self._others.devices}
+
+    def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
+        """Make the group and broadcast every bucket. A group breaks for all: each peer then gets `GroupBroken`."""
+        server, others = self._server, self._others
+        assert server is not None and others is not None
+        places = others.places(len(peers))
+        runs = others.runs(payload, places)
+        size = 1 + len(peers) + len(places)
+        before = self._kept.name
+        place = Place(self._group_of(payload, peers, places), 0, size, len(runs) if places else 0)
+        for rank, peer in enumerate(peers, 1):
+            server.store.set(f"member/{peer.token.hex()}", json.dumps([place.name, rank, size, place.runs]))
+        # A client of its own: one that waits for members keeps others from asking.
+        watch = connect(server.local_host, server.port, rules.stall_s)
+        others.join(server.hosts, server.port, place, places, rules.stall_s)
+        job = Broadcasts(payload, server.store, place, server.hosts[0], rules, self._kept, runs)
+        job.run(watch)
+        if job.error is not None:
+            give_up(watch, job.error)  # so that all end at once
+            job.error = given_up(watch) or job.error  # of the first one
+        try:
+            parts = {0: job.fingerprints, **others.endings(places, payload.manifest.bucket_count, rules.stall_s)}
+        except RolloutError as error:
+            self._server = None
+            self._kept.let_go()
+            raise ConnectionLost(f"{error}; {job.error or 'all buckets were sent'}") from error
+        missing = [
+            f"rank {rank} of the trainer did not get to the end" for rank, at in places.items() if at not in parts
+        ]
+        if job.error is None and not missing:
+            payload.read()
+            return {"fingerprints": fingerprints_digest([parts[root][index] for index, root in job.order])}
+        self._server = None  # those that are tried again meet at a new one; `server` lives until this returns
+        self._kept.let_go()
+        why = job.error or missing[0]
+        _fail(peers, places, watch, why, job.sent, payload.manifest.bucket_count, kept=place.name == before)
+        return {}
+
+    def release(self, payload: Payload, applied: bool) -> None:
+        """Let go of the store; a group that is kept holds on to the one that its members met at."""
+        self._server = None
+
+    def close(self) -> None:
+        """Close the store, and leave the group."""
+        self._server = None
+        self._kept.close()
+
+    def _group_of(self, payload: Payload, peers: Sequence[Peer], places: Mapping[int, int]) -> str:
+        """The name of the group that all have kept, if they are the same members in the same places; else a new one."""
+        members: Members = (payload.device, *(peer.endpoint for peer in peers), *places.items())
+        name, before, self._kept_with = self._kept.name, self._kept_with, members
+        same = name and members == before and all(peer.grant.get("kept") == name for peer in peers)
+        return name if same else secrets.token_hex(8)
+
+
+def _fail(
+    peers: Sequence[Peer], places: dict[int, int], store: dist.Store, why: str, sent: int, of: int, kept: bool
+) -> None:
+    """Tell every peer that the group broke, and how far each member was."""
+    ranks = "".join(f", rank {rank} {_progress(store, at)}" for rank, at in places.items())
+    for at, peer in enumerate(peers, 1):
+        had = f"{peer.endpoint} had {_progress(store, at)} of {of} buckets"
+        broken = GroupBroken(f"transfer: {why}, after {sent} buckets; {had}{ranks}")
+        broken.met, broken.kept = sent > 0 or kept, kept
+        peer.fail(broken)
+
+
+def _progress(store: dist.Store, rank: int) -> int:
+    """Buckets that a member said it has."""
+    key = f"at/{rank}"
+    return int(value) if store.check([key]) and (value := store.get(key)).isdigit() else 0

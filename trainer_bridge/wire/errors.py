@@ -1,0 +1,130 @@
+"""What can go wrong for a client, as exceptions: one class for each error code of the protocol, and some of its own.
+
+Catch `RolloutError` for all of them, or a class such as `Overloaded`, whose `retry_after_s` says when to come back.
+"""
+
+# ruff: noqa: N818 -- the names are the protocol's codes
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from trainer_bridge.client.results import Completion
+
+
+class RolloutError(Exception):
+    """Base of all of them. Also raised itself for a code that this version of the client does not know.
+
+    `code` is the protocol's code, `field` the field at fault, `retry_after_s` when to come back, in seconds, and
+    `request_id` the id of the request; each of the last three may be None. `partials` are the completions as far as
+    they had come, where the client resumes requests by itself.
+    """
+
+    code = "internal"
+    _classes: ClassVar[dict[str, type[RolloutError]]] = {}  # by code
+
+    def __init_subclass__(cls, code: str | None = None) -> None:
+        if code is not None:
+            cls.code = code
+            RolloutError._classes[code] = cls
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code or type(self).code
+        self.field = field
+        self.retry_after_s = retry_after_s
+        self.request_id = request_id
+        self.partials: list[Completion] = []
+
+
+class BadMessage(RolloutError, code="bad_message"):
+    """The worker could not read the message: not msgpack, too large, another protocol version."""
+
+
+class BadRequest(RolloutError, code="bad_request"):
+    """A field is missing, unknown, of the wrong type or out of range; `field` names it."""
+
+
+class TooLong(RolloutError, code="too_long"):
+    """Prompt plus `max_tokens` exceeds what the worker can ever hold."""
+
+
+class Overloaded(RolloutError, code="overloaded"):
+    """The worker's queue is full; come back after `retry_after_s`."""
+
+
+class Duplicate(RolloutError, code="duplicate"):
+    """The id belongs to another request of this client, with different content."""
+
+
+class NotFound(RolloutError, code="not_found"):
+    """The target of a `cancel` or `attach` is not known to the worker."""
+
+
+class WeightsRejected(RolloutError, code="weights_rejected"):
+    """New weights do not fit the model, arrived damaged, or are not newer."""
+
+
+class Unavailable(RolloutError, code="unavailable"):
+    """The worker drains, sleeps or waits for weights."""
+
+
+class InternalError(RolloutError, code="internal"):
+    """A fault of the worker; its log has the trace under the same id."""
+
+
+class ConnectionLost(RolloutError, code="connection_lost"):
+    """The worker cannot be reached, or went away while it had the request. What it had done is lost to this client,
+    apart from the chunks of a stream: `stream.partials()` holds them, for `continue_from`.
+    """
+
+
+class AccessRefused(RolloutError, code="access_refused"):
+    """The worker takes no connection from this client: CURVE keys are missing, wrong, or not allowed there."""
+
+
+class RolloutTimeout(RolloutError, TimeoutError, code="timeout"):
+    """No answer within `timeout_s`. The request was cancelled."""
+
+
+#: Nobody answered: the worker may be gone, or another one by now.
+UNANSWERED = (ConnectionLost, RolloutTimeout)
+
+
+class ResumeFailed(RolloutError, code="resume_failed"):
+    """No worker went on with a request in time, or too many were lost in a row without a new token of it.
+
+    `__cause__` is the last error, `partials` what there is. The request can be asked for again with `continue_from`, or
+    by its id with a journal.
+    """
+
+
+class JournalFailed(RolloutError, code="journal_failed"):
+    """The journal cannot be read or written: damaged, in use by another client, the disk is full."""
+
+
+class ProtocolError(RolloutError, code="protocol_error"):
+    """A reply breaks the protocol: it cannot be read, a field is missing, or a stream has a gap."""
+
+
+def from_reply(header: Mapping[str, Any]) -> RolloutError:
+    """The exception for an `error` reply."""
+    code = str(header.get("code", "internal"))
+    field, wait_s = header.get("field"), header.get("retry_after_s")
+    return RolloutError._classes.get(code, RolloutError)(
+        str(header.get("message", "the worker gave no reason")),
+        code=code,
+        field=None if field is None else str(field),
+        retry_after_s=float(wait_s) if isinstance(wait_s, (int, float)) else None,
+        request_id=header.get("id"),
+    )
