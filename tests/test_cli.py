@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -61,8 +62,8 @@ def rollout(*arguments: str, environ: dict[str, str] | None = None) -> subproces
         ["top", "--help"],
         ["trace", "--help"],
         ["top", "tcp://127.0.0.1:1", "--json"],
-        ["bench", "--help"],
-        ["bench", "nothing"],
+        ["demo", "--help"],
+        ["keys", "--help"],
         ["serve", "model", "--no-such-flag"],
         ["serve", "model", "--max-rows", "many"],
         ["serve"],
@@ -102,10 +103,10 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
     taken = {}
 
     def parse(*arguments: str) -> None:
-        from rollout.cli.main import build_parser
+        from rollout.cli.main import parser_of
 
         taken.clear()
-        taken.update(vars(build_parser().parse_args(["serve", *arguments])))
+        taken.update(vars(parser_of("serve").parse_args(arguments)))
 
     for key in setting_keys():
         if key.flag == "MODEL":
@@ -148,8 +149,8 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
         (["serve", "no-model", "--device", "cuda:99"], "is not there"),
         (["serve", "no-model", "--bind", "tcp://*:0"], "--insecure"),
         (["serve", "no-model", "--curve-secret-key", "no-key", "--curve-client-keys", "."], "no-key"),
-        (["bench"], "bookkeeping, pipeline, memory, service_load"),
-        (["bench", "speed"], "unknown benchmark speed"),
+        (["bench"], "unknown command bench"),
+        (["generat", "x"], "did you mean generate"),
         ([], "COMMAND"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -386,7 +387,15 @@ def test_status_shows_a_table(capsys):
     with answering(STATUS) as worker:
         assert main(["status", worker.endpoint]) == 0
     shown = capsys.readouterr().out
-    assert "serving" in shown and "running 2  max 8" in shown and "12.3" in shown and "[n], stream" in shown
+    assert "serving" in shown and "2 of 8" in shown and "12 tokens/s" in shown and "[n], stream" in shown
+    assert len(shown.splitlines()) <= 14
+
+
+def test_status_all_shows_every_field(capsys):
+    with answering(STATUS) as worker:
+        assert main(["status", worker.endpoint, "--all"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in STATUS if name != "op") and "running 2  max 8" in shown
 
 
 def test_status_as_json_is_one_object(capsys):
@@ -414,6 +423,30 @@ def test_a_completion_that_ended_with_an_error_is_printed_and_status_1(capsys):
     with answering(result(failed, completion([6], index=1, text="19"))) as worker:
         assert main(["generate", worker.endpoint, "--prompt", "17:", "--n", "2"]) == 1
     assert capsys.readouterr().out == "18\n19\n"
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "deadline", "stale"])
+def test_a_completion_that_was_cut_short_is_printed_and_status_1(reason, capsys):
+    with answering(result(completion([5], text="18", finish_reason=reason))) as worker:
+        assert main(["generate", worker.endpoint, "--prompt", "17:"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "18\n" and reason in captured.err
+
+
+def test_generate_interrupted_shows_the_tokens_so_far(tmp_path):
+    """Ctrl-C in the middle of a completion: what came is on stdout, the exit code is that of SIGINT."""
+    first = completion([5], text="18 ", finish_reason=None) | {"op": "chunk", "offset": 0}
+    with answering(first) as worker:
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        command = [sys.executable, "-m", "rollout", "generate", worker.endpoint, "--prompt", "17:", "--stream"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}
+        )
+        assert process.stdout is not None
+        assert process.stdout.read(3) == b"18 "
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == b"\n" and b"after 1 tokens" in err
 
 
 def test_generate_takes_token_ids_and_prints_token_ids(capsys):

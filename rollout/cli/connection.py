@@ -1,4 +1,4 @@
-"""What the commands that talk to a worker share: its flags for CURVE, and how they say what went wrong where."""
+"""The connection of a command to a worker: endpoint, CURVE keys, time-out, and errors that name the endpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ if TYPE_CHECKING:
     from trainer_bridge.wire.errors import RolloutError
 
 
+def add_worker(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
+    """Declare ENDPOINT and the flags that `connect` reads."""
+    parser.add_argument("endpoint", metavar="ENDPOINT", help="of the worker, such as tcp://127.0.0.1:5757")
+    add_access(parser, timeout_s)
+
+
 def add_access(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
     """Declare the flags that `connect` reads."""
-    shown = "for ever" if timeout_s is None else f"{timeout_s:g}"
+    shown = "no limit" if timeout_s is None else f"{timeout_s:g}"
     parser.add_argument("--curve-key", metavar="FILE", help="this client's secret key, for a worker with CURVE")
     parser.add_argument("--curve-server-key", metavar="FILE", help="the worker's public key; goes with --curve-key")
     parser.add_argument("--timeout-s", type=float, default=timeout_s, help=f"seconds to wait for an answer [{shown}]")
@@ -27,7 +33,7 @@ def connect(endpoint: str, args: argparse.Namespace) -> RolloutClient:
 
     if args.timeout_s is not None and not args.timeout_s > 0:
         raise UsageError("--timeout-s must be more than 0 seconds")
-    # The connection's limit comes first: its error says more than that of a call without an answer.
+    # The connection's time-out ends first: its error says more than the one of a call without an answer.
     limits = {} if args.timeout_s is None else {"connect_timeout_s": 0.8 * args.timeout_s}
     try:
         return RolloutClient(endpoint, timeout_s=args.timeout_s, curve=_curve(args), **limits)
@@ -36,7 +42,7 @@ def connect(endpoint: str, args: argparse.Namespace) -> RolloutClient:
 
 
 def where(endpoint: str, error: RolloutError) -> str:
-    """What went wrong and where, which some errors say themselves."""
+    """The error with the endpoint in front, unless its text names the endpoint already."""
     return str(error) if endpoint in str(error) else f"{endpoint}: {error}"
 
 

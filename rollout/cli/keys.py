@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from rollout.cli.parser import CommandError, UsageError
 
@@ -18,15 +17,12 @@ _SERVER = "server"
 _CLIENTS_FOLDER = "clients"
 
 
-def add_parser(commands: Any) -> None:
-    """Declare `rollout keys`."""
-    parser = commands.add_parser(
-        "keys",
-        help="make CURVE keys for a worker and its clients",
-        description="Make CURVE keys: a pair for workers, unless the folder has one, and one for each client. What "
-        "exists is never overwritten.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = (
+        "Make CURVE keys: a pair for workers, unless the folder has one, and one for each client. Existing keys are "
+        "never overwritten."
     )
-    parser.set_defaults(run=run)
     parser.add_argument("folder", metavar="DIR", help="folder for the files; made when it is not there")
     parser.add_argument(
         "--client", metavar="NAME", action="append", help="a client to make keys for; repeatable [client]"
@@ -34,7 +30,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the files and say where each belongs."""
+    """Make the files and print the commands that use them."""
     from trainer_bridge.client.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, make_pair
 
     folder = Path(args.folder)
@@ -50,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             make_pair(folder, _SERVER)
         taken = [name for name in names if (folder / f"{name}{SECRET_SUFFIX}").exists()]
         if taken:
-            raise FileExistsError(f"{folder} has keys of {', '.join(taken)} already; keys are never overwritten")
+            raise FileExistsError(f"{folder} has keys of {', '.join(taken)} already; choose another name or folder")
         made = [make_pair(folder, name, clients)[0] for name in names]
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -1,7 +1,7 @@
-"""The `rollout` command: parses the command line, runs one command, turns errors into a line and an exit code.
+"""The `rollout` command: finds the command, parses its arguments, turns errors into a line and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or settings. What a user did wrong is one line on stderr, never a
-traceback. Nothing heavy is imported before the command line has been understood.
+Exit codes: 0 done, 1 failed, 2 wrong usage or settings. A mistake of the user is one line on stderr, never a traceback.
+A command's module is imported only when that command is run: `rollout --help` needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -9,36 +9,84 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import difflib
+import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from rollout import __version__
-from rollout.cli import client, forward, keys, serve, top, trace
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.logs import complain
-from rollout.settings_sources import SettingsError
+
+#: Command -> (module, what it does). A module has `add_arguments(parser)` and `run(args) -> int`.
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "serve": ("rollout.cli.serve", "run a worker"),
+        "status": ("rollout.cli.status", "show the state of a worker"),
+        "generate": ("rollout.cli.generate", "complete a prompt on a worker"),
+        "top": ("rollout.cli.top", "watch workers live in the terminal"),
+        "trace": ("rollout.cli.trace", "save the last steps of a worker as a trace and a picture"),
+        "keys": ("rollout.cli.keys", "make CURVE keys for a worker and its clients"),
+        "demo": ("rollout.cli.demo", "run a worker and a trainer that checks every token across a weight swap"),
+    }
+)
+#: Packages of the extra `worker`. Without them a command that needs one says how to install them.
+WORKER_PACKAGES = ("torch", "transformers", "pydantic", "safetensors", "triton", "wandb", "prometheus_client")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rollout`; returns the exit code. `argv` is without the program's name; None takes `sys.argv`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in forward.COMMANDS:  # these parse their own arguments
-            return forward.run(arguments[0], arguments[1:])
-        args = build_parser().parse_args(arguments)
-        code: int = args.run(args)
+        name = _command(arguments)
+        args = parser_of(name).parse_args(arguments[1:])
+        code: int = importlib.import_module(COMMANDS[name][0]).run(args)
         return code
-    except (UsageError, SettingsError) as error:
-        return _complain(error, 2)
+    except UsageError as error:
+        return _fail(error, 2)
     except CommandError as error:
-        return _complain(error, 1)
+        return _fail(error, 1)
+    except ModuleNotFoundError as error:
+        if error.name not in WORKER_PACKAGES:
+            raise
+        message = f"this command needs {error.name}; install the worker with: pip install 'rollout-engine[worker]'"
+        return _fail(ImportError(message), 2)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output went away, as in `rollout generate ... | head`
         sys.stderr.close()
         return 1
+
+
+def parser_of(command: str) -> Parser:
+    """The parser of a command's arguments."""
+    parser = Parser(prog=f"rollout {command}")
+    importlib.import_module(COMMANDS[command][0]).add_arguments(parser)
+    return parser
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command that `arguments` begin with. Raises UsageError if there is none; `--help` and `--version` exit."""
+    if arguments and arguments[0] in COMMANDS:
+        return arguments[0]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    parser = Parser(
+        prog="rollout",
+        usage="rollout COMMAND [ARGUMENTS]",
+        description="Generation service for reinforcement learning of language models.",
+        epilog="commands:\n" + "\n".join(lines) + "\n\n`rollout COMMAND --help` shows the arguments of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rollout {__version__}")
+    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
+    command: str = parser.parse_known_args(list(arguments[:1]))[0].command
+    near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.6)
+    guess = f"; did you mean {near[0]}" if near else ""
+    raise UsageError(f"unknown command {command}{guess}. Commands: {', '.join(COMMANDS)}")
 
 
 def run() -> None:
@@ -63,21 +111,7 @@ def _leave(codes: list[int]) -> None:
     os._exit(codes[0])
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    parser = Parser(prog="rollout", description="Generation service for reinforcement learning of language models.")
-    parser.add_argument("--version", action="version", version=f"rollout {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    serve.add_parser(commands)
-    client.add_parsers(commands)
-    top.add_parser(commands)
-    trace.add_parser(commands)
-    keys.add_parser(commands)
-    forward.add_parsers(commands)
-    return parser
-
-
-def _complain(error: Exception, code: int) -> int:
+def _fail(error: Exception, code: int) -> int:
     complain(f"rollout: {' '.join(str(error).split())}")
     return code
 

@@ -30,11 +30,9 @@ PARENT_GRACE_S = 30.0
 _WORKER = (sys.executable, "-m", "rollout.cli.main", "serve")
 
 
-def add_parser(commands: Any) -> None:
-    """Declare `rollout serve`."""
-    usage = "rollout serve MODEL [--config FILE] [--SETTING VALUE ...]"
-    parser = commands.add_parser("serve", help="run a worker", usage=usage, description=DESCRIPTION)
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments: a flag for every setting."""
+    parser.usage, parser.description = "rollout serve MODEL [--config FILE] [--SETTING VALUE ...]", DESCRIPTION
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     groups: dict[str | None, Any] = {None: parser.add_argument_group("worker")}
     # Set by a supervisor, which also takes Ctrl-C for its workers.
@@ -65,6 +63,13 @@ def _add_flag(group: Any, key: Key) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the settings, then serve until the worker, or the last of several, ends; returns the exit code."""
+    try:
+        return _run(args)
+    except SettingsError as error:
+        raise UsageError(str(error)) from error
+
+
+def _run(args: argparse.Namespace) -> int:
     given = vars(args)
     flags = {key.path: given[key.path] for key in setting_keys() if key.path in given}
     settings = load_settings(args.config, os.environ, flags)
@@ -77,19 +82,19 @@ def run(args: argparse.Namespace) -> int:
 
         exit_with_parent(grace_s=settings.service.drain_s + PARENT_GRACE_S)
     if settings.ready_file is None or args.restarts is not None:  # a supervisor looks after those of its workers
-        return _run(settings, args, flags)
+        return _start(settings, args, flags)
     ready_file = Path(settings.ready_file)
     try:
         ready_file.unlink(missing_ok=True)  # of an earlier worker: whoever finds the file may rely on it
     except OSError as error:
         raise CommandError(f"the ready file cannot be used: {error}") from error
     try:
-        return _run(settings, args, flags)
+        return _start(settings, args, flags)
     finally:
         withdraw(ready_file)
 
 
-def _run(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any]) -> int:
+def _start(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     if settings.supervisor.workers > 1:
         return _supervise(settings, [*_WORKER, *command_line(args.config, flags)])
     return _serve(settings, args.restarts or 0)

@@ -21,15 +21,12 @@ _REDRAW_S = 0.25
 _END_S = 0.3
 
 
-def add_parser(commands: Any) -> None:
-    """Declare `rollout top`."""
-    parser = commands.add_parser(
-        "top",
-        help="watch workers in a terminal",
-        description="Watch workers: rows, queue, pages, what the GPU does, speed, weight swaps. Keys: l and a sort by "
-        "length and age, up and down select, c cancels the selected row's request, q quits.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = (
+        "Watch workers: rows, queue, pages, what the GPU does, speed, weight swaps. Keys: l and a sort by length and "
+        "age, up and down select, c cancels the selected row's request, q quits."
     )
-    parser.set_defaults(run=run)
     parser.add_argument("endpoints", metavar="ENDPOINT", nargs="+", help="of a worker, such as tcp://127.0.0.1:5757")
     parser.add_argument("--once", action="store_true", help="print one picture and end; status 1 if a worker is silent")
     parser.add_argument("--json", action="store_true", help="with --once: one JSON object a worker, one a line")

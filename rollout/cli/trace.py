@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 _MAX_STEPS = 2000
 
 
-def add_parser(commands: Any) -> None:
-    """Declare `rollout trace`."""
-    parser = commands.add_parser(
-        "trace",
-        help="save a worker's last steps as a trace",
-        description="Save a worker's last steps as a Chrome trace, which https://ui.perfetto.dev opens. The worker "
-        "keeps its last 2000 steps anyway.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.description = (
+        "Save a worker's last steps as a Chrome trace, which https://ui.perfetto.dev opens. The worker keeps its last "
+        "2000 steps anyway."
     )
-    parser.set_defaults(run=run)
     parser.add_argument("endpoint", metavar="ENDPOINT", help="of the worker, such as tcp://127.0.0.1:5757")
     parser.add_argument("--steps", type=int, default=200, help=f"steps, up to {_MAX_STEPS} [200]")
     parser.add_argument("-o", "--out", metavar="FILE", default="trace.json", help="where to write it [trace.json]")

@@ -13,7 +13,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _PROBE_ROWS = 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 if every token of every completion is right."""
-    args, console = _parse(argv), Console()
+def run_demo(args: argparse.Namespace) -> int:
+    """Run the demo with the arguments of `rollout demo`; 0 if every token of every completion is right."""
+    console = Console()
     try:
         return _run(args, console)
     except WorkerFailed as error:
@@ -67,18 +66,6 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         _print_table(console, report, ended)
     _print_places(console, folder, ended, time.perf_counter() - began_s)
     return _verdict(console, status, report)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="rollout demo", description="Count to thousands, and change step on the way.")
-    parser.add_argument("--out", default="runs/demo", help="folder for log, metrics, report and picture")
-    parser.add_argument("--prompts", nargs="+", default=["17:", "980:", "2024:"], help="where to count from")
-    parser.add_argument("--n", type=int, default=4, help="completions of each prompt")
-    parser.add_argument("--tokens", type=int, default=16_400, help="tokens of each completion")
-    parser.add_argument("--pipeline-depth", type=int, choices=(1, 2), default=2, help="1: the blocking loop")
-    parser.add_argument("--wandb", action=argparse.BooleanOptionalAction, default=True, help="log to W&B")
-    parser.add_argument("--worker", nargs="+", metavar="WORD", help="command that runs the worker")
-    return parser.parse_args(argv)
 
 
 def _run_trainer(worker: WorkerProcess, args: argparse.Namespace, report: Path) -> int:
@@ -144,7 +131,3 @@ def _verdict(console: Console, status: int, report: dict[str, Any] | None) -> in
         console.print(f"[red]{error}[/red]", highlight=False)
     console.print(f"[red]The demo failed (trainer status {status}).[/red]")
     return 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

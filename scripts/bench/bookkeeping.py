@@ -125,7 +125,7 @@ def measure(rows: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(prog="rollout bench bookkeeping", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.bookkeeping", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16_384, 32_768])
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "bookkeeping.json")

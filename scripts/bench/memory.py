@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
     from rollout.demo.run import CHECKPOINTS
 
-    parser = argparse.ArgumentParser(prog="rollout bench memory", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.memory", description=__doc__)
     parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens to generate in all")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a completion")

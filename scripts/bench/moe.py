@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every shape and format, print rows as they come and then the crossovers, and write them."""
-    parser = argparse.ArgumentParser(prog="rollout bench moe", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.moe", description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["qwen3-30b-a3b"])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["plain"])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))

@@ -20,11 +20,11 @@ from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
 
 def measure(depth: int, tokens: int, n: int) -> dict[str, Any]:
     """One turn of the demo at a pipeline depth."""
-    from rollout.demo.run import main as demo
+    from rollout.cli.main import main as rollout
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--out", folder, "--tokens", str(tokens), "--n", str(n), "--no-wandb"]
-        if demo([*arguments, "--pipeline-depth", str(depth)]) != 0:
+        if rollout(["demo", *arguments, "--pipeline-depth", str(depth)]) != 0:
             raise RuntimeError("the demo failed: its figures say nothing")
         report = json.loads((Path(folder) / "report.json").read_text())
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
@@ -40,7 +40,7 @@ def measure(depth: int, tokens: int, n: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(prog="rollout bench pipeline", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.pipeline", description=__doc__)
     parser.add_argument("--tokens", type=int, default=16_400)
     parser.add_argument("--n", type=int, default=4, help="completions of each of the three prompts")
     parser.add_argument("--turns", type=int, default=2, help="turns of each depth")

@@ -216,7 +216,7 @@ def summary(turn: int, load: str, gaps_ms: np.ndarray) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(prog="rollout bench service_load", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.service_load", description=__doc__)
     parser.add_argument("--step-ms", type=float, default=4.0, help="time of a step on the device")
     parser.add_argument("--turns", type=int, default=3, help="turns of all three")
     parser.add_argument("--streams", type=int, default=8)

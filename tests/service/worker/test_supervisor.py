@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from worker_harness import ONES, TWOS, check, is_gone, launch, subprocess_environment, until
 
-from rollout.cli.main import build_parser
+from rollout.cli.main import parser_of
 from rollout.cli.serve import command_line
 from rollout.config import MetricsSettings, ModelSettings, ServiceSettings, Settings, SupervisorSettings
 from rollout.settings_sources import load_settings, setting_keys
@@ -359,7 +359,7 @@ def test_a_command_line_written_out_again_means_the_same() -> None:
     words += ["--max-rows", "7", "--kv-pages", "none", "--weights-bind", "tcp://*:1", "--config", "file.toml"]
 
     def given(words: list[str]) -> tuple[str, dict[str, Any]]:
-        args = vars(build_parser().parse_args(["serve", *words]))
+        args = vars(parser_of("serve").parse_args(words))
         return args["config"], {key.path: args[key.path] for key in setting_keys() if key.path in args}
 
     again = given(command_line(*given(words)))

@@ -1,4 +1,4 @@
-"""`rollout status` and `rollout generate`: a worker seen from a terminal."""
+"""`rollout generate`: a worker completes a prompt; the text goes to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.cli.connection import add_access, connect, where
+from rollout.cli.connection import add_worker, connect, where
 from rollout.cli.parser import CommandError, UsageError
 
 if TYPE_CHECKING:
-    from trainer_bridge.client.blocking import RolloutClient
-    from trainer_bridge.client.results import Completion, GenerateResult
+    from trainer_bridge.client.blocking import Stream
+    from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 
 #: Flag, type, meaning of what `generate` sends as it is; the destination is the protocol's name.
 _SENT = (
@@ -31,17 +31,15 @@ _SENT = (
 _PROGRESS_EVERY = 256
 
 
-def add_parsers(commands: Any) -> None:
-    """Declare `rollout status` and `rollout generate`."""
-    status = commands.add_parser("status", help="show how a worker is", description="Show how a worker is.")
-    status.set_defaults(run=run_status)
-    _add_connection(status, timeout_s=10.0)
+#: Reasons to end that are the completion's own; with any other one the command exits with 1.
+_COMPLETE = ("stop", "length")
 
-    generate = commands.add_parser(
-        "generate", help="have a worker complete a prompt", description="Have a worker complete a prompt."
-    )
-    generate.set_defaults(run=run_generate)
-    _add_connection(generate, timeout_s=None)
+
+def add_arguments(generate: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    generate.description = "Have a worker complete a prompt. Ctrl-C shows the tokens so far."
+    add_worker(generate, timeout_s=None)
+    generate.add_argument("--json", action="store_true", help="print JSON, one object a completion or chunk")
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text; - reads it from stdin")
     prompt.add_argument("--messages", metavar="FILE", help="JSON list of role/content maps; - reads it from stdin")
@@ -53,61 +51,76 @@ def add_parsers(commands: Any) -> None:
     generate.add_argument("--stream", action="store_true", help="print tokens as they come")
 
 
-def _add_connection(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
-    parser.add_argument("endpoint", metavar="ENDPOINT", help="of the worker, such as tcp://127.0.0.1:5757")
-    parser.add_argument("--json", action="store_true", help="print JSON, one object a line")
-    add_access(parser, timeout_s)
-
-
-def run_status(args: argparse.Namespace) -> int:
-    """Print the status of a worker."""
-    from trainer_bridge.wire.errors import RolloutError
-
-    try:
-        with connect(args.endpoint, args) as client:
-            status = client.status()
-    except RolloutError as error:
-        raise CommandError(where(args.endpoint, error)) from error
-    status = {name: value for name, value in status.items() if name not in ("v", "op", "id")}
-    if args.json:
-        print(json.dumps(status))
-    else:
-        _print_table(args.endpoint, status)
-    return 0
-
-
-def run_generate(args: argparse.Namespace) -> int:
-    """Print completions, as a whole or as they come; 1 if one of them ended with an error."""
+def run(args: argparse.Namespace) -> int:
+    """Print completions, whole or in chunks; 1 if one of them was cut short, 130 after Ctrl-C."""
     from trainer_bridge.wire.errors import RolloutError
 
     prompt, fields = _request(args)
-    show = _show_json if args.json else _show_text
+    shown = _Shown(args.json, fields.get("n", 1), whole=not args.stream)
+    every = _PROGRESS_EVERY if shown.whole else shown.stream_every
     try:
         with connect(args.endpoint, args) as client:
-            if args.stream:
-                result = _stream(client, prompt, fields, args.json)
-            else:
-                result = _generate(client, prompt, fields, quiet=args.json)
-                for completion in result.completions:
-                    show(completion)
+            with client.generate(prompt, stream="tokens", stream_every=every, **fields) as chunks:
+                result = _receive(chunks, shown, fields, quiet=args.json or args.stream)
     except RolloutError as error:
+        shown.end()
         raise CommandError(where(args.endpoint, error)) from error
+    except KeyboardInterrupt:
+        shown.end()
+        print(f"[interrupted after {shown.tokens} tokens]", file=sys.stderr)
+        return 130
+    shown.end(result)
     for completion in result.completions:
         _note(completion)
-    return 1 if any(completion.finish_reason == "error" for completion in result.completions) else 0
+    return 0 if all(completion.finish_reason in _COMPLETE for completion in result.completions) else 1
 
 
-def _generate(client: RolloutClient, prompt: Any, fields: Mapping[str, Any], quiet: bool) -> GenerateResult:
-    """The result, with how many of the tokens that it may have at most are there while it is waited for."""
+def _receive(chunks: Stream, shown: _Shown, fields: Mapping[str, Any], quiet: bool) -> GenerateResult:
+    """Hand every chunk to `shown`; a progress bar says how many of the most possible tokens are there."""
     from rollout.progress import stage
 
-    done, most = 0, fields.get("n", 1) * fields.get("max_tokens", 0)
+    most = fields.get("n", 1) * fields.get("max_tokens", 0)
     with stage("generating", quiet=quiet) as advance:
-        with client.generate(prompt, stream="tokens", stream_every=_PROGRESS_EVERY, **fields) as chunks:
-            for chunk in chunks:
-                done += len(chunk.part.token_ids)
-                advance(done, most)
-            return chunks.wait()
+        for chunk in chunks:
+            shown.add(chunk)
+            advance(shown.tokens, most)
+        return chunks.wait()
+
+
+class _Shown:
+    """What of the completions is on the terminal: everything at the end (`whole`), or every chunk at once."""
+
+    def __init__(self, as_json: bool, n: int, whole: bool) -> None:
+        self.whole = whole
+        self.tokens = 0
+        self.stream_every = 32 if n > 1 else 1
+        self._as_json = as_json
+        self._several = n > 1
+        self._kept: dict[int, list[str]] = {}  # text by completion, if whole
+
+    def add(self, chunk: Chunk) -> None:
+        """A chunk has come."""
+        self.tokens += len(chunk.part.token_ids)
+        text = chunk.part.text if chunk.part.text is not None else _ids(chunk.part) + " "
+        if self.whole:
+            self._kept.setdefault(chunk.index, []).append(text)
+        elif self._as_json:
+            print(json.dumps(_as_json(chunk.part) | {"offset": chunk.offset}), flush=True)
+        elif self._several:
+            print(f"[{chunk.index}] {text}", flush=True)
+        else:
+            print(text, end="", flush=True)
+
+    def end(self, result: GenerateResult | None = None) -> None:
+        """Nothing more comes; without a result, what was kept is all there is."""
+        if self.whole and result is not None:
+            for completion in result.completions:
+                print(json.dumps(_as_json(completion)) if self._as_json else _text(completion))
+        elif self.whole and not self._as_json:
+            for index in sorted(self._kept):
+                print("".join(self._kept[index]))
+        elif not self._as_json and not self._several:
+            print()
 
 
 def _request(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -145,28 +158,8 @@ def _messages(source: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _stream(client: RolloutClient, prompt: Any, fields: Mapping[str, Any], as_json: bool) -> GenerateResult:
-    """Print chunks as they come: one completion as running text, several with a line a chunk."""
-    several = fields.get("n", 1) > 1
-    every = 32 if several else 1
-    with client.generate(prompt, stream="tokens", **(dict(fields) | {"stream_every": every})) as chunks:
-        for chunk in chunks:
-            if as_json:
-                print(json.dumps(_as_json(chunk.part) | {"offset": chunk.offset}), flush=True)
-                continue
-            text = chunk.part.text if chunk.part.text is not None else _ids(chunk.part) + " "
-            print(f"[{chunk.index}] {text}" if several else text, end="\n" if several else "", flush=True)
-        if not as_json and not several:
-            print()
-        return chunks.wait()
-
-
-def _show_text(completion: Completion) -> None:
-    print(completion.text if completion.text is not None else _ids(completion))
-
-
-def _show_json(completion: Completion) -> None:
-    print(json.dumps(_as_json(completion)))
+def _text(completion: Completion) -> str:
+    return completion.text if completion.text is not None else _ids(completion)
 
 
 def _ids(completion: Completion) -> str:
@@ -189,30 +182,8 @@ def _as_json(completion: Completion) -> dict[str, Any]:
 
 
 def _note(completion: Completion) -> None:
-    """How a completion ended, on stderr so that stdout holds completions only."""
+    """Say on stderr how a completion ended, so that stdout holds completions only."""
     versions = ", ".join(str(version) for version, _ in completion.versions) or "none"
     reason = completion.finish_reason if completion.error is None else f"{completion.finish_reason}: {completion.error}"
     ending = f"{len(completion)} tokens, {reason}, weights version {versions}"
     print(f"[completion {completion.index}: {ending}]", file=sys.stderr)
-
-
-def _print_table(endpoint: str, status: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=endpoint, show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in status.items():
-        table.add_row(name, _shown(value))
-    Console(markup=False, highlight=False).print(table)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "  ".join(f"{key} {_shown(item)}" for key, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_shown, value))
-    if isinstance(value, float):
-        return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.2g}"
-    return str(value)
