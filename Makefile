@@ -55,9 +55,10 @@ test-gpu: ## the GPU tests, with the machine's own torch and the wheels of the f
 fuzz: $(DEV_READY) ## search for messages that break their readers, for FUZZ_SECONDS
 	$(BIN)/python -m scripts.check.fuzz_codec --seconds $(FUZZ_SECONDS) $(ARGS)
 
-lint: $(DEV_READY) ## ruff and mypy
+lint: $(DEV_READY) ## ruff, import layers and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	PYTHONPATH=.:kernels $(BIN)/lint-imports
 	$(BIN)/mypy
 
 format: $(DEV_READY) ## let ruff rewrite what it can
@@ -84,7 +85,7 @@ $(VENV)/.ready-venv:
 
 $(DEMO_READY): pyproject.toml $(VENV)/.ready-venv
 	@echo "installing torch and what else it needs into $(VENV): minutes, the first time"
-	@$(PIP) -e '.[plot]'
+	@$(PIP) -e '.[worker,plot,constraints]'
 	@touch $@
 
 # What the tests need includes what the demo needs.
