@@ -1,31 +1,51 @@
-"""What a launcher is told: one JSON object a line on stdout, and the ready file. Imports nothing heavy."""
+"""What a worker announces: one JSON object a line on stdout, a sentence on a terminal; the ready file."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
 def say(fact: Mapping[str, Any]) -> None:
-    """Print a fact as one line of JSON on stdout."""
-    print(json.dumps(fact), flush=True)
+    """Print a fact on stdout: one line of JSON, which a launcher reads; a sentence where stdout is a terminal."""
+    print(_sentence(fact) if sys.stdout.isatty() else json.dumps(fact), flush=True)
+
+
+def _sentence(fact: Mapping[str, Any]) -> str:
+    match fact:
+        case {"event": "ready", "endpoint": endpoint, "model": model, "weights_version": version}:
+            return f"ready: {model}, weights version {version}, at {endpoint} (Ctrl-C drains and ends the worker)"
+        case {"event": "ready", "workers": workers}:
+            return "ready: " + ", ".join(str(worker.get("endpoint")) for worker in workers)
+        case {"event": "worker_ready", "endpoint": endpoint}:
+            return f"ready again: {endpoint}"
+        case {"event": "worker_ended", "worker": index, "status": status, "restart_in_s": None}:
+            return f"worker {index} ended with status {status} and is not started again"
+        case {"event": "worker_ended", "worker": index, "status": status, "restart_in_s": seconds}:
+            return f"worker {index} ended with status {status}; restart in {seconds:g} s"
+        case {"event": "ended", "wandb_run": str(run)}:
+            return f"ended; the W&B run is in {run}"
+        case {"event": event}:
+            return str(event)
+    return json.dumps(fact)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or none."""
+    """Write a file so that a reader sees the whole text or no file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(text)
     partial.replace(path)
 
 
 def withdraw(path: Path) -> None:
-    """Take a file of `write_whole` away at the end, if what it tells is still of this process."""
+    """Remove a file of `write_whole` if it still names this process."""
     try:
-        told = json.loads(path.read_text())
+        written = json.loads(path.read_text())
     except (OSError, ValueError):
         return
-    if isinstance(told, dict) and told.get("pid") == os.getpid():
+    if isinstance(written, dict) and written.get("pid") == os.getpid():
         path.unlink(missing_ok=True)

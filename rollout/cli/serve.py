@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.announce import withdraw
-from rollout.cli.parser import CommandError, UsageError
+from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.config import Settings
 from rollout.logs import set_up, worker_name
 from rollout.settings_sources import POSITIONAL, Key, SettingsError, load_settings, setting_keys
@@ -30,8 +30,44 @@ PARENT_GRACE_S = 30.0
 _WORKER = (sys.executable, "-m", "rollout.cli.main", "serve")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+#: Flags of other serving engines -> what to write here.
+SYNONYMS = {
+    "--model": "write the model without a flag: rollout serve MODEL",
+    "--host": "write --bind tcp://HOST:PORT",
+    "--port": "write --bind tcp://127.0.0.1:PORT",
+    "--max-model-len": "write --max-context-tokens",
+    "--context-length": "write --max-context-tokens",
+    "--max-num-seqs": "write --max-rows",
+    "--max-running-requests": "write --max-rows",
+    "--max-num-batched-tokens": "write --prefill-chunk-tokens",
+    "--chunked-prefill-size": "write --prefill-chunk-tokens",
+    "--gpu-memory-utilization": "write --kv-memory-fraction, the share of what the weights leave free",
+    "--mem-fraction-static": "write --kv-memory-fraction, the share of what the weights leave free",
+    "--kv-cache-dtype": "write --kv-dtype",
+    "--quantization": "write --expert-dtype for experts, --kv-dtype for KV; other weights are not quantised",
+    "--block-size": "write --page-size",
+    "--enable-prefix-caching": "write --prefix-cache, which is on by default",
+    "--enforce-eager": "write --no-cuda-graphs",
+    "--enable-lora": "write --adapter-slots N",
+    "--max-loras": "write --adapter-slots",
+    "--max-lora-rank": "write --adapter-rank",
+    "--lora-modules": "write --adapters name=folder",
+    "--enable-sleep-mode": "write --sleep",
+    "--cpu-offload-gb": "write --host-kv-gib to offload KV; weights are never offloaded while the worker is awake",
+    "--tensor-parallel-size": "a model has to fit one GPU; --workers N starts N workers, one a GPU",
+    "--tp-size": "a model has to fit one GPU; --workers N starts N workers, one a GPU",
+    "--data-parallel-size": "write --workers",
+    "--served-model-name": "there is none: clients do not name the model",
+    "--tokenizer": "the tokenizer is the one in the checkpoint's folder",
+    "--trust-remote-code": "the worker never runs code of a checkpoint",
+    "--api-key": "write --curve-secret-key and --curve-client-keys (see rollout keys --help)",
+    "--seed": "write the seed in each request, as sampling.seed",
+}
+
+
+def add_arguments(parser: Parser) -> None:
     """Declare the arguments: a flag for every setting."""
+    parser.synonyms = SYNONYMS
     parser.usage, parser.description = "rollout serve MODEL [--config FILE] [--SETTING VALUE ...]", DESCRIPTION
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     groups: dict[str | None, Any] = {None: parser.add_argument_group("worker")}
