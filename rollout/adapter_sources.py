@@ -16,7 +16,7 @@ from rollout.models.decoder import Decoder
 from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import AdapterPlan, load_peft_folder, plan_adapter
 from rollout.models.spec import ModelSpec
-from rollout.service.adapters import AdapterFolders
+from rollout.service.adapter_loading import AdapterFolders
 
 _MODULES_A_PLACE = 3
 

@@ -1,7 +1,7 @@
 """Log lines of a worker, its supervisor and its prompt process: one fact a line, as text or as JSON.
 
-    text    2026-11-21T12:46:01.123Z WARNING box:711 rollout.service.waiters: the stream is dropped: ... [request=a7 client=client:trainer]
-    json    {"time": "2026-11-21T12:46:01.123Z", "level": "warning", "logger": "rollout.service.waiters",
+    text    2026-11-21T12:46:01.123Z WARNING box:711 rollout.service.delivery.waiters: the stream is dropped: ... [request=a7 client=client:trainer]
+    json    {"time": "2026-11-21T12:46:01.123Z", "level": "warning", "logger": "rollout.service.delivery.waiters",
              "worker": "box:711", "message": "the stream is dropped: ...", "request": "a7", "client": "client:trainer"}
 
 What a line is about travels as data: `log.warning("the stream is dropped", extra={"request": ..., "client": ...})`.

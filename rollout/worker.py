@@ -46,11 +46,11 @@ from rollout.models.loader import fetch
 from rollout.ports import check_free
 from rollout.progress import stage
 from rollout.service.access import Access
-from rollout.service.constraint import constraints_for
+from rollout.service.requests.constraint import constraints_for
 from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
-from rollout.service.text import load_text_codec
-from rollout.service.text_process import TextProcess
+from rollout.service.text.codec import load_text_codec
+from rollout.service.text.process import TextProcess
 from rollout.settings_sources import SettingsError
 from rollout.watchdog import Watchdog
 from rollout.weights.receiver import WeightReceiver

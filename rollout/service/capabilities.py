@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rollout.engine.messages import SequenceStatus
-from rollout.service.text import TextCodec
+from rollout.service.text.codec import TextCodec
 
 
 class WeightControl(Protocol):

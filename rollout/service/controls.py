@@ -17,12 +17,12 @@ from typing import Any
 from rollout.engine.messages import Command, Done, DropAdapter, Failed, Pause, PutAdapter, Resume
 from rollout.engine.orders import Sleep, Wake
 from rollout.models.adapters import AdapterWeights
-from rollout.service import requests
-from rollout.service.adapters import AdapterFolders, AdapterLoads
+from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
 from rollout.service.capabilities import WeightControl
 from rollout.service.connections import Peer
+from rollout.service.delivery.replies import ok_reply
 from rollout.service.errors import ServiceError, bad_request
-from rollout.service.replies import ok_reply
+from rollout.service.requests import schema as requests
 from trainer_bridge.wire.codec import PROTOCOL_VERSION
 
 _MAX_WAITING = 1024  # control messages that are not answered yet

@@ -34,20 +34,20 @@ from rollout.engine.messages import (
     Submit,
 )
 from rollout.logs import about
-from rollout.service import requests
 from rollout.service.connections import Connections, Peer
-from rollout.service.constraint import Constraints
+from rollout.service.delivery.in_flight import InFlight
+from rollout.service.delivery.replies import error_reply, ok_reply, result_reply
+from rollout.service.delivery.retry_after import Patience
+from rollout.service.delivery.store import ResultStore, Stored, StoredCompletion
+from rollout.service.delivery.waiters import Delivery, Position, Waiter, held_positions
 from rollout.service.errors import ServiceError, bad_request
-from rollout.service.in_flight import InFlight
-from rollout.service.intake import Intake, Prepared
 from rollout.service.leases import Leases, client_key, may_return
-from rollout.service.patience import Patience
-from rollout.service.preparation import Preparation
-from rollout.service.prepare import Preparer
-from rollout.service.replies import error_reply, ok_reply, result_reply
-from rollout.service.store import ResultStore, Stored, StoredCompletion
-from rollout.service.text import PromptSource
-from rollout.service.waiters import Delivery, Position, Waiter, held_positions
+from rollout.service.requests import schema as requests
+from rollout.service.requests.background_work import Preparer
+from rollout.service.requests.constraint import Constraints
+from rollout.service.requests.intake import Intake, Prepared
+from rollout.service.requests.preparation import Preparation
+from rollout.service.text.codec import PromptSource
 from trainer_bridge.wire.codec import encode
 
 logger = logging.getLogger(__name__)

@@ -26,27 +26,27 @@ import zmq
 from rollout.config import SecuritySettings, ServiceSettings
 from rollout.engine.messages import Command, Done, EndSession, EngineStatus, Failed
 from rollout.metrics.mismatch import MismatchBox
-from rollout.service import requests
 from rollout.service.access import Access
-from rollout.service.adapters import AdapterFolders
+from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
 from rollout.service.connections import Connections, Peer
-from rollout.service.constraint import Constraints
 from rollout.service.controls import Controls
-from rollout.service.departures import Departures
+from rollout.service.delivery.mismatch_reports import Reports
+from rollout.service.delivery.replies import error_reply, ok_reply
+from rollout.service.disconnects import Departures
 from rollout.service.errors import ServiceError
 from rollout.service.generation import Generation
-from rollout.service.intake import Intake, Prepared
 from rollout.service.leases import client_key
 from rollout.service.outbox import Outbox
-from rollout.service.prepare import Preparer
-from rollout.service.replies import error_reply, ok_reply
-from rollout.service.reports import Reports
+from rollout.service.requests import schema as requests
+from rollout.service.requests.background_work import Preparer
+from rollout.service.requests.constraint import Constraints
+from rollout.service.requests.intake import Intake, Prepared
 from rollout.service.router import open_router, receive_parts
 from rollout.service.served_model import ServedModel
 from rollout.service.shutdowns import Shutdowns
-from rollout.service.text import PromptEncoder, PromptSource, TextCodec
-from rollout.service.worker_status import WorkerStatus
+from rollout.service.status import WorkerStatus
+from rollout.service.text.codec import PromptEncoder, PromptSource, TextCodec
 from trainer_bridge.wire.codec import WireError, WireLimits, decode, encode, header_id, split_envelope
 
 logger = logging.getLogger(__name__)

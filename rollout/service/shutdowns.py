@@ -15,8 +15,8 @@ from queue import SimpleQueue
 from typing import Literal
 
 from rollout.engine.messages import Command, Shutdown
-from rollout.service.intake import Prepared
-from rollout.service.prepare import Preparer
+from rollout.service.requests.background_work import Preparer
+from rollout.service.requests.intake import Prepared
 
 
 class Shutdowns:

@@ -42,8 +42,8 @@ from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
-from rollout.service.text import TextCodec
-from rollout.service.text_process import TextProcess
+from rollout.service.text.codec import TextCodec
+from rollout.service.text.process import TextProcess
 from rollout.worker import SWITCH_INTERVAL_S, settle_heap
 from scripts.bench.bookkeeping import TINY_SHAPE
 from scripts.bench.load_clients import PROMPT, TOKEN, ClientProcess, Load

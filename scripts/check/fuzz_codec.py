@@ -30,8 +30,8 @@ TARGETS = (
     "trainer_bridge.wire.manifest",
     "trainer_bridge.wire.weight_messages",
     "trainer_bridge.client.results",
-    "rollout.service.fields",
-    "rollout.service.requests",
+    "rollout.service.requests.fields",
+    "rollout.service.requests.schema",
 )
 MAX_INPUT_BYTES = 4096
 RSS_LIMIT_MIB = 2048
@@ -101,7 +101,7 @@ def _same(a: Any, b: Any) -> bool:
 
 def _check_request(header: dict[str, Any]) -> None:
     from rollout.service.errors import ServiceError
-    from rollout.service.requests import parse_request
+    from rollout.service.requests.schema import parse_request
 
     try:
         parse_request(header)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.service.text import TextCodec
+from rollout.service.text.codec import TextCodec
 from tests.tokenizer_folder import make_tokenizer_folder
 
 

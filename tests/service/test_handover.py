@@ -7,7 +7,7 @@ import time
 import zmq
 from service_harness import WAIT_S, Client, delta, serving
 
-from rollout.service.departures import Departures
+from rollout.service.disconnects import Departures
 
 ID = b"trainer-0"
 

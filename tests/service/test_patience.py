@@ -6,7 +6,7 @@ import pytest
 from service_harness import serving
 
 from rollout.engine.messages import Rejected
-from rollout.service.patience import Patience
+from rollout.service.delivery.retry_after import Patience
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 from service_harness import serving
 
 from rollout.metrics.mismatch import Mismatch
-from rollout.service import reports
+from rollout.service.delivery import mismatch_reports as reports
 
 ROW = {"0": np.array([-0.5, -1.5, -2.5], np.float32)}  # the engine of these tests says 0, -1, -2
 

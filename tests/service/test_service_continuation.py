@@ -9,7 +9,7 @@ import pytest
 from service_harness import MODEL, delta, done, serving
 
 from rollout.engine.messages import Finish
-from rollout.service.stop_strings import StopText
+from rollout.service.text.stop_strings import StopText
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from service_harness import ServedModel, delta, done, serving
 
 from rollout.engine.messages import MAX_TOP_LOGPROBS, Finish
-from rollout.service.fields import top_id_rows, top_logprob_rows
+from rollout.service.requests.fields import top_id_rows, top_logprob_rows
 from tests.service.hostile_messages import PLAIN, junk
 
 PROMPT = np.array([np.nan, -0.5, -1.5], np.float32)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from service_harness import delta, done, serving
 
 from rollout.engine.messages import Finish, StopAt
-from rollout.service.detokenizer import Detokenizer
-from rollout.service.stop_strings import StopMatch, StopText
+from rollout.service.text.detokenizer import Detokenizer
+from rollout.service.text.stop_strings import StopMatch, StopText
 
 
 @pytest.fixture

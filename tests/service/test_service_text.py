@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.service.errors import ServiceError
-from rollout.service.text import TextCodec, load_text_codec
+from rollout.service.text.codec import TextCodec, load_text_codec
 from tests.tokenizer_folder import make_tokenizer_folder
 
 

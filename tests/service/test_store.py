@@ -10,8 +10,8 @@ from service_harness import delta, done, serving
 
 from rollout.config import ServiceSettings
 from rollout.engine.messages import Cancel, Finish, Rejected
-from rollout.service.store import ResultStore
-from rollout.service.waiters import Position
+from rollout.service.delivery.store import ResultStore
+from rollout.service.delivery.waiters import Position
 
 START = Position(0, 0)
 OVERHEAD = 1024

@@ -18,10 +18,10 @@ from service_harness import serving
 
 from rollout.config import ServiceSettings
 from rollout.engine.messages import Cancel, Shutdown
-from rollout.service import text_process
 from rollout.service.errors import ServiceError
-from rollout.service.text import TextCodec
-from rollout.service.text_process import TextProcess
+from rollout.service.text import process as text_process
+from rollout.service.text.codec import TextCodec
+from rollout.service.text.process import TextProcess
 from tests.tokenizer_folder import TEMPLATE, make_tokenizer_folder
 from trainer_bridge.wire.codec import encode
 
@@ -168,7 +168,7 @@ def worker_with_a_child(folder: Path, prompts: str) -> Iterator[subprocess.Popen
     """A process that starts a child, runs the code `prompts`, and prints the child's process id when that says so."""
     code = (
         "import sys, time\nfrom rollout.config import ServiceSettings\n"
-        "from rollout.service.text_process import TextProcess\nfrom trainer_bridge.wire.codec import encode\n"
+        "from rollout.service.text.process import TextProcess\nfrom trainer_bridge.wire.codec import encode\n"
         f"process = TextProcess(sys.argv[1], ServiceSettings())\nprocess.start()\n{prompts}"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}

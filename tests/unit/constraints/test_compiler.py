@@ -18,8 +18,8 @@ from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, al
 from rollout.constraints.matcher import Constraint, mask_words
 from rollout.constraints.spec import ConstraintSpec
 from rollout.deadline_thread import DeadlineThread
-from rollout.service.constraint import constraints_for
-from rollout.service.text import TextCodec, load_text_codec
+from rollout.service.requests.constraint import constraints_for
+from rollout.service.text.codec import TextCodec, load_text_codec
 from tests.tokenizer_folder import make_tokenizer_folder
 from trainer_bridge.client import spatial
 
@@ -348,7 +348,7 @@ SLOW = """
 import os, sys
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError
 from rollout.constraints.spec import ConstraintSpec
-from rollout.service.text import TextCodec
+from rollout.service.text.codec import TextCodec
 tokenizer = TextCodec(sys.argv[1]).tokenizer
 compiler = ConstraintCompiler(tokenizer, len(tokenizer), 0.5)
 slow = ConstraintSpec("regex", "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}")

@@ -14,10 +14,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from rollout.engine.messages import MAX_TOP_LOGPROBS, VERSION_END
-from rollout.service.constraint import ConstraintFields
-from rollout.service.continue_from import ContinueFrom
 from rollout.service.errors import ServiceError, bad_request
-from rollout.service.fields import (
+from rollout.service.requests.constraint import ConstraintFields
+from rollout.service.requests.continue_from import ContinueFrom
+from rollout.service.requests.fields import (
     INT32_MAX,
     MAX_INDEX_ENTRIES,
     CharCounts,

@@ -13,12 +13,12 @@ from functools import partial
 import numpy as np
 
 from rollout.engine.messages import RequestKey
-from rollout.service.constraint import Constraints
+from rollout.service.delivery.in_flight import InFlight
 from rollout.service.errors import ServiceError
-from rollout.service.in_flight import InFlight
-from rollout.service.intake import Intake, Prepared
-from rollout.service.prepare import Preparer
-from rollout.service.text import PromptSource
+from rollout.service.requests.background_work import Preparer
+from rollout.service.requests.constraint import Constraints
+from rollout.service.requests.intake import Intake, Prepared
+from rollout.service.text.codec import PromptSource
 
 #: Told on the service thread what came of a request that is still wanted.
 Then = Callable[[InFlight, Callable[[], Prepared]], None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout.engine.messages import Request, RequestKey
-from rollout.service.completion import Completion
-from rollout.service.requests import Generate
-from rollout.service.waiters import Waiter
+from rollout.service.delivery.completion import Completion
+from rollout.service.delivery.waiters import Waiter
+from rollout.service.requests.schema import Generate
 
 
 @dataclass(slots=True, eq=False)

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rollout.engine.messages import RoutingShape
-from rollout.service.continue_from import ContinueFrom
 from rollout.service.errors import bad_request
-from rollout.service.requests import Generate
+from rollout.service.requests.continue_from import ContinueFrom
+from rollout.service.requests.schema import Generate
 
 _FIRST_CAPACITY = 64
 

@@ -37,7 +37,7 @@ from rollout.libraries import loading_libraries
 from rollout.logs import LogFormat, set_up, worker_name
 from rollout.process import exit_with_parent
 from rollout.service.errors import ServiceError
-from rollout.service.text import PromptEncoder, TextCodec
+from rollout.service.text.codec import PromptEncoder, TextCodec
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode, header_id
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class TextProcess:
         ours, theirs = socket.socketpair()
         options = [f"--socket={theirs.fileno()}", f"--folder={self._folder}", f"--max-chars={self._max_chars}"]
         options += [f"--log-format={self._log_format}", f"--worker={worker_name()}"]
-        command = [sys.executable, "-P", "-m", "rollout.service.text_process", *options]
+        command = [sys.executable, "-P", "-m", "rollout.service.text.process", *options]
         path = os.pathsep.join(entry for entry in sys.path if entry)
         with theirs:
             self._process = subprocess.Popen(

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from rollout.engine.messages import Delta, Finish
-from rollout.service.columns import TokenColumns, marks_between, runs_between
-from rollout.service.routing import RoutingColumn
-from rollout.service.stop_strings import StopMatch, StopText
-from rollout.service.waiters import Position
+from rollout.service.delivery.expert_records import RoutingColumn
+from rollout.service.delivery.token_columns import TokenColumns, marks_between, runs_between
+from rollout.service.delivery.waiters import Position
+from rollout.service.text.stop_strings import StopMatch, StopText
 
 
 class Completion:

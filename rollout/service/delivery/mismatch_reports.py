@@ -19,11 +19,11 @@ import numpy as np
 
 from rollout.metrics.mismatch import Mismatch, MismatchBox, compare_by_version
 from rollout.service.connections import Peer
+from rollout.service.delivery.replies import ok_reply
+from rollout.service.delivery.store import Stored
 from rollout.service.errors import ServiceError, bad_request
-from rollout.service.fields import HIGHEST_LOGPROB
-from rollout.service.replies import ok_reply
-from rollout.service.requests import Report
-from rollout.service.store import Stored
+from rollout.service.requests.fields import HIGHEST_LOGPROB
+from rollout.service.requests.schema import Report
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
 
 logger = logging.getLogger(__name__)

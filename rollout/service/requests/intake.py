@@ -16,16 +16,16 @@ import numpy as np
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import Constraint
 from rollout.engine.messages import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
-from rollout.service.columns import TokenColumns
-from rollout.service.completion import Completion
-from rollout.service.constraint import ConstraintFields
-from rollout.service.continue_from import ContinueFrom
+from rollout.service.delivery.completion import Completion
+from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
+from rollout.service.delivery.token_columns import TokenColumns
 from rollout.service.errors import ServiceError, bad_request
-from rollout.service.requests import Generate, Sampling
-from rollout.service.routing import RoutingColumn, check_wanted, first_position
+from rollout.service.requests.constraint import ConstraintFields
+from rollout.service.requests.continue_from import ContinueFrom
+from rollout.service.requests.schema import Generate, Sampling
 from rollout.service.served_model import ServedModel
-from rollout.service.stop_strings import StopText
-from rollout.service.text import TextCodec, check_chars
+from rollout.service.text.codec import TextCodec, check_chars
+from rollout.service.text.stop_strings import StopText
 
 _MIN_DEADLINE_S = 1e-3
 _ROUTING_EVERY = 256  # tokens: their experts are many bytes, and the loop should not have to copy all of them at once

@@ -13,8 +13,8 @@ from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, al
 from rollout.constraints.matcher import Constraint
 from rollout.constraints.spec import ConstraintSpec
 from rollout.service.errors import bad_request
-from rollout.service.fields import TokenIds
-from rollout.service.text import TextCodec
+from rollout.service.requests.fields import TokenIds
+from rollout.service.text.codec import TextCodec
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rollout.service.detokenizer import Decode, Detokenizer
+from rollout.service.text.detokenizer import Decode, Detokenizer
 
 _DECODED_AT_ONCE = 256  # tokens
 

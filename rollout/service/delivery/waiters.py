@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgpack
 
 from rollout.service.connections import Connections, Peer
+from rollout.service.delivery.replies import chunk_reply
 from rollout.service.errors import bad_request
-from rollout.service.replies import chunk_reply
 from trainer_bridge.wire.codec import encode
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import numpy as np
 
 from rollout.config import ServiceSettings
 from rollout.logs import about
-from rollout.service.columns import marks_between, runs_between
-from rollout.service.routing import last_entries
-from rollout.service.waiters import Position
+from rollout.service.delivery.expert_records import last_entries
+from rollout.service.delivery.token_columns import marks_between, runs_between
+from rollout.service.delivery.waiters import Position
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollout.service.fields import (
+from rollout.service.requests.fields import (
     HIGHEST_LOGPROB,
     Logprobs,
     MarkList,

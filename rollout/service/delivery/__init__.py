@@ -1,0 +1,1 @@
+"""Delivery: completions, results that are kept, streams, replies."""

@@ -1,0 +1,1 @@
+"""Requests: the schema of messages, and what a request needs before the engine takes it."""

@@ -1,0 +1,1 @@
+"""Text: the tokenizer, its process, text out of tokens, stop strings."""
