@@ -4,12 +4,14 @@
 #   PIP_FLAGS  more flags for `pip install`, such as an index or a cache     (none)
 #   ARGS       more arguments for the command that a target runs            (none)
 #   WHEELS     test-gpu: folder of wheels to add to the machine's Python     (none)
+#   JOBS       processes that run the tests                                 (2)
 #   FUZZ_SECONDS   fuzz: how long                                            (120)
 
 PYTHON ?= python3
 PIP_FLAGS ?=
 ARGS ?=
 WHEELS ?=
+JOBS ?= 2
 FUZZ_SECONDS ?= 120
 
 VENV := .venv
@@ -23,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu fuzz lint format bench docs clean
+.PHONY: help demo test test-nightly test-gpu fuzz lint format bench docs clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -31,12 +33,13 @@ help: ## show the targets
 demo: $(DEMO_READY) ## a worker and a trainer that checks 16K-token completions across a weight swap
 	$(BIN)/rollout demo $(ARGS)
 
-test: $(DEV_READY) ## the tests; those that need a GPU only where there is one
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-		$(BIN)/python -m pytest $(ARGS); \
-	else \
-		$(BIN)/python -m pytest -m 'not gpu' $(ARGS); \
-	fi
+# Tests run in $(JOBS) processes; those that measure this machine, or start many processes, run by themselves afterwards.
+test: $(DEV_READY) ## unit, engine, service and robustness tests; those that need a GPU only where there is one
+	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")') && \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$$gpu not nightly" $(ARGS)
+
+test-nightly: $(DEV_READY) ## soak, benchmark scripts, full grids of kernel shapes
+	$(BIN)/python -m pytest -m 'nightly and not gpu' --timeout 3000 $(ARGS)
 
 # Needs no network and leaves the machine's own torch as it is: only what WHEELS holds beside torch is added, in a
 # temporary folder, and the sources are used where they lie.

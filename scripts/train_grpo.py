@@ -1,7 +1,7 @@
 """Asynchronous GRPO in one file: plain PyTorch, a worker in a process of its own, rewards that can be checked.
 
-    python scripts/train_grpo.py --plot docs/grpo.png                            a tiny model on a CPU, in minutes
-    python scripts/train_grpo.py --shape qwen3-1.7b --device cuda --lr 1e-5      the same with 1.7B's layers on a GPU
+    python -m scripts.train_grpo --plot docs/grpo.png                            a tiny model on a CPU, in minutes
+    python -m scripts.train_grpo --shape qwen3-1.7b --device cuda --lr 1e-5      the same with 1.7B's layers on a GPU
 
 The task: from the prompt `N :` count down, `N-1 ... 1 0`, and stop. The reward is the share of the right answer that a
 completion gets right from its start on. The weights are random at first: what the model can, it learned from rewards.
@@ -290,6 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         wandb.finish()
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"{summary['completions']} completions, {summary['tokens']} tokens, {summary['seconds']:.0f} s")
+    print(f"steps.jsonl, summary.json, the worker's log and metrics, and the W&B run are in {args.out.resolve()}")
     if args.plot:
         plot(args.out, args.plot)
     return 0

@@ -19,7 +19,7 @@ SHORT = {"--numbers": 6, "--groups": 8, "--group-size": 16, "--lr": 2e-3}
 def train(out: Path, *flags: str, **settings: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run the script; its steps and its summary."""
     words = [str(word) for pair in {**SHORT, **settings}.items() for word in pair]
-    command = [sys.executable, str(ROOT / "scripts" / "train_grpo.py"), "--out", str(out), *words, *flags]
+    command = [sys.executable, "-m", "scripts.train_grpo", "--out", str(out), *words, *flags]
     changes = worker_environment()
     environment = {name: value for name, value in os.environ.items() if name not in changes}
     environment |= {name: value for name, value in changes.items() if value is not None}
