@@ -52,7 +52,6 @@ def completed(model, order: random.Random | None, **engine) -> list[tuple[list[i
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:no measured plan")
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kv"), [("qwen3", "auto"), ("qwen3", "fp8_e4m3"), ("mixtral", "auto")])
 def test_on_a_gpu_completions_are_the_same_in_any_batching(family, kv, tmp_path):
     """Neighbours, chunk sizes, rows, preemption, prefix hits, captured and launched steps, depth, a new engine."""

@@ -25,7 +25,7 @@ TEXT = " 18 19 20 21"
 ASKED = Asked("test", "17:", len(TEXT))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ten_seconds_of_traffic_and_faults_leave_nothing_wrong_lost_or_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,6 @@ def differing(model: Decoder, seeds: range, kv_dtype: torch.dtype | None = None)
     return sum(not all(torch.equal(one, runs[0][at][0]) for run in runs for one in run[at]) for at in runs[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fp8"), [("qwen3", True), ("mixtral", False)])
 def test_logits_do_not_depend_on_batch_chunks_or_recomputation(name, fp8, tmp_path):
     """A window, experts and codes among it; steps of few and of many tokens, prompts beside others, padding."""
