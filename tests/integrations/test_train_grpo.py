@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_worker import ROOT, worker_environment
+from integration_worker import worker_environment
 
 SHORT = {"--numbers": 6, "--groups": 8, "--group-size": 16, "--lr": 2e-3}
 

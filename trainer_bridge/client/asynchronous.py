@@ -208,7 +208,7 @@ class AsyncRolloutClient:
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Have the device's memory given back until `wake`; docs/protocol.md. For each `level`, `bytes` and more."""
+        """Have the device's memory given back until `wake`; the protocol page. For each `level`, `bytes` and more."""
         return await self.control(
             "sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests)
         )

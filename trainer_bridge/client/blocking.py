@@ -254,7 +254,7 @@ class RolloutClient:
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Have the device's memory given back until `wake`; docs/protocol.md. For each `level`, `bytes` and more."""
+        """Have the device's memory given back until `wake`; the protocol page. For each `level`, `bytes` and more."""
         return self.control("sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests))
 
     def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:

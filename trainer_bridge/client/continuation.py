@@ -20,7 +20,7 @@ _SEED_BITS = 63
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request with this `seed`, as `docs/protocol.md` defines it."""
+    """The seed of completion `index` of a request with this `seed`, as `docs/reference/protocol.md` defines it."""
     digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") & ((1 << _SEED_BITS) - 1)
 

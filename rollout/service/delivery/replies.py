@@ -1,4 +1,4 @@
-"""Headers of replies, as `docs/protocol.md` lists them."""
+"""Headers of replies, as `docs/reference/protocol.md` lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of ZeroMQ and msgpack alone: what `docs/protocol.md` says, by hand. Imports nothing of the project."""
+"""A client of ZeroMQ and msgpack alone, by `docs/reference/protocol.md`. Imports nothing of the project."""
 
 from __future__ import annotations
 

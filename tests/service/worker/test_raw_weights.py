@@ -1,4 +1,4 @@
-"""Publishing weights with ZeroMQ and msgpack alone, by the letter of `docs/protocol.md`."""
+"""Publishing weights with ZeroMQ and msgpack alone, by the letter of `docs/reference/protocol.md`."""
 
 from __future__ import annotations
 
