@@ -140,7 +140,7 @@ class ControlLink:
 
     def send(self, fields: Mapping[str, Any]) -> str | None:
         """Send a message; its id, or None while there is no connection."""
-        if self.lost() or not self._connection.connected:  # not a loss of this message
+        if self.lost() or not self._connection.can_send:  # not a loss of this message
             return None
         message_id = f"w-{secrets.token_hex(8)}"
         header = {"v": PROTOCOL_VERSION, "op": "weights", "id": message_id, "client": self._client, **fields}
