@@ -286,14 +286,16 @@ def test_a_client_that_is_dropped_does_not_hang(serve: Serve, kind: str, end: st
     assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S).returncode == 0
 
 
-def test_a_client_that_is_collected_closes_its_connections(serve: Serve) -> None:
+def test_a_client_that_is_collected_closes_its_connections(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = serve()
-    client = RolloutClient(worker.endpoint)
+    context = zmq.Context()
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq, "Context", lambda: context)
+        client = RolloutClient(worker.endpoint)
     client.ping()
-    context, (connection,) = client._core._context, client._core.connections
     del client
     gc.collect()
-    assert connection.socket.closed and connection.monitor.closed and context.closed
+    assert context.closed  # that waits for all of its sockets
 
 
 def test_a_worker_that_is_stopped_is_lost_after_four_heartbeats() -> None:
