@@ -139,7 +139,7 @@ def test_some_hundred_steps_leave_no_line_and_a_lost_prompt_says_whose_it_was(al
 def kill_prompt_process(client: RolloutClient, worker: WorkerProcess) -> None:
     """Have the process that prepares prompts stopped, given a prompt, and killed."""
     children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
-    (pid,) = [int(pid) for pid in children if "text_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    (pid,) = [int(pid) for pid in children if "rollout.service.text" in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(pid, signal.SIGSTOP)
     pending = client.generate("17:", request_id="lost", max_tokens=4, stream="tokens")
     until(lambda: client.status()["queue"]["waiting"] == 1, "the prompt to wait")
