@@ -17,7 +17,7 @@ from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode
 
-WAIT_S = 20
+WAIT_S = 60
 MODEL = ServedModel(name="tiny", vocab_size=302, max_context_tokens=1000, eos_ids=(301,))
 
 

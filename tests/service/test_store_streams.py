@@ -17,7 +17,7 @@ TEXT = "naïve café — stop it, déjà vu 😀 and on"
 BASE = {"client": "job", "prompt": [1], "max_tokens": 500}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def bench(codec):
     with serving(codec) as bench:
         yield bench

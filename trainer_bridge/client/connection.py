@@ -5,6 +5,11 @@ a connection that was up and went down is `lost`: the socket is thrown away with
 opened. Heartbeats make a peer that vanished without a word count as gone. What is sent before a worker is there waits
 here, where it can still be withdrawn.
 
+ZeroMQ's own thread learns of a loss later than the system does: on a busy machine, much later. What would be sent
+meanwhile would be lost with the socket, though the worker had gone before it was asked. So the system is asked, too: a
+connection whose peer has closed it is `ending`. It still delivers what has come, but what is sent waits for the next
+one.
+
 A worker that refuses the connection (CURVE keys) is not asked again by ZeroMQ: `refused` says why, until `reopen`.
 
 Sending never blocks (no high-water mark: the number of requests in flight is the caller's business). Not thread-safe.
@@ -13,6 +18,7 @@ Sending never blocks (no high-water mark: the number of requests in flight is th
 from __future__ import annotations
 
 import os
+import select
 import weakref
 from collections.abc import Sequence
 
@@ -25,12 +31,15 @@ _RECONNECT_MAX_MS = 1000
 _HEARTBEATS_MISSED = 3
 _LEAST_HEARTBEAT_S, _MOST_HEARTBEAT_S = 0.05, 3600.0
 _EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_DISCONNECTED
 )
+#: What the system says of a socket whose peer has closed it. Linux has it; elsewhere a loss is known when ZeroMQ tells.
+_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 _NOT_ALLOWED = "does not allow this client's key; have its public key put into the worker's folder of client keys"
 _NO_AGREEMENT = "and this client do not agree on CURVE: give the client its keys if the worker uses CURVE, else none"
 _BROKEN_OFF = "; something answers there, but breaks off: is the worker's public key (CURVE) the right one?"
@@ -39,9 +48,9 @@ _BROKEN_OFF = "; something answers there, but breaks off: is the worker's public
 class Connection:
     """A socket, its monitor, and whether the worker is there.
 
-    `connected` is as of the last `drain`. `gone` is true from a loss, or from when somebody gave up waiting and set it,
-    until the worker is there again. `heartbeat_s` is the interval of heartbeats in seconds; a worker that leaves one
-    without an answer for three of them is lost.
+    `connected` and `ending` are as of the last `drain`. `gone` is true from a loss, also one that is `ending`, or from
+    when somebody gave up waiting and set it, until the worker is there again. `heartbeat_s` is the interval of
+    heartbeats in seconds; a worker that leaves one without an answer for three of them is lost.
     """
 
     def __init__(
@@ -56,13 +65,14 @@ class Connection:
         self.gone = False
         self._context = context
         self._curve = curve
+        self._unsent: dict[str, Sequence[bytes]] = {}  # only while not connected, or ending
         self._open()
 
     def _open(self) -> None:
-        self.connected = False
+        self.connected = self.ending = False
+        self._descriptor: int | None = None  # of the system's socket that was connected last
         self.refused: str | None = None
         self.hint = ""  # more about why there is no connection
-        self._unsent: dict[str, Sequence[bytes]] = {}  # only while not connected
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.RCVHWM, 0)
@@ -81,9 +91,14 @@ class Connection:
             self._close(0)
             raise ValueError(f"{self.endpoint!r} is not a ZeroMQ endpoint such as tcp://host:5757 ({error})") from error
 
+    @property
+    def can_send(self) -> bool:
+        """True if a message goes out now; otherwise it waits here."""
+        return self.connected and not self.ending
+
     def send(self, key: str, frames: Sequence[bytes]) -> None:
         """Send a message, now or when the worker can be reached."""
-        if self.connected:
+        if self.can_send:
             self.socket.send_multipart(frames, zmq.NOBLOCK)
         else:
             self._unsent[key] = frames
@@ -92,13 +107,20 @@ class Connection:
         """Take a message back. False if it is on its way."""
         return self._unsent.pop(key, None) is not None
 
+    def waits(self, key: str) -> bool:
+        """True if a message has not been sent yet."""
+        return key in self._unsent
+
     def drain(self, most: int) -> tuple[list[list[bytes]], bool]:
         """The messages that have arrived, and whether the connection was lost after them. Never blocks.
 
         They are all if there are fewer than `most`, or if the connection was lost. The monitor is read first: ZeroMQ
         reports a loss after it has delivered what came before.
         """
+        closed = self._peer_closed()  # before the monitor is read: see there
         lost = self._read_monitor()
+        if closed and not lost:
+            self.ending = self.gone = True
         messages: list[list[bytes]] = []
         while lost or len(messages) < most:
             try:
@@ -107,12 +129,25 @@ class Connection:
                 break
         return messages, lost
 
+    def _peer_closed(self) -> bool:
+        """Whether the system knows that the worker has closed the connection.
+
+        ZeroMQ reports a loss before it closes its own end. So unless the monitor has a loss to tell after this, the
+        descriptor was still that of the connection.
+        """
+        if not (_PEER_CLOSED and self.connected) or self._descriptor is None:
+            return False
+        poll = select.poll()
+        poll.register(self._descriptor, _PEER_CLOSED)
+        return bool(poll.poll(0))
+
     def _read_monitor(self) -> bool:
-        lost = False
+        """Take in what has happened, up to a loss: what comes after it is of a socket that is thrown away."""
         for event in socket_events(self.monitor):
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._descriptor = event["value"]
+            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected, self.gone, self.hint = True, False, ""
-                self._send_waiting()
             elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.refused = f"the worker at {self.endpoint} {_NOT_ALLOWED}"
             elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
@@ -121,8 +156,10 @@ class Connection:
                 self.hint = _BROKEN_OFF
             elif self.connected:  # an attempt that never got through is not a loss
                 self.connected = False
-                lost = True
-        return lost
+                return True
+        if self.can_send:
+            self._send_waiting()
+        return False
 
     def _send_waiting(self) -> None:
         for frames in self._unsent.values():
@@ -130,7 +167,7 @@ class Connection:
         self._unsent.clear()
 
     def reopen(self) -> None:
-        """Throw the socket away, unsent messages included, and open another one."""
+        """Throw the socket away with all that was sent, and open another one; what waits here goes on waiting."""
         self._close(0)
         self._open()
         self.gone = True

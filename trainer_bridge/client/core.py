@@ -275,7 +275,7 @@ class ClientCore:
     def absorb(self, place: int, most: int = _MESSAGES_A_LOOK) -> None:
         """Take in what one connection has, `most` messages of it: others want their turn, too.
 
-        If the connection was lost, its calls fail and another one is opened.
+        If the connection was lost, its calls fail and another one is opened; what was not sent yet waits for that one.
         """
         if self._closed:
             return
@@ -285,7 +285,7 @@ class ClientCore:
         for frames in messages:
             self._take(place, frames)
         if connection.refused is not None:
-            self._fail_all(place, AccessRefused, connection.refused)
+            self._fail_all(place, AccessRefused, connection.refused, unsent=True)
         if lost:
             self._reopen(place)
             self._fail_all(place, ConnectionLost, f"the connection to {connection.endpoint} was lost")
@@ -298,7 +298,7 @@ class ClientCore:
     def _send_acknowledgements(self, place: int) -> None:
         """What it answers is of no interest. Results of a worker that is gone are gone, or expire."""
         ids = self._to_acknowledge.pop(place, [])
-        if ids and self.connections[place].connected:
+        if ids and self.connections[place].can_send:
             for start in range(0, len(ids), _MOST_ACKS):
                 ack_id = self.next_id()
                 self._send(place, ack_id, self._header("ack", ack_id) | {"targets": ids[start : start + _MOST_ACKS]})
@@ -368,8 +368,12 @@ class ClientCore:
             self.abandon(call)
             call.fail(ProtocolError(message))
 
-    def _fail_all(self, place: int, kind: type[RolloutError], message: str) -> None:
+    def _fail_all(self, place: int, kind: type[RolloutError], message: str, unsent: bool = False) -> None:
+        """Fail the calls that were sent to one endpoint; with `unsent` those, too, that wait for the connection."""
+        connection = self.connections[place]
         for call in [call for call in self._calls.values() if call.place == place]:
+            if connection.waits(call.id) and not (unsent and connection.withdraw(call.id)):
+                continue
             self._forget(call)
             call.fail(kind(message))
 

@@ -43,6 +43,7 @@ from trainer_bridge.wire.weight_messages import ControlLink, ask_all, read_token
 __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 
 _ABORT_S = 1.0
+_GRACE_S = 5.0  # for the answer to a `begin` when the publisher is closed: an update can't be aborted without its token
 _WATCH_S = 1.0  # between two looks for workers that came back
 
 _log = logging.getLogger(__name__)
@@ -307,6 +308,7 @@ class WeightPublisher:
         """Begin, and bring the bytes to all that take them; the options of `commit` by transport."""
         self._begin(payload, handle, peers)
         handle.phase = "transfer"
+        self._check_open(handle)
         senders = self._choice.by_transport(peer for peer in peers if not peer.error)
         return transfer_all(payload, senders, self._rules)
 
@@ -339,6 +341,7 @@ class WeightPublisher:
                 "begin",
                 self._begin_s,
                 note=_note_grant,
+                grace_s=_GRACE_S,
             )
             left = self._choice.refused(payload, left)
         for peer in peers:
@@ -347,11 +350,17 @@ class WeightPublisher:
                 _log.info("%s takes version %d by %s: %s", peer.endpoint, version, peer.transport, peer.why)
 
     def _ask(
-        self, peers: list[Peer], message: Any, phase: str, timeout_s: float, note: Any = None
+        self,
+        peers: list[Peer],
+        message: Any,
+        phase: str,
+        timeout_s: float,
+        note: Any = None,
+        grace_s: float = 0.0,
     ) -> list[tuple[Peer, dict[str, Any]]]:
         """Ask the peers that have not failed; the replies of those that did not fail now."""
         asked = [(peer, self._links[peer.endpoint]) for peer in peers if not peer.error]
-        answers = ask_all([(link, message(peer)) for peer, link in asked], phase, timeout_s, self._closing)
+        answers = ask_all([(link, message(peer)) for peer, link in asked], phase, timeout_s, self._closing, grace_s)
         replies = []
         for (peer, _), answer in zip(asked, answers, strict=True):
             if isinstance(answer, RolloutError):

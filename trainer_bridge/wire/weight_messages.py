@@ -140,7 +140,7 @@ class ControlLink:
 
     def send(self, fields: Mapping[str, Any]) -> str | None:
         """Send a message; its id, or None while there is no connection."""
-        if self.lost() or not self._connection.connected:  # not a loss of this message
+        if self.lost() or not self._connection.can_send:  # not a loss of this message
             return None
         message_id = f"w-{secrets.token_hex(8)}"
         header = {"v": PROTOCOL_VERSION, "op": "weights", "id": message_id, "client": self._client, **fields}
@@ -199,26 +199,29 @@ def ask_all(
     phase: str,
     timeout_s: float,
     closing: threading.Event,
+    grace_s: float = 0.0,
 ) -> list[dict[str, Any] | RolloutError]:
-    """Send each worker its message; each one's `ok` reply, or the error. `phase` is named in errors."""
+    """Send each worker its message; each one's `ok` reply, or the error. `phase` is named in errors.
+
+    Once `closing` is set nothing more is sent, and answers to what was sent are waited for `grace_s` seconds at most.
+    """
     asks = [_Ask(link, fields) for link, fields in questions]
     deadline_s = time.monotonic() + timeout_s
-    while True:
-        for ask in asks:
-            if ask.answer is None:
-                ask.step(phase)
-        waiting = [ask for ask in asks if ask.answer is None]
-        if not waiting:
-            break
-        if closing.is_set() or time.monotonic() > deadline_s:
-            for ask in waiting:
-                ask.answer = _no_answer(ask, phase, timeout_s, closing)
-            break
+    closed = False
+    while waiting := [ask for ask in asks if ask.answer is None]:
         poller = zmq.Poller()
         for ask in waiting:
+            ask.step(phase)
             for socket in ask.link.sockets:
                 poller.register(socket, zmq.POLLIN)
-        poller.poll(_POLL_MS)
+        now_s = time.monotonic()
+        if closing.is_set() and not closed:
+            closed, deadline_s = True, min(deadline_s, now_s + grace_s)
+        for ask in waiting:
+            if ask.answer is None and (now_s >= deadline_s or (closed and ask.message_id is None)):
+                ask.answer = _no_answer(ask, phase, timeout_s, closing)
+        if all(ask.answer is None for ask in waiting):
+            poller.poll(_POLL_MS)
     return [ask.answer for ask in asks if ask.answer is not None]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from scripted_worker import ScriptedWorker, counting
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 Connect = Callable[..., Any]
 Serve = Callable[..., ScriptedWorker]

@@ -17,7 +17,7 @@ import zmq
 
 from trainer_bridge.wire import codec as wire
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def completion(tokens: list[int], index: int = 0, version: int = 3, **more: Any) -> dict[str, Any]:
@@ -60,7 +60,10 @@ Handler = Callable[["ScriptedWorker", bytes, dict[str, Any]], None]
 
 
 class ScriptedWorker:
-    """The server. `requests` holds every header in order of arrival, but for `ack`: clients send it by themselves."""
+    """The server. `requests` holds every header in order of arrival, but for `ack`: clients send it by themselves.
+
+    `acks` counts the `ack` messages, and `acknowledged` has the ids that they name.
+    """
 
     def __init__(self, handler: Handler = counting, endpoint: str = "tcp://127.0.0.1:*", hwm: int = 0) -> None:
         self.handler = handler
@@ -68,6 +71,7 @@ class ScriptedWorker:
         self._delimited: dict[bytes, bool] = {}
         self.requests: list[dict[str, Any]] = []
         self.acknowledged: list[str] = []
+        self.acks = 0
         self._arrived: queue.Queue[dict[str, Any]] = queue.Queue()
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._context = zmq.Context()
@@ -110,6 +114,7 @@ class ScriptedWorker:
                 self._delimited[peer], frames = wire.split_envelope(frames)
                 header = wire.decode(frames)
                 if header["op"] == "ack":
+                    self.acks += 1
                     self.acknowledged += header["targets"]
                     self.reply(peer, header, {"op": "ok"})
                 else:
@@ -124,6 +129,11 @@ class ScriptedWorker:
     def send(self, peer: bytes, frames: list[bytes]) -> None:
         """Send frames as they are (server thread only)."""
         self._router.send_multipart([peer, *wire.join_envelope(self._delimited[peer], frames)])
+
+    @property
+    def peers(self) -> list[bytes]:
+        """The connections that sent something, in order of their first message."""
+        return list(self._delimited)
 
     def do(self, job: Callable[[], None]) -> None:
         """Run something on the server thread."""

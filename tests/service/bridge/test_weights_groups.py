@@ -40,8 +40,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Worker, NcclSender]]:
-    """A worker whose thread waits for its place in a group, and the publisher of that."""
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Worker, NcclSender, str]]:
+    """A worker whose thread waits for its place in a group, the publisher of that, and the token of the update."""
     asleep = threading.Event()
 
     def sleep(_: float) -> None:
@@ -53,28 +53,28 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Worker, NcclSende
     with Worker() as worker:
         sender = NcclSender([worker.endpoint])
         begin = {"action": "begin", "version": 1, "manifest": payload.manifest.to_wire(), "transport": "nccl"}
-        assert worker.control(**begin, options=sender.prepare(payload))["op"] == "ok"
+        begun = worker.control(**begin, options=sender.prepare(payload))
+        assert begun["op"] == "ok"
         assert asleep.wait(20) and worker.status()["state"] == "receiving"
-        yield worker, sender
+        yield worker, sender, begun["token"]
         sender.close()
 
 
 def test_a_worker_notices_that_its_group_is_gone_long_before_it_would_miss_the_data(waiting) -> None:
-    worker, sender = waiting
+    worker, sender, token = waiting
     sender.close()  # the publisher died: its store is gone
     wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
-    _, error = worker.receiver._reception.failure
-    assert "the group with the publisher broke" in str(error)
+    told = worker.control(action="commit", token=token, options={})
+    assert told["code"] == "weights_rejected" and "the group with the publisher broke" in told["message"]
 
 
 def test_a_worker_that_closes_leaves_no_thread_of_a_group_behind(waiting) -> None:
-    worker, _ = waiting
-    member = worker.receiver._receivers["nccl"]._member
+    worker, *_ = waiting
     again = Payload(new_tensors(TinyModel(), 2), 2, SMALL)
     begin = {"action": "begin", "version": 2, "manifest": again.manifest.to_wire(), "transport": "zmq", "options": {}}
     assert worker.control(**begin)["op"] == "ok"  # another update took its place: its thread may still be there
     worker.receiver.close()
-    assert not member.alive
+    assert not named("weights-nccl")
 
 
 ENDS = """
@@ -126,6 +126,7 @@ def test_a_process_ends_cleanly(script: str) -> None:
 
 
 def test_a_publisher_that_closes_behind_the_last_bucket_keeps_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = Groups(monkeypatch)
     sent, closed, plain = threading.Event(), threading.Event(), Broadcasts._broadcast
 
     def broadcast(self: Broadcasts, *arguments: Any) -> None:
@@ -137,33 +138,54 @@ def test_a_publisher_that_closes_behind_the_last_bucket_keeps_no_group(monkeypat
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl") as publisher:
         handle = publisher.publish(new_tensors(worker.model, 1), 1)
         assert sent.wait(20)
-        sender = publisher._choice._sender("nccl")
         publisher.close()
         closed.set()
         with pytest.raises(RolloutError, match="the publisher was closed"):
             handle.applied(20)
         wait_for(lambda: not named("weights-group"), "the end of its thread")
-        assert sender._kept.name == ""
+        wait_for(lambda: 0 in groups.left, "the end of its group")
 
 
 def test_a_worker_whose_update_is_dropped_behind_the_last_bucket_keeps_no_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = Member._take_buckets
+    groups, plain = Groups(monkeypatch), Member._take_buckets
 
     def take_buckets(self: Member, *arguments: Any) -> None:
         plain(self, *arguments)
         assert self._cancelled.wait(20)
 
-    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", apply_s=0.5) as publisher:
+    with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", apply_s=3.0) as publisher:
         with monkeypatch.context() as patch:
             patch.setattr(Member, "_take_buckets", take_buckets)
             with pytest.raises(RolloutError, match="commit"):
                 publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
             wait_for(lambda: not named("weights-nccl"), "the end of the worker's thread")
-        assert worker.receiver._receivers["nccl"]._kept.name == ""
+        made = groups.made
         publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
-        assert serves(worker.model, tensors)
+        assert serves(worker.model, tensors) and groups.made == made + 2, "both made a new one"
+
+
+class Groups:
+    """Counts the groups that members of this process join from now on, and notes who leaves theirs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made = 0
+        self.left: list[int] = []  # the ranks of those who left theirs; the publisher's is 0
+        join, leave = Group.__init__, Group.close
+        ranks: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
+
+        def counted(group: Group, store: Any, name: str, rank: int, *arguments: Any, **more: Any) -> None:
+            ranks[group] = rank
+            self.made += 1
+            join(group, store, name, rank, *arguments, **more)
+
+        def counted_end(group: Group, broken: bool) -> Any:
+            self.left.append(ranks[group])
+            return leave(group, broken)
+
+        monkeypatch.setattr(Group, "__init__", counted)
+        monkeypatch.setattr(Group, "close", counted_end)
 
 
 def named(name: str) -> list[threading.Thread]:
@@ -171,9 +193,9 @@ def named(name: str) -> list[threading.Thread]:
 
 
 def test_an_update_that_was_dropped_takes_no_group_from_the_next(
-    waiting: tuple[Worker, NcclSender], monkeypatch: pytest.MonkeyPatch
+    waiting: tuple[Worker, NcclSender, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, sender = waiting
+    worker, sender, token = waiting
     receiver = worker.receiver._receivers["nccl"]
     member, placed, left = receiver._member, threading.Event(), []
 
@@ -184,11 +206,11 @@ def test_an_update_that_was_dropped_takes_no_group_from_the_next(
     monkeypatch.setattr(group_member, "json", SimpleNamespace(loads=loads))
     receiver._kept.keep(Place("kept", 1, 2, 0), SimpleNamespace(close=lambda broken: left.append(broken)))
     with member._lock:  # its place comes at the same time as the end of its update
-        sender._server.store.set(f"member/{member._incoming.token.hex()}", '["another", 1, 2, 0]')
+        sender._server.store.set(f"member/{token}", '["another", 1, 2, 0]')
         assert placed.wait(20)
         member._cancelled.set()
     wait_for(lambda: not member.alive, "the end of the update")
-    assert receiver._kept.name == "kept" and not left
+    assert not left
 
 
 def test_buffers_of_an_update_that_failed_live_until_nothing_is_packed_to_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
@@ -10,7 +15,7 @@ from rollout.engine.gate import Hold
 from rollout.weights.apply_mode import _pin
 from rollout.weights.staging import HostStaging
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.wire.errors import WeightsRejected
+from trainer_bridge.wire.errors import RolloutError, WeightsRejected
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -71,6 +76,30 @@ def test_a_publisher_that_gives_up_before_anything_landed_costs_nothing() -> Non
         wait_for(lambda: not worker.receiver.hold.wanted, "the end of the wish")
         assert worker.status()["state"] == "idle" and not worker.receiver.hold.stale
         assert all(torch.equal(before[name], tensor) for name, tensor in worker.model.parameters.items())
+
+
+@pytest.mark.parametrize("apply", ["in_place", "staged"])
+def test_an_update_ends_with_its_publisher_though_the_answer_to_begin_is_still_on_its_way(apply: str) -> None:
+    with Worker(apply=apply, idle_s=600.0) as worker:
+        control, answers = worker.receiver.control, queue.SimpleQueue()
+
+        def hold_back(header: Any, reply: Callable[[dict], None]) -> None:
+            held = (lambda answer: answers.put((reply, answer))) if header["action"] == "begin" else reply
+            control(header, held)
+
+        worker.receiver.control = hold_back  # type: ignore[method-assign]
+        publisher = WeightPublisher(worker.endpoint, bucket_bytes=64)
+        handle = publisher.publish(new_tensors(worker.model, 1), 1)
+        reply, answer = answers.get(timeout=60)
+        closing = threading.Thread(target=publisher.close)
+        closing.start()
+        closing.join(0.5)  # a publisher that gives the answer up has ended by then
+        reply(answer)
+        wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
+        assert not worker.receiver.hold.wanted and not worker.receiver.hold.stale
+        closing.join(60)
+        with pytest.raises(RolloutError, match="closed"):
+            handle.applied(0)
 
 
 def test_a_hold_that_nobody_wants_any_more_is_not_granted() -> None:

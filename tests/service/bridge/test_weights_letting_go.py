@@ -11,6 +11,7 @@ from test_weights_receiver import RawPublisher, assert_rejected, publish
 from weights_harness import Worker, new_tensors, serves, wait_for
 
 from rollout.engine.gate import Hold
+from rollout.weights.landing import InPlaceLanding, StagedLanding
 
 
 def raising(*_: Any) -> None:
@@ -50,13 +51,21 @@ def test_an_update_that_was_refused_keeps_no_memory(apply: str) -> None:
     with Worker(apply=apply) as worker:
         raw = RawPublisher(worker, new_tensors(worker.model, 1), 1)
         assert raw.begin()["op"] == "ok"
-        landing = weakref.ref(worker.receiver._reception.current.landing)
+        (landing,) = landings(worker)
         raw.send(0, check=1)
         assert raw.answer()[0] == b"WNO1"
-        wait_for(lambda: worker.receiver._reception.failure is not None, "the refusal")
+        wait_for(lambda: worker.status()["state"] == "idle", "the refusal")
         worker.status()  # the thread has left what refused it
         gc.collect()
-        assert landing() is None and worker.receiver._reception.failure is not None
+        assert landing() is None
+        assert_rejected(raw.commit(), "bucket 0")  # the reason is kept
+
+
+def landings(worker: Worker) -> list[weakref.ref]:
+    """Where the updates land that are in memory, of this worker's model."""
+    gc.collect()
+    alive = [thing for thing in gc.get_objects() if isinstance(thing, (StagedLanding, InPlaceLanding))]
+    return [weakref.ref(thing) for thing in alive]
 
 
 class Asker:

@@ -126,13 +126,18 @@ def test_publishes_queue_up_in_order(worker: Worker) -> None:
     assert [update.version for update in worker.updates] == [1, 2, 3, 4, 5]
 
 
-def test_buffers_of_the_publisher_are_reused(worker: Worker) -> None:
+def test_buffers_of_the_publisher_are_reused(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_bucket, seen = Payload.start_bucket, set()
+
+    def noted(self: Payload, index: int, out: torch.Tensor) -> int:
+        seen.add(out.data_ptr())
+        return start_bucket(self, index, out)
+
+    monkeypatch.setattr(Payload, "start_bucket", noted)
     with WeightPublisher(worker.endpoint, transport="zmq", bucket_bytes=SMALL) as publisher:
-        seen = set()
         for version in range(1, 21):
             publisher.publish(new_tensors(worker.model, version), version).applied(20)
-            seen.add(tuple(buffer.data_ptr() for buffer in publisher._choice._senders["zmq"]._buffers))
-    assert len(seen) == 1 and len(seen.pop()) == 4
+    assert len(seen) == 4
 
 
 def test_two_workers_get_the_same_update() -> None:
@@ -177,7 +182,7 @@ def test_a_rejection_reaches_held_and_applied_and_the_next_publish_works(worker:
 def test_a_stalled_transfer_names_phase_and_worker_and_the_other_worker_applies(worker: Worker) -> None:
     with FakeWorker(acks=5) as fake:
         with WeightPublisher(
-            [fake.endpoint, worker.endpoint], transport="zmq", bucket_bytes=SMALL, stall_s=0.2
+            [fake.endpoint, worker.endpoint], transport="zmq", bucket_bytes=SMALL, stall_s=2.0
         ) as publisher:
             tensors = new_tensors(worker.model, 1)
             handle = publisher.publish(tensors, 1)
@@ -319,9 +324,18 @@ def test_only_what_may_go_between_gpus_travels_in_large_buckets(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("trainer_bridge.wire.manifest._USUAL_BUCKET_BYTES", 64)
-    with Worker() as worker, WeightPublisher(worker.endpoint, transport=transport) as publisher:
-        payload = Payload({"a": torch.zeros(1 << 16)}, 1, publisher._bucket_bytes)
-    assert payload.manifest.bucket_bytes == (4096 if large else 64)
+    made: list[Payload] = []
+
+    def make(*given: Any, **more: Any) -> Payload:
+        made.append(Payload(*given, **more))
+        return made[-1]
+
+    monkeypatch.setattr("trainer_bridge.publish.publisher.Payload", make)
+    publisher = WeightPublisher("tcp://127.0.0.1:9", transport=transport)
+    publisher.close()
+    with pytest.raises(ValueError, match="closed"):  # it was laid out, and is never sent
+        publisher.publish({"a": torch.zeros(1 << 16)}, 1)
+    assert made[0].manifest.bucket_bytes == (4096 if large else 64)
 
 
 @pytest.mark.parametrize(

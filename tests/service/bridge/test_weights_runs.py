@@ -11,9 +11,10 @@ import pytest
 import torch
 from weights_harness import TinyModel, new_tensors
 
+from trainer_bridge.publish import transport_choice
 from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.transport_choice import TransportChoice
-from trainer_bridge.transports import TransferRules
+from trainer_bridge.transports import Peer, TransferRules
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import Group, GroupError, Place, StoreServer, connect, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
@@ -153,7 +154,10 @@ def test_a_table_that_is_none_is_refused(firsts: list[int], roots: list[int]) ->
 
 def test_auto_tries_groups_first_for_parts_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(transport_choice, "make_sender", lambda *_: SimpleNamespace(prepare=lambda payload: {}))
     choice = TransportChoice("auto", None, None, [])
     for spread, first in ((True, "nccl"), (False, "cuda_ipc")):
         payload: Any = SimpleNamespace(on_gpu=True, again=False, spread=spread)
-        assert choice._candidates(payload)[0] == first
+        peer = Peer(f"tcp://127.0.0.1:{1 + spread}")
+        choice.next_options(payload, [peer])
+        assert peer.transport == first

@@ -52,7 +52,7 @@ def weights_worker(workers: tuple[WorkerProcess, WorkerProcess]) -> Iterator[Wor
 @pytest.fixture
 def client(worker: WorkerProcess) -> Iterator[RolloutClient]:
     """A client of the first worker."""
-    with RolloutClient(worker.endpoint, timeout_s=30.0) as client:
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
         yield client
 
 
@@ -65,7 +65,7 @@ def raw(worker: WorkerProcess) -> Iterator[RawClient]:
 
 def assert_idle(worker: WorkerProcess) -> None:
     """No row, no page and no slot is in use, and nobody waits: whatever a test did, everything went back."""
-    with RolloutClient(worker.endpoint, timeout_s=30.0) as client:
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
 
         def idle() -> bool:
             status = client.status()
@@ -77,5 +77,5 @@ def assert_idle(worker: WorkerProcess) -> None:
         if left_in == "paused":
             client.pause("abort")  # so that the next test has a chance
             client.resume()
-        until(idle, "the worker to be idle again", 20.0)
+        until(idle, "the worker to be idle again")
         assert left_in == "serving"

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,12 +93,9 @@ def test_twenty_killed_clients_leave_nothing_behind(worker: WorkerProcess, tmp_p
         until(lambda: client.status()["rows"]["running"] == 40, "all to run at once")
         for process in clients:
             process.send_signal(signal.SIGKILL)
-        killed_s = time.monotonic()
         for process in clients:
             process.communicate()
-        until(lambda: client.status()["rows"]["running"] == 0, "the rows to come back", 20.0)
-        took_s = time.monotonic() - killed_s
-        assert took_s < LEASE_S + 4, f"it took {took_s:.1f} s; the lease is {LEASE_S} s, the rest for a busy machine"
+        until(lambda: client.status()["rows"]["running"] == 0, "the rows to come back")
         assert_idle(worker)
         status = client.status()
         assert status["reclaimed"] == before + 40

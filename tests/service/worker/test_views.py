@@ -12,7 +12,6 @@ import struct
 import subprocess
 import termios
 import threading
-import time
 import urllib.request
 from pathlib import Path
 
@@ -259,7 +258,7 @@ def test_c_and_y_in_a_terminal_cancel_the_selected_request(worker: WorkerProcess
             terminal.type("y")
             until(lambda: "cancelled victim" in terminal.shown, "the answer")
             terminal.type("q")
-            assert terminal.process.wait(20) == 0
+            assert terminal.process.wait(60) == 0
             assert terminal.attributes() == terminal.before
         finally:
             terminal.close()
@@ -269,7 +268,8 @@ def test_c_and_y_in_a_terminal_cancel_the_selected_request(worker: WorkerProcess
 
 def test_a_worker_that_dies_or_hangs_meanwhile_is_told_of_and_q_leaves_at_once(tmp_path: Path) -> None:
     with launch(ONES, log=tmp_path / "worker.log", max_rows=2, max_context_tokens=256) as dying:
-        terminal = Terminal(*rollout("top", dying.endpoint, "tcp://127.0.0.1:1", "--interval-s", "0.2"))
+        how = ("--interval-s", "0.2", "--timeout-s", "600")
+        terminal = Terminal(*rollout("top", dying.endpoint, "tcp://127.0.0.1:1", *how))
         try:
             until(lambda: "serving" in terminal.shown, "the worker")
             os.kill(dying.pid, signal.SIGSTOP)
@@ -278,9 +278,7 @@ def test_a_worker_that_dies_or_hangs_meanwhile_is_told_of_and_q_leaves_at_once(t
             silent = f"no answer from {dying.endpoint}"  # if the question was given up before the worker's end
             until(lambda: "was lost" in terminal.shown or silent in terminal.shown, "the end")
             terminal.type("q")
-            began_s = time.monotonic()
-            assert terminal.process.wait(20) == 0
-            assert time.monotonic() - began_s < 3, "two silent workers keep nobody waiting"
+            assert terminal.process.wait(60) == 0, "two silent workers keep nobody waiting: for 600 s"
             assert terminal.attributes() == terminal.before
         finally:
             terminal.close()

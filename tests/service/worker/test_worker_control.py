@@ -113,7 +113,7 @@ def test_a_vanished_client_leaves_nothing_behind(worker: WorkerProcess, client: 
         while raw.receive()["op"] != "ok":
             pass
         until(lambda: client.status()["rows"]["running"] == 5, "the rows")
-    until(lambda: client.status()["rows"]["running"] == 0, "the rows to be free again", 10.0)
+    until(lambda: client.status()["rows"]["running"] == 0, "the rows to be free again")
     assert client.status()["reclaimed"] == reclaimed + 5
 
 
@@ -122,7 +122,7 @@ def test_a_vanished_client_that_streams_nothing_is_noticed_too(worker: WorkerPro
     with RawClient(worker.endpoint) as raw:
         raw.send("generate", "waits", prompt="17:", n=4, max_tokens=30_000)
         until(lambda: client.status()["rows"]["running"] == 4, "the rows")
-    until(lambda: client.status()["rows"]["running"] == 0, "the rows to be free again", 10.0)
+    until(lambda: client.status()["rows"]["running"] == 0, "the rows to be free again")
     assert client.status()["reclaimed"] == reclaimed + 4
 
 

@@ -91,13 +91,13 @@ def test_a_fault_that_is_recovered_from_and_one_that_is_not_print_the_last_steps
     fail(worker, folder, "commit", "second")
     until(lambda: worker.returncode is not None, "the end")
     lines = told(worker)
-    first, second = (line for line in lines if line["message"] == "the engine failed")
+    first, second = (line for line in lines if "steps" in line)
     check_block(first, "first", {"in flight", "launching"})
     check_block(second, "second", {"in flight"})
     assert "RuntimeError: device" in first["trace"] and "AssertionError: commit" in second["trace"]
-    whole = next(line for line in lines if line["message"] == "the engine is whole again")
+    (whole,) = (line for line in lines if "faults" in line and "version" in line)
     assert (whole["version"], whole["faults"]) == (0, 1)
-    last = next(line for line in lines if line["message"] == "that was one fault too many")
+    (last,) = (line for line in lines if "max_faults" in line)
     assert (last["faults"], last["max_faults"]) == (2, 1)
 
 
@@ -105,9 +105,9 @@ def test_a_hang_that_lasts_prints_the_last_steps(all_workers: dict) -> None:
     worker, folder = all_workers["hanging"]
     fail(worker, folder, "hang", "late")
     until(lambda: worker.returncode is not None, "the end")
-    (line,) = (line for line in told(worker) if line["message"] == "the loop hangs; the worker ends")
+    (line,) = (line for line in told(worker) if "steps" in line)
     check_block(line, "late", {"in flight"})
-    assert 2.0 <= line["silent_s"] < 10.0 and all(step["ago_s"] >= 2.0 for step in line["steps"][-2:])
+    assert line["silent_s"] >= 2.0 and all(step["ago_s"] >= 2.0 for step in line["steps"][-2:])
 
 
 def test_some_hundred_steps_leave_no_line_and_a_lost_prompt_says_whose_it_was(all_workers: dict) -> None:
@@ -128,17 +128,18 @@ def test_some_hundred_steps_leave_no_line_and_a_lost_prompt_says_whose_it_was(al
     said = "\n".join(lines()[before:])
     assert "ERROR" in said and "[request=lost client=client:many why=" in said
     fail(worker, folder, "device", "text")
-    begin = next(i for i, line in enumerate(lines()) if "the engine failed" in line)
-    block = lines()[begin + 1 : begin + 1 + 2 + 1 + SHOWN + 2]
+    begin = lines().index("  requests:", before)
+    assert not lines()[begin - 1].startswith(" "), "the block belongs to a line"
+    block = lines()[begin : begin + 2 + 1 + SHOWN + 2]
     assert all(line.startswith("  ") for line in block)
-    assert block[0] == "  requests:" and block[2].split() == ["client:text", "of#text"] and block[3] == "  steps:"
+    assert block[2].split() == ["client:text", "of#text"] and block[3] == "  steps:"
     assert block[4].split()[:4] == ["step", "state", "kind", "rows"]
 
 
 def kill_prompt_process(client: RolloutClient, worker: WorkerProcess) -> None:
     """Have the process that prepares prompts stopped, given a prompt, and killed."""
     children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
-    (pid,) = [int(pid) for pid in children if "text_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    (pid,) = [int(pid) for pid in children if "rollout.service.text" in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(pid, signal.SIGSTOP)
     pending = client.generate("17:", request_id="lost", max_tokens=4, stream="tokens")
     until(lambda: client.status()["queue"]["waiting"] == 1, "the prompt to wait")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import urllib.request
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from worker_harness import facts, until
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
-from trainer_bridge.client.report import Mismatch, report_messages
+from trainer_bridge.client.report import Mismatch
 from trainer_bridge.client.results import GenerateResult
 from trainer_bridge.wire.errors import BadRequest, NotFound
 
@@ -153,8 +154,15 @@ def test_large_reports_travel_in_several_messages(
     monkeypatch.setattr(f"trainer_bridge.client.report.{name}", limit)
     shifts = [-0.1, -0.2, -0.3, -0.4, -0.5]
     logprobs = [row + np.float32(shift) for row, shift in zip(rows(result), shifts, strict=True)]
-    assert len(list(report_messages(reporter._core, result, logprobs, None))) == 3
+    sent, control = [], reporter.control
+
+    def noted(op: str, **fields: Any) -> Any:
+        sent.append(op)
+        return control(op, **fields)
+
+    monkeypatch.setattr(reporter, "control", noted)
     found = reporter.report(result, logprobs)
+    assert sent == ["report"] * 3
     assert found.tokens == found.versions[0].tokens == 250
     assert found.mean_abs == found.versions[0].mean_abs == pytest.approx(0.3, rel=1e-4)
     assert found.max_abs == pytest.approx(0.5, rel=1e-4)

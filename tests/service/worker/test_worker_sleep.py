@@ -29,6 +29,12 @@ def sleeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]
         yield worker
 
 
+@pytest.fixture(scope="module")
+def steps() -> dict[int, int]:
+    """What each version of the sleeper's weights counts in; a test that publishes to it writes it down."""
+    return {0: 1}
+
+
 @pytest.fixture
 def client(sleeper: WorkerProcess) -> Iterator[RolloutClient]:
     with RolloutClient(sleeper.endpoint, timeout_s=60) as client:
@@ -37,7 +43,9 @@ def client(sleeper: WorkerProcess) -> Iterator[RolloutClient]:
         until(lambda: client.status()["pages"]["used"] == 0, "the pages to be free")
 
 
-def test_completions_go_on_after_the_wake_and_requests_wait_for_it(client: RolloutClient) -> None:
+def test_completions_go_on_after_the_wake_and_requests_wait_for_it(
+    client: RolloutClient, steps: dict[int, int]
+) -> None:
     streams = [client.generate("17:", n=3, max_tokens=400, stream="tokens", stream_every=8) for _ in range(2)]
     next(streams[0])
     (told,) = client.sleep()
@@ -53,11 +61,13 @@ def test_completions_go_on_after_the_wake_and_requests_wait_for_it(client: Rollo
     for stream in streams:
         for completion in stream.wait().completions:
             assert len(completion.token_ids) == 400 and not completion.recomputed
-            check("17:", completion, {0: 1})
+            check("17:", completion, steps)
     assert text_of(late.wait().completions[0].token_ids) == " 41 42 43 44 45 46 47"[:20]
 
 
-def test_requests_are_refused_and_completions_handed_back_where_that_is_wanted(client: RolloutClient) -> None:
+def test_requests_are_refused_and_completions_handed_back_where_that_is_wanted(
+    client: RolloutClient, steps: dict[int, int]
+) -> None:
     stream = client.generate("17:", max_tokens=5000, stream="tokens", stream_every=8)
     next(stream)
     client.sleep(mode="abort", requests="refuse")
@@ -67,20 +77,21 @@ def test_requests_are_refused_and_completions_handed_back_where_that_is_wanted(c
         client.generate("17:", max_tokens=4)
     client.wake()
     goes_on = client.generate("17:", max_tokens=len(completion) + 30, continue_from=completion)
-    check("17:", goes_on.completions[0], {0: 1})
+    check("17:", goes_on.completions[0], steps)
 
 
-def test_a_trainers_rounds_at_both_levels(client: RolloutClient, sleeper: WorkerProcess) -> None:
-    steps = {0: 1, 1: 2, 2: 1}
+def test_a_trainers_rounds_at_both_levels(client: RolloutClient, sleeper: WorkerProcess, steps: dict[int, int]) -> None:
+    first, second = max(steps) + 1, max(steps) + 2
+    steps |= {first: 2, second: 1}
     with WeightPublisher(sleeper.endpoint, bucket_bytes=1 << 14) as publisher, ThreadPoolExecutor() as pool:
         stream = client.generate("17:", max_tokens=30_000, stream="tokens", stream_every=8)
         next(stream)
         client.sleep()
         with pytest.raises(Unavailable, match="asleep.*wake it"):
-            publisher.publish(tensors(2), 1).applied(60)
+            publisher.publish(tensors(2), first).applied(60)
         client.wake()
-        publisher.publish(tensors(2), 1).applied(60)
-        while next(stream).part.versions[-1][0] != 1:
+        publisher.publish(tensors(2), first).applied(60)
+        while next(stream).part.versions[-1][0] != first:
             pass
         client.sleep(level=2)
         waiting = pool.submit(client_of(sleeper), "90:")
@@ -90,9 +101,9 @@ def test_a_trainers_rounds_at_both_levels(client: RolloutClient, sleeper: Worker
         assert status["state"] == "stale" and status["problems"] == [], "that is as somebody wanted it"
         with pytest.raises(Unavailable, match="dropped in a sleep of level 2: publish"):
             client.generate("17:", max_tokens=4)
-        publisher.publish(tensors(1), 2).applied(60)
-        check("90:", waiting.result(60), {2: 1})
-        while next(stream).part.versions[-1][0] != 2:
+        publisher.publish(tensors(1), second).applied(60)
+        check("90:", waiting.result(60), {second: 1})
+        while next(stream).part.versions[-1][0] != second:
             pass
         stream.cancel()
         check("17:", stream.wait().completions[0], steps)

@@ -264,7 +264,7 @@ def test_a_publisher_that_is_killed_half_way_leaves_the_old_weights(served: Serv
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Computes the KV again after a swap, has few pages, and forgets half-sent updates quickly."""
     log = tmp_path_factory.mktemp("tight") / "worker.log"
-    with launch(log=log, kv_on_swap="recompute", max_rows=4, kv_pages=80, idle_s=0.5, stop_check_every=1) as worker:
+    with launch(log=log, kv_on_swap="recompute", max_rows=4, kv_pages=80, idle_s=3.0, stop_check_every=1) as worker:
         served = Served(worker, {0: 1})
         yield served
         served.close()
