@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from rollout.models.adapters import AdapterWeights
-from rollout.service.connections import Peer
+from rollout.service.connections import ReplyAddress
 from rollout.service.errors import ServiceError, bad_request
 
 logger = logging.getLogger(__name__)
@@ -50,16 +50,16 @@ class AdapterLoads:
     def __init__(self, folders: AdapterFolders, post: Callable[[Callable[[], None]], None]) -> None:
         self._folders = folders
         self._post = post
-        self._waiting: dict[int, Peer] = {}
+        self._waiting: dict[int, ReplyAddress] = {}
         self._serial = 0
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-adapters")
 
     def load(
         self,
-        peer: Peer,
+        peer: ReplyAddress,
         path: str,
         then: Callable[[AdapterWeights], None],
-        refuse: Callable[[Peer, ServiceError], None],
+        refuse: Callable[[ReplyAddress, ServiceError], None],
     ) -> None:
         """Read a folder; `then` gets what was in it, `refuse` why not. Raises `ServiceError` for a wrong path."""
         folder = self._folders.resolve(path)
@@ -71,7 +71,7 @@ class AdapterLoads:
         reading = self._executor.submit(self._folders.read, folder)
         reading.add_done_callback(lambda future: self._post(partial(finish, future)))
 
-    def waiting(self) -> list[Peer]:
+    def waiting(self) -> list[ReplyAddress]:
         """Who has no answer yet."""
         return list(self._waiting.values())
 
@@ -83,7 +83,7 @@ class AdapterLoads:
         self,
         number: int,
         then: Callable[[AdapterWeights], None],
-        refuse: Callable[[Peer, ServiceError], None],
+        refuse: Callable[[ReplyAddress, ServiceError], None],
         future: Future[AdapterWeights],
     ) -> None:
         peer = self._waiting.pop(number)

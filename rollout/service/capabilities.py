@@ -1,4 +1,4 @@
-"""What a worker can do, beyond what is the same for all of them."""
+"""The capabilities of a worker: what `status.capabilities` lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.service.text.codec import TextCodec
 
 
 class WeightControl(Protocol):
-    """The worker's side of the weight bridge, as far as the service knows it."""
+    """The weight receiver, as the service uses it."""
 
     endpoint: str
 
@@ -18,11 +18,11 @@ class WeightControl(Protocol):
         """Take a `weights` message. `reply` may be called later, from any thread."""
 
     def summary(self) -> dict[str, Any]:
-        """How updates apply, and the last one: `weights` of a status, but for the version."""
+        """How updates apply, and the last update: `status.weights` without the version."""
 
 
 class Views(Protocol):
-    """What the service thread may see of the engine at work. Never waits for the loop."""
+    """Views of the running engine for the service thread. They never wait for the loop."""
 
     def sequences(self, limit: int) -> list[SequenceStatus]:
         """The `limit` oldest sequences that hold a row, oldest first."""
@@ -40,7 +40,7 @@ def default_capabilities(
     adapters: bool = False,
     sleep: bool = False,
 ) -> tuple[str, ...]:
-    """What `status.capabilities` lists: the ops, and what of `generate` is not a matter of course."""
+    """The ops, and the fields of `generate` that not every worker offers."""
     offered = ["generate", "cancel", "attach", "ack", "report", "status", "ping", "pause", "resume", "shutdown"]
     if receiver is not None:
         offered += ["weights", "min_version"]

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class ReplyAddress:
     """Where a reply goes: the connection, its way of framing, and the id that the request had."""
 
     connection: bytes
@@ -65,7 +65,7 @@ class Connections:
         """True while `flush` has something to try."""
         return bool(self._backlogs)
 
-    def send(self, peer: Peer, frames: list[bytes], stream: Hashable | None = None) -> bool:
+    def send(self, peer: ReplyAddress, frames: list[bytes], stream: Hashable | None = None) -> bool:
         """Send a message, now or when the connection has room. False if its buffer is full: then it is not sent.
 
         `stream` marks a chunk that `drop_stream` may take back. A connection that is gone takes everything:

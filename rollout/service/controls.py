@@ -1,10 +1,10 @@
-"""Control messages: orders to the engine's loop and to the weight bridge, and who waits for what becomes of them.
+"""Control messages: orders to the engine's loop and to the weight receiver, and their replies.
 
     pause, resume, sleep, ...   Command with a token  ==> inbox ==> loop ==> Done or Failed with it --> reply
     load_adapter                folder --AdapterLoads--> PutAdapter with a token, as above
     weights                     header --> receiver --> any thread --post--> reply
 
-Each gets one answer. How many may wait for theirs is bounded.
+Each order gets one reply. The number of orders without a reply is bounded.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rollout.engine.orders import Sleep, Wake
 from rollout.models.adapters import AdapterWeights
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
 from rollout.service.capabilities import WeightControl
-from rollout.service.connections import Peer
+from rollout.service.connections import ReplyAddress
 from rollout.service.delivery.replies import ok_reply
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests import schema as requests
 from trainer_bridge.wire.codec import PROTOCOL_VERSION
 
-_MAX_WAITING = 1024  # control messages that are not answered yet
-_MAX_WEIGHTS_WAITING = 64  # of the weight bridge; each may hold a manifest
+_MAX_WAITING = 1024  # control messages without a reply
+_MAX_WEIGHTS_WAITING = 64  # weights messages without a reply; each may hold a manifest
 
 Order = (
     requests.Pause | requests.Resume | requests.Sleep | requests.Wake | requests.LoadAdapter | requests.UnloadAdapter
@@ -36,16 +36,16 @@ Order = (
 class Controls:
     """Takes control messages on the service thread and answers them there.
 
-    `answer` and `refuse` send replies, `post` has a function called on the service thread. Without `sleep`, `adapters`
-    or `receiver` the messages about these are refused.
+    `answer` and `refuse` send replies; `post` runs a function on the service thread. Without `sleep`, `adapters` or
+    `receiver` the messages about them are refused.
     """
 
     def __init__(
         self,
         inbox: SimpleQueue[Command],
         post: Callable[[Callable[[], None]], None],
-        answer: Callable[[Peer, dict[str, Any]], None],
-        refuse: Callable[[Peer, ServiceError], None],
+        answer: Callable[[ReplyAddress, dict[str, Any]], None],
+        refuse: Callable[[ReplyAddress, ServiceError], None],
         *,
         sleep: bool,
         adapters: AdapterFolders | None,
@@ -59,10 +59,10 @@ class Controls:
         self._adapters = None if adapters is None else AdapterLoads(adapters, post)
         self._receiver = receiver
         self._tokens = count(1)
-        self._waiting: dict[int, Peer] = {}
+        self._waiting: dict[int, ReplyAddress] = {}
         self._weights_waiting = 0
 
-    def take(self, peer: Peer, message: Order) -> None:
+    def take(self, peer: ReplyAddress, message: Order) -> None:
         """Give an order to the engine. Raises `ServiceError`."""
         match message:
             case requests.Pause():
@@ -81,8 +81,8 @@ class Controls:
                 self._adapter_loads()
                 self._inbox.put(DropAdapter(message.name, self.token(peer)))
 
-    def token(self, peer: Peer) -> int:
-        """For a command; its `Done` or `Failed` is answered to this peer. Raises `ServiceError` if too many wait."""
+    def token(self, peer: ReplyAddress) -> int:
+        """A token for a command, whose `Done` or `Failed` is sent to `peer`. Raises `ServiceError` if too many wait."""
         if len(self._waiting) >= _MAX_WAITING:
             raise _too_many()
         token = next(self._tokens)
@@ -90,7 +90,7 @@ class Controls:
         return token
 
     def done(self, event: Done | Failed) -> None:
-        """The loop has carried out a command, or could not."""
+        """The loop has carried out a command, or refused it."""
         peer = self._waiting.pop(event.token, None)
         if peer is None:
             return
@@ -99,7 +99,7 @@ class Controls:
         else:
             self._answer(peer, ok_reply(peer.id) | dict(event.facts))
 
-    def weights(self, peer: Peer, header: dict[str, Any]) -> None:
+    def weights(self, peer: ReplyAddress, header: dict[str, Any]) -> None:
         """Hand a `weights` message to the receiver. Raises `ServiceError`."""
         if self._receiver is None:
             raise bad_request("this worker takes no weights; start it with a weight receiver", "op")
@@ -112,8 +112,8 @@ class Controls:
 
         self._receiver.control(header, reply)
 
-    def waiting(self) -> list[Peer]:
-        """Who has no answer yet, but for those of the weight receiver, which answers them itself."""
+    def waiting(self) -> list[ReplyAddress]:
+        """Orders without a reply, except for weights messages, which the receiver answers itself."""
         return [*self._waiting.values(), *(self._adapters.waiting() if self._adapters is not None else ())]
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Controls:
                 "op",
             )
 
-    def _load_adapter(self, peer: Peer, message: requests.LoadAdapter) -> None:
+    def _load_adapter(self, peer: ReplyAddress, message: requests.LoadAdapter) -> None:
         def put(weights: AdapterWeights) -> None:
             self._inbox.put(PutAdapter(message.name, weights, message.version, self.token(peer)))
 
@@ -140,7 +140,7 @@ class Controls:
             raise bad_request("this worker does not offer adapters; start it with 'adapter_slots'", "op")
         return self._adapters
 
-    def _answer_weights(self, peer: Peer, answer: dict[str, Any]) -> None:
+    def _answer_weights(self, peer: ReplyAddress, answer: dict[str, Any]) -> None:
         self._weights_waiting -= 1
         op = "error" if "code" in answer else "ok"
         self._answer(peer, {"op": op, **answer, "v": PROTOCOL_VERSION, "id": peer.id})

@@ -1,15 +1,15 @@
-"""Which connections of the request socket have ended, also those that nothing is sent to.
+"""Detects closed connections of the request socket, including idle ones.
 
-The ROUTER socket tells of a lost connection only to who sends to it, and a request for one long result sends nothing
-for minutes. ZeroMQ's monitor tells at once, but by file descriptor; each message carries the descriptor that it came
-through, which connects the two.
+A ROUTER socket notices a lost connection only when it sends, and a request for one long result receives nothing for
+minutes. ZeroMQ's monitor reports a disconnect at once, but by file descriptor. Each message carries the descriptor of
+its connection, which links the two.
 
-A descriptor is used again after its connection has ended. ZeroMQ reports the end of the first before the second can
-deliver anything, so whoever reads the monitor before noting a message never takes one connection for another.
+Descriptors are reused. ZeroMQ reports the end of a connection before a new one with the same descriptor can deliver a
+message. So the monitor is read before a message is noted, and no connection is mistaken for another.
 
-A client with a routing id of its own is the same `connection` after a reconnect, though its old descriptor may stay
-open for long (half-open). The first message that comes through another descriptor ends what there was under that id,
-and only that: the end of the old descriptor means nothing any more.
+A client with its own routing id keeps its `connection` when it reconnects, while its old descriptor may stay open
+(half-open). The first message through a new descriptor ends the old connection; the end of the old descriptor is then
+ignored.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ import zmq
 from trainer_bridge.wire.socket_events import socket_events
 
 
-class Departures:
+class Disconnects:
     """Watches the connections of one bound socket. Used by the thread that reads it."""
 
     def __init__(self, socket: zmq.Socket) -> None:
         self._socket = socket
-        #: To be polled together with the socket.
+        #: Poll it together with the socket.
         self.monitor: zmq.Socket = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._descriptors: dict[bytes, int] = {}
         self._connections: dict[int, list[bytes]] = {}
-        self._ended: set[int] = set()  # descriptors whose connection ended and that are not in use again
+        self._ended: set[int] = set()  # closed descriptors that are not reused yet
         self._gone: list[bytes] = []
 
     def note(self, connection: bytes, frame: zmq.Frame) -> list[bytes]:
-        """A message of `connection` has come, with this first frame.
+        """A message of `connection` arrived, with this first frame.
 
-        Returns the connections that ended before it, for which that is to be done before the message is handled: this
-        one may be among them, under an earlier descriptor.
+        Returns the connections that ended before the message; handle their end first. `connection` itself may be among
+        them, with an earlier descriptor.
         """
         try:
             descriptor = int(frame.get(zmq.SRCFD))
-        except zmq.ZMQError:  # not every transport has descriptors; then only a failing send tells
+        except zmq.ZMQError:  # not every transport has descriptors; then only a failed send reveals the end
             return []
         self._read()
         if self._descriptors.get(connection) == descriptor:
-            return self._told()
-        if self._forget(connection):  # taken over
+            return self._take_gone()
+        if self._forget(connection):  # the client reconnected
             self._gone.append(connection)
-        before = self._told()
+        before = self._take_gone()
         if descriptor in self._ended:  # the message outlived its connection
             self._gone.append(connection)
         else:
@@ -55,16 +55,16 @@ class Departures:
         return before
 
     def take(self) -> list[bytes]:
-        """The connections that have ended since the last call."""
+        """Connections that ended since the last call."""
         self._read()
-        return self._told()
+        return self._take_gone()
 
     def close(self) -> None:
         """Stop watching."""
         self._socket.disable_monitor()
         self.monitor.close(0)
 
-    def _told(self) -> list[bytes]:
+    def _take_gone(self) -> list[bytes]:
         gone, self._gone = self._gone, []
         return gone
 

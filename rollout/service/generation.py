@@ -1,6 +1,6 @@
 """The requests in flight, from a `generate` message to its result.
 
-    generate --check--> Preparer --build--> Submit ==> engine ==> Delta... RequestDone --> chunks, result --> store
+    generate --check--> Preparation --build--> Submit ==> engine ==> Delta... RequestDone --> chunks, result --> store
 
 Invariants:
 
@@ -34,18 +34,18 @@ from rollout.engine.messages import (
     Submit,
 )
 from rollout.logs import about
-from rollout.service.connections import Connections, Peer
+from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.delivery.in_flight import InFlight
 from rollout.service.delivery.replies import error_reply, ok_reply, result_reply
-from rollout.service.delivery.retry_after import Patience
+from rollout.service.delivery.retry_after import RetryEstimate
 from rollout.service.delivery.store import ResultStore, Stored, StoredCompletion
-from rollout.service.delivery.waiters import Delivery, Position, Waiter, held_positions
+from rollout.service.delivery.waiters import Delivery, Position, Waiter, received_positions
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.leases import Leases, client_key, may_return
 from rollout.service.requests import schema as requests
-from rollout.service.requests.background_work import Preparer
+from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
-from rollout.service.requests.intake import Intake, Prepared
+from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.requests.preparation import Preparation
 from rollout.service.text.codec import PromptSource
 from trainer_bridge.wire.codec import encode
@@ -60,7 +60,7 @@ _UNAVAILABLE = {
 }
 _MAX_WAITERS = 64  # for one request
 _MAX_WAIT_S = 60.0
-_COMPLETION_BYTES = 2048  # that a completion takes beside the message and its tokens, roughly
+_COMPLETION_BYTES = 2048  # rough size of a completion, without message and tokens
 
 
 class Generation:
@@ -75,7 +75,7 @@ class Generation:
         inbox: SimpleQueue[Command],
         status: Callable[[], EngineStatus],
         connections: Connections,
-        preparer: Preparer[Prepared | None],
+        background: BackgroundWork[PreparedPrompt | None],
         constraints: Constraints,
         worker: str,
         clock: Callable[[], float] = time.monotonic,
@@ -90,8 +90,8 @@ class Generation:
         self._connections = connections
         self._delivery = Delivery(connections)
         self._leases = Leases(settings.lease_s, clock)
-        self._patience = Patience(clock)
-        self._preparation = Preparation(preparer, intake, prompts, constraints, lambda key: self._by_key.get(key))
+        self._retry = RetryEstimate(clock)
+        self._preparation = Preparation(background, intake, prompts, constraints, lambda key: self._by_key.get(key))
         self._worker = worker
         self._serial = count()
         self._by_name: dict[tuple[str, str], InFlight] = {}
@@ -103,9 +103,9 @@ class Generation:
     # --- from clients ------------------------------------------------------------------------------------------------
 
     def generate(
-        self, peer: Peer, client: str, message: requests.Generate, frames: list[bytes], content: bytes
+        self, peer: ReplyAddress, client: str, message: requests.Generate, frames: list[bytes], content: bytes
     ) -> None:
-        """Take a request. `frames` are its message's, and `content` tells whether two messages are the same.
+        """Take a request. `frames`: its message. `content` is a digest by which equal messages are recognised.
 
         Raises `ServiceError`.
         """
@@ -126,8 +126,8 @@ class Generation:
         self._leases.hold(client, peer.connection)
         self._preparation.begin(entry, self._submit)
 
-    def cancel(self, peer: Peer, client: str, message: requests.Cancel) -> None:
-        """End a request with what it has. Raises `ServiceError` if there is none."""
+    def cancel(self, peer: ReplyAddress, client: str, message: requests.Cancel) -> None:
+        """End a request with its tokens so far. Raises `ServiceError` if it is unknown."""
         entry = self._by_name.get((client if message.owner is None else message.owner, message.target))
         if entry is None:
             raise ServiceError("not_found", f"no request {message.target!r} is in flight; check the id", "target")
@@ -136,27 +136,27 @@ class Generation:
         entry.cancelled = True
         self._connections.send(peer, encode(ok_reply(peer.id)))
 
-    def attach(self, peer: Peer, client: str, message: requests.Attach) -> None:
+    def attach(self, peer: ReplyAddress, client: str, message: requests.Attach) -> None:
         """Answer with the result of an earlier request, now or when it ends. Raises `ServiceError`."""
         waiter = Waiter(peer, message.stream, message.stream_every)
         name = (client, message.target)
         entry, stored = self._by_name.get(name), self.store.get(name)
         if entry is not None:
-            waiter.held = self._held(entry, message)
+            waiter.received = self._received(entry, message)
             self._add_waiter(entry, waiter)
         elif stored is not None:
             completions = stored.completions() if message.stream else []
-            waiter.held = held_positions(message.offsets, message.text_chars, completions)
+            waiter.received = received_positions(message.offsets, message.text_chars, completions)
             self._answer_from(stored, completions, waiter)
         else:
             raise ServiceError(
                 "not_found",
-                f"there is no request {message.target!r}, or its result was forgotten; send the request itself",
+                f"there is no request {message.target!r}, or its result was dropped; send the request again",
                 "target",
             )
 
-    def ack(self, peer: Peer, client: str, message: requests.Ack) -> None:
-        """Forget results. Raises `ServiceError`, and forgets nothing, if one of the requests is in flight."""
+    def ack(self, peer: ReplyAddress, client: str, message: requests.Ack) -> None:
+        """Drop results. Raises `ServiceError`, and drops none, if one of the requests is in flight."""
         for i, target in enumerate(message.targets):
             if (client, target) in self._by_name:
                 raise bad_request(f"{target!r} is in flight and has no result yet; cancel it instead", f"targets.{i}")
@@ -172,20 +172,20 @@ class Generation:
         if stored is None:
             raise ServiceError(
                 "not_found",
-                f"there is no result of {target!r}: it was acknowledged or forgotten; report before 'ack', and raise "
-                "service.max_results, max_results_bytes or max_results_age_s if the worker forgets too early",
+                f"there is no result of {target!r}: it was acknowledged or dropped; report before 'ack', and raise "
+                "service.max_results, max_results_bytes or max_results_age_s if the worker drops results too early",
                 "target",
             )
         return stored
 
-    # --- clients that come and go ------------------------------------------------------------------------------------
+    # --- clients ----------------------------------------------------------------------------------------------------
 
     def heard(self, client: str, connection: bytes) -> None:
-        """A message of this client has come: it is there."""
+        """A message of this client arrived: it is connected."""
         self._leases.heard(client, connection)
 
     def connection_gone(self, connection: bytes) -> None:
-        """A connection has ended; with it its client, if that has no name."""
+        """A connection ended. A client without a name ends with it."""
         for entry in self._by_key.values():
             entry.waiters = [waiter for waiter in entry.waiters if waiter.peer.connection != connection]
         self._leases.gone(connection)
@@ -198,7 +198,7 @@ class Generation:
             self._inbox.put(EndSession(client))
 
     def tick(self) -> None:
-        """Do what is due by time: end the requests of clients that stayed away, forget old results."""
+        """End the requests of clients whose lease is over; drop old results."""
         for client in self._leases.take_ended():
             for entry in list(self._by_client.get(client, {}).values()):
                 if not entry.message.detached:
@@ -206,7 +206,7 @@ class Generation:
         self.store.expire()
 
     def wait_s(self) -> float | None:
-        """Seconds until `tick` has something to do, None if nothing is due by time."""
+        """Seconds until `tick` has something to do, or None."""
         waits = [wait_s for wait_s in (self._leases.wait_s(), self.store.wait_s()) if wait_s is not None]
         return min(*waits, _MAX_WAIT_S) if waits else None
 
@@ -218,13 +218,13 @@ class Generation:
     # --- from the engine ---------------------------------------------------------------------------------------------
 
     def handle(self, event: Delta | RequestDone | Rejected) -> None:
-        """Take an event. One of a request that was given up is ignored; one that cannot be handled ends its request."""
+        """Take an event. An event of an unknown request is ignored; a fault in handling one ends its request."""
         entry = self._by_key.get(event.key)
         if entry is None:
             return
         try:
             self._handle(entry, event)
-        # Whatever is wrong with one request must not end the service.
+        # A fault in one request must not end the service.
         except Exception:
             logger.exception("a request failed in the service", extra=about(*entry.name))
             if entry.key in self._by_key:
@@ -259,22 +259,22 @@ class Generation:
             return
         same = [other.peer for other in known.waiters if other.stream and other.peer.id == peer.id]
         if any(other.connection == peer.connection for other in same):
-            waiter.stream = False  # a reader cannot tell two streams under one id
+            waiter.stream = False  # a client cannot separate two streams with one id
         self._add_waiter(known, waiter)
 
     def _add_waiter(self, entry: InFlight, waiter: Waiter) -> None:
         if len(entry.waiters) >= _MAX_WAITERS:
-            raise self._overloaded(f"{_MAX_WAITERS} wait for this request; come back later")
+            raise self._overloaded(f"{_MAX_WAITERS} messages already wait for this request; try again later")
         entry.waiters.append(waiter)
         self._delivery.chunks([waiter], entry.completions)
 
-    def _held(self, entry: InFlight, message: requests.Attach) -> dict[int, Position | None]:
+    def _received(self, entry: InFlight, message: requests.Attach) -> dict[int, Position | None]:
         if entry.completions:
-            return held_positions(message.offsets, message.text_chars, entry.completions)
+            return received_positions(message.offsets, message.text_chars, entry.completions)
         known = entry.message.continue_from
         begin = len(known.token_ids) if known else 0
         if any(tokens != begin for tokens in message.offsets.values()):
-            raise bad_request("no chunk of this request was sent yet; leave the offsets out", "offsets")
+            raise bad_request("no chunk of this request was sent yet; remove the offsets", "offsets")
         return {}
 
     def _answer_from(self, stored: Stored, completions: list[StoredCompletion], waiter: Waiter) -> None:
@@ -290,24 +290,26 @@ class Generation:
         self.check_alive()
         status = self._status()
         state = "draining" if self.draining else status.state
-        # No `sleep` while asleep: it has just been woken. What the engine does not take it says itself.
+        # `sleep` is None just after a wake. What the engine refuses, it answers itself.
         waits = state == "asleep" and (status.sleep is None or status.sleep.requests == "wait")
         if state in _UNAVAILABLE and not waits:
             message = _UNAVAILABLE[state]
             raise ServiceError("unavailable", f"{message} ({status.stale})" if state == "stale" else message)
         if client not in self._by_client and len(self._by_client) >= self._settings.max_clients:
-            raise self._overloaded(f"{len(self._by_client)} clients are served; come back later")
+            raise self._overloaded(f"{len(self._by_client)} clients have requests in flight; try again later")
         if self._pending_bytes + size > self._settings.max_pending_bytes:
-            raise self._overloaded("the requests in flight take all the room there is; come back later")
+            raise self._overloaded(
+                "the messages of the requests in flight have reached service.max_pending_bytes; try again later"
+            )
         if self._preparation.waiting >= self._settings.max_queue:
-            raise self._overloaded("the queue is full; come back later")
+            raise self._overloaded("the queue is full; try again later")
 
     def _overloaded(self, message: str) -> ServiceError:
-        """The error, with when to come back: every request in flight but this one waits for its end."""
-        return ServiceError("overloaded", message, None, self._patience.retry_after_s(len(self._by_key)))
+        """The error with `retry_after_s`, estimated from all requests in flight."""
+        return ServiceError("overloaded", message, None, self._retry.retry_after_s(len(self._by_key)))
 
-    def _submit(self, entry: InFlight, outcome: Callable[[], Prepared]) -> None:
-        """Hand a request whose prompt is ready to the engine. Never raises."""
+    def _submit(self, entry: InFlight, outcome: Callable[[], PreparedPrompt]) -> None:
+        """Hand a request with its prompt's token ids to the engine. Never raises."""
         try:
             prepared = outcome()
             elapsed_s = time.monotonic() - entry.arrived_s
@@ -318,7 +320,7 @@ class Generation:
                 logger.error("a prompt could not be prepared", extra=about(*entry.name) | {"why": str(error)})
             self._fail(entry, error)
             return
-        # A fault of ours, in the tokenizer for one, ends this request and nothing else.
+        # A fault of ours (in the tokenizer, say) ends this request alone.
         except Exception:
             logger.exception("a request could not be prepared", extra=about(*entry.name))
             self._fail(entry, _internal())
@@ -357,7 +359,7 @@ class Generation:
             ended = {"took_s": round(time.monotonic() - entry.arrived_s, 3), "bytes": sum(map(len, frames))}
             logger.debug("a request has ended", extra=about(*entry.name) | ended)
         self._forget(entry)
-        self._patience.ended(len(self._by_key))
+        self._retry.ended(len(self._by_key))
         if not entry.reclaimed or any(completion.end != completion.start for completion in entry.completions):
             self.store.add(entry.name, frames, entry.content, entry.completions[0].start)
         self._delivery.last(entry.waiters, frames, entry.name[1])
@@ -369,14 +371,14 @@ class Generation:
         self._delivery.last(entry.waiters, frames, entry.name[1])
 
     def _reclaim(self, entry: InFlight) -> None:
-        """End a request whose client is gone. The tokens that it has are kept for a client that may return."""
+        """End a request whose client is gone. Its tokens are kept if the client may return."""
         entry.reclaimed = True
         if not entry.cancelled:
             self.reclaimed += entry.message.n - sum(completion.ended for completion in entry.completions)
             entry.cancelled = True
             if entry.request is not None:
                 self._inbox.put(Cancel(entry.key))
-        if not may_return(entry.name[0]) or entry.request is None:  # nothing can come of a prompt in preparation
+        if not may_return(entry.name[0]) or entry.request is None:  # a prompt in preparation has no tokens to keep
             self._forget(entry)
 
     def _forget(self, entry: InFlight) -> None:

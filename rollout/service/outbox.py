@@ -31,7 +31,7 @@ class Outbox:
             self._wake()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have `call` called on the service thread, after everything that was handed over before."""
+        """Run `call` on the service thread, after everything handed over before."""
         self._items.append(call)
         self._wake()
 
@@ -40,8 +40,8 @@ class Outbox:
         return self._reader.fileno()
 
     def drain(self) -> Iterator[Item]:
-        """Take the items that are there now. Only the service thread calls this."""
-        # Bytes first: an item that comes after the read leaves a byte that the next poll sees.
+        """Take the present items. Only the service thread calls this."""
+        # Bytes first: an item added after the read leaves a byte for the next poll.
         try:
             while self._reader.recv(4096):
                 pass
@@ -51,7 +51,7 @@ class Outbox:
             yield self._items.popleft()
 
     def close(self) -> None:
-        """Close the pair. Later calls of `put` and `post` go nowhere."""
+        """Close the pair. Later calls of `put` and `post` have no effect."""
         self._writer.close()
         self._reader.close()
 
@@ -59,5 +59,5 @@ class Outbox:
         try:
             self._writer.send(b"\0")
         except OSError:
-            # Full: bytes that wait there wake the thread as well. Closed: the service has ended.
+            # Full: the bytes in the pipe wake the thread as well. Closed: the service has ended.
             pass

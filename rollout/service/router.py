@@ -1,4 +1,4 @@
-"""How the request socket is set up, and how a message is taken from it."""
+"""The request socket: options, bind, and the parts of a message."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from rollout.config import ServiceSettings
 from rollout.service.access import Access
 
 SEND_HWM = 256  # messages in the pipe of one connection, before its backlog
-RECEIVE_HWM = 64  # messages of one connection that wait to be read; beyond that it is held up by TCP
+RECEIVE_HWM = 64  # unread messages of one connection; beyond that TCP stops its sender
 _HEARTBEATS_MISSED = 3
 
 
 def receive_parts(socket: zmq.Socket, max_parts: int, max_bytes: int) -> list[bytes]:
-    """The parts of a message after its first one, which was received just now.
+    """The parts of a message after the first one, which the caller has received.
 
-    They are kept up to `max_parts`, and until they are more than `max_bytes` together; the rest is dropped one by one.
+    Parts are kept up to `max_parts`, and until they exceed `max_bytes` together; the others are read and dropped.
     """
     parts: list[bytes] = []
     size = 0
@@ -28,18 +28,18 @@ def receive_parts(socket: zmq.Socket, max_parts: int, max_bytes: int) -> list[by
 
 
 def open_router(context: zmq.Context, settings: ServiceSettings, access: Access) -> zmq.Socket:
-    """A bound ROUTER socket. Raises ValueError if the endpoint cannot be bound, or must not be without CURVE."""
+    """A bound ROUTER socket. Raises ValueError if the endpoint cannot be bound, or needs CURVE."""
     access.check_bind(settings.bind, "service.bind")
     socket = context.socket(zmq.ROUTER)
     interval_ms = max(int(settings.heartbeat_s * 1000), 1)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to nobody is an error that we see
-    # A client with a routing id of its own that reconnects takes its id over, though its old connection, which may be
-    # half-open, has not ended for us yet. Otherwise ZeroMQ would ignore the new one for good.
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown destination is an error, not a silent drop
+    # A client with its own routing id takes the id over when it reconnects, even while its old, half-open connection
+    # still exists here. Without this option ZeroMQ ignores the new connection for good.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.setsockopt(zmq.SNDHWM, SEND_HWM)
     socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
-    # Somewhat more than what is allowed, so that a message that is just too large is told so; far larger ones are cut
-    # off before they take memory.
+    # Twice the limit: a slightly oversized message gets an error reply; a far larger one is cut off before it takes
+    # memory.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * settings.max_message_bytes)
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEATS_MISSED * interval_ms)

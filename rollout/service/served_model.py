@@ -1,4 +1,4 @@
-"""What the service knows of the model that the engine runs."""
+"""Facts about the served model that the service needs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rollout.engine.messages import RoutingShape
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the service knows of the model."""
+    """Facts about the served model."""
 
     name: str
     vocab_size: int
     max_context_tokens: int
     eos_ids: tuple[int, ...] = ()
-    sparse: bool = False  # it has experts
-    routing: RoutingShape | None = None  # what is kept of those that tokens take
-    adapters: bool = False  # requests can name them
-    sleep: bool = False  # its memory can be given back
-    min_version: int = 0  # no request begins under older weights
+    sparse: bool = False  # a mixture of experts
+    routing: RoutingShape | None = None  # shape of the expert records; None: not recorded
+    adapters: bool = False  # requests may name adapters
+    sleep: bool = False  # sleep and wake are offered
+    min_version: int = 0  # no completion begins under an older version

@@ -4,9 +4,9 @@
                              ^                                the socket, and the outbox that the
                              +------ Outbox <--Event-- engine engine's loop and other threads fill
 
-The thread parses, checks and answers; it never waits for the engine, for a client or for a tokenizer. A message that
-is wrong is answered with an error, and a fault in handling one with `internal`: neither ends the thread. What a
-message asks for is done by `Generation` (requests), `Controls` (orders), `Shutdowns`, `Reports` and `WorkerStatus`.
+The thread parses, checks and answers. It never waits for the engine, a client or the tokenizer. A wrong message is
+answered with an error, a fault of ours with `internal`; neither ends the thread. `Generation` handles requests,
+`Controls` orders, `Shutdowns` the end, `Reports` the trainer's log-probs, `WorkerStatus` the status.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from rollout.metrics.mismatch import MismatchBox
 from rollout.service.access import Access
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
-from rollout.service.connections import Connections, Peer
+from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.controls import Controls
 from rollout.service.delivery.mismatch_reports import Reports
 from rollout.service.delivery.replies import error_reply, ok_reply
-from rollout.service.disconnects import Departures
+from rollout.service.disconnects import Disconnects
 from rollout.service.errors import ServiceError
 from rollout.service.generation import Generation
 from rollout.service.leases import client_key
 from rollout.service.outbox import Outbox
 from rollout.service.requests import schema as requests
-from rollout.service.requests.background_work import Preparer
+from rollout.service.requests.background_work import BackgroundWork
 from rollout.service.requests.constraint import Constraints
-from rollout.service.requests.intake import Intake, Prepared
+from rollout.service.requests.intake import Intake, PreparedPrompt
 from rollout.service.router import open_router, receive_parts
 from rollout.service.served_model import ServedModel
 from rollout.service.shutdowns import Shutdowns
@@ -59,9 +59,9 @@ _LINGER_S = 2.0
 class Server:
     """Serves the protocol on a thread of its own between `start` and `stop`.
 
-    The engine's loop takes commands from `inbox` and hands events to `outbox.put`. `status` returns the engine's
-    latest snapshot; it is called on the service thread. `prompts` works out the prompts' token ids, on a thread of its
-    own; without it that thread does so itself, with `text`. Without `constraints` there are allow lists only.
+    The engine's loop takes commands from `inbox` and hands events to `outbox.put`. `status` returns the engine's latest
+    snapshot; it is called on the service thread. `prompts` tokenizes on a background thread; without it that thread
+    uses `text`. Without `constraints` only allow lists are offered.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Server:
     ) -> None:
         self.outbox = Outbox()
         self.endpoint = ""
-        self.failed = False  # the thread ended by a fault of its own; the log says which
+        self.failed = False  # the thread ended by a fault; the log has the trace
         self._settings = settings
         self._security = security
         self._inbox = inbox
@@ -138,11 +138,11 @@ class Server:
 
     @property
     def mismatch(self) -> MismatchBox:
-        """What trainers have reported; may be emptied by any thread."""
+        """Comparisons with the log-probs that trainers reported; any thread may take them."""
         return self._reports.box
 
     def start(self) -> None:
-        """Bind the socket and serve. Raises ValueError if the endpoint cannot be bound, or not without CURVE."""
+        """Bind the socket and serve. Raises ValueError if the endpoint cannot be bound, or needs CURVE."""
         assert self._thread is None, "a server starts once"
         self._context = zmq.Context()
         try:
@@ -152,9 +152,9 @@ class Server:
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._connections = Connections(self._socket, self._settings.max_stream_buffer_bytes, self._connection_gone)
-        self._departures = Departures(self._socket)
-        self._preparer: Preparer[Prepared | None] = Preparer(self.outbox.post)
-        self._shutdowns = Shutdowns(self._settings.drain_s, self._inbox, self._preparer)
+        self._disconnects = Disconnects(self._socket)
+        self._background: BackgroundWork[PreparedPrompt | None] = BackgroundWork(self.outbox.post)
+        self._shutdowns = Shutdowns(self._settings.drain_s, self._inbox, self._background)
         self._generation = Generation(
             self._settings,
             self._intake,
@@ -162,7 +162,7 @@ class Server:
             inbox=self._inbox,
             status=self._status,
             connections=self._connections,
-            preparer=self._preparer,
+            background=self._background,
             constraints=self._constraints,
             worker=self._worker,
         )
@@ -170,13 +170,13 @@ class Server:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2 * _LINGER_S + 1) -> None:
-        """Send what the engine has handed over, answer what is left with `unavailable`, and end the thread."""
+        """Deliver all events, answer the remaining requests with `unavailable`, and end the thread."""
         if self._thread is not None:
             self.outbox.post(self._begin_stop)
             self._thread.join(timeout_s)
 
     def drain(self) -> None:
-        """As a `shutdown` message with mode `drain` that nobody waits for. May be called from any thread."""
+        """Drain, as a `shutdown` message without a reply. May be called from any thread."""
         self.outbox.post(lambda: self._shut_down("drain", None))
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -185,31 +185,31 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self.outbox.fileno(), zmq.POLLIN)
-        poller.register(self._departures.monitor, zmq.POLLIN)
+        poller.register(self._disconnects.monitor, zmq.POLLIN)
         try:
             while not self._stopping:
-                poller.poll(self._patience_ms())
+                poller.poll(self._poll_ms())
                 self._generation.tick()
                 self._shutdowns.tick()
                 self._take_events()
                 self._take_messages()
-                self._end_connections(self._departures.take())
+                self._end_connections(self._disconnects.take())
                 self._connections.flush()
             self._say_goodbye()
-        # The worker sees `failed`; this line says why.
+        # The worker sees `failed`; the log has the reason.
         except Exception:
             self.failed = True
             logger.critical("the service thread failed", exc_info=True)
         finally:
-            self._preparer.close()
+            self._background.close()
             self._reports.close()
             self._controls.close()
-            self._departures.close()
+            self._disconnects.close()
             self._socket.close(linger=int(_LINGER_S * 1000))
             self._context.term()
             self.outbox.close()
 
-    def _patience_ms(self) -> int | None:
+    def _poll_ms(self) -> int | None:
         if self._connections.has_backlog:
             return _BACKLOG_POLL_MS
         waits_s = [wait_s for wait_s in (self._generation.wait_s(), self._shutdowns.wait_s()) if wait_s is not None]
@@ -231,11 +231,11 @@ class Server:
             except zmq.Again:
                 return
             connection = first.bytes
-            ended = self._departures.note(connection, first)
-            # What is kept of a message that is too large is enough to see that, and to read its id.
+            ended = self._disconnects.note(connection, first)
+            # The kept parts of an oversized message suffice to see its size and to read its id.
             frames = receive_parts(self._socket, self._limits.max_blobs + 3, self._limits.max_message_bytes)
             self._end_connections(ended)
-            self._take_events()  # what `status` has shown is in the books that a message is held against
+            self._take_events()  # a client may rely on what `status` has shown
             self._receive(connection, frames)
 
     def _end_connections(self, ended: list[bytes]) -> None:
@@ -261,23 +261,23 @@ class Server:
     # --- one message -------------------------------------------------------------------------------------------------
 
     def _receive(self, connection: bytes, frames: list[bytes]) -> None:
-        """Handle a message; whatever is wrong with it becomes an error reply."""
+        """Handle a message; anything wrong with it becomes an error reply."""
         delimiter, frames = split_envelope(frames)
-        peer = Peer(connection, delimiter, header_id(frames) or "")
+        peer = ReplyAddress(connection, delimiter, header_id(frames) or "")
         try:
             header = decode(frames, self._limits)
-            peer = Peer(connection, delimiter, _valid_id(header))
+            peer = ReplyAddress(connection, delimiter, _valid_id(header))
             self._dispatch(peer, header, frames)
         except WireError as error:
             self._send_error(peer, ServiceError("bad_message", str(error)))
         except ServiceError as error:
             self._send_error(peer, error)
-        # A fault of ours must not end the service for others.
+        # A fault of ours must not end the service for other clients.
         except Exception:
             logger.exception("a message failed in the service", extra=peer.about)
             self._send_error(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
 
-    def _dispatch(self, peer: Peer, header: dict[str, Any], frames: list[bytes]) -> None:
+    def _dispatch(self, peer: ReplyAddress, header: dict[str, Any], frames: list[bytes]) -> None:
         message = requests.parse_request(header)
         client = client_key(message.client, peer.connection)
         peer = replace(peer, client=client)
@@ -287,7 +287,9 @@ class Server:
                 self._generation.generate(peer, client, message, frames, _fingerprint(frames))
             case requests.EndSession():
                 end = EndSession(client, message.session, self._controls.token(peer))
-                self._preparer.now(client, None, lambda _: self._inbox.put(end))  # behind the turns that came before it
+                self._background.after_client(
+                    client, None, lambda _: self._inbox.put(end)
+                )  # after the turns sent before it
             case requests.Cancel():
                 self._generation.cancel(peer, client, message)
             case requests.Attach():
@@ -298,7 +300,7 @@ class Server:
                 stored = self._generation.result_of(client, message.target)
                 self._reports.take(peer, message, stored, self._send_error)
             case requests.Status():
-                preparing = self._preparer.waiting
+                preparing = self._background.waiting
                 self._reply(peer, self._worker_status.reply(peer.id, self._generation, preparing, message.sequences))
             case requests.Trace():
                 self._reply(peer, self._worker_status.trace(peer.id, message.steps))
@@ -316,10 +318,10 @@ class Server:
         self._generation.draining = True
         self._shutdowns.begin(mode, token)
 
-    def _send_error(self, peer: Peer, error: ServiceError) -> None:
+    def _send_error(self, peer: ReplyAddress, error: ServiceError) -> None:
         self._reply(peer, error_reply(peer.id, error))
 
-    def _reply(self, peer: Peer, header: dict[str, Any]) -> None:
+    def _reply(self, peer: ReplyAddress, header: dict[str, Any]) -> None:
         try:
             frames = encode(header)
         except ValueError:

@@ -15,17 +15,19 @@ from queue import SimpleQueue
 from typing import Literal
 
 from rollout.engine.messages import Command, Shutdown
-from rollout.service.requests.background_work import Preparer
-from rollout.service.requests.intake import Prepared
+from rollout.service.requests.background_work import BackgroundWork
+from rollout.service.requests.intake import PreparedPrompt
 
 
 class Shutdowns:
     """Has the engine end. Everything here runs on the service thread."""
 
-    def __init__(self, drain_s: float, inbox: SimpleQueue[Command], preparer: Preparer[Prepared | None]) -> None:
+    def __init__(
+        self, drain_s: float, inbox: SimpleQueue[Command], background: BackgroundWork[PreparedPrompt | None]
+    ) -> None:
         self._drain_s = drain_s
         self._inbox = inbox
-        self._preparer = preparer
+        self._background = background
         self._places = count()
         self._drains: dict[int, tuple[float, int | None]] = {}  # when each must be over; a token the loop has not yet
 
@@ -34,7 +36,7 @@ class Shutdowns:
         if mode == "drain":
             place = next(self._places)
             self._drains[place] = (time.monotonic() + self._drain_s, token)
-            self._preparer.behind_all(lambda: self._begin_drain(place))
+            self._background.after_all(lambda: self._begin_drain(place))
         else:
             self._inbox.put(Shutdown("now", token))
             self._end_drains(by_s=math.inf)

@@ -1,4 +1,4 @@
-"""What a worker tells of itself: the answers to `status` and `trace`, out of what its parts show at this moment."""
+"""The replies to `status` and `trace`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout.service.served_model import ServedModel
 
 
 class WorkerStatus:
-    """Made on the service thread, without asking the loop: `engine` returns the engine's latest snapshot."""
+    """Makes replies on the service thread without waiting for the loop: `engine` returns its latest snapshot."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class WorkerStatus:
         self._max_queue = max_queue
 
     def reply(self, request_id: str, generation: Generation, preparing: int, sequences: int) -> dict[str, Any]:
-        """The answer to `status`: `preparing` requests are with the tokenizer, so many `sequences` are wanted."""
+        """The reply to `status`. `preparing`: requests with the tokenizer. `sequences`: number of rows to list."""
         reply = status_reply(
             request_id,
             replace(self._engine(), reclaimed=generation.reclaimed),
@@ -56,8 +56,8 @@ class WorkerStatus:
         return reply | {"sequences": [sequence_fields(sequence) for sequence in self._views.sequences(sequences)]}
 
     def trace(self, request_id: str, steps: int) -> dict[str, Any]:
-        """The answer to `trace`. Raises `ServiceError` for a worker that keeps no record."""
+        """The reply to `trace`. Raises `ServiceError` if the worker records no steps."""
         if self._views is None:
-            raise bad_request("this worker keeps no record of its steps; leave the request out", "op")
+            raise bad_request("this worker records no steps; do not ask for a trace", "op")
         names = {"model": self._model.name, "worker": self._worker}
         return trace_reply(request_id, names | self._views.recording(steps))

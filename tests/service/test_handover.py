@@ -6,7 +6,7 @@ import zmq
 from service_harness import WAIT_S, Client, delta, serving
 
 from rollout.engine.messages import Cancel
-from rollout.service.disconnects import Departures
+from rollout.service.disconnects import Disconnects
 
 ID = b"trainer-0"
 
@@ -82,7 +82,7 @@ def test_an_end_that_is_read_together_with_the_next_message_comes_before_it():
         router.linger, router.rcvtimeo = 0, WAIT_S * 1000
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         router.bind("tcp://127.0.0.1:0")
-        departures = Departures(router)
+        departures = Disconnects(router)
         try:
             for ended in ([], [ID], [ID]):
                 with context.socket(zmq.DEALER) as dealer:

@@ -82,17 +82,17 @@ class Completion:
         self._show()
         return match if not self.closed else None
 
-    def part(self, held: Position) -> dict[str, Any]:
-        """The fields of a chunk: everything behind `held`, and how it ended if it did."""
-        fields = {"index": self.index, "offset": held.tokens, **self._columns.fields(held.tokens), "seed": self._seed}
+    def part(self, start: Position) -> dict[str, Any]:
+        """The fields of a chunk: everything after `start`, and how it ended if it did."""
+        fields = {"index": self.index, "offset": start.tokens, **self._columns.fields(start.tokens), "seed": self._seed}
         if self._shown is not None:
-            self._shown.seek(held.chars - self.start.chars)
+            self._shown.seek(start.chars - self.start.chars)
             fields["text"] = self._shown.read()
         if self._routing is not None:
-            fields |= self._routing.fields(held.tokens, self._columns.count)
-        if self.prompt_logprobs is not None and held.tokens == self.start.tokens:
+            fields |= self._routing.fields(start.tokens, self._columns.count)
+        if self.prompt_logprobs is not None and start.tokens == self.start.tokens:
             fields["prompt_logprobs"] = self.prompt_logprobs
-        fields |= self._mark_fields(held.tokens)
+        fields |= self._mark_fields(start.tokens)
         return fields | self._finish_fields()
 
     def result_fields(self, *, with_text: bool) -> dict[str, Any]:

@@ -20,9 +20,9 @@ class InFlight:
     content: bytes
     arrived_s: float
     waiters: list[Waiter]
-    size: int  # bytes that it takes, roughly: the message, and something for each completion
-    frames: list[bytes]  # of its message, for who works out the prompt; empty once that is done
+    size: int  # rough size, bytes: the message and a constant for each completion
+    frames: list[bytes]  # of its message, until the prompt is prepared
     request: Request | None = None  # None while its prompt is prepared
     cancelled: bool = False
-    reclaimed: bool = False  # its client stayed away
+    reclaimed: bool = False  # its client is gone
     completions: list[Completion] = field(default_factory=list)

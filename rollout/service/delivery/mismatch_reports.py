@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rollout.metrics.mismatch import Mismatch, MismatchBox, compare_by_version
-from rollout.service.connections import Peer
+from rollout.service.connections import ReplyAddress
 from rollout.service.delivery.replies import ok_reply
 from rollout.service.delivery.store import Stored
 from rollout.service.errors import ServiceError, bad_request
@@ -37,15 +37,19 @@ _MAX_WAITING_BYTES = 256 << 20
 class Reports:
     """Takes reports on the service thread and answers them there. `box` has what the loop has not seen yet."""
 
-    def __init__(self, post: Callable[[Callable[[], None]], None], answer: Callable[[Peer, dict], None]) -> None:
+    def __init__(
+        self, post: Callable[[Callable[[], None]], None], answer: Callable[[ReplyAddress, dict], None]
+    ) -> None:
         self.box = MismatchBox()
         self._post = post
         self._answer = answer
         self._serial = count()
-        self._waiting: dict[int, tuple[Peer, int]] = {}  # who waits, and the bytes of the report
+        self._waiting: dict[int, tuple[ReplyAddress, int]] = {}  # who waits, and the bytes of the report
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-report")
 
-    def take(self, peer: Peer, message: Report, stored: Stored, refuse: Callable[[Peer, ServiceError], None]) -> None:
+    def take(
+        self, peer: ReplyAddress, message: Report, stored: Stored, refuse: Callable[[ReplyAddress, ServiceError], None]
+    ) -> None:
         """Compare, then answer; `refuse` sends an error. Raises `ServiceError` when too many wait."""
         size = sum(values.nbytes for values in message.logprobs.values())
         waiting_bytes = sum(waiting for _, waiting in self._waiting.values())
@@ -57,7 +61,7 @@ class Reports:
         compared = self._executor.submit(compare_result, stored.frames, message.logprobs)
         compared.add_done_callback(lambda future: self._post(partial(then, future)))
 
-    def waiting(self) -> list[Peer]:
+    def waiting(self) -> list[ReplyAddress]:
         """Who has no answer yet."""
         return [peer for peer, _ in self._waiting.values()]
 
@@ -65,7 +69,7 @@ class Reports:
         """Give up what has not begun."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _finish(self, number: int, refuse: Callable[[Peer, ServiceError], None], future: Future) -> None:
+    def _finish(self, number: int, refuse: Callable[[ReplyAddress, ServiceError], None], future: Future) -> None:
         peer, _ = self._waiting.pop(number)
         try:
             versions: dict[int, Mismatch] = future.result()

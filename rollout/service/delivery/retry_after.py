@@ -1,7 +1,6 @@
-"""When a client that was refused should come back: an estimate from the queue and from how fast requests end.
+"""`retry_after_s` of an `overloaded` reply: the time in which half of the waiting requests end, at the recent rate.
 
-It is the time in which half of what waits now is done, as fast as requests ended lately, while there was something to
-do. So clients are back before the queue runs dry, and few of them in vain.
+So refused clients return before the queue is empty, and few of them in vain.
 """
 
 from __future__ import annotations
@@ -9,27 +8,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-_RECENT = 16_384  # requests; rollouts end in waves, and one wave says nothing about the time between two
+_RECENT = 16_384  # requests; rollouts end in waves, and one wave says nothing about the time between waves
 _RECENT_S = 60.0
-_UNKNOWN_S = 1.0  # while nothing has ended lately
+_UNKNOWN_S = 1.0  # if no request ended lately
 _LEAST_S, _MOST_S = 0.05, 30.0
 
 
-class Patience:
-    """Counts requests that end. Times are of `clock`, in seconds."""
+class RetryEstimate:
+    """Counts finished requests. Times are those of `clock`, seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._ended_s: deque[float] = deque(maxlen=_RECENT)
 
     def ended(self, left: int) -> None:
-        """A request has ended, and made room for another one; `left` are still there."""
+        """A request ended; `left` requests remain."""
         self._ended_s.append(self._clock())
         if not left:
-            self._ended_s.clear()  # what comes after a pause says nothing about the pause
+            self._ended_s.clear()  # a rate across a pause would be wrong
 
     def retry_after_s(self, waiting: int) -> float:
-        """Seconds after which to come back, while so many requests wait: from 0.05 to 30."""
+        """Seconds after which to retry while `waiting` requests wait: 0.05 to 30."""
         now_s = self._clock()
         while self._ended_s and self._ended_s[0] < now_s - _RECENT_S:
             self._ended_s.popleft()

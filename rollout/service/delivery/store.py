@@ -62,21 +62,21 @@ class StoredCompletion:
         self.prompt_logprobs: np.ndarray | None = None  # for the first chunk
         self._fields = fields
 
-    def part(self, held: Position) -> dict[str, Any]:
-        """The fields of a chunk that begins at `held`."""
-        part = self._fields | {"offset": held.tokens}
+    def part(self, start: Position) -> dict[str, Any]:
+        """The fields of a chunk that begins at `start`."""
+        part = self._fields | {"offset": start.tokens}
         for name in _ARRAYS:
             if name in part:
-                part[name] = part[name][held.tokens :]
+                part[name] = part[name][start.tokens :]
         if "routing" in part:
-            part["routing"] = last_entries(part["routing"], held.tokens, self.end.tokens)
-        part["versions"] = [list(run) for run in runs_between(part["versions"], held.tokens, self.end.tokens)]
+            part["routing"] = last_entries(part["routing"], start.tokens, self.end.tokens)
+        part["versions"] = [list(run) for run in runs_between(part["versions"], start.tokens, self.end.tokens)]
         for name in ("recomputed", "adapter_versions"):
-            if marks := marks_between(part.pop(name, ()), held.tokens, self.end.tokens):
+            if marks := marks_between(part.pop(name, ()), start.tokens, self.end.tokens):
                 part[name] = marks
         if "text" in part:
-            part["text"] = part["text"][held.chars :]
-        if self.prompt_logprobs is not None and held.tokens == self.start.tokens:
+            part["text"] = part["text"][start.chars :]
+        if self.prompt_logprobs is not None and start.tokens == self.start.tokens:
             part["prompt_logprobs"] = self.prompt_logprobs
         return part
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgpack
 
-from rollout.service.connections import Connections, Peer
+from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.delivery.replies import chunk_reply
 from rollout.service.errors import bad_request
 from trainer_bridge.wire.codec import encode
@@ -44,56 +44,56 @@ class Streamed(Protocol):
     def ended(self) -> bool:
         """True if nothing is added any more."""
 
-    def part(self, held: Position) -> dict[str, Any]:
-        """The fields of a chunk that begins at `held`."""
+    def part(self, start: Position) -> dict[str, Any]:
+        """The fields of a chunk that begins at `start`."""
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
     """One message that is answered with a request's result. `stream` is false when that is all it wants."""
 
-    peer: Peer
+    peer: ReplyAddress
     stream: StreamMode = False
     every: int = 1  # tokens of a chunk, at the least
-    held: dict[int, Position | None] = field(default_factory=dict)  # by index; None: the whole completion
+    received: dict[int, Position | None] = field(default_factory=dict)  # by index; None: the whole completion
 
     def due(self, completion: Streamed) -> bool:
         """True if a chunk should be sent."""
-        held = self.held.get(completion.index, completion.start)
-        if not self.stream or held is None:
+        start = self.received.get(completion.index, completion.start)
+        if not self.stream or start is None:
             return False
-        return completion.ended or (self.stream == "tokens" and completion.end.tokens - held.tokens >= self.every)
+        return completion.ended or (self.stream == "tokens" and completion.end.tokens - start.tokens >= self.every)
 
     def take(self, completion: Streamed) -> dict[str, Any]:
         """The fields of the next chunk."""
-        held = self.held.get(completion.index, completion.start)
-        assert held is not None, "a completion ends once"
-        self.held[completion.index] = None if completion.ended else completion.end
-        return completion.part(held)
+        start = self.received.get(completion.index, completion.start)
+        assert start is not None, "a completion ends once"
+        self.received[completion.index] = None if completion.ended else completion.end
+        return completion.part(start)
 
 
-def held_positions(
+def received_positions(
     offsets: Mapping[int, int | None], text_chars: Mapping[int, int], completions: Sequence[Streamed]
 ) -> dict[int, Position | None]:
     """Where a stream goes on that was taken up again; None for what its reader has as a whole.
 
     Raises `ServiceError` for a place that the completion does not have, or has not reached.
     """
-    held: dict[int, Position | None] = {}
+    received: dict[int, Position | None] = {}
     for index, tokens in offsets.items():
         if index >= len(completions):
             raise bad_request(f"the request has {len(completions)} completions", f"offsets.{index}")
         if tokens is None:
-            held[index] = None
+            received[index] = None
             continue
         start, end = completions[index].start, completions[index].end
-        held[index] = position = Position(tokens, text_chars.get(index, start.chars))
+        received[index] = position = Position(tokens, text_chars.get(index, start.chars))
         for name, have, first, last in zip(("offsets", "text_chars"), position, start, end, strict=True):
             if not first <= have <= last:
                 raise bad_request(
                     f"a stream of this completion can go on from {first} to {last}, not from {have}", f"{name}.{index}"
                 )
-    return held
+    return received
 
 
 class Delivery:

@@ -1,9 +1,8 @@
-"""Slow work on requests (templates, tokenization, grammars) beside the service thread, in order for each client.
+"""Slow work on requests (templates, tokenization, grammars) in background threads, in order for each client.
 
-Two threads do the work: one has the prompts, or waits for the process that works them out; the other has the
-constraints, which take longer. What they return continues on the service thread. A client's requests continue in the
-order in which they came, also when one needs no work and the one before it does. Clients take turns: of each that has
-work to be done one request is worked on, whatever another one has waiting.
+One thread prepares prompts, or waits for the process that does; the other compiles constraints, which takes longer.
+The outcome continues on the service thread. Requests of one client continue in the order in which they came, even if
+one needs no work and its predecessor does. Clients take turns, however much work one of them has.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from typing import Generic, TypeVar
 Result = TypeVar("Result")
 Post = Callable[[Callable[[], None]], None]
 
-_AFTER_ALL = ""  # in a client's place: behind all clients
+_AFTER_ALL = ""  # in place of a client: after all clients
 
 
 class _Lane:
-    """A thread that works for one client after the other. May be used from any thread."""
+    """A thread that works for the clients in turn. May be used from any thread."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._lock = threading.Lock()
-        # What has not begun, of each client; the first one is next.
+        # Work that has not begun, by client; the first client is next.
         self._turns: dict[str, deque[tuple[Future, Callable[[], object]]]] = {}
 
     def submit(self, client: str, future: Future[Result], work: Callable[[], Result]) -> None:
-        """Have the future get the outcome of `work`; never, once the lane is closed."""
+        """Set the future to the outcome of `work`; never, once the lane is closed."""
         with self._lock:
             self._turns.setdefault(client, deque()).append((future, work))
         try:
@@ -51,15 +50,15 @@ class _Lane:
                 self._turns[client] = waiting
         try:
             outcome = work()
-        # Whoever asks for the outcome gets it; a tokenizer that panics raises no Exception.
+        # The future carries it to the caller. A tokenizer that panics raises no Exception.
         except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(outcome)
 
 
-class Preparer(Generic[Result]):
-    """Runs work in threads of its own and what follows on the service thread."""
+class BackgroundWork(Generic[Result]):
+    """Runs work in background threads and its continuation on the service thread."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -72,8 +71,12 @@ class Preparer(Generic[Result]):
         """Requests that have not continued yet."""
         return sum(len(queue) for queue in self._queues.values())
 
-    def now(self, client: str, result: Result, then: Callable[[Future[Result]], None]) -> None:
-        """Call `then` with what needs no work: right away, if nothing of the client waits."""
+    def waits(self, client: str) -> bool:
+        """True if a request of the client is in preparation."""
+        return client in self._queues
+
+    def after_client(self, client: str, result: Result, then: Callable[[Future[Result]], None]) -> None:
+        """Call `then` with `result` after the client's requests in preparation: at once if there are none."""
         future: Future[Result] = Future()
         future.set_result(result)
         if client in self._queues:
@@ -94,15 +97,15 @@ class Preparer(Generic[Result]):
         work: Callable[[Result], Result],
         then: Callable[[Future[Result]], None],
     ) -> None:
-        """Call `then` with the outcome of `work` on a constraint, which gets that of `prompt`."""
+        """Call `then` with the outcome of `work`, which takes the outcome of `prompt`."""
         first: Future[Result] = Future()
         future: Future[Result] = Future()
         self._queue(client, future, then)
         first.add_done_callback(lambda _: self._constraints.submit(client, future, lambda: work(first.result())))
         self._prompts.submit(client, first, prompt)
 
-    def behind_all(self, then: Callable[[], None]) -> None:
-        """Call `then` once all work that was given before is done."""
+    def after_all(self, then: Callable[[], None]) -> None:
+        """Call `then` once all earlier work is done."""
         first: Future[None] = Future()
         last: Future[None] = Future()
         last.add_done_callback(lambda _: self._post(then))
@@ -110,7 +113,7 @@ class Preparer(Generic[Result]):
         self._prompts.submit(_AFTER_ALL, first, lambda: None)
 
     def close(self) -> None:
-        """Give up what has not begun. `then` is not called for it."""
+        """Drop work that has not begun. Its `then` is not called."""
         for lane in (self._prompts, self._constraints):
             lane.close()
 

@@ -32,7 +32,7 @@ _ROUTING_EVERY = 256  # tokens: their experts are many bytes, and the loop shoul
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedPrompt:
     """What took work before a request could be built."""
 
     prompt: np.ndarray  # int32 [prompt tokens]
@@ -92,7 +92,7 @@ class Intake:
         eos = () if message.stop.ignore_eos else self._model.eos_ids
         return tuple(dict.fromkeys((*eos, *message.stop.token_ids)))
 
-    def build(self, key: RequestKey, message: Generate, prepared: Prepared, elapsed_s: float) -> Request:
+    def build(self, key: RequestKey, message: Generate, prepared: PreparedPrompt, elapsed_s: float) -> Request:
         """The engine's request. `elapsed_s` of the deadline have gone by since the message came."""
         prompt = prepared.prompt
         self._check_prompt(prompt, "messages" if message.messages is not None else "prompt")

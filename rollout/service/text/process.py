@@ -1,7 +1,7 @@
 """Prompts are rendered and tokenized in a process of their own: nobody there waits for the loop's Python lock.
 
     worker                                                    child: no torch, no sockets but this one
-      Preparer's thread  --- the request's own frames --->    decode, render the chat template, tokenize
+      BackgroundWork's thread  --- the request's own frames --->    decode, render the chat template, tokenize
                          <--- token ids, or an error ----
 
 Chat templates are Python, and a long chat takes the lock for long. The frames travel as the client sent them, so that

@@ -6,7 +6,7 @@ import pytest
 from service_harness import serving
 
 from rollout.engine.messages import Rejected
-from rollout.service.delivery.retry_after import Patience
+from rollout.service.delivery.retry_after import RetryEstimate
 
 
 class Clock:
@@ -16,10 +16,10 @@ class Clock:
         return self.now_s
 
 
-def after(ends: int, each_s: float) -> tuple[Patience, Clock]:
+def after(ends: int, each_s: float) -> tuple[RetryEstimate, Clock]:
     """One that has seen requests end at regular times, until now."""
     clock = Clock()
-    patience = Patience(clock)
+    patience = RetryEstimate(clock)
     for _ in range(ends):
         patience.ended(left=1)
         clock.now_s += each_s
@@ -45,7 +45,7 @@ def test_a_rate_of_long_ago_counts_no_more_and_a_pause_slows_it_down():
 
 def test_requests_that_end_in_waves_count_the_time_between_waves():
     clock = Clock()
-    patience = Patience(clock)
+    patience = RetryEstimate(clock)
     for _ in range(3):
         clock.now_s += 20.0
         for _ in range(300):
