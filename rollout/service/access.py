@@ -1,12 +1,12 @@
-"""Who may connect to a worker's sockets: the rule for addresses, CURVE, and the list of clients.
+"""Access to a worker's sockets: the rule for addresses, CURVE, and the list of clients.
 
     client -- CURVE handshake --> socket --ZAP--> AllowList thread: is this public key in the folder? --> 200 or 400
 
 Invariants:
 
-- An address that other hosts can reach is bound with CURVE, or because the settings say `insecure`, or not at all.
-- It fails closed: without an answer from the thread nobody comes in (`ZAP_ENFORCE_DOMAIN`).
-- The thread ends when its context is terminated, and not before.
+- An address that other hosts can reach is bound only with CURVE or with the setting `insecure`.
+- It fails closed: without an answer from the thread no client connects (`ZAP_ENFORCE_DOMAIN`).
+- The thread ends when its context is terminated, not earlier.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def is_loopback(endpoint: str) -> bool:
 
 
 def _names_port(endpoint: str) -> bool:
-    """ZeroMQ takes a larger number for another port."""
+    """True if the port is `*` or fits 16 bits; ZeroMQ would wrap a larger number."""
     port = endpoint.rpartition(":")[2]
     return port == "*" or (port.isascii() and port.isdigit() and int(port) < 1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What the settings say about who may connect. `keys` and `clients` are both there or both None."""
+    """The access rules of the settings. `keys` and `clients` are both set or both None."""
 
     keys: KeyPair | None
     clients: AllowList | None
@@ -62,14 +62,14 @@ class Access:
 
     @classmethod
     def from_settings(cls, settings: SecuritySettings) -> Access:
-        """Read the keys. Raises ValueError, naming the file, when that cannot be done."""
+        """Read the keys. Raises ValueError that names the file."""
         if settings.curve_secret_key is None or settings.curve_client_keys is None:
             return cls(None, None, settings.insecure)
         keys = read_pair(settings.curve_secret_key)
         return cls(keys, AllowList(Path(settings.curve_client_keys)), settings.insecure)
 
     def check_bind(self, endpoint: str, setting: str) -> None:
-        """Raise ValueError for an endpoint that would let strangers in; `setting` is the one that it comes from."""
+        """Raise ValueError for an endpoint that is wrong or open to other hosts; `setting` is its name."""
         if "://" not in endpoint or (endpoint.startswith("tcp://") and not _names_port(endpoint)):
             raise ValueError(
                 f"{setting} = {endpoint} is not an endpoint: write ipc://PATH, or tcp://HOST:PORT with a port up to "
@@ -77,18 +77,18 @@ class Access:
             )
         if self.keys is None and not self.insecure and not is_loopback(endpoint):
             raise ValueError(
-                f"{setting} = {endpoint} lets every host that reaches it use this worker, shut it down and change its "
-                "weights: set security.curve_secret_key and security.curve_client_keys (`rollout keys` makes them), "
-                "bind 127.0.0.1, or pass --insecure if the network keeps strangers out"
+                f"{setting} = {endpoint} lets other hosts connect, shut this worker down and change its weights: set "
+                "security.curve_secret_key and security.curve_client_keys (`rollout keys` makes them), bind 127.0.0.1, "
+                "or pass --insecure if the network keeps strangers out"
             )
 
     def check_binds(self, settings: Settings) -> None:
-        """Raise ValueError if one of a worker's endpoints would let strangers in."""
+        """Raise ValueError if an endpoint of the worker is wrong or open to other hosts."""
         self.check_bind(settings.service.bind, "service.bind")
         self.check_bind(settings.weights.bind, "weights.bind")
 
     def secure(self, context: zmq.Context, socket: zmq.Socket) -> None:
-        """Make a socket that is not bound yet take allowed clients only. Once for a context."""
+        """Restrict an unbound socket to allowed clients. Call it once a context."""
         if self.keys is None or self.clients is None:
             return
         self.clients.serve(context)
@@ -99,13 +99,13 @@ class Access:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-#: What holds without settings: no CURVE, and loopback addresses only.
+#: The default: no CURVE, loopback addresses only.
 OPEN_ON_LOOPBACK = Access(None, None, insecure=False)
 
 
 class AllowList:
-    """The public keys in a folder. The folder is looked at again while it is asked: a key that was put there may
-    connect a second later, one that was taken away may connect no more; connections that exist stay.
+    """The public keys in a folder. The folder is read again every second while clients connect: a new key may connect,
+    a removed key may not; existing connections stay.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -122,14 +122,14 @@ class AllowList:
             _log.warning("%s holds no *%s files: no client can connect", folder, PUBLIC_SUFFIX)
 
     def name_of(self, public: bytes) -> str | None:
-        """The name of the file that holds a key (Z85), without its suffix; None if there is none."""
+        """The name of the file that holds a key (Z85), without its suffix, or None."""
         with self._lock:
             if time.monotonic() - self._loaded_s > _RELOAD_S:
                 self._load()
             return self._names.get(public)
 
     def serve(self, context: zmq.Context) -> None:
-        """Answer for the sockets of a context, from a thread that ends with it."""
+        """Answer ZAP requests of a context's sockets, on a thread that ends with the context."""
         socket = context.socket(zmq.REP)
         socket.linger = 0
         socket.bind(_ZAP_ENDPOINT)
@@ -139,14 +139,14 @@ class AllowList:
         names: dict[bytes, str] = {}
         try:
             files = sorted(file for file in self._folder.iterdir() if file.suffix == PUBLIC_SUFFIX)
-        except OSError as error:  # fail closed: who cannot be looked up is not let in
+        except OSError as error:  # fail closed: a key that cannot be looked up is refused
             _log.error("the folder of client keys cannot be read: %s", error)
             files = []
         for file in files[:_MAX_CLIENT_KEYS]:
             try:
                 names[read_public(file)] = file.stem
             except ValueError as error:
-                _log.error("a client key is left out: %s", error)
+                _log.error("a client key is ignored: %s", error)
         self._names, self._loaded_s = names, time.monotonic()
 
     def _run(self, socket: zmq.Socket) -> None:
@@ -156,9 +156,9 @@ class AllowList:
                 socket.send_multipart(self._answer(frames))
         except zmq.ContextTerminated:
             pass
-        # Whatever ended it, nobody comes in any more; the log says why.
+        # Without this thread no client can connect; the log has the reason.
         except Exception:
-            _log.critical("the list of allowed clients failed; nobody can connect any more", exc_info=True)
+            _log.critical("the list of allowed clients failed; no client can connect any more", exc_info=True)
         finally:
             socket.close(0)
 

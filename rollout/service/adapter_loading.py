@@ -1,4 +1,4 @@
-"""`load_adapter` and `unload_adapter`: folders are read on a thread of their own, then the loop takes what they held.
+"""`load_adapter` and `unload_adapter`: a background thread reads the folder, then the loop takes the adapter.
 
 message --path below the root--> executor --read, check--> service thread --PutAdapter--> loop --Done or Failed--> reply
 """
@@ -23,29 +23,29 @@ _MAX_WAITING = 64
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolders:
-    """Where adapters may be loaded from: `read` makes one ready for a slot, or raises ValueError."""
+    """The folder of adapters. `read` prepares one for a slot, or raises ValueError."""
 
-    root: Path | None  # folders are below it; None: no folder may be read
+    root: Path | None  # adapters are below it; None: none can be loaded
     read: Callable[[Path], AdapterWeights]
 
     def resolve(self, path: str) -> Path:
         """A folder below the root, links resolved. Raises `ServiceError`."""
         if self.root is None:
-            raise bad_request("this worker loads no adapters by path; start it with 'adapter_root'", "path")
+            raise bad_request("this worker loads no adapters by path; start it with engine.adapter_root", "path")
         if "\0" in path:
-            raise bad_request("a path has no NUL in it", "path")
+            raise bad_request("the path contains a NUL character; remove it", "path")
         root = self.root.resolve()
         try:
             folder = (root / path).resolve()
         except (OSError, RuntimeError):  # links in a circle, names that are too long
-            raise bad_request("the path cannot be followed", "path") from None
+            raise bad_request("the path cannot be resolved; check its links and length", "path") from None
         if not folder.is_relative_to(root):
-            raise bad_request("the path leads out of the worker's 'adapter_root'", "path")
+            raise bad_request("the path leads out of engine.adapter_root; choose a folder below it", "path")
         return folder
 
 
 class AdapterLoads:
-    """Reads adapters beside the service thread; called there, and continues there."""
+    """Reads adapters on a background thread; called on the service thread and continues there."""
 
     def __init__(self, folders: AdapterFolders, post: Callable[[Callable[[], None]], None]) -> None:
         self._folders = folders
@@ -61,10 +61,10 @@ class AdapterLoads:
         then: Callable[[AdapterWeights], None],
         refuse: Callable[[ReplyAddress, ServiceError], None],
     ) -> None:
-        """Read a folder; `then` gets what was in it, `refuse` why not. Raises `ServiceError` for a wrong path."""
+        """Read a folder, then call `then` or `refuse`. Raises `ServiceError` for a wrong path."""
         folder = self._folders.resolve(path)
         if len(self._waiting) >= _MAX_WAITING:
-            raise ServiceError("overloaded", "too many adapters wait to be loaded; come back later", None, 1.0)
+            raise ServiceError("overloaded", "too many adapters wait to be loaded; try again later", None, 1.0)
         self._serial += 1
         self._waiting[self._serial] = peer
         finish = partial(self._finish, self._serial, then, refuse)
@@ -72,11 +72,11 @@ class AdapterLoads:
         reading.add_done_callback(lambda future: self._post(partial(finish, future)))
 
     def waiting(self) -> list[ReplyAddress]:
-        """Who has no answer yet."""
+        """Requests without a reply."""
         return list(self._waiting.values())
 
     def close(self) -> None:
-        """Give up what has not begun."""
+        """Drop work that has not begun."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _finish(
@@ -93,7 +93,7 @@ class AdapterLoads:
             refuse(peer, error)
         except ValueError as error:
             refuse(peer, bad_request(f"{error}"[:2000], "path"))
-        # A fault of ours must not end the service for others.
+        # A fault of ours must not end the service for other clients.
         except Exception:
             logger.exception("an adapter could not be read", extra=peer.about)
             refuse(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))

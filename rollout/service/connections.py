@@ -1,10 +1,10 @@
-r"""Sending through the ROUTER socket: never blocks, bounded for each connection, and notices who is gone.
+r"""Sends through the ROUTER socket: never blocks, bounded for each connection, notices closed connections.
 
     send ---> ROUTER pipe of the connection (at most SEND_HWM messages) ---> network
        \-->   backlog of the connection (at most max_buffer_bytes)  ---/     as the pipe gets room
 
-A message goes to the backlog only when the pipe is full. When a backlog is full, chunks of a stream are given up:
-`send` refuses, and the caller drops that stream and keeps its final result.
+A message goes to the backlog only when the pipe is full. When the backlog is full, `send` refuses a chunk; the caller
+then drops the stream and keeps the final result.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplyAddress:
-    """Where a reply goes: the connection, its way of framing, and the id that the request had."""
+    """Where a reply goes: the connection, its framing, and the id of the request."""
 
     connection: bytes
     delimiter: bool
     id: str
-    client: str = ""  # whose it is, once that is known
+    client: str = ""  # the client's key, once it is known
 
     @property
     def about(self) -> dict[str, Any]:
-        """What log lines say of the request."""
+        """Fields that identify the request in the log."""
         return about(self.client or f"connection:{self.connection.hex()}", self.id)
 
 
@@ -66,10 +66,10 @@ class Connections:
         return bool(self._backlogs)
 
     def send(self, peer: ReplyAddress, frames: list[bytes], stream: Hashable | None = None) -> bool:
-        """Send a message, now or when the connection has room. False if its buffer is full: then it is not sent.
+        """Send a message, now or when the connection has room. False if its buffer is full.
 
-        `stream` marks a chunk that `drop_stream` may take back. A connection that is gone takes everything:
-        `on_gone` has been called for it.
+        `stream` marks a chunk that `drop_stream` can withdraw. A closed connection accepts everything: `on_gone` has
+        been called for it.
         """
         message = [peer.connection, *join_envelope(peer.delimiter, frames)]
         backlog = self._backlogs.get(peer.connection)
@@ -85,14 +85,14 @@ class Connections:
         return True
 
     def drop_stream(self, connection: bytes, stream: Hashable) -> None:
-        """Take back the chunks of a stream that wait in a connection's backlog."""
+        """Withdraw the chunks of a stream from a connection's backlog."""
         backlog = self._backlogs.get(connection)
         if backlog is not None:
             backlog.queue = deque(unsent for unsent in backlog.queue if unsent.stream != stream)
             backlog.size = sum(unsent.size for unsent in backlog.queue)
 
     def flush(self) -> None:
-        """Move what waits into pipes that have room again."""
+        """Move messages from backlogs into pipes with room."""
         for connection, backlog in list(self._backlogs.items()):
             while backlog.queue:
                 if not self._try_send(backlog.queue[0].frames):
@@ -104,13 +104,13 @@ class Connections:
                 del self._backlogs[connection]
 
     def ended(self, connection: bytes) -> None:
-        """Nothing can be delivered to this connection any more."""
+        """The connection is closed: drop its backlog and report it."""
         self._backlogs.pop(connection, None)
         logger.debug("a connection is gone", extra={"connection": connection.hex()})
         self._on_gone(connection)
 
     def _try_send(self, message: list[bytes]) -> bool:
-        """False if the pipe is full; true if the message is off our hands, also when nobody is there to get it."""
+        """False if the pipe is full; true if the message was sent, or its connection is closed."""
         try:
             self._socket.send_multipart(message, flags=zmq.NOBLOCK)
         except zmq.Again:

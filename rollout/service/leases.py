@@ -1,8 +1,8 @@
-"""How long a client that is gone keeps its requests.
+"""Leases: how long a disconnected client keeps its requests.
 
-A client holds a lease while it has requests in flight. It is gone when all the connections are that it was heard on;
-after `lease_s` its requests are to be ended, unless it was heard again. A client without a name is its connection:
-nobody can come back for it, so its lease ends at once.
+A client holds a lease while it has requests in flight. It is gone when all connections that carried its messages are
+closed. Its requests end `lease_s` later, unless another message of it arrives. A client without a name is its
+connection; it cannot return, so its lease ends at once.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _NAMED, _UNNAMED = "client:", "connection:"
-_GIVEN_BY_ZEROMQ = f"{_UNNAMED}00"  # routing ids that begin with a zero byte are made up for each connection
+_GIVEN_BY_ZEROMQ = f"{_UNNAMED}00"  # ZeroMQ generates routing ids that begin with a zero byte, one for each connection
 
 
 def client_key(name: str | None, connection: bytes) -> str:
-    """What identifies a client: its name, or the connection if it has none."""
+    """The key of a client: its name, or its connection."""
     return f"{_UNNAMED}{connection.hex()}" if name is None else f"{_NAMED}{name}"
 
 
 def may_return(client: str) -> bool:
-    """True if another connection can be the same client."""
+    """True if the client can return over another connection."""
     return not client.startswith(_GIVEN_BY_ZEROMQ)
 
 
 class Leases:
-    """The clients with requests in flight, and the connections that they were heard on. Times are of `clock`."""
+    """The clients with requests in flight, and the connections that carried their messages. Times are of `clock`."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self._lease_s = lease_s
         self._clock = clock
         self._connections: dict[str, dict[bytes, None]] = {}  # of each client
         self._clients: dict[bytes, dict[str, None]] = {}  # of each connection
-        self._left_s: dict[str, float] = {}  # when clients left that may return; in that order
+        self._left_s: dict[str, float] = {}  # when a client that may return disconnected; in that order
         self._ended: list[str] = []
 
     def hold(self, client: str, connection: bytes) -> None:
@@ -40,7 +40,7 @@ class Leases:
         self.heard(client, connection)
 
     def heard(self, client: str, connection: bytes) -> None:
-        """A message of the client has come."""
+        """A message of the client arrived."""
         connections = self._connections.get(client)
         if connections is not None:
             connections[connection] = None
@@ -57,7 +57,7 @@ class Leases:
                 del self._clients[connection]
 
     def gone(self, connection: bytes) -> None:
-        """The connection has ended."""
+        """The connection is closed."""
         for client in self._clients.pop(connection, {}):
             connections = self._connections[client]
             del connections[connection]
@@ -69,7 +69,7 @@ class Leases:
                 self._ended.append(client)
 
     def take_ended(self) -> list[str]:
-        """The clients whose lease has ended since the last call. They are told once, until they are heard again."""
+        """Clients whose lease ended since the last call, each once."""
         ended, self._ended = self._ended, []
         while self.wait_s() == 0.0:
             client = next(iter(self._left_s))
@@ -78,7 +78,7 @@ class Leases:
         return ended
 
     def wait_s(self) -> float | None:
-        """Seconds until the lease of a client ends that is gone; None if there is none."""
+        """Seconds until the next lease of a disconnected client ends, or None."""
         if self._ended:
             return 0.0
         first_s = next(iter(self._left_s.values()), None)

@@ -1,7 +1,6 @@
-"""One completion as the service sees it: deltas come in, chunks and the final map go out.
+"""One completion in the service: deltas come in, chunks and the final map go out.
 
-Once a stop string is found the completion is over, whatever the engine has generated since: later tokens are dropped
-here, before anything can be sent.
+A stop string ends the completion here. Tokens that the engine generated after it are dropped before they can be sent.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from rollout.service.text.stop_strings import StopMatch, StopText
 
 
 class Completion:
-    """Collects the deltas of one completion. `text` is there when text is wanted or stop strings are looked for.
+    """Collects the deltas of one completion. `text` is set if text is wanted or there are stop strings.
 
-    Chunks bring text from character `shown_from` on, if it is not None. `routing` is there when that is wanted.
+    With `shown_from`, chunks have text from that character on. `routing` is set if the request wants experts.
     """
 
     def __init__(
@@ -37,32 +36,34 @@ class Completion:
     ) -> None:
         self.index = index
         self.finish: Finish | None = None
-        self.closed = False  # the engine has ended it, too
+        self.closed = False  # the engine has ended it
         self.prompt_logprobs: np.ndarray | None = None  # for the first chunk
         self.start = Position(columns.count, shown_from or 0)
         self._columns = columns
         self._routing = routing
-        self._old_marks = tuple(recomputed)  # of tokens that came with the request
+        self._old_marks = tuple(recomputed)  # of the tokens of `continue_from`
         self._recomputed = self._old_marks
         self._old_adapter_versions = tuple(adapter_versions)  # the same
         self._adapter_versions = self._old_adapter_versions
         self._text = text
         self._seed = 0
-        self._shown = io.StringIO(newline="") if shown_from is not None else None  # text that no match can take back
+        self._shown = (
+            io.StringIO(newline="") if shown_from is not None else None
+        )  # text that no stop string can withdraw
         self._shown_chars = 0
 
     @property
     def end(self) -> Position:
-        """How far it has come: where the next chunk ends."""
+        """End of the next chunk."""
         return Position(self._columns.count, self.start.chars + self._shown_chars)
 
     @property
     def ended(self) -> bool:
-        """True if nothing is added any more."""
+        """True if no token follows."""
         return self.finish is not None
 
     def add(self, delta: Delta) -> StopMatch | None:
-        """Take a delta. Returns a stop string that the engine must be told of."""
+        """Add a delta. Returns the stop string that it completes; the engine must then end the completion."""
         self.closed = delta.finish is not None
         if self.finish is not None:
             return None
@@ -78,12 +79,12 @@ class Completion:
         elif delta.finish is not None:
             self.finish = delta.finish
             if self._text is not None and delta.finish.complete:
-                self._text.finish()  # what broke off may be continued, and text that was told is not taken back
+                self._text.finish()  # a cut completion may be continued: sent text cannot be withdrawn
         self._show()
         return match if not self.closed else None
 
     def part(self, start: Position) -> dict[str, Any]:
-        """The fields of a chunk: everything after `start`, and how it ended if it did."""
+        """The fields of a chunk: all tokens after `start`, and the end if it is reached."""
         fields = {"index": self.index, "offset": start.tokens, **self._columns.fields(start.tokens), "seed": self._seed}
         if self._shown is not None:
             self._shown.seek(start.chars - self.start.chars)
@@ -138,6 +139,6 @@ class Completion:
 
 
 def _joined(old: tuple[tuple[int, int], ...], new: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Marks of changes of a version: what goes on with the old tokens' last one changes nothing."""
+    """Marks of version changes; a new first mark that repeats the last old version is dropped."""
     goes_on = bool(old) and bool(new) and old[-1][1] == new[0][1]
     return old + new[goes_on:]

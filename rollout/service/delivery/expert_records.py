@@ -1,13 +1,13 @@
-"""Experts that tokens took, between a request for them and its replies.
+"""Expert records in requests and replies (`return_routing`).
 
-A forward consumes a token and makes the next one; the newest token was consumed by none. So a completion of n tokens
-has n - 1 entries, and those of its prompt's tokens before them where they are asked for:
+A forward consumes a token and draws the next one; no forward has consumed the newest token. So a completion of n tokens
+has n - 1 entries, preceded by those of the prompt with `"all"`:
 
     prompt           p0      p1  |  completion      t0      t1      t2
     "all"      entry  0       1                      2       3
     true       entry                                 0       1
 
-What tokens t..u-1 add are the entries of the tokens before each; so pieces follow each other without a gap.
+A chunk with tokens t..u-1 has the entries of the tokens before each of them, so chunks join without a gap.
 """
 
 from __future__ import annotations
@@ -27,30 +27,36 @@ Wanted = Literal[False, True, "all"]
 
 
 def check_wanted(message: Generate, shape: RoutingShape | None, sparse: bool) -> None:
-    """Raise `ServiceError` if the experts can't be told, or what is known of them can't be this model's.
+    """Raise `ServiceError` if the worker records no experts, or if the given entries cannot be this model's.
 
-    `shape` is what this worker keeps of them, and `sparse` says whether the model has experts at all.
+    `shape`: shape of this worker's entries. `sparse`: the model is a mixture of experts.
     """
     prior = None if message.continue_from is None else message.continue_from.routing
     if prior is not None and not message.return_routing:
-        raise bad_request("the routing would not come back; set 'return_routing', or leave it out", "return_routing")
+        raise bad_request(
+            "'continue_from.routing' needs 'return_routing': set it, or remove the routing", "return_routing"
+        )
     if not message.return_routing:
         return
     if shape is None:
-        why = "this worker keeps no routing: start it with engine.routing" if sparse else "this model has no experts"
-        raise bad_request(f"{why}; leave 'return_routing' out ('capabilities' in the status say it)", "return_routing")
+        why = (
+            "this worker records no experts: start it with engine.routing = true"
+            if sparse
+            else "this model has no experts"
+        )
+        raise bad_request(f"{why}; remove 'return_routing' (see 'capabilities' in the status)", "return_routing")
     if prior is not None and (prior.dtype != shape.dtype or prior.shape[1:] != (shape.layers, shape.top_k)):
         raise bad_request(
             f"the routing is {prior.dtype} with {list(prior.shape[1:])} for each token, this model's is {shape.dtype} "
-            f"with {[shape.layers, shape.top_k]}; leave it out",
+            f"with {[shape.layers, shape.top_k]}; remove it",
             "continue_from.routing",
         )
 
 
 def first_position(wanted: Wanted, prior: ContinueFrom | None, prompt_tokens: int) -> int | None:
-    """The position in prompt and completion from which the engine is to tell experts; None if of none.
+    """The position in prompt and completion from which the engine reports experts; None: nowhere.
 
-    Raises `ServiceError` if `continue_from` has another number of entries than that completion should have.
+    Raises `ServiceError` if `continue_from` has the wrong number of entries.
     """
     if not wanted:
         return None
@@ -68,12 +74,12 @@ def first_position(wanted: Wanted, prior: ContinueFrom | None, prompt_tokens: in
 
 
 class RoutingColumn:
-    """The entries of one completion so far; `prior` are those that came with `continue_from`."""
+    """The entries of one completion so far; `prior`: the entries of `continue_from`."""
 
     def __init__(self, shape: RoutingShape, prior: np.ndarray | None = None) -> None:
         self._count = 0
         self._entries = np.empty((_FIRST_CAPACITY, shape.layers, shape.top_k), shape.dtype)
-        self._known = False  # of a completion that continues another one, once there is any new token, or it was told
+        self._known = False  # false while a continued completion without prior entries has no new token
         if prior is not None:
             self.extend(prior)
 
@@ -88,7 +94,7 @@ class RoutingColumn:
         self._count, self._known = end, True
 
     def fields(self, start: int, end: int) -> dict[str, Any]:
-        """What the tokens start..end-1, the last ones so far, have in a reply; nothing where there is no token at all.
+        """The reply field of tokens start..end-1, the last ones so far; empty without a token.
 
         The array is a view, valid until the next `extend`.
         """
@@ -98,5 +104,5 @@ class RoutingColumn:
 
 
 def last_entries(entries: np.ndarray, start: int, end: int) -> np.ndarray:
-    """Of the entries of a completion of `end` tokens, those that came with its tokens from `start` on."""
+    """The entries of tokens `start` to `end`, the last ones of `entries`."""
     return entries[len(entries) - (end - start) :] if start else entries

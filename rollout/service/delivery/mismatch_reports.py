@@ -1,9 +1,9 @@
-"""`report`: a trainer's own log-probs of a result that the worker still keeps, held against what the worker sent.
+"""`report`: compares a trainer's log-probs of a kept result with those that the worker sent.
 
     message --check--> executor --compare--> service thread --> reply, and into the box that the loop empties
 
-The comparison runs on a thread of its own: neither the loop nor the service thread waits for it. It is all or nothing:
-a report in which one completion is wrong counts for none.
+The comparison runs on a background thread; neither the loop nor the service thread waits for it. A report with one
+wrong completion counts for none.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from trainer_bridge.wire.codec import REPLY_LIMITS, decode
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_VERSION = -1  # of tokens that were continued from and came without
+UNKNOWN_VERSION = -1  # of tokens of `continue_from` without versions
 
 _MAX_WAITING = 1024
 _MAX_WAITING_BYTES = 256 << 20
 
 
 class Reports:
-    """Takes reports on the service thread and answers them there. `box` has what the loop has not seen yet."""
+    """Takes reports on the service thread and answers them there. `box`: comparisons that the loop has not taken."""
 
     def __init__(
         self, post: Callable[[Callable[[], None]], None], answer: Callable[[ReplyAddress, dict], None]
@@ -44,17 +44,17 @@ class Reports:
         self._post = post
         self._answer = answer
         self._serial = count()
-        self._waiting: dict[int, tuple[ReplyAddress, int]] = {}  # who waits, and the bytes of the report
+        self._waiting: dict[int, tuple[ReplyAddress, int]] = {}  # with the bytes of the report
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-report")
 
     def take(
         self, peer: ReplyAddress, message: Report, stored: Stored, refuse: Callable[[ReplyAddress, ServiceError], None]
     ) -> None:
-        """Compare, then answer; `refuse` sends an error. Raises `ServiceError` when too many wait."""
+        """Compare, then reply; `refuse` sends an error. Raises `ServiceError` if too many reports wait."""
         size = sum(values.nbytes for values in message.logprobs.values())
         waiting_bytes = sum(waiting for _, waiting in self._waiting.values())
         if len(self._waiting) >= _MAX_WAITING or (self._waiting and waiting_bytes + size > _MAX_WAITING_BYTES):
-            raise ServiceError("overloaded", "too many reports wait to be compared; come back later", None, 1.0)
+            raise ServiceError("overloaded", "too many reports wait to be compared; try again later", None, 1.0)
         number = next(self._serial)
         self._waiting[number] = peer, size
         then = partial(self._finish, number, refuse)
@@ -62,11 +62,11 @@ class Reports:
         compared.add_done_callback(lambda future: self._post(partial(then, future)))
 
     def waiting(self) -> list[ReplyAddress]:
-        """Who has no answer yet."""
+        """Reports without a reply."""
         return [peer for peer, _ in self._waiting.values()]
 
     def close(self) -> None:
-        """Give up what has not begun."""
+        """Drop work that has not begun."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self, number: int, refuse: Callable[[ReplyAddress, ServiceError], None], future: Future) -> None:
@@ -76,7 +76,7 @@ class Reports:
         except ServiceError as error:
             refuse(peer, error)
             return
-        # A fault of ours must not end the service for others.
+        # A fault of ours must not end the service for other clients.
         except Exception:
             logger.exception("a report could not be compared", extra=peer.about)
             refuse(peer, ServiceError("internal", "a fault in the worker; its log has the trace"))
@@ -87,7 +87,7 @@ class Reports:
 
 
 def compare_result(frames: list[bytes], logprobs: dict[str, np.ndarray]) -> dict[int, Mismatch]:
-    """The mismatch by weights version, of a `result` as it was sent; `logprobs` are by index, float32 [tokens].
+    """The mismatch by weights version of a sent `result`; `logprobs` by index, float32 [tokens].
 
     Raises `ServiceError` (`bad_request`) naming the entry that does not fit the result.
     """
@@ -122,7 +122,7 @@ def _check(completions: dict[str, Any], index: str, values: np.ndarray) -> None:
 
 
 def report_fields(total: Mismatch, versions: dict[int, Mismatch]) -> dict[str, Any]:
-    """What the answer holds beside `ok`."""
+    """The fields of the reply."""
     known = {version: part for version, part in sorted(versions.items()) if version != UNKNOWN_VERSION}
     return _fields(total) | {"versions": [{"version": version} | _fields(part) for version, part in known.items()]}
 

@@ -1,8 +1,8 @@
-"""The results that clients may still ask for, after a lost connection for one.
+"""Results that are kept after their reply, for clients that lost their connection.
 
-A result stays until its client acknowledges it, or until the store is at one of its limits. At the limits of number and
-bytes, the oldest result goes of the client that has the most: one client cannot push out what others have. What is kept
-is the reply as it was sent, so its bytes are all that it takes.
+A result stays until its client acknowledges it or the store reaches a limit. At the limits of number and bytes, the
+client with the most loses its oldest result, so one client cannot push out the results of others. The store keeps the
+reply's frames, so their bytes are the memory it takes.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ logger = logging.getLogger(__name__)
 
 Name = tuple[str, str]  # (client, id)
 _ARRAYS = ("token_ids", "logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs")
-_OVERHEAD_BYTES = 1024  # of an entry, beside its frames: a generous guess
+_OVERHEAD_BYTES = 1024  # of an entry without its frames: a generous guess
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The result of a request. `content` tells whether a message is the same request."""
+    """The result of a request. `content` is the digest of its message."""
 
     frames: list[bytes]
     content: bytes
     ended_s: float
-    start: Position  # where the stream of a completion began
+    start: Position  # of every completion's stream
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """Memory, bytes."""
         return _OVERHEAD_BYTES + sum(len(frame) for frame in self.frames)
 
     def completions(self) -> list[StoredCompletion]:
@@ -51,7 +51,7 @@ class Stored:
 
 
 class StoredCompletion:
-    """A completion of a stored result, to take chunks from."""
+    """A completion of a stored result that can be streamed."""
 
     ended = True
 
@@ -135,7 +135,7 @@ class ResultStore:
         self.forget((client, next(iter(self._ids[client]))))
 
     def forget_client(self, client: str) -> None:
-        """Nobody can ask for this client's results any more."""
+        """Drop all results of a client that cannot return."""
         for request_id in list(self._ids.get(client, ())):
             self.forget((client, request_id))
 
@@ -145,6 +145,6 @@ class ResultStore:
             self.forget(next(iter(self._results)))
 
     def wait_s(self) -> float | None:
-        """Seconds until a result is too old, None if there is none."""
+        """Seconds until the next result expires, or None."""
         oldest = next(iter(self._results.values()), None)
         return None if oldest is None else max(0.0, oldest.ended_s + self._max_age_s - self._clock())

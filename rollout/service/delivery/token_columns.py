@@ -29,7 +29,7 @@ class TokenColumns:
         self._drawn_logprobs: np.ndarray | None = None
         self._top_ids = np.empty((_FIRST_CAPACITY, tops), np.int32) if tops else None
         self._top_logprobs = np.empty((_FIRST_CAPACITY, tops), np.float32) if tops else None
-        self._drawn_unknown = 0  # leading tokens whose drawn log-probs nobody knows
+        self._drawn_unknown = 0  # leading tokens without drawn log-probs
 
     def extend(
         self,
@@ -43,8 +43,8 @@ class TokenColumns:
     ) -> None:
         """Add tokens: arrays of one length, and runs that add up to it.
 
-        `drawn_logprobs` None says that these tokens were drawn from the plain distribution, and `top_ids` and
-        `top_logprobs` None, where there are tops, that nobody knows these.
+        `drawn_logprobs` None: these tokens were drawn from the plain distribution. `top_ids` and `top_logprobs` None in
+        a completion with top log-probs: those of these tokens are unknown.
         """
         assert len(token_ids) == len(logprobs) == len(raw_logprobs) == sum(count for _, count in versions)
         start, end = self.count, self.count + len(token_ids)
@@ -68,7 +68,7 @@ class TokenColumns:
                 self.versions.append((version, count))
 
     def mark_drawn_unknown(self) -> None:
-        """Say that the drawn log-probs of the tokens so far are not known; they read as NaN where there are any."""
+        """The drawn log-probs of the tokens so far are unknown; they read as NaN."""
         self._drawn_unknown = self.count
 
     def fields(self, start: int = 0) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class TokenColumns:
 
 
 def marks_between(marks: Iterable[Sequence[int]], start: int, end: int) -> list[list[int]]:
-    """Those of `marks` ((position, ...)) that lie before one of the tokens `start` to `end` (exclusive)."""
+    """The marks ((position, ...)) at positions `start` to `end` (exclusive)."""
     return [list(mark) for mark in marks if start <= mark[0] < end]
 
 

@@ -1,7 +1,7 @@
-"""Who waits for a request, and how far the stream of each has come.
+"""Waiters: the messages that are answered with a request's result, and the position of each one's stream.
 
-Every waiter has a place of its own in every completion. So a stream that is taken up again on another connection goes
-on behind what the first one brought, and two streams of one request do not disturb each other.
+Every waiter has its own position in every completion. So a stream that is resumed on another connection continues after
+the tokens that arrived, and two streams of one request do not disturb each other.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ StreamMode = Literal[False, "tokens", "completions"]
 
 
 class Position(NamedTuple):
-    """A place in a completion: so many tokens, and so many characters of its text, lie before it."""
+    """A position in a completion: the number of tokens, and of characters of text, before it."""
 
     tokens: int
     chars: int
 
 
 class Streamed(Protocol):
-    """A completion that chunks are taken from."""
+    """A completion that can be streamed."""
 
     index: int
-    start: Position  # where its first chunk begins: behind the tokens of `continue_from`
+    start: Position  # of its first chunk: after the tokens of `continue_from`
 
     @property
     def end(self) -> Position:
-        """Where the next chunk ends."""
+        """End of the next chunk."""
 
     @property
     def ended(self) -> bool:
-        """True if nothing is added any more."""
+        """True if no token follows."""
 
     def part(self, start: Position) -> dict[str, Any]:
         """The fields of a chunk that begins at `start`."""
@@ -50,12 +50,14 @@ class Streamed(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One message that is answered with a request's result. `stream` is false when that is all it wants."""
+    """A message that is answered with a request's result, and with chunks if `stream` is set."""
 
     peer: ReplyAddress
     stream: StreamMode = False
-    every: int = 1  # tokens of a chunk, at the least
-    received: dict[int, Position | None] = field(default_factory=dict)  # by index; None: the whole completion
+    every: int = 1  # fewest tokens of a chunk
+    received: dict[int, Position | None] = field(
+        default_factory=dict
+    )  # what the client has, by index; None: the whole completion
 
     def due(self, completion: Streamed) -> bool:
         """True if a chunk should be sent."""
@@ -75,9 +77,9 @@ class Waiter:
 def received_positions(
     offsets: Mapping[int, int | None], text_chars: Mapping[int, int], completions: Sequence[Streamed]
 ) -> dict[int, Position | None]:
-    """Where a stream goes on that was taken up again; None for what its reader has as a whole.
+    """Positions at which a resumed stream continues; None for a completion that the client has as a whole.
 
-    Raises `ServiceError` for a place that the completion does not have, or has not reached.
+    Raises `ServiceError` for a position that the completion has not reached.
     """
     received: dict[int, Position | None] = {}
     for index, tokens in offsets.items():
@@ -97,13 +99,13 @@ def received_positions(
 
 
 class Delivery:
-    """Sends waiters what they are due."""
+    """Sends chunks and results to waiters."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
     def chunks(self, waiters: Iterable[Waiter], completions: Iterable[Streamed]) -> None:
-        """Send the chunks that are due. A stream whose connection has no room left ends."""
+        """Send all due chunks. A stream ends if its connection has no room."""
         waiters = [waiter for waiter in waiters if waiter.stream]
         for completion in completions if waiters else ():
             for waiter in waiters:
@@ -115,9 +117,9 @@ class Delivery:
                         logger.warning("a stream is dropped: its client does not read", extra=waiter.peer.about)
 
     def last(self, waiters: Iterable[Waiter], frames: list[bytes], request_id: str | None) -> None:
-        """Send the reply that ends a request, each waiter under the id that it asked with.
+        """Send the final reply of a request, to each waiter under the id of its message.
 
-        `request_id` is the one that the frames have, None if that is not known.
+        `request_id`: the id in `frames`, or None if unknown.
         """
         for waiter in waiters:
             named = frames if waiter.peer.id == request_id else with_id(frames, waiter.peer.id)
@@ -126,6 +128,6 @@ class Delivery:
 
 
 def with_id(frames: list[bytes], request_id: str) -> list[bytes]:
-    """The same reply under another id."""
+    """The same reply with another id."""
     header = msgpack.unpackb(frames[0])
     return [msgpack.packb(header | {"id": request_id}, use_bin_type=True), *frames[1:]]

@@ -28,12 +28,12 @@ from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
 
 _MIN_DEADLINE_S = 1e-3
-_ROUTING_EVERY = 256  # tokens: their experts are many bytes, and the loop should not have to copy all of them at once
+_ROUTING_EVERY = 256  # tokens; expert records are large, and the loop should not copy all of them at once
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """What took work before a request could be built."""
+    """The outcome of preparing a request."""
 
     prompt: np.ndarray  # int32 [prompt tokens]
     constraint: Constraint | None = None
@@ -57,7 +57,7 @@ class Intake:
         self._grammars = grammars
 
     def check(self, message: Generate) -> None:
-        """Everything that can be refused before a prompt is tokenized."""
+        """All checks that need no token ids of the prompt. Raises `ServiceError`."""
         if message.n > self._settings.max_n:
             raise bad_request(f"set 'n' to at most {self._settings.max_n}, or send several requests", "n")
         if isinstance(message.prompt, np.ndarray):
@@ -70,8 +70,8 @@ class Intake:
         check_wanted(message, self._model.routing, self._model.sparse)
         if message.adapter is not None and not self._model.adapters:
             raise bad_request(
-                "this worker does not offer 'adapter'; start it with 'adapter_slots', or leave it out ('capabilities' "
-                "in its status lists what it does)",
+                "this worker does not offer 'adapter'; start it with engine.adapter_slots, or remove the field (see "
+                "'capabilities' in the status)",
                 "adapter",
             )
         if message.constraint is not None:
@@ -82,18 +82,19 @@ class Intake:
         if message.max_tokens is not None:
             if message.max_tokens <= known:
                 raise bad_request(
-                    f"'max_tokens' counts the {known} tokens of 'continue_from'; set it to more than that", "max_tokens"
+                    f"'max_tokens' includes the {known} tokens of 'continue_from'; set it to more than that",
+                    "max_tokens",
                 )
             if message.stop.min_tokens > message.max_tokens:
                 raise bad_request("'stop.min_tokens' is more than 'max_tokens'; lower it", "stop.min_tokens")
 
     def stop_ids(self, message: Generate) -> tuple[int, ...]:
-        """Tokens that end a completion, eos included unless it is ignored."""
+        """Tokens that end a completion, with the eos ids unless they are ignored."""
         eos = () if message.stop.ignore_eos else self._model.eos_ids
         return tuple(dict.fromkeys((*eos, *message.stop.token_ids)))
 
     def build(self, key: RequestKey, message: Generate, prepared: PreparedPrompt, elapsed_s: float) -> Request:
-        """The engine's request. `elapsed_s` of the deadline have gone by since the message came."""
+        """The engine's request. `elapsed_s`: seconds since the message arrived."""
         prompt = prepared.prompt
         self._check_prompt(prompt, "messages" if message.messages is not None else "prompt")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
@@ -123,7 +124,7 @@ class Intake:
         )
 
     def completion(self, message: Generate, request: Request, index: int) -> Completion:
-        """Completion `index` as it begins: empty, or with what `continue_from` says of it."""
+        """Completion `index` at its start: empty, or with the tokens of `continue_from`."""
         text, known = None, message.continue_from
         prior, taken = (known.token_ids.tolist(), known.text_chars) if known else ((), None)
         if self._text is not None and (message.return_text or request.stop.strings):
@@ -137,7 +138,7 @@ class Intake:
         return Completion(index, columns, text, shown_from, routing, recomputed, adapter)
 
     def _routing_column(self, message: Generate) -> RoutingColumn | None:
-        """Where a completion's experts go, if they are asked for."""
+        """The column of expert records, if the request wants them."""
         if not message.return_routing or self._model.routing is None:
             return None
         prior = message.continue_from
@@ -162,7 +163,7 @@ class Intake:
         self._check_ids(np.array(message.stop.token_ids, np.int64), "stop.token_ids")
         self._check_ids(np.array(list(message.sampling.logit_bias), np.int64), "sampling.logit_bias")
         if message.logprobs > self._model.vocab_size:
-            raise bad_request(f"the vocabulary has {self._model.vocab_size} tokens; ask for no more", "logprobs")
+            raise bad_request(f"the vocabulary has {self._model.vocab_size} tokens; lower 'logprobs'", "logprobs")
         if message.sampling.top_k > self._model.vocab_size:
             raise bad_request(
                 f"the vocabulary has {self._model.vocab_size} tokens; set 'top_k' to at most that, or 0",
@@ -174,13 +175,13 @@ class Intake:
             self._check_ids(constraint.token_ids, "constraint.token_ids")
         elif not self._grammars:
             raise bad_request(
-                "this worker can constrain to 'token_ids' only; other constraints need a tokenizer and its "
+                "this worker offers the constraint 'token_ids' only; others need a tokenizer and the "
                 "'constraints' extra",
                 "constraint",
             )
         if not self.stop_ids(message):
             raise bad_request(
-                "a constrained completion ends with a stop token; name one, or leave 'ignore_eos' out", "stop"
+                "a constrained completion ends with a stop token; add one, or remove 'ignore_eos'", "stop"
             )
 
     def _check_ids(self, token_ids: np.ndarray, field: str) -> None:
@@ -200,7 +201,7 @@ class Intake:
                 "stop.strings": bool(message.stop.strings),
             }
             field = next(name for name, used in fields.items() if used)
-            raise bad_request("this model has no tokenizer; use token ids, and no text", field)
+            raise bad_request("this model has no tokenizer; use token ids instead of text", field)
         if message.messages is not None and not self._text.has_chat_template:
             raise bad_request("this model has no chat template; send a 'prompt' instead", "messages")
         self._text.check_stop_strings(message.stop.strings)
@@ -228,7 +229,7 @@ class Intake:
         return message.max_tokens
 
     def _check_reply(self, message: Generate, prompt_tokens: int, max_tokens: int) -> None:
-        """What a reply may come to, beyond some bytes a token, is known before there is any of it."""
+        """Refuse a request whose reply could exceed `max_reply_bytes`."""
         shape = self._model.routing if message.return_routing else None
         consumed = max_tokens + (prompt_tokens if message.return_routing == "all" else 0)
         sizes = {
@@ -238,9 +239,8 @@ class Intake:
         most = self._settings.max_reply_bytes
         if sum(sizes.values()) > most:
             raise bad_request(
-                f"a reply with {' and '.join(name for name in sizes if sizes[name])} may come to "
-                f"{sum(sizes.values())} bytes and this worker sends at most {most} of them "
-                "('service.max_reply_bytes'); ask for fewer completions or tokens",
+                f"the reply's {' and '.join(name for name in sizes if sizes[name])} could take {sum(sizes.values())} "
+                f"bytes, more than service.max_reply_bytes ({most}); ask for fewer completions or tokens",
                 max(sizes, key=sizes.__getitem__),
             )
 
@@ -248,7 +248,7 @@ class Intake:
         token_ids = self.stop_ids(message)
         if message.stop.min_tokens > 0 and len(token_ids) > MAX_STOP_IDS:
             raise bad_request(
-                f"with 'min_tokens' there can be at most {MAX_STOP_IDS} stop tokens, eos ids included; these are "
+                f"with 'min_tokens' there may be at most {MAX_STOP_IDS} stop tokens with the eos ids; there are "
                 f"{len(token_ids)}",
                 "stop.token_ids",
             )
@@ -259,7 +259,7 @@ class Intake:
         )
 
     def _delta_every(self, message: Generate) -> int:
-        """How often the engine tells of new tokens: as often as a chunk or the search for stop strings needs it."""
+        """Tokens between two deltas of the engine; 0: one delta at the end."""
         wanted = [message.stream_every] if message.stream == "tokens" else []
         if message.stop.strings:
             wanted.append(self._stop_check_every)
@@ -269,7 +269,7 @@ class Intake:
 
 
 def _prior_columns(prior: ContinueFrom | None, tops: int = 0) -> TokenColumns:
-    """Columns that begin with the tokens of `continue_from`: NaN, id -1 and version -1 where it does not say."""
+    """Columns that begin with the tokens of `continue_from`; NaN, id -1 and version -1 for what is absent."""
     columns = TokenColumns(tops)
     if prior is not None and len(prior.token_ids):
         unknown = np.full(len(prior.token_ids), np.nan, np.float32)

@@ -1,8 +1,7 @@
-"""The headers that a client may send, as strict models: one class for each `op`.
+"""The schema of request headers: one strict model for each `op`.
 
-`parse_request` is the only way in. It answers whatever a header may hold with a model or a `ServiceError` that names
-the field; a key that is not declared here is an error. Nothing in here knows the model or the settings: what depends
-on them (vocabulary, context, `max_n`) is checked in `intake`.
+`parse_request` is the only entrance. It turns any header into a model or a `ServiceError` that names the field; an
+undeclared key is an error. Checks that depend on the model or the settings (vocabulary, `max_n`) are in `intake`.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class _Strict(BaseModel):
 
 
 class Header(_Strict):
-    """What every request has."""
+    """The fields of every request."""
 
     v: Literal[1]
     op: str
@@ -75,7 +74,7 @@ class Header(_Strict):
 
 
 class Sampling(_Strict):
-    """How tokens are drawn."""
+    """Sampling settings."""
 
     temperature: Annotated[Number, BeforeValidator(_temperature)] = Field(1.0, ge=0, le=100)
     top_p: Number = Field(1.0, gt=0, le=1)
@@ -89,7 +88,7 @@ class Sampling(_Strict):
 
 
 class Stop(_Strict):
-    """What ends a completion early."""
+    """Stop tokens and stop strings."""
 
     token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     strings: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
@@ -132,19 +131,19 @@ class Generate(Header):
 
     @property
     def needs_text(self) -> bool:
-        """True if the request cannot be served without a tokenizer."""
+        """True if the request needs a tokenizer."""
         return bool(isinstance(self.prompt, str) or self.messages is not None or self.return_text or self.stop.strings)
 
 
 class EndSession(Header):
-    """Give back what a session holds."""
+    """End a session and release its KV."""
 
     op: Literal["end_session"]
     session: Id
 
 
 class LoadAdapter(Header):
-    """Have an adapter from a folder, or a newer version of one."""
+    """Load an adapter, or a newer version of it, from a folder."""
 
     op: Literal["load_adapter"]
     name: Id
@@ -153,14 +152,14 @@ class LoadAdapter(Header):
 
 
 class UnloadAdapter(Header):
-    """Forget an adapter that no unfinished request names."""
+    """Unload an adapter that no unfinished request names."""
 
     op: Literal["unload_adapter"]
     name: Id
 
 
 class Cancel(Header):
-    """End a request with what it has."""
+    """End a request with its tokens so far."""
 
     op: Literal["cancel"]
     target: Id
@@ -168,7 +167,7 @@ class Cancel(Header):
 
 
 class Attach(Header):
-    """Wait for the result of a request that was sent before, or have its stream from a place in each completion."""
+    """Get the result of an earlier request, or resume its stream."""
 
     op: Literal["attach"]
     target: Id
@@ -179,14 +178,14 @@ class Attach(Header):
 
 
 class Ack(Header):
-    """Have results forgotten."""
+    """Drop results."""
 
     op: Literal["ack"]
     targets: list[Id] = Field(min_length=1, max_length=MAX_ACKS)
 
 
 class Report(Header):
-    """A trainer's log-probs of an earlier result, by completion; float32 [tokens] each, NaN where not known."""
+    """A trainer's log-probs of an earlier result, by completion; float32 [tokens] each, NaN if unknown."""
 
     op: Literal["report"]
     target: Id
@@ -194,7 +193,7 @@ class Report(Header):
 
 
 class Status(Header):
-    """Ask how the worker is."""
+    """Ask for the state of the worker."""
 
     op: Literal["status"]
     sequences: int = Field(0, ge=0, le=MAX_SEQUENCES)
@@ -234,7 +233,7 @@ class Shutdown(Header):
 
 
 class Sleep(Header):
-    """Give the device's memory back until `wake`."""
+    """Release the device memory until `wake`."""
 
     op: Literal["sleep"]
     level: int = Field(1, ge=1, le=2)
@@ -243,13 +242,13 @@ class Sleep(Header):
 
 
 class Wake(Header):
-    """Have the memory again and go on."""
+    """Take the memory again and go on."""
 
     op: Literal["wake"]
 
 
 class Weights(Header):
-    """A control message of the weight bridge; its other fields are the bridge's own and checked there."""
+    """A control message of a weight update; the weight receiver checks its other fields."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
     op: Literal["weights"]
@@ -316,54 +315,55 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
 
 
 def _check_generate(request: Generate) -> None:
-    """What no single field shows."""
+    """Checks across fields."""
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("send exactly one of 'prompt' and 'messages'", "prompt")
     if request.messages is None:
         for name in ("tools", "chat_template_kwargs"):
             if getattr(request, name) is not None:
-                raise bad_request(f"'{name}' goes with 'messages'; leave it out or send messages", name)
+                raise bad_request(f"'{name}' needs 'messages'; remove it or send messages", name)
     else:
         _check_messages(request.messages)
     if request.detached and request.client is None:
-        raise bad_request("nobody could come back for a detached request without a 'client'; name it", "client")
+        raise bad_request("a detached request needs a 'client' name to fetch its result with; add one", "client")
     if request.min_complete is not None and request.min_complete > request.n:
-        raise bad_request(f"of {request.n} completions no more can be complete; lower 'min_complete'", "min_complete")
+        raise bad_request(
+            f"'min_complete' ({request.min_complete}) is larger than 'n' ({request.n}); lower it", "min_complete"
+        )
     if request.session is not None and request.n != 1:
-        raise bad_request("a session is one conversation; set 'n' to 1, or use a session for each completion", "n")
+        raise bad_request("a turn of a session has one completion; set 'n' to 1, or use one session a completion", "n")
     if request.session is None and request.session_lease_s is not None:
-        raise bad_request("'session_lease_s' goes with 'session'; leave it out or name one", "session_lease_s")
+        raise bad_request("'session_lease_s' needs 'session'; add a session or remove it", "session_lease_s")
     if request.constraint is not None and request.stop.min_tokens > 0:
-        raise bad_request("a constraint may allow nothing but a stop token; leave 'min_tokens' out", "stop.min_tokens")
+        raise bad_request("a constraint can require a stop token early; remove 'min_tokens'", "stop.min_tokens")
     if request.continue_from is not None:
         if request.n != 1:
             raise bad_request("'continue_from' continues one completion; set 'n' to 1", "n")
         if request.sampling.seed not in (None, request.continue_from.seed):
             raise bad_request(
-                "'continue_from.seed' decides the random numbers; leave 'sampling.seed' out", "sampling.seed"
+                "'continue_from.seed' determines the random numbers; remove 'sampling.seed'", "sampling.seed"
             )
         if request.continue_from.tops not in (0, request.logprobs):
             raise bad_request(
-                f"'continue_from' has the {request.continue_from.tops} likeliest tokens of each position; this asks "
-                f"for {request.logprobs}; set 'logprobs' to as many, or leave 'top_ids' and 'top_logprobs' out",
+                f"'continue_from' has {request.continue_from.tops} top tokens a position, 'logprobs' is "
+                f"{request.logprobs}; make them equal, or remove 'top_ids' and 'top_logprobs'",
                 "logprobs",
             )
         if request.continue_from.adapter_versions and request.adapter is None:
             raise bad_request(
-                "'continue_from' has 'adapter_versions'; name the adapter in 'adapter', or leave them out to go on "
-                "with the model alone",
+                "'continue_from' has 'adapter_versions'; set 'adapter', or remove them to continue without an adapter",
                 "adapter",
             )
 
 
 def _check_attach(request: Attach) -> None:
-    """What no single field shows."""
+    """Checks across fields."""
     for name in ("offsets", "text_chars"):
         if getattr(request, name) and not request.stream:
-            raise bad_request(f"'{name}' says where a stream goes on; set 'stream', or leave it out", name)
+            raise bad_request(f"'{name}' needs 'stream'; set it, or remove '{name}'", name)
     for index in request.text_chars:
         if request.offsets.get(index) is None:
-            raise bad_request("text without tokens; give the offset of this completion", f"offsets.{index}")
+            raise bad_request("'text_chars' needs the completion's offset; add it to 'offsets'", f"offsets.{index}")
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
@@ -381,7 +381,7 @@ def _first_error(error: ValidationError) -> ServiceError:
         case "missing":
             text = f"the field '{field}' is missing; add it"
         case "extra_forbidden":
-            text = f"the field '{field}' is unknown to this worker; leave it out"
+            text = f"the field '{field}' is unknown to this worker; remove it"
         case "value_error":
             text = f"change '{field}': {first['msg'].removeprefix('Value error, ')}"
         case _:
