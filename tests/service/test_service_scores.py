@@ -169,8 +169,8 @@ OLD = {"token_ids": [11, 12], "seed": 77}
         ({"logprobs": True}, "logprobs", "valid integer"),
         ({"logprobs": 2.5}, "logprobs", "valid integer"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "valid boolean"),
-        ({"continue_from": {**OLD, **tops([1, 2], 3)}}, "logprobs", "set 'logprobs' to as many"),
-        ({"continue_from": {**OLD, **tops([1, 2], 3)}, "logprobs": 2}, "logprobs", "the 3 likeliest"),
+        ({"continue_from": {**OLD, **tops([1, 2], 3)}}, "logprobs", "make them equal"),
+        ({"continue_from": {**OLD, **tops([1, 2], 3)}, "logprobs": 2}, "logprobs", "has 3 top tokens"),
         ({"continue_from": {**OLD, **tops([1], 3)}, "logprobs": 3}, "continue_from", "has 1 rows"),
         ({"continue_from": {**OLD, "top_ids": [[1], [2]]}, "logprobs": 1}, "continue_from", "go together"),
         (
