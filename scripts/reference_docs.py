@@ -67,7 +67,7 @@ def metrics_page() -> str:
 
 
 def _section(metric: Metric) -> str:
-    """The metric's section of the dashboard; without a panel, that of the first metric with the same first word."""
+    """The metric's section of the dashboard. Without a panel: the section of a metric with the same first word."""
     if metric.panel is not None:
         return metric.panel.section
     word = metric.name.partition("/")[0]

@@ -42,7 +42,7 @@ class ByVersion:
         self._version, self._begin, self._pause_s = version, now, pause_s
 
     def take(self, now: Served | None = None) -> tuple[VersionRow, ...]:
-        """The rows since the last call, oldest first. With `now` also that of the version that serves, for the end."""
+        """The rows since the last call, oldest first. `now` adds a row for the version that serves."""
         if self._dropped:
             log.warning("rows of %d weights versions were dropped: more than %d in a report", self._dropped, MOST_ROWS)
             self._dropped = 0

@@ -50,7 +50,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What was counted up to a moment since the start; the difference of two is what one weights version served."""
+    """Counts since the start of the meter. The difference of two readings is the service of one weights version."""
 
     wall_s: float
     busy_s: float = 0.0
@@ -265,7 +265,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
     ),
     Metric(
         "off_policy/version_span", "gauge", "versions",
-        "newest minus oldest weights version of a completion, mean of those that finished",
+        "newest minus oldest weights version of a completion, mean over the completions that finished",
         Panel("Weights", "Versions in a completion"), lambda stretch: stretch.samples.version_span.value(),
     ),
     Metric(

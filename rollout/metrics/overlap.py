@@ -35,7 +35,7 @@ class Colour:
 COLOURS: Mapping[str, Colour] = {
     "both": Colour("#2e8b57", "green", "host and device", "the host works while the device runs a step"),
     "device": Colour("#b5e2c4", "light green", "device alone", "the device runs a step and the host waits for it"),
-    "host": Colour("#d6453d", "red", "host alone", "the device waits for the host: a bubble"),
+    "host": Colour("#d6453d", "red", "host alone", "the device waits for the host (a bubble)"),
     "neither": Colour("#ffffff", "white", "neither", "there was no work, or another process had the core"),
 }
 

@@ -29,7 +29,7 @@ class Mean:
         self.count += other.count
 
     def value(self) -> float:
-        """The mean of the samples since the last reset, or the last mean if there are none."""
+        """The mean of the samples since the last reset; without a sample, the last mean."""
         if self.count:
             self.last = self.total / self.count
         return self.last
@@ -63,7 +63,7 @@ class Quantiles:
                 self._range = min(least, value), max(most, value)
 
     def value(self, share: float) -> float:
-        """The smallest value that is not below `share` of the samples, or its last value if there are none."""
+        """The smallest value that is not below `share` of the samples; without a sample, the last result."""
         left = share * sum(self._counts.values())
         for place in sorted(self._counts):
             left -= self._counts[place]
@@ -137,7 +137,7 @@ class Samples:
         return self._zombie_rows_pct
 
     def tokens_per_s_per_row(self, wall_s: float) -> float:
-        """Tokens per second of one row: those of all rows, over the mean number of rows in a step."""
+        """Tokens per second of one row: the tokens of all rows over the mean number of rows in a step."""
         return self.tokens / wall_s * self.steps / self.rows if wall_s > 0 and self.rows else 0.0
 
     def speedups(self, work_s: float) -> tuple[float, float]:

@@ -143,7 +143,7 @@ def _legend(width: int, ascii_only: bool) -> list[Text]:
     }
     entries = [("gpu", f"{_sign(part, ascii_only)} {_words(part)}", meanings[part]) for part in _PARTS]
     entries += [("last", str(metric.top), f"{metric.meaning}; {metric.unit}") for metric in TOP_METRICS]
-    lines = [Text(fit("  Legend. Times and shares of `last` are those of the last report.", width), "bold underline")]
+    lines = [Text(fit("  Legend: `gpu` covers the last 10 s, `last` is the last report.", width), "bold underline")]
     for line_name, word, meaning in entries:
         said = textwrap.wrap(meaning, max(20, width - 22)) or [""]
         for i, part in enumerate(said):
@@ -168,7 +168,7 @@ def _short(view: WorkerView, width: int, ascii_only: bool) -> Text:
 
 
 def _per_row(view: WorkerView, status: Any) -> str:
-    """Tokens per second of one row: those of the last second over the rows of now."""
+    """Tokens per second of one row: the tokens of the last second over the current rows."""
     running = status["rows"]["running"]
     rate = view.rates[-1] if view.rates else status["tokens_per_s"]
     return f"{rate / running:.1f} a row" if running else "no rows"
