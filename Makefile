@@ -58,11 +58,12 @@ test-gpu: ## the GPU tests, with the machine's own torch and the wheels of the f
 fuzz: $(DEV_READY) ## search for messages that break their readers, for FUZZ_SECONDS
 	$(BIN)/python -m scripts.check.fuzz_codec --seconds $(FUZZ_SECONDS) $(ARGS)
 
-lint: $(DEV_READY) ## ruff, import layers and mypy
+lint: $(DEV_READY) ## ruff, import layers, mypy, and whether docs/reference is current
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYTHONPATH=.:kernels $(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python -m scripts.reference_docs --check
 
 format: $(DEV_READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
@@ -74,8 +75,9 @@ bench: $(DEMO_READY) ## measure bookkeeping, pipeline, memory and service load; 
 	$(BIN)/python -m scripts.bench.memory $(ARGS)
 	$(BIN)/python -m scripts.bench.service_load $(ARGS)
 
-docs: $(DEV_READY) ## renew the tables of docs/operating.md
+docs: $(DEV_READY) ## renew docs/reference and the settings in docs/operating.md
 	$(BIN)/python scripts/settings_table.py --write
+	$(BIN)/python -m scripts.reference_docs --write
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

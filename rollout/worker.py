@@ -39,8 +39,13 @@ from rollout.engine.snapshot import state_of
 from rollout.engine.views import EngineViews
 from rollout.libraries import freeze_heap
 from rollout.logs import set_up, worker_name
-from rollout.metrics import JsonlSink, MetricsThread, Sink, WandbSink, write_timeline
+from rollout.metrics.definitions import TOP_METRICS
+from rollout.metrics.health import Health
 from rollout.metrics.prometheus import PrometheusSink
+from rollout.metrics.sinks import JsonlSink, MetricsThread, Sink
+from rollout.metrics.timeline import write_timeline
+from rollout.metrics.wandb_mode import wandb_mode
+from rollout.metrics.wandb_sink import WandbSink
 from rollout.models import LoadedModel, load_model
 from rollout.models.loader import fetch
 from rollout.ports import check_free
@@ -76,9 +81,12 @@ FAILED, FAULT, HUNG = 1, 3, 4
 class Worker:
     """Everything that one process serves with. Construction binds the sockets; nothing runs before `loop`."""
 
-    def __init__(self, settings: Settings, loaded: LoadedModel, sinks: list[Sink], restarts: int = 0) -> None:
+    def __init__(
+        self, settings: Settings, loaded: LoadedModel, sinks: list[Sink], health: Health, restarts: int = 0
+    ) -> None:
         self.settings = settings
         self.sinks = sinks
+        self.health = health
         self.restarts = restarts
         self.faults: list[float] = []  # when, `time.perf_counter()`
         self.status = EngineStatus(state="serving", rows_max=settings.engine.max_rows)
@@ -156,6 +164,7 @@ class Worker:
         versions = {"version": self.receiver.version, "min_version": self.settings.weights.min_version}
         if versions["version"] < versions["min_version"]:
             log.info("requests wait for newer weights", extra=versions)
+        self.health.watch(self._not_serving)
         self._announce()
 
     def latest_status(self) -> EngineStatus:
@@ -164,6 +173,7 @@ class Worker:
         It is called on the service thread, which answers while the loop hangs.
         """
         silent_s, adapters = time.perf_counter() - self.last_tick_s, self._adapters()
+        reported = self.metrics.latest
         return replace(
             self.status,
             state="stalled" if silent_s > self.settings.engine.stall_s else state_of(self.engine),
@@ -176,7 +186,20 @@ class Worker:
             restarts=self.restarts,
             prompt_faults=0 if self.prompts is None else self.prompts.deaths,
             problems=self.problems(),
+            metrics={} if reported is None else {m.name: reported.metrics[m.name] for m in TOP_METRICS},
         )
+
+    def _not_serving(self) -> str:
+        """Why the worker does not serve, for `/health`; empty if it does. Called on the metrics port's threads."""
+        status = self.latest_status()
+        return {
+            "serving": "",
+            "paused": "generation is paused until `resume`",
+            "draining": "the worker is shutting down and takes no new requests",
+            "asleep": "the worker sleeps until `wake`",
+            "stale": status.stale,
+            "stalled": f"the loop has hung for {status.last_tick_s:.0f} s",
+        }[status.state]
 
     def _adapters(self) -> AdapterTable | None:
         """Those that are known, if any are served; the receiver's thread may ask before there is an engine."""
@@ -287,7 +310,7 @@ class Worker:
 
     def _set_gauges(self) -> None:
         self.engine.set_gauges()
-        self.engine.meter.gauges(reclaimed=self.server.reclaimed)
+        self.engine.meter.set({"rollout/reclaimed_rows": self.server.reclaimed})
         self.engine.meter.mismatch(self.server.mismatch.take())
 
     def _on_signal(self, count: int) -> None:
@@ -346,12 +369,13 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     torch.set_num_threads(settings.model.cpu_threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     check_free(settings)  # before the model, which may take minutes
-    sinks = make_sinks(settings)
+    health = Health()
+    sinks = make_sinks(settings, health)
     with stage(f"fetching {settings.model.path}") as advance:
         folder = fetch(settings.model, advance)
     with stage("loading weights") as advance:
         loaded = load_model(settings.model, device.torch_device, advance, folder, settings.engine.expert_format)
-    worker = Worker(settings, loaded, sinks, restarts)
+    worker = Worker(settings, loaded, sinks, health, restarts)
     settle_heap()
     worker.start()
     status = FAILED
@@ -377,13 +401,15 @@ def check_settings(settings: Settings) -> Device:
     if settings.metrics.timeline is not None and importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("timeline needs matplotlib: pip install 'rollout-engine[plot]', or leave the setting out")
     try:
+        if settings.metrics.wandb:
+            wandb_mode(os.environ)
         Access.from_settings(settings.security).check_binds(settings)
         return make_device(settings.model.device)
     except ValueError as error:
         raise SettingsError(str(error)) from error
 
 
-def make_sinks(settings: Settings) -> list[Sink]:
+def make_sinks(settings: Settings, health: Health) -> list[Sink]:
     """The sinks that the settings ask for. Raises ValueError when the port for Prometheus is taken."""
     sinks: list[Sink] = []
     if settings.metrics.jsonl is not None:
@@ -391,5 +417,5 @@ def make_sinks(settings: Settings) -> list[Sink]:
     if settings.metrics.wandb:
         sinks.append(WandbSink(settings.metrics, settings.model_dump()))
     if (port := settings.metrics.metrics_port) is not None:
-        sinks.append(PrometheusSink(settings.metrics.metrics_host, port, settings.model.path))
+        sinks.append(PrometheusSink(settings.metrics.metrics_host, port, settings.model.path, health))
     return sinks

@@ -1,9 +1,9 @@
-"""Writes the tables of settings and metrics in docs/operating.md from their declarations in the code.
+"""Writes the tables of settings in docs/operating.md from their declarations in the code.
 
     python scripts/settings_table.py            says whether the page is current (exit code 1 if it is not)
     python scripts/settings_table.py --write    renews it
 
-A table stands between `<!-- settings: begin -->` and `<!-- settings: end -->`; the same for `metrics`.
+The tables stand between `<!-- settings: begin -->` and `<!-- settings: end -->`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from rollout.metrics.report import HISTOGRAMS, METRICS, VERSION_METRICS
 from rollout.settings_sources import Key, setting_keys
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operating.md"
@@ -35,21 +34,12 @@ def settings_table() -> str:
     return "\n".join(lines[1:])
 
 
-def metrics_table() -> str:
-    """A markdown table of the metrics, histograms and rows by version at the end."""
-    shown = (*METRICS, *HISTOGRAMS, *VERSION_METRICS)
-    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in shown]
-    return "\n".join(["| metric | unit | meaning |", "|---|---|---|", *rows])
-
-
 def renewed(page: str) -> str:
-    """The page with both tables renewed; ValueError if a marker is missing."""
-    for name, table in (("settings", settings_table()), ("metrics", metrics_table())):
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        if page.count(begin) != 1 or page.count(end) != 1:
-            raise ValueError(f"the page must have one {begin.strip()} and one {end}")
-        page = page[: page.index(begin) + len(begin)] + f"\n{table}\n\n" + page[page.index(end) :]
-    return page
+    """The page with the tables renewed; ValueError if a marker is missing."""
+    begin, end = "<!-- settings: begin -->\n", "<!-- settings: end -->"
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page must have one {begin.strip()} and one {end}")
+    return page[: page.index(begin) + len(begin)] + f"\n{settings_table()}\n\n" + page[page.index(end) :]
 
 
 def _values(key: Key) -> str:

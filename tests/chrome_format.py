@@ -23,8 +23,8 @@ def check_chrome_trace(trace: dict) -> list[dict]:
         else:
             assert all(type(value) is int for value in event["args"].values()) and len(event["args"]) == 1
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    for tid in TRACKS.values():
-        own = sorted((event["ts"], event["ts"] + event["dur"]) for event in slices if event["tid"] == tid)
+    for track in TRACKS.values():
+        own = sorted((event["ts"], event["ts"] + event["dur"]) for event in slices if event["tid"] == track.tid)
         for (_, end), (begin, _) in zip(own, own[1:], strict=False):
             assert begin >= end - 0.002, "slices of one track overlap"
     return slices

@@ -153,12 +153,15 @@ def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
 
 
 def _supervise(settings: Settings, command: list[str]) -> int:
+    from rollout.metrics.wandb_mode import wandb_mode
     from rollout.service.access import Access
     from rollout.supervisor import Supervisor, assign_devices
 
     set_up(settings.log_level, settings.log_format, worker_name())
-    try:
-        Access.from_settings(settings.security).check_binds(settings)  # what no restart would change
+    try:  # a restart would change none of this
+        if settings.metrics.wandb:
+            wandb_mode(os.environ)
+        Access.from_settings(settings.security).check_binds(settings)
         devices = assign_devices(settings, os.environ)
     except ValueError as error:
         raise SettingsError(str(error)) from error

@@ -1,4 +1,4 @@
-"""`rollout top`: workers live in a terminal; once, as text or JSON, for scripts."""
+"""`rollout top`: workers live in a terminal, or once as text or JSON for scripts."""
 
 from __future__ import annotations
 
@@ -24,27 +24,32 @@ _END_S = 0.3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = (
-        "Watch workers: rows, queue, pages, what the GPU does, speed, weight swaps. Keys: l and a sort by length and "
-        "age, up and down select, c cancels the selected row's request, q quits."
+        "Watch workers in a terminal: rows, queue, KV pages, use of the GPU, speed, swaps of the weights. Press l or a "
+        "to sort the rows by length or age, up and down to select one, c to cancel its request, ? for the legend, q to "
+        "quit."
     )
-    parser.add_argument("endpoints", metavar="ENDPOINT", nargs="+", help="of a worker, such as tcp://127.0.0.1:5757")
-    parser.add_argument("--once", action="store_true", help="print one picture and end; status 1 if a worker is silent")
-    parser.add_argument("--json", action="store_true", help="with --once: one JSON object a worker, one a line")
+    parser.add_argument(
+        "endpoints", metavar="ENDPOINT", nargs="+", help="address of a worker, such as tcp://127.0.0.1:5757"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print one frame and exit, with status 1 if a worker does not answer"
+    )
+    parser.add_argument("--json", action="store_true", help="with --once: print one line of JSON for each worker")
     parser.add_argument("--sort", choices=("length", "age"), default="length", help="order of the rows [length]")
-    parser.add_argument("--interval-s", type=float, default=1.0, help="seconds between two looks [1]")
+    parser.add_argument("--interval-s", type=float, default=1.0, help="seconds between two polls [1]")
     add_access(parser, timeout_s=5.0)
 
 
 def run(args: argparse.Namespace) -> int:
     """Show the workers until the user leaves, or once."""
     if args.json and not args.once:
-        raise UsageError("--json goes with --once")
+        raise UsageError("--json needs --once")
     if not args.interval_s > 0:
         raise UsageError("--interval-s must be more than 0 seconds")
     if len(set(args.endpoints)) != len(args.endpoints):
-        raise UsageError("give each endpoint once")
+        raise UsageError("an endpoint is given twice; give each once")
     if not args.once and not sys.stdout.isatty():
-        raise UsageError("stdout is no terminal; add --once")
+        raise UsageError("stdout is not a terminal; add --once to print one frame")
     from rollout.top.poller import Poller
     from rollout.top.screen import Screen
 
@@ -83,7 +88,7 @@ def _fields(view: WorkerView) -> dict[str, Any]:
 def _draw_once(console: Console, views: list[WorkerView], screen: Screen) -> None:
     from rollout.top.frame import frame
 
-    for line in frame(views, screen, console.width, None, console.options.ascii_only)[:-1]:  # no keys to tell of
+    for line in frame(views, screen, console.width, None, console.options.ascii_only)[:-1]:  # without the line of keys
         console.print(line, no_wrap=True, overflow="crop", crop=True)
 
 
@@ -117,6 +122,6 @@ def _live(pollers: list[Poller], screen: Screen) -> int:
     finally:
         for poller in pollers:
             poller.stop()
-        until_s = time.monotonic() + _END_S  # for all of them: a silent worker keeps nobody waiting
+        until_s = time.monotonic() + _END_S  # together: a silent worker must not delay the exit
         for poller in pollers:
             poller.join(max(0.0, until_s - time.monotonic()))

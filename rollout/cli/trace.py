@@ -1,9 +1,10 @@
-"""`rollout trace`: the last steps of a worker as a Chrome trace, and as a picture of who worked when."""
+"""`rollout trace`: the last steps of a worker as a Chrome trace, and as a picture of when host and device worked."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,28 +20,28 @@ _MAX_STEPS = 2000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = (
-        "Save a worker's last steps as a Chrome trace, which https://ui.perfetto.dev opens. The worker keeps its last "
-        "2000 steps anyway."
+        "Save a worker's last steps as a Chrome trace; open it at https://ui.perfetto.dev. A worker always keeps its "
+        f"last {_MAX_STEPS} steps, so a trace can be taken at any time."
     )
-    parser.add_argument("endpoint", metavar="ENDPOINT", help="of the worker, such as tcp://127.0.0.1:5757")
-    parser.add_argument("--steps", type=int, default=200, help=f"steps, up to {_MAX_STEPS} [200]")
-    parser.add_argument("-o", "--out", metavar="FILE", default="trace.json", help="where to write it [trace.json]")
-    parser.add_argument("--png", metavar="FILE", help="also draw when host and device worked")
+    parser.add_argument("endpoint", metavar="ENDPOINT", help="address of the worker, such as tcp://127.0.0.1:5757")
+    parser.add_argument("--steps", type=int, default=200, help=f"number of steps, up to {_MAX_STEPS} [200]")
+    parser.add_argument("-o", "--out", metavar="FILE", default="trace.json", help="file of the trace [trace.json]")
+    parser.add_argument("--png", metavar="FILE", help="also draw a picture of when host and device worked")
     add_access(parser, timeout_s=10.0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fetch, write, and say what is in it."""
+    """Fetch the steps, write the files, print what they show."""
     if not 1 <= args.steps <= _MAX_STEPS:
-        raise UsageError(f"--steps is 1 to {_MAX_STEPS}")
-    from rollout.metrics.chrome_trace import chrome_trace
-    from rollout.metrics.overlap import clipped, device_spans, host_spans, overlap, shares
+        raise UsageError(f"--steps must be from 1 to {_MAX_STEPS}; got {args.steps}")
+    from rollout.metrics.chrome_trace import TRACKS, chrome_trace
+    from rollout.metrics.overlap import COLOURS, clipped, device_spans, host_spans, overlap, shares
 
     reply, recording = _fetch(args)
     model = str(reply.get("model")).rstrip("/").rpartition("/")[2]
     name = f"{model} on {reply.get('worker')}"
     device = device_spans(recording.steps)
-    host = clipped(host_spans(recording.steps), device[0][0], device[-1][1])  # beyond them are steps that are not here
+    host = clipped(host_spans(recording.steps), device[0][0], device[-1][1])  # the recording has only these steps
     stretches = overlap(device, host)
     caption = _caption(len(recording.steps), stretches[-1][0][1] - stretches[0][0][0], shares(stretches))
     try:
@@ -54,7 +55,15 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:  # no matplotlib
         raise CommandError(str(error)) from error
     print(f"{args.out}: {caption}")
+    print(_legend("Tracks of the trace", {track.title: track.meaning for track in TRACKS.values()}))
+    if args.png is not None:
+        print(_legend(f"Colours of {args.png}", {c.name: f"{c.title}: {c.meaning}" for c in COLOURS.values()}))
     return 0
+
+
+def _legend(heading: str, meanings: Mapping[str, str]) -> str:
+    width = max(map(len, meanings))
+    return "\n".join([f"{heading}:", *(f"  {name:<{width}}  {meaning}" for name, meaning in meanings.items())])
 
 
 def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], Recording]:
@@ -71,7 +80,7 @@ def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], Recording]:
     except ValueError as error:
         raise CommandError(f"{args.endpoint}: {error}") from error
     if not recording.steps:
-        raise CommandError(f"{args.endpoint} has run no step yet; send it a request first")
+        raise CommandError(f"the worker at {args.endpoint} has not run a step yet; send it a request first")
     return reply, recording
 
 

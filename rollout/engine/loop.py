@@ -30,6 +30,7 @@ from rollout.engine.messages import (
     Pause,
     PutAdapter,
     Rejected,
+    RequestDone,
     Resume,
     Shutdown,
     StopAt,
@@ -48,7 +49,8 @@ from rollout.engine.step.masks import MaskBuilder
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
 from rollout.engine.step.runner import Runner
 from rollout.engine.step.slot import Slot
-from rollout.metrics.meter import Meter, StepRecord
+from rollout.metrics.meter import Meter
+from rollout.metrics.step_timing import StepTiming
 from rollout.weights.updates import Receiver, Swap
 
 log = logging.getLogger(__name__)
@@ -193,7 +195,7 @@ class Engine:
         self.scheduler.commit(step.plan, output)
         slot, commit_s = step.slot, time.perf_counter() - committing_s
         self.meter.step(
-            StepRecord(
+            StepTiming(
                 kind=step.plan.kind,
                 rows=len(step.plan.seqs),
                 zombie_rows=counters.zombie_rows - zombies,
@@ -210,7 +212,7 @@ class Engine:
                 committed_at_s=committing_s,
                 input_tokens=step.plan.tokens,
                 max_context=step.plan.max_context,
-                held=(slot.forward_end.time_s, slot.draw_start.time_s) if step.plan.held else None,
+                mask_wait=(slot.forward_end.time_s, slot.draw_start.time_s) if step.plan.held else None,
             )
         )
         self.pipeline.retire(step)
@@ -336,6 +338,9 @@ class Engine:
                 if isinstance(event, Delta) and event.finish is not None:
                     length = event.offset + len(event.token_ids)
                     self.meter.completion(length, event.finish.reason, event.version_span)
+                elif isinstance(event, RequestDone):
+                    self.meter.observe("queue/seconds", event.queued_s)
+                    self.meter.observe("request/seconds", event.total_s)
             self._emit(events)
 
     def _end_if_drained(self) -> None:
@@ -390,7 +395,7 @@ class Engine:
         return snapshot(self)
 
     def set_gauges(self) -> None:
-        """Give the meter the values that it reads off at report time."""
+        """Give the meter the values of metrics that the engine keeps, before a report."""
         set_gauges(self)
 
     def check_integrity(self) -> None:

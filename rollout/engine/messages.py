@@ -402,6 +402,7 @@ class EngineStatus:
     tokens: int = 0  # committed and kept since start
     tokens_by_second: tuple[int, ...] = ()  # of the last ten seconds, oldest first
     idle_pct: Mapping[str, float] = field(default_factory=dict)  # by cause, of about the last 10 s
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last report: those that `rollout top` shows
     swaps: tuple[SwapStatus, ...] = ()  # the last ones, newest first
     problems: tuple[str, ...] = ()  # what has ended that should not have, a sentence each
     stale: str = ""  # why the weights are of no use, and what cures that

@@ -55,24 +55,27 @@ def snapshot(engine: Engine) -> EngineStatus:
 
 
 def set_gauges(engine: Engine) -> None:
-    """Give the meter the values that it reads off at report time."""
+    """Give the meter the values of metrics that the engine keeps, before a report."""
     scheduler, pool, counters = engine.scheduler, engine.scheduler.memory.pool, engine.scheduler.counters
     offload = _offload_status(engine)
-    engine.meter.gauges(
-        rows=scheduler.running,
-        waiting=scheduler.waiting,
-        pages_used=pool.used,
-        pages_total=pool.total,
-        session_pages=scheduler.memory.sessions.pages,
-        prompt_tokens=counters.prompt_tokens,
-        cached_tokens=counters.cached_tokens,
-        preemptions=counters.preemptions,
-        host_pages_used=offload.pages,
-        host_pages_total=offload.pages_total,
-        restores=offload.restored,
-        offload_bytes_out=offload.bytes_out,
-        offload_bytes_in=offload.bytes_in,
+    engine.meter.set(
+        {
+            "rollout/rows": scheduler.running,
+            "queue/waiting": scheduler.waiting,
+            "kv/used_pct": _percent(pool.used, pool.total),
+            "kv/session_pct": _percent(scheduler.memory.sessions.pages, pool.total),
+            "kv/prefix_hit_pct": _percent(counters.cached_tokens, counters.prompt_tokens),
+            "kv/preemptions": counters.preemptions,
+            "kv/host_used_pct": _percent(offload.pages, offload.pages_total),
+            "kv/restores": offload.restored,
+            "kv/offloaded_bytes": offload.bytes_out,
+            "kv/brought_back_bytes": offload.bytes_in,
+        }
     )
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100.0 * part / whole if whole else 0.0
 
 
 def _offload_status(engine: Engine) -> OffloadStatus:

@@ -1,20 +1,20 @@
-"""What a worker reports of itself: the meter in the loop, the sinks in a thread of their own, the timeline picture."""
+"""What a worker measures and reports about itself.
 
-from rollout.metrics.meter import Meter, StepRecord
-from rollout.metrics.report import METRICS, Metric
-from rollout.metrics.sinks import JsonlSink, MetricsThread, Report, Sink
-from rollout.metrics.timeline import write_timeline
-from rollout.metrics.wandb_sink import WandbSink
+    definitions      every metric, declared once: name, kind, unit, reader, meaning, where it is shown
+    meter            counts steps, swaps and completions in the loop, and makes reports
+      step_timing    when one step, or one swap, happened
+      samples        sums, means and quantiles of a stretch of time
+      histogram      counts by size
+      busy_window    busy time and tokens of the last ten seconds
+      idle           why the compute stream was idle
+      by_version     one row for each weights version
+      mismatch       a trainer's log-probs compared with the worker's
+    sinks            the metrics thread, and the JSON-lines file
+      wandb_sink, wandb_mode   Weights & Biases     prometheus, health   the metrics port
+    recording        the last steps as they travel to `rollout trace`
+      chrome_trace   as a Chrome trace          overlap      as a picture of host and device
+      timeline       as a picture that a worker draws when it ends
 
-__all__ = [
-    "METRICS",
-    "JsonlSink",
-    "Meter",
-    "Metric",
-    "MetricsThread",
-    "Report",
-    "Sink",
-    "StepRecord",
-    "WandbSink",
-    "write_timeline",
-]
+Modules are imported by name: this package imports none of them, so that `rollout trace` and `rollout top` need neither
+torch nor pydantic.
+"""

@@ -1,31 +1,47 @@
 """A recording in the Chrome trace event format, for https://ui.perfetto.dev and chrome://tracing.
 
-    loop       plan, launch, commit, finalize of every step, on the host
-    h2d        upload of its inputs         on the device, a track for each stream
-    compute    the step itself
-    d2h        download of its tokens
-    swap       swaps of the weights; they hold the compute stream
-    rows, zombie rows                       counters, as of each step
-
-Times are microseconds after the recording's origin. `finalize` lasts from the end of a commit until what it brought
-(events, slots, a swap that was due) has been handed over.
+`TRACKS` says what each track shows; the trace carries the same words, as names of the tracks and as `legend`. Times are
+microseconds after the recording's origin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rollout.metrics.meter import StepRecord
 from rollout.metrics.recording import Recording
+from rollout.metrics.step_timing import StepTiming
 
 _PID = 1
-TRACKS = {"loop": 1, "h2d": 2, "compute": 3, "d2h": 4, "swap": 5}
-_SHOWN = {"loop": "CPU: loop", "h2d": "GPU: h2d", "compute": "GPU: compute", "d2h": "GPU: d2h", "swap": "GPU: swap"}
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One line of the trace."""
+
+    tid: int
+    title: str
+    meaning: str
+
+
+TRACKS: Mapping[str, Track] = {
+    "loop": Track(
+        1,
+        "host: loop",
+        "plan: choose rows and pages; launch: enqueue the step; commit: append the tokens of a finished step; "
+        "finalize: hand over its events and free its slot",
+    ),
+    "h2d": Track(2, "device: upload", "copy of a step's inputs to the device"),
+    "compute": Track(3, "device: compute", "the step itself, decode or prefill; a gap between steps is idle time"),
+    "d2h": Track(4, "device: download", "copy of a step's tokens to the host"),
+    "swap": Track(5, "device: swap", "a swap of the weights, which holds the compute stream"),
+}
+_COUNTERS = {"rows": "rows of the step", "zombie rows": "rows of the step whose sequence had ended before"}
 
 
 def chrome_trace(recording: Recording, process: str) -> dict[str, Any]:
-    """The trace as an object for `json.dump`. `process` is shown as the process's name."""
+    """The trace as an object for `json.dump`. `process` is the process's name in the viewer."""
     events = [*_names(process)]
     for number, step in enumerate(recording.steps):
         events += _step(number, step)
@@ -35,18 +51,22 @@ def chrome_trace(recording: Recording, process: str) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"origin_unix_s": recording.origin_s, "steps": len(recording.steps)},
+        "otherData": {
+            "origin_unix_s": recording.origin_s,
+            "steps": len(recording.steps),
+            "legend": {track.title: track.meaning for track in TRACKS.values()} | _COUNTERS,
+        },
     }
 
 
 def _names(process: str) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": _PID, "tid": 0, "args": {"name": process}}
-    for track, tid in TRACKS.items():
-        yield {"ph": "M", "name": "thread_name", "pid": _PID, "tid": tid, "args": {"name": _SHOWN[track]}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": _PID, "tid": tid, "args": {"sort_index": tid}}
+    for track in TRACKS.values():
+        yield {"ph": "M", "name": "thread_name", "pid": _PID, "tid": track.tid, "args": {"name": track.title}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": _PID, "tid": track.tid, "args": {"sort_index": track.tid}}
 
 
-def _step(number: int, step: StepRecord) -> Iterator[dict[str, Any]]:
+def _step(number: int, step: StepTiming) -> Iterator[dict[str, Any]]:
     facts = {
         "step": number,
         "kind": step.kind,
@@ -68,9 +88,9 @@ def _step(number: int, step: StepRecord) -> Iterator[dict[str, Any]]:
     for track, span in (("h2d", step.h2d), ("d2h", step.d2h)):
         if span is not None:
             yield _slice(track, track, *span, facts)
-    for begin_s, end_s in step.busy:  # two of a step that waited for masks: forward, and draw
+    for begin_s, end_s in step.busy:  # two if the step waited for masks: forward and draw
         yield _slice("compute", step.kind, begin_s, end_s, facts)
-    for name, value in (("rows", step.rows), ("zombie rows", step.zombie_rows)):
+    for name, value in zip(_COUNTERS, (step.rows, step.zombie_rows), strict=True):
         yield {"ph": "C", "name": name, "pid": _PID, "tid": 0, "ts": _us(step.start_s), "args": {name: value}}
 
 
@@ -81,7 +101,7 @@ def _slice(track: str, name: str, begin_s: float, end_s: float, args: dict[str, 
         "cat": track,
         "name": name,
         "pid": _PID,
-        "tid": TRACKS[track],
+        "tid": TRACKS[track].tid,
         "ts": begin,
         "dur": round(max(0.0, end - begin), 3),
         "args": args,

@@ -1,12 +1,12 @@
 """How far a trainer's log-probs of sampled tokens are from the worker's own.
 
-With d = trainer - worker at each token, sampled by the worker,
+With d = trainer - worker at each token that the worker sampled:
 
     k3_kl      mean of exp(d) - 1 - d       an estimate of KL(worker || trainer) that is never negative
     mean_abs   mean of |d|
     max_abs    largest |d|
 
-A token counts where both are known: NaN stands for not known. In the exponent a d above `MAX_EXPONENT` counts as that.
+A token counts if both log-probs are known; NaN means unknown. In the exponent d is capped at `MAX_EXPONENT`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: A token that the trainer finds e^20 times as likely says all there is to say; beyond e^88 float32 ends.
+#: Far above any healthy difference, and far below the e^88 at which float32 overflows.
 MAX_EXPONENT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over tokens; two of them add up."""
+    """Sums over tokens; two can be added."""
 
     tokens: int = 0
     k3_sum: float = 0.0
@@ -50,8 +50,8 @@ class Mismatch:
 
 
 def compare(worker: np.ndarray, trainer: np.ndarray) -> Mismatch:
-    """The mismatch of two rows of log-probs, float32 [tokens] both; infinite ones of the worker count as not known."""
-    assert worker.shape == trainer.shape and worker.ndim == 1, "a log-prob a token on both sides"
+    """The mismatch of two rows of log-probs, both float32 [tokens]; an infinite one of the worker counts as unknown."""
+    assert worker.shape == trainer.shape and worker.ndim == 1, "both sides have one log-prob for each token"
     difference = trainer.astype(np.float64) - worker
     difference = difference[np.isfinite(difference)]
     if not len(difference):
@@ -63,7 +63,7 @@ def compare(worker: np.ndarray, trainer: np.ndarray) -> Mismatch:
 
 
 def compare_by_version(worker: np.ndarray, trainer: np.ndarray, runs: Iterable[tuple[int, int]]) -> dict[int, Mismatch]:
-    """The same for the tokens of each weights version; `runs` are (version, tokens) and add up to all tokens."""
+    """`compare` for each weights version; `runs` are (version, tokens) and add up to all tokens."""
     found: dict[int, Mismatch] = {}
     start = 0
     for version, count in runs:
@@ -75,19 +75,19 @@ def compare_by_version(worker: np.ndarray, trainer: np.ndarray, runs: Iterable[t
 
 
 class MismatchBox:
-    """What was compared since somebody looked last: filled by one thread, emptied by another."""
+    """Mismatches on their way to the loop: one thread adds, another takes everything."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held = Mismatch()
+        self._sum = Mismatch()
 
     def add(self, found: Mismatch) -> None:
-        """Put something in."""
+        """Add a mismatch to the sum."""
         with self._lock:
-            self._held += found
+            self._sum += found
 
     def take(self) -> Mismatch:
-        """Take everything out."""
+        """Return the sum since the last call."""
         with self._lock:
-            held, self._held = self._held, Mismatch()
-        return held
+            taken, self._sum = self._sum, Mismatch()
+        return taken

@@ -1,10 +1,10 @@
-"""A picture of who works when: green where host and device both do, light green the device alone, red the host alone.
+"""A picture of when host and device work.
 
     blocking     red, light green, red, light green ...    they take turns
-    pipelined    green, light green, green ...             the host works underneath the device
+    pipelined    green, light green, green ...             the host works while the device does
 
-The host works from the moment at which a step's outputs have arrived until it has launched the next step; it waits
-between a launch and the outputs that it commits next. In the style of Hugging Face's "Unlocking asynchronicity in
+The host works from the arrival of a step's outputs until it has launched the next step. It waits between a launch and
+the arrival of the outputs that it commits next. The style is that of Hugging Face's "Unlocking asynchronicity in
 continuous batching". matplotlib is in the extra `plot`; it is imported when a picture is drawn.
 """
 
@@ -13,44 +13,65 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.metrics.meter import StepRecord
+from rollout.metrics.step_timing import StepTiming
 
 #: (begin, end), seconds.
 Span = tuple[float, float]
 
-COLOURS = {"both": "#2e8b57", "device": "#b5e2c4", "host": "#d6453d", "neither": "#ffffff"}
-_LABELS = {"both": "host and device", "device": "device alone", "host": "host alone"}
+
+@dataclass(frozen=True, slots=True)
+class Colour:
+    """What one colour of the picture stands for."""
+
+    hexadecimal: str
+    name: str
+    title: str
+    meaning: str
 
 
-def device_spans(records: Sequence[StepRecord]) -> list[Span]:
-    """When the compute stream ran a step, merged, in order."""
+COLOURS: Mapping[str, Colour] = {
+    "both": Colour("#2e8b57", "green", "host and device", "the host works while the device runs a step"),
+    "device": Colour("#b5e2c4", "light green", "device alone", "the device runs a step and the host waits for it"),
+    "host": Colour("#d6453d", "red", "host alone", "the device waits for the host (a bubble)"),
+    "neither": Colour("#ffffff", "white", "neither", "there was no work, or another process had the core"),
+}
+
+
+def device_spans(records: Sequence[StepTiming]) -> list[Span]:
+    """The spans in which the compute stream ran a step: disjoint and in order."""
     return merged([span for record in records for span in record.busy])
 
 
-def host_spans(records: Sequence[StepRecord]) -> list[Span]:
-    """When the host did not wait, merged, in order. Records need their moments `planned_at_s` and `committed_at_s`."""
+def host_spans(records: Sequence[StepTiming]) -> list[Span]:
+    """The spans in which the host worked: disjoint and in order.
+
+    The records need `planned_at_s` and `committed_at_s`.
+    """
     launches, commits, masks, idle_from = [], [], [], set()
     for record in records:
-        assert record.planned_at_s is not None and record.committed_at_s is not None, "a record without moments"
+        assert record.planned_at_s is not None and record.committed_at_s is not None, (
+            "a step without planned_at_s or committed_at_s"
+        )
         launches.append((record.planned_at_s, record.planned_at_s + record.plan_s + record.launch_s))
         done_s = record.committed_at_s + record.commit_s
         handed_over_s = done_s if record.finalized_at_s is None else max(done_s, record.finalized_at_s)
         commits.append((record.committed_at_s, handed_over_s))
-        if record.held is not None:  # the device waits for what the host makes
-            masks.append(record.held)
+        if record.mask_wait is not None:  # the device waits for the host, which makes masks
+            masks.append(record.mask_wait)
         if record.idle_after:
             idle_from.add(record.committed_at_s)
     spans = sorted(launches + commits)
     began = {begin for begin, _ in launches}
-    # Nothing waits between a commit and the launch that follows it, unless there was nothing to launch.
+    # The host works from a commit to the launch that follows it, unless there was nothing to launch.
     waiting = began | idle_from
     turns = [(a[0], b[1]) for a, b in zip(spans, spans[1:], strict=False) if b[0] in began and a[0] not in waiting]
     return merged(spans + turns + masks)
 
 
-def active_share(records: Sequence[StepRecord]) -> float:
+def active_share(records: Sequence[StepTiming]) -> float:
     """Share of the time from the first step's start to the last one's end in which the compute stream ran a step."""
     spans = device_spans(records)
     return sum(end - begin for begin, end in spans) / (spans[-1][1] - spans[0][0])
@@ -68,13 +89,16 @@ def merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def clipped(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
-    """What of the spans lies between two moments."""
+    """The parts of the spans that lie between two moments."""
     return [(max(a, begin), min(b, end)) for a, b in spans if b > begin and a < end]
 
 
 def overlap(device: Sequence[Span], host: Sequence[Span]) -> list[tuple[Span, str]]:
-    """Adjacent stretches with who works in them, from the first of both to the last. The spans of each are disjoint."""
-    # What was read from JSON has lists for spans.
+    """Adjacent stretches from the first span to the last, each with a key of `COLOURS`.
+
+    The spans of one side are disjoint.
+    """
+    # Spans that were read from JSON are lists.
     device, host = (sorted((begin, end) for begin, end in spans) for spans in (device, host))
     moments = sorted({moment for span in (*device, *host) for moment in span})
     stretches: list[tuple[Span, str]] = []
@@ -92,13 +116,13 @@ _WHO = {(True, True): "both", (True, False): "device", (False, True): "host", (F
 
 
 def _covers(spans: Sequence[Span], moment: float) -> bool:
-    """True if one of the spans, which are in order, has the moment in it."""
+    """True if the moment lies in one of the spans, which are in order."""
     place = bisect_right(spans, (moment, math.inf)) - 1
     return place >= 0 and moment < spans[place][1]
 
 
 def shares(stretches: Sequence[tuple[Span, str]]) -> dict[str, float]:
-    """Percent of the whole time in which both, the device alone, the host alone, and neither worked."""
+    """Percent of the whole time by key of `COLOURS`."""
     seconds = dict.fromkeys(COLOURS, 0.0)
     for (begin, end), who in stretches:
         seconds[who] += end - begin
@@ -107,13 +131,13 @@ def shares(stretches: Sequence[tuple[Span, str]]) -> dict[str, float]:
 
 
 def write_overlap(lanes: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], path: str | Path, title: str) -> None:
-    """Draw (device spans, host spans) of each lane, top to bottom, each from its own beginning, into a PNG.
+    """Draw lanes of (device spans, host spans) into a PNG, top to bottom; each begins at its own first span.
 
     Raises:
         ValueError: a lane is empty, or matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    if not all(device or host for device, host in lanes.values()):  # of a single step the host's part is outside
+    if not all(device or host for device, host in lanes.values()):  # one side may be empty
         raise ValueError("no steps to draw: each lane needs at least one step")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -121,15 +145,16 @@ def write_overlap(lanes: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], pa
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ValueError("a picture of the overlap needs matplotlib: pip install 'rollout-engine[plot]'") from error
-    figure = Figure(figsize=(14, 0.9 + 0.9 * len(lanes)), layout="constrained")
+    figure = Figure(figsize=(14, 1.4 + 0.9 * len(lanes)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for lane, (device, host) in enumerate(lanes.values()):
         stretches = overlap(device, host)
         origin = stretches[0][0][0]
         for who in ("both", "device", "host"):
+            colour = COLOURS[who].hexadecimal
             bars = [(1e3 * (b - origin), 1e3 * (e - b)) for (b, e), of in stretches if of == who]
-            axes.broken_barh(bars, (lane - 0.38, 0.76), facecolors=COLOURS[who], edgecolors=COLOURS[who], linewidth=0.3)
+            axes.broken_barh(bars, (lane - 0.38, 0.76), facecolors=colour, edgecolors=colour, linewidth=0.3)
     axes.set_yticks(range(len(lanes)), list(lanes))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
@@ -137,8 +162,11 @@ def write_overlap(lanes: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], pa
     axes.margins(x=0.005)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, loc="left", fontsize=11)
-    patches = [Patch(color=COLOURS[who], label=label) for who, label in _LABELS.items()]
-    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    patches = [
+        Patch(facecolor=colour.hexadecimal, edgecolor="#bbbbbb", label=f"{colour.title}: {colour.meaning}")
+        for colour in COLOURS.values()
+    ]
+    figure.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, format="png")

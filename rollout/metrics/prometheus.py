@@ -1,33 +1,43 @@
-"""The last report as a page for Prometheus, over plain HTTP.
+"""The metrics port: the last report as a page for Prometheus, and whether the worker serves, over plain HTTP.
 
-Threads of its own serve the page from the last report: a scrape never touches the loop, however slow or frequent, and a
-sink that is stuck (W&B, a file) does not keep the page back. Names are those of the report, with `_` for `/`;
-histograms count since the start. There is nothing but `worker_info` before the first report.
+    GET /metrics   the last report; before the first one only `rollout_worker_info`
+    GET /health    200 while the worker serves, otherwise 503 and the reason
+
+Threads of their own answer from the last report. A scrape never touches the loop, however slow or frequent it is, and a
+sink that blocks (W&B, a file) does not delay the page. Histograms count since the start.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from itertools import accumulate
+from threading import Thread
 from typing import Any
 
-from rollout.metrics.histogram import BOUNDS, Histogram
-from rollout.metrics.report import HISTOGRAMS, METRICS
+from rollout.metrics.definitions import HISTOGRAMS, METRICS, Metric
+from rollout.metrics.health import Health
+from rollout.metrics.histogram import Histogram
 from rollout.metrics.sinks import Report
 
+_PREFIX = "rollout_"
 
-def prometheus_name(metric: str) -> str:
-    """The name of a metric on the page."""
-    return metric.replace("/", "_")
+
+def prometheus_name(metric: Metric) -> str:
+    """The name of a metric on the page: with the prefix `rollout_`, `_` for `/`, and `_total` after a counter."""
+    name = _PREFIX + metric.name.replace("/", "_").removeprefix(_PREFIX)
+    return f"{name}_total" if metric.kind == "counter" else name
 
 
 class PrometheusSink:
-    """Serves `http://HOST:PORT/metrics` from its construction until `close`.
+    """Serves the metrics port from its construction until `close`.
 
     Args:
         host: address to listen at.
         port: 0 picks a free one.
-        model: what is served, a label of `worker_info`.
+        model: name of the model, a label of `rollout_worker_info`.
+        health: answers `/health`.
 
     Raises:
         ValueError: the address cannot be bound.
@@ -36,66 +46,110 @@ class PrometheusSink:
     #: `write` is an assignment: the loop does it.
     at_once = True
 
-    def __init__(self, host: str, port: int, model: str) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
-
+    def __init__(self, host: str, port: int, model: str, health: Health) -> None:
         self._latest: Report | None = None
         self._model = model
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)  # type: ignore[arg-type]
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = _server(host, port, self, health)
         except OSError as error:
             raise ValueError(
                 f"cannot serve metrics at {host}:{port}: {error.strerror or error}; choose another metrics_port "
                 "(0 picks a free one) or metrics_host"
             ) from error
+        self._thread = Thread(target=self._server.serve_forever, name="metrics-port", daemon=True)
+        self._thread.start()
         shown = f"[{host}]" if ":" in host else host
-        #: Where the page is.
+        #: Address of the page.
         self.url = f"http://{shown}:{self._server.server_port}/metrics"
 
     def open(self) -> None:
-        """Nothing is left to do."""
+        """No-op: the port is open."""
 
     def write(self, report: Report) -> None:
         """Show this report from now on."""
         self._latest = report
 
     def close(self) -> None:
-        """Serve no longer."""
+        """Close the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """What `prometheus_client` asks for at each scrape, on the scrape's own thread."""
-        from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+        """The families of the page; `prometheus_client` calls this at each scrape, on the scrape's thread."""
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+            InfoMetricFamily,
+        )
 
-        yield InfoMetricFamily("worker", "what this worker serves", {"model": self._model})
+        yield InfoMetricFamily(f"{_PREFIX}worker", "model that this worker serves", {"model": self._model})
         report = self._latest
         if report is None:
             return
-        yield GaugeMetricFamily("report_time_s", "Unix time of the report on this page, seconds", report.time_s)
-        yield GaugeMetricFamily("report_step", "steps committed when that report was made", report.step)
-        about = {metric.name: f"{metric.meaning}; {metric.unit}" for metric in METRICS}
-        for name, value in report.metrics.items():
-            yield GaugeMetricFamily(prometheus_name(name), about.get(name, name), value)
-        about = {metric.name: f"{metric.meaning}, since the start; {metric.unit}" for metric in HISTOGRAMS}
-        for name, histogram in report.histograms.items():
-            buckets = _cumulative(histogram)
-            yield HistogramMetricFamily(prometheus_name(name), about[name], buckets, sum_value=histogram.run_sum)
+        yield GaugeMetricFamily(f"{_PREFIX}report_time_s", "Unix time of the report on this page; s", report.time_s)
+        yield GaugeMetricFamily(f"{_PREFIX}report_step", "steps committed at the time of the report", report.step)
+        for metric in METRICS:
+            if metric.name in report.metrics:
+                family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+                yield family(prometheus_name(metric), _about(metric), report.metrics[metric.name])
+        for metric in HISTOGRAMS:
+            if (histogram := report.histograms.get(metric.name)) is not None:
+                buckets = _cumulative(histogram)
+                name = prometheus_name(metric)
+                yield HistogramMetricFamily(name, _about(metric), buckets, sum_value=histogram.run_sum)
+
+
+def _about(metric: Metric) -> str:
+    return f"{metric.meaning}; {metric.unit}"
 
 
 def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
-    """What Prometheus has for buckets: how many are at most so large, with one for all. Every second bound, from 1."""
+    """Prometheus' buckets: (bound, number of values up to it). Of whole numbers only the octaves, from 1."""
+    bounds, whole = histogram.buckets.bounds, histogram.buckets.whole
     sums = list(accumulate(histogram.run_counts))
-    octaves = [
+    shown = [
         (str(float(bound)), float(below))
-        for bound, below in zip(BOUNDS[:-1], sums[:-1], strict=True)
-        if _is_octave(bound)
+        for bound, below in zip(bounds[:-1], sums[:-1], strict=True)
+        if not whole or _is_octave(int(bound))
     ]
-    return [*octaves, ("+Inf", float(sums[-1]))]
+    return [*shown, ("+Inf", float(sums[-1]))]
 
 
 def _is_octave(bound: int) -> bool:
     return bound > 0 and bound & (bound - 1) == 0
+
+
+def _server(host: str, port: int, collector: PrometheusSink, health: Health) -> ThreadingHTTPServer:
+    """The bound server; the caller runs it."""
+    from prometheus_client import CollectorRegistry, MetricsHandler
+
+    page = CollectorRegistry(auto_describe=False)
+    page.register(collector)  # type: ignore[arg-type]
+
+    class Handler(MetricsHandler):
+        registry = page
+
+        def do_GET(self) -> None:  # noqa: N802
+            path = self.path.partition("?")[0]
+            if path == "/metrics":
+                super().do_GET()
+            elif path == "/health":
+                reason = health.reason()
+                self._answer(503 if reason else 200, reason or "serving")
+            else:
+                self._answer(404, "this port has /metrics and /health")
+
+        def _answer(self, status: int, text: str) -> None:
+            body = f"{text}\n".encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+
+    return Server((host, port), Handler)

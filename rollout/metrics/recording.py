@@ -1,7 +1,7 @@
-"""The last steps of a worker as they travel: columns of numpy arrays, both ways.
+"""The last steps of a worker on their way to `rollout trace`: to columns of numpy arrays, and back.
 
-Times are seconds after `origin_s`, which is Unix time; a moment that is not known is NaN. A recording that was received
-is checked: columns of one length, and nothing in them that a step cannot be.
+Times are seconds after `origin_s`, which is Unix time; an unknown moment is NaN. A received recording is checked: all
+columns have one length, and every value is one that a step can have.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Any
 
 import numpy as np
 
-from rollout.metrics.meter import StepRecord, SwapRecord
+from rollout.metrics.step_timing import StepTiming, SwapTiming
 
 MAX_STEPS = 2000
 _KINDS = ("decode", "prefill")
 _COUNTS = ("rows", "zombie_rows", "tokens", "version", "idle_after")
 _DURATIONS = ("plan_s", "launch_s", "commit_s")
 _MOMENTS = ("start_s", "end_s", "planned_at_s", "committed_at_s")
-_SPANS = ("h2d", "d2h", "held")
-_OPTIONAL = (*(f"{span}_{end}_s" for span in _SPANS for end in ("start", "end")), "finalized_at_s")
+_SPANS = {"h2d": "h2d", "d2h": "d2h", "mask_wait": "held"}  # name in `StepTiming`: name in the reply
+_OPTIONAL = (*(f"{span}_{end}_s" for span in _SPANS.values() for end in ("start", "end")), "finalized_at_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Steps and swaps, times in seconds after `origin_s`; every step has its moments of plan and commit."""
+    """Steps and swaps, times in seconds after `origin_s`; every step has `planned_at_s` and `committed_at_s`."""
 
-    steps: tuple[StepRecord, ...]
-    swaps: tuple[SwapRecord, ...]
+    steps: tuple[StepTiming, ...]
+    swaps: tuple[SwapTiming, ...]
     origin_s: float  # Unix time
 
     @staticmethod
-    def of(steps: Sequence[StepRecord], swaps: Sequence[SwapRecord]) -> Recording:
-        """A recording of steps as the meter keeps them, with the swaps of their time."""
+    def of(steps: Sequence[StepTiming], swaps: Sequence[SwapTiming]) -> Recording:
+        """A recording of the meter's steps, with the swaps since the first of them."""
         unix_s, clock_s = time.time(), time.perf_counter()
         if not steps:
             return Recording((), (), unix_s)
         origin_s = min(step.start_s if step.planned_at_s is None else step.planned_at_s for step in steps)
         shown = [
-            SwapRecord(swap.version, swap.start_s - origin_s, swap.end_s - origin_s)
+            SwapTiming(swap.version, swap.start_s - origin_s, swap.end_s - origin_s)
             for swap in swaps
             if swap.end_s >= origin_s
         ]
@@ -55,8 +55,8 @@ class Recording:
             steps[name] = np.array([getattr(step, name) for step in self.steps], dtype)
         for name in (*_DURATIONS, *_MOMENTS, "finalized_at_s"):
             steps[name] = _seconds([getattr(step, name) for step in self.steps])
-        for name in _SPANS:
-            spans = [getattr(step, name) or (None, None) for step in self.steps]
+        for attribute, name in _SPANS.items():
+            spans = [getattr(step, attribute) or (None, None) for step in self.steps]
             steps[f"{name}_start_s"] = _seconds([begin for begin, _ in spans])
             steps[f"{name}_end_s"] = _seconds([end for _, end in spans])
         swaps = {
@@ -68,7 +68,7 @@ class Recording:
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> Recording:
-        """A recording from a reply's fields. Raises ValueError for what no worker sends."""
+        """A recording from the fields of a reply. Raises ValueError if no worker could have sent them."""
         origin_s = fields.get("origin_s")
         if not isinstance(origin_s, float) or not math.isfinite(origin_s):
             raise ValueError("the recording has no 'origin_s'")
@@ -79,12 +79,12 @@ class Recording:
             raise ValueError("the recording has steps of an unknown kind")
         return Recording(
             tuple(_step({name: steps[name][i] for name in names}) for i in range(len(steps["kind"]))),
-            tuple(SwapRecord(*row) for row in zip(swaps["version"], swaps["start_s"], swaps["end_s"], strict=True)),
+            tuple(SwapTiming(*row) for row in zip(swaps["version"], swaps["start_s"], swaps["end_s"], strict=True)),
             origin_s,
         )
 
 
-def _shifted(step: StepRecord, by_s: float) -> StepRecord:
+def _shifted(step: StepTiming, by_s: float) -> StepTiming:
     def moved(moment: float | None) -> float | None:
         return None if moment is None else moment - by_s
 
@@ -97,7 +97,7 @@ def _shifted(step: StepRecord, by_s: float) -> StepRecord:
         end_s=step.end_s - by_s,
         h2d=span(step.h2d),
         d2h=span(step.d2h),
-        held=span(step.held),
+        mask_wait=span(step.mask_wait),
         planned_at_s=moved(step.planned_at_s),
         committed_at_s=moved(step.committed_at_s),
         finalized_at_s=moved(step.finalized_at_s),
@@ -116,7 +116,7 @@ def _columns(
     columns = {column: given[column] for column in wanted if isinstance(given.get(column), np.ndarray)}
     shapes = {array.shape for array in columns.values()}
     if len(columns) != len(wanted) or len(shapes) != 1 or len(*shapes) != 1 or columns[wanted[0]].size > MAX_STEPS:
-        raise ValueError(f"the recording's '{name}' must be columns of one length: {', '.join(wanted)}")
+        raise ValueError(f"the recording's '{name}' must have columns of one length: {', '.join(wanted)}")
     for column, array in columns.items():
         finite = np.isfinite(array) if column not in optional else ~np.isinf(array)
         if array.dtype.kind not in "iuf" or not finite.all():
@@ -124,7 +124,7 @@ def _columns(
     return {column: array.tolist() for column, array in columns.items()}
 
 
-def _step(row: Mapping[str, Any]) -> StepRecord:
+def _step(row: Mapping[str, Any]) -> StepTiming:
     def span(name: str) -> tuple[float, float] | None:
         begin, end = row[f"{name}_start_s"], row[f"{name}_end_s"]
         return None if math.isnan(begin) or math.isnan(end) else (begin, end)
@@ -132,11 +132,11 @@ def _step(row: Mapping[str, Any]) -> StepRecord:
     kept = {name: row[name] for name in (*_COUNTS, *_DURATIONS, *_MOMENTS)}
     kept["idle_after"] = bool(kept["idle_after"])
     finalized = row["finalized_at_s"]
-    return StepRecord(
+    return StepTiming(
         kind=_KINDS[row["kind"]],
         h2d=span("h2d"),
         d2h=span("d2h"),
-        held=span("held"),
+        mask_wait=span("held"),
         finalized_at_s=None if math.isnan(finalized) else finalized,
         **kept,
     )

@@ -1,8 +1,8 @@
-"""Where reports go: the thread that writes them to all sinks, and the sink that is a JSON-lines file.
+"""Where reports go: the thread that writes them to all sinks, and the JSON-lines file.
 
 The loop only puts reports into a bounded queue: it never waits for a file, a network or W&B. A report that finds the
-queue full is dropped and counted. A sink that raises is logged once and left out from then on; the others go on.
-A sink whose `write` is an assignment (`at_once`) has each report when it is put, whatever the others wait for.
+queue full is dropped and counted. A sink that raises is logged once and gets no more reports; the others go on. A sink
+whose `write` is an assignment (`at_once`) gets each report in `put`, however long the others take.
 """
 
 from __future__ import annotations
@@ -32,35 +32,40 @@ class Report:
     metrics: Mapping[str, float]
     final: bool = False  # over the whole run, at its end
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
-    versions: tuple[VersionRow, ...] = ()  # those that serve no more since the last report
+    versions: tuple[VersionRow, ...] = ()  # rows of the versions that ended since the last report
 
 
 class Sink(Protocol):
-    """Takes reports; all methods are called by the metrics thread, in this order. Any of them may raise or block."""
+    """Takes reports. The metrics thread calls all methods, in this order; any of them may raise or block."""
+
+    #: True if `write` is an assignment: then the loop calls it in `put`.
+    at_once: bool
 
     def open(self) -> None:
-        """Get ready."""
+        """Prepare for the first report."""
 
     def write(self, report: Report) -> None:
         """Take one report."""
 
     def close(self) -> None:
-        """Finish what was written."""
+        """Complete what was written."""
 
 
 class JsonlSink:
-    """Appends a line a report: `time`, `step`, the metrics, and `final: true` in the last one.
+    """Appends one line for each report: `time`, `step`, the metrics, and `final: true` in the last one.
 
-    A histogram is a list of `[smallest, largest, count]` of its buckets that are not empty, left out if all are;
-    `versions` is a list of maps, one for each version that serves no more, left out if there is none.
+    A histogram is a list of `[begin, bound, count]`, one for each filled bucket; it is left out if all are empty.
+    `versions` is a list of maps, one for each version that ended; it is left out if there is none.
     """
+
+    at_once = False
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._file: Any = None
 
     def open(self) -> None:
-        """Open the file to append, making its folder if needed."""
+        """Open the file to append to it, and make its folder if needed."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -86,13 +91,13 @@ class MetricsThread:
     """The thread that feeds the sinks.
 
     Args:
-        sinks: written to in turn.
+        sinks: each report is written to all of them in turn.
         capacity: reports that may wait.
     """
 
     def __init__(self, sinks: Sequence[Sink], capacity: int = 64) -> None:
         self._sinks: list[Sink] = list(sinks)
-        self._at_once = [sink for sink in sinks if getattr(sink, "at_once", False)]
+        self._at_once = [sink for sink in sinks if sink.at_once]
         # One place more than `put` fills, so that `close` finds room for its end mark while a sink blocks.
         self._queue: queue.Queue[Report | None] = queue.Queue(capacity + 1)
         self._capacity = capacity
@@ -100,6 +105,8 @@ class MetricsThread:
         self._closing = False
         #: Reports that found the queue full.
         self.dropped = 0
+        #: The last report that was put; any thread may read it.
+        self.latest: Report | None = None
 
     def start(self) -> None:
         """Start the thread, which opens the sinks."""
@@ -119,9 +126,9 @@ class MetricsThread:
         histograms: Mapping[str, Histogram] | None = None,
         versions: tuple[VersionRow, ...] = (),
     ) -> bool:
-        """Hand a report over; False if it was dropped. Never blocks. To be called by one thread."""
+        """Queue a report; False if it was dropped. Never blocks. Only one thread may call this."""
         assert not self._closing, "a report after close()"
-        report = Report(time.time(), step, metrics, final, histograms or {}, versions)
+        self.latest = report = Report(time.time(), step, metrics, final, histograms or {}, versions)
         for sink in self._at_once:
             sink.write(report)
         if self._queue.qsize() >= self._capacity:
@@ -131,7 +138,7 @@ class MetricsThread:
         return True
 
     def close(self, deadline_s: float) -> bool:
-        """Write what waits and close the sinks; False if that took longer than `deadline_s` and was left behind."""
+        """Write the queued reports and close the sinks; False if that is not done within `deadline_s`."""
         assert not self._closing, "closed twice"
         self._closing = True
         self._queue.put_nowait(None)
@@ -139,7 +146,7 @@ class MetricsThread:
         if self.dropped:
             log.warning("%d metric reports were dropped because a sink was too slow", self.dropped)
         if self._thread.is_alive():
-            log.warning("metrics: a sink did not finish within %g s, its last reports are lost", deadline_s)
+            log.warning("metrics: a sink did not finish within %g s; its last reports are lost", deadline_s)
             return False
         return True
 
@@ -159,7 +166,7 @@ class MetricsThread:
                 getattr(sink, method)(*arguments)
             except Exception:
                 # Metrics are never worth a rollout: whatever a sink raises ends that sink alone.
-                log.exception("metrics: %s failed to %s and is left out from now on", type(sink).__name__, method)
+                log.exception("metrics: %s failed to %s and gets no more reports", type(sink).__name__, method)
             else:
                 working.append(sink)
         self._sinks = working

@@ -1,8 +1,8 @@
-"""A picture of the last steps: what the host and the three streams did, and where the compute stream had nothing.
+"""A picture of the last steps: what the host and the three streams did, and when the compute stream was idle.
 
     host     plan, launch and commit of each step
     h2d      upload of the step's packed inputs
-    compute  the step itself; idle stretches between two steps (bubbles) are hatched
+    compute  the step itself; idle stretches between two steps are hatched
     d2h      download of its tokens
 
 matplotlib is in the extra `plot`; it is imported when a picture is drawn.
@@ -14,9 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.metrics.meter import StepRecord
+from rollout.metrics.step_timing import StepTiming
 
 LANES = ("host", "h2d", "compute", "d2h")
+#: What each colour stands for, as the legend of the picture says it.
+MEANINGS = {
+    "plan": "plan: the host chooses rows and pages",
+    "launch": "launch: the host enqueues the step",
+    "commit": "commit: the host appends the step's tokens",
+    "h2d": "h2d: inputs go to the device",
+    "decode": "decode: a step of one token for each row",
+    "prefill": "prefill: a step of prompt chunks",
+    "d2h": "d2h: tokens come to the host",
+    "bubble": "idle: the compute stream runs no step",
+}
 COLOURS = {
     "plan": "#7f7f7f",
     "launch": "#4c9f70",
@@ -39,11 +50,11 @@ LANE_OF = {
 Bar = tuple[float, float]
 
 
-def bars(records: Sequence[StepRecord]) -> dict[str, list[Bar]]:
+def bars(records: Sequence[StepTiming]) -> dict[str, list[Bar]]:
     """The bars of the picture by colour name, in seconds of the records' clock.
 
-    A record without `planned_at_s` or `committed_at_s` is drawn as if its launch had ended when its upload began, and
-    its commit had begun when its download ended.
+    Without `planned_at_s` a launch is drawn to end where the upload begins; without `committed_at_s` a commit is drawn
+    from the end of the download.
     """
     result: dict[str, list[Bar]] = {name: [] for name in COLOURS}
     busy_until = None
@@ -68,7 +79,7 @@ def bars(records: Sequence[StepRecord]) -> dict[str, list[Bar]]:
     return result
 
 
-def write_timeline(records: Sequence[StepRecord], path: str | Path, title: str) -> None:
+def write_timeline(records: Sequence[StepTiming], path: str | Path, title: str) -> None:
     """Draw `records`, oldest first, into a PNG.
 
     Raises:
@@ -76,7 +87,7 @@ def write_timeline(records: Sequence[StepRecord], path: str | Path, title: str) 
         OSError: the file cannot be written.
     """
     if not records:
-        raise ValueError("no steps to draw: the timeline needs at least one committed step")
+        raise ValueError("there are no steps to draw: the timeline needs at least one committed step")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -84,7 +95,7 @@ def write_timeline(records: Sequence[StepRecord], path: str | Path, title: str) 
         raise ValueError("a timeline needs matplotlib: pip install 'rollout-engine[plot]'") from error
     drawn = bars(records)
     origin = min(begin for spans in drawn.values() for begin, _ in spans)
-    figure = Figure(figsize=(14, 3.6), layout="constrained")
+    figure = Figure(figsize=(14, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw(axes, drawn, origin)
@@ -97,7 +108,7 @@ def write_timeline(records: Sequence[StepRecord], path: str | Path, title: str) 
 
 
 def idle_pct(drawn: dict[str, list[Bar]]) -> float:
-    """Share of the bubbles in the time from the first step's start to the last one's end, percent."""
+    """Share of idle stretches in the time from the first step's start to the last one's end, percent."""
     steps = drawn["decode"] + drawn["prefill"]
     wall_s = max(begin + length for begin, length in steps) - min(begin for begin, _ in steps)
     return 100.0 * sum(length for _, length in drawn["bubble"]) / wall_s if wall_s > 0 else 0.0
@@ -106,17 +117,17 @@ def idle_pct(drawn: dict[str, list[Bar]]) -> float:
 def _draw(axes: Any, drawn: dict[str, list[Bar]], origin: float) -> None:
     for name, spans in drawn.items():
         lane = LANES.index(LANE_OF[name])
-        # The edge keeps what is shorter than a pixel visible.
+        # The edge keeps bars visible that are shorter than a pixel.
         look: dict[str, Any] = {"facecolors": COLOURS[name], "edgecolors": COLOURS[name], "linewidth": 0.8}
         if name == "bubble":
             look = {"facecolors": "none", "edgecolors": COLOURS[name], "hatch": "////", "linewidth": 0.5}
         elif name in ("decode", "prefill"):
             look |= {"edgecolors": "white", "linewidth": 0.6}
         milliseconds = [(1e3 * (begin - origin), 1e3 * length) for begin, length in spans]
-        axes.broken_barh(milliseconds, (lane - 0.38, 0.76), label=name, **look)
+        axes.broken_barh(milliseconds, (lane - 0.38, 0.76), label=MEANINGS[name], **look)
     axes.set_yticks(range(len(LANES)), LANES)
     axes.set_ylim(len(LANES) - 0.5, -0.5)
     axes.set_xlabel("ms")
     axes.margins(x=0.005)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    axes.figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=9)

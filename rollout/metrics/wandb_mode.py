@@ -1,7 +1,7 @@
-"""Whether a W&B run is online: only when somebody has configured that, and without asking anybody.
+"""Whether a W&B run is online: only if credentials are configured, and without a prompt.
 
-The places are those in which W&B itself looks for credentials, read here because W&B's own look-up prompts on a
-terminal when it finds none.
+This reads the places in which W&B itself looks for credentials. Its own look-up would prompt on a terminal if it found
+none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DEFAULT_SERVER = "https://api.wandb.ai"
 
 
 def wandb_mode(environ: Mapping[str, str]) -> str:
-    """`WANDB_MODE` if it is set, `online` if there is a key for the server, otherwise `offline`.
+    """`WANDB_MODE` if it is set; else `online` if there is a key for the server; else `offline`.
 
     Raises:
         ValueError: `WANDB_MODE` is not one of W&B's modes.
@@ -25,7 +25,7 @@ def wandb_mode(environ: Mapping[str, str]) -> str:
     chosen = environ.get("WANDB_MODE")
     if chosen:
         if chosen not in MODES:
-            raise ValueError(f"WANDB_MODE is {chosen!r}; it must be one of {', '.join(MODES)}")
+            raise ValueError(f"WANDB_MODE is {chosen!r}; set it to one of {', '.join(MODES)}, or unset it")
         return chosen
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return "online"

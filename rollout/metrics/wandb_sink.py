@@ -1,10 +1,8 @@
-"""Reports in Weights & Biases: one run a worker, online or offline.
+"""Reports in Weights & Biases: one run for each worker, online or offline.
 
-every report         a row: the metrics and histograms, over time and, as W&B allows for any panel, over whatever
-                     else is in the row, `weights/version` for one
-every version that   a row of its own: `by_version/...` with `weights/version`, which is their x-axis by definition:
-serves no more       one point for each of the trainer's updates
-the final report     the run's summary
+each report            one row: metrics and histograms, over time or over any other value of the row
+each ended version     one row: `by_version/...` over `weights/version`, one point for each update of the trainer
+the final report       the summary of the run
 """
 
 from __future__ import annotations
@@ -28,26 +26,27 @@ VERSION = "weights/version"
 
 
 class WandbSink:
-    """Logs to W&B: online when a key is configured, otherwise to a folder that `wandb sync` takes. Never asks.
+    """Logs to W&B: online if a key is configured, otherwise into a folder for `wandb sync`. Never prompts.
 
     Args:
         settings: project, group, name and folder of the run.
         config: settings to show with the run.
     """
 
-    #: Seconds that W&B's server may take to answer before the run goes on offline.
+    at_once = False
+
+    #: Without an answer from W&B's server for so many seconds the run continues offline.
     ONLINE_TIMEOUT_S = 30.0
 
     def __init__(self, settings: MetricsSettings, config: Mapping[str, Any]) -> None:
         self._settings = settings
         self._config = dict(config)
         self._run: Any = None
-        #: The run's address when it is online, its folder when it is offline; None before `open` has returned,
-        #: and for a run that is disabled.
+        #: Address of an online run, folder of an offline one; None before `open` and for a disabled run.
         self.run_path: str | None = None
 
     def open(self) -> None:
-        """Start the run; one that should be online but gets no answer is started offline."""
+        """Start the run; without an answer from the server, offline."""
         import wandb
 
         mode = wandb_mode(os.environ)
@@ -56,11 +55,11 @@ class WandbSink:
         except wandb.errors.Error as error:
             if mode != "online":
                 raise
-            log.warning("W&B does not answer, the run is logged offline: %s", error)
+            log.warning("W&B does not answer; the run is logged offline: %s", error)
             self._run = self._start("offline")
         self._run.define_metric(VERSION)
         self._run.define_metric("by_version/*", step_metric=VERSION)
-        # `dir` is the run's subfolder for files. A run that is disabled has neither address nor folder.
+        # `dir` is the run's subfolder for files. A disabled run has neither address nor folder.
         if not self._run.disabled:
             self.run_path = str(Path(self._run.dir).parent) if self._run.offline else self._run.url
 
@@ -83,27 +82,26 @@ class WandbSink:
         )
 
     def write(self, report: Report) -> None:
-        """Log the report as one history row, after one for each version in it; the final one as the run's summary."""
+        """Log a row for each ended version, then one for the report; the final report becomes the summary."""
         for row in report.versions:
             self._run.log({VERSION: row.version, **row.metrics})
         shown = {**report.metrics, **_shown(report.histograms)}
         if report.final:
             self._run.summary.update(shown)
         else:
-            # `step` is a value like the others: as W&B's own step it would lose the reports of an idle worker, which
-            # has committed nothing since the last one.
+            # As W&B's own step, `step` would lose the reports of an idle worker, whose step does not grow.
             self._run.log({"step": report.step, **shown})
 
     def close(self) -> None:
-        """Finish the run; its file is whole when this returns. Ends W&B in this process, which has no other run."""
+        """Finish the run; its file is complete when this returns. Also ends W&B in this process."""
         import wandb
 
         self._run.finish()
-        wandb.teardown()  # `finish` returns before W&B's own process has written the file
+        wandb.teardown()  # `finish` returns before W&B's process has written the file
 
 
 def _shown(histograms: Mapping[str, Histogram]) -> dict[str, Any]:
-    """Those that have something in them, as W&B draws them."""
+    """The histograms that are not empty, in W&B's form."""
     import wandb
 
     shown = {}

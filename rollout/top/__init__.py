@@ -1,1 +1,1 @@
-"""`rollout top`: workers seen live in a terminal, over the public protocol and nothing else."""
+"""`rollout top`: workers live in a terminal. It uses nothing but the public protocol."""

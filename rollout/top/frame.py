@@ -1,6 +1,7 @@
-"""One picture of `rollout top`: lines of text that fit the terminal's width and height.
+"""One frame of `rollout top`: lines of text that fit the terminal.
 
-a block for each worker (one line where they are many), then the rows, then what the keys do
+A block for each worker, or one line if the blocks don't fit; then the rows, or the legend; then the line of keys. The
+metrics line and the legend are made from the declarations in `rollout.metrics.definitions`.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ from typing import Any
 
 from rich.text import Text
 
+from rollout.metrics.definitions import METRICS, TOP_METRICS
+from rollout.metrics.idle import IDLE_CAUSES
 from rollout.top.marks import bar, count, fit, parts, seconds, spark
 from rollout.top.screen import HELP, Row, Screen, WorkerView
 
-_BLOCK_LINES = 5
+_BLOCK_LINES = 6
 _LEAST_ROW_LINES = 6
 _BAR = 14
-#: Of the compute stream's time: key in the status, name, sign, style.
-_CAUSES = (
-    ("active", "active", "█", "green"),
-    ("bubble", "bubble", "▓", "red"),
-    ("prefill", "prefill", "▒", "cyan"),
-    ("swap", "swap", "░", "magenta"),
-    ("offload", "offload", "o", "yellow"),
-    ("no_work", "no work", "·", "bright_black"),
-)
-_SHOWN_FROM_PCT = 0.05  # offloads, which most workers never do
+#: Parts of the compute stream's time, in the order of the bar: (sign, style).
+_PARTS = {
+    "active": ("█", "green"),
+    "bubble": ("▓", "red"),
+    "prefill": ("▒", "cyan"),
+    "swap": ("░", "magenta"),
+    "offload": ("o", "yellow"),
+    "no_work": ("·", "bright_black"),
+}
+_SHOWN_FROM_PCT = 0.05  # for offload, which most workers never do
 _ASCII_SIGNS = {"█": "#", "▓": "!", "▒": "p", "░": "s", "·": "."}
 _STATE_STYLES = {"serving": "green", "paused": "yellow", "asleep": "yellow", "draining": "yellow"}
 
@@ -35,27 +38,29 @@ _STATE_STYLES = {"serving": "green", "paused": "yellow", "asleep": "yellow", "dr
 def frame(
     views: Sequence[WorkerView], screen: Screen, width: int, height: int | None, ascii_only: bool = False
 ) -> list[Text]:
-    """The lines, none wider than `width`, and at most `height` of them; without a height as many as there are."""
+    """The lines: none wider than `width`, at most `height` of them, or all without a height."""
     rows = screen.arrange(views)
     compact = height is not None and _BLOCK_LINES * len(views) + _LEAST_ROW_LINES > height
     lines = [_title(views, rows, screen, width)]
     for view in views:
         lines += [_short(view, width, ascii_only)] if compact else _block(view, width, ascii_only)
     room = None if height is None else max(0, height - len(lines) - 2)
-    lines += _table(rows, screen, width, room, ascii_only)
+    lines += _legend(width, ascii_only) if screen.legend else _table(rows, screen, width, room, ascii_only)
     shown = lines if height is None else lines[: max(0, height - 1)]
     return [*shown, _footer(screen, width)]
 
 
 def _title(views: Sequence[WorkerView], rows: Sequence[Row], screen: Screen, width: int) -> Text:
     workers = "1 worker" if len(views) == 1 else f"{len(views)} workers"
-    left = f"rollout top  {workers}  {len(rows)} rows shown, by {screen.sort}"
+    shown = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
+    left = f"rollout top: {workers}, {shown} sorted by {screen.sort}"
     return Text(fit(left, width - 9) + time.strftime(" %H:%M:%S"), "bold")
 
 
 def _footer(screen: Screen, width: int) -> Text:
     if screen.asked is not None:
-        return Text(fit(f"cancel request {screen.asked.id} of {_owner(screen.asked.owner)}? y/n", width), "reverse")
+        asked = f"Cancel request {screen.asked.id} of {_owner(screen.asked.owner)}? Press y to cancel it, n to keep it."
+        return Text(fit(asked, width), "reverse")
     return Text(fit(screen.message or HELP, width), "yellow" if screen.message else "bright_black")
 
 
@@ -82,24 +87,24 @@ def _block(view: WorkerView, width: int, ascii_only: bool) -> list[Text]:
     speed = Text(f"  tok/s {count(status['tokens_per_s']):>6} ")
     speed.append(spark(view.rates, 30, ascii_only), "green")
     speed.append(fit(f"  {_per_row(view, status)}", width - 45))
-    return [head, load, _gpu(status, width, ascii_only), speed, Text(fit(f"  swaps {_swaps(status)}", width))]
+    swaps = Text(fit(f"  swaps {_swaps(status)}", width))
+    return [head, load, _gpu(status, width, ascii_only), speed, Text(fit(f"  last  {_metrics(status)}", width)), swaps]
 
 
 def _gpu(status: Any, width: int, ascii_only: bool) -> Text:
     shares = _shares(status)
-    causes = [cause for cause in _CAUSES if cause[0] != "offload" or shares["offload"] >= _SHOWN_FROM_PCT]
-    digits = 1 if len(causes) < len(_CAUSES) else 0  # six with a digit more do not fit into 80 columns
-    words = [f" {name} {shares[key]:.{digits}f}" for key, name, _, _ in causes]
+    shown = [part for part in _PARTS if part != "offload" or shares["offload"] >= _SHOWN_FROM_PCT]
+    digits = 1 if len(shown) < len(_PARTS) else 0  # six parts with one more digit do not fit into 80 columns
+    words = [f" {_words(part)} {shares[part]:.{digits}f}" for part in shown]
     cells = max(6, width - 8 - sum(map(len, words)) - 3)
     line = Text("  gpu   ")
     used = 0
-    filled_cells = parts([shares[key] / 100 for key, *_ in causes], cells)
-    for (_, _, sign, style), filled in zip(causes, filled_cells, strict=True):
-        line.append((_ASCII_SIGNS.get(sign, sign) if ascii_only else sign) * filled, style)
+    for part, filled in zip(shown, parts([shares[part] / 100 for part in shown], cells), strict=True):
+        line.append(_sign(part, ascii_only) * filled, _PARTS[part][1])
         used += filled
     line.append(" " * (cells - used + 1))
-    for (_, _, _, style), word in zip(causes, words, strict=True):
-        line.append(word, style)
+    for part, word in zip(shown, words, strict=True):
+        line.append(word, _PARTS[part][1])
     line.append(" %")
     line.truncate(width, pad=True)
     return line
@@ -107,7 +112,43 @@ def _gpu(status: Any, width: int, ascii_only: bool) -> Text:
 
 def _shares(status: Any) -> dict[str, float]:
     idle = status.get("idle_pct", {})
-    return {"active": status["gpu_active_pct"]} | {key: idle.get(key, 0.0) for key, *_ in _CAUSES[1:]}
+    return {"active": status["gpu_active_pct"]} | {cause: idle.get(cause, 0.0) for cause in IDLE_CAUSES}
+
+
+def _sign(part: str, ascii_only: bool) -> str:
+    sign, _ = _PARTS[part]
+    return _ASCII_SIGNS.get(sign, sign) if ascii_only else sign
+
+
+def _words(part: str) -> str:
+    return part.replace("_", " ")
+
+
+def _metrics(status: Any) -> str:
+    """The values of the last report that `rollout top` shows."""
+    values = status.get("metrics", {})
+    shown = [f"{m.top} {_value(values[m.name], m.unit)}" for m in TOP_METRICS if m.name in values]
+    return ", ".join(shown) or "no report yet"
+
+
+def _value(value: float, unit: str) -> str:
+    return count(value) if unit == "count" else f"{value:.1f}{unit if unit == '%' else f' {unit}'}"
+
+
+def _legend(width: int, ascii_only: bool) -> list[Text]:
+    """What the parts of the `gpu` bar and the words of the `last` line mean."""
+    active = next(metric.meaning for metric in METRICS if metric.name == "gpu/active_pct")
+    meanings = {"active": active} | {
+        cause: f"share of those seconds in which {IDLE_CAUSES[cause].meaning}" for cause in _PARTS if cause != "active"
+    }
+    entries = [("gpu", f"{_sign(part, ascii_only)} {_words(part)}", meanings[part]) for part in _PARTS]
+    entries += [("last", str(metric.top), f"{metric.meaning}; {metric.unit}") for metric in TOP_METRICS]
+    lines = [Text(fit("  Legend: `gpu` covers the last 10 s, `last` is the last report.", width), "bold underline")]
+    for line_name, word, meaning in entries:
+        said = textwrap.wrap(meaning, max(20, width - 22)) or [""]
+        for i, part in enumerate(said):
+            lines.append(Text(fit(f"  {line_name if i == 0 else '':<5} {word if i == 0 else '':<12}  {part}", width)))
+    return lines
 
 
 def _short(view: WorkerView, width: int, ascii_only: bool) -> Text:
@@ -127,14 +168,14 @@ def _short(view: WorkerView, width: int, ascii_only: bool) -> Text:
 
 
 def _per_row(view: WorkerView, status: Any) -> str:
-    """Of the last second: the rows are those of now."""
+    """Tokens per second of one row: the tokens of the last second over the current rows."""
     running = status["rows"]["running"]
     rate = view.rates[-1] if view.rates else status["tokens_per_s"]
     return f"{rate / running:.1f} a row" if running else "no rows"
 
 
 def _error(view: WorkerView) -> str:
-    """What went wrong, without the address that stands before it anyway."""
+    """The error without the address, which the line has already."""
     return (view.error or "waiting for an answer").removeprefix(view.endpoint).lstrip(": ")
 
 
@@ -148,7 +189,7 @@ def _swaps(status: Any) -> str:
 
 
 def _table(rows: Sequence[Row], screen: Screen, width: int, room: int | None, ascii_only: bool) -> list[Text]:
-    """The rows that there is room for, around the selected one; the bars are to the longest of all."""
+    """As many rows as fit, around the selected one. Bars are relative to the longest row of all."""
     client, name = (16 if width >= 100 else 0), 24
     cells = max(4, width - 62 - client)
     head = fit("  request", name) + "  #  " + fit("client", client) + fit("state", 8) + " tokens    max "
@@ -184,5 +225,5 @@ def _name(model: str) -> str:
 
 
 def _owner(owner: str) -> str:
-    """A client's name; one without a name is its connection."""
+    """The client's name, or its connection if it has no name."""
     return owner.removeprefix("client:").removeprefix("connection:")

@@ -1,4 +1,4 @@
-"""Bars, sparklines and words of a fixed width. In ASCII where the terminal has nothing better."""
+"""Bars, sparklines and words of a fixed width; in ASCII if the terminal has no more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parts(shares: Sequence[float], width: int) -> list[int]:
 
 
 def spark(values: Sequence[float], width: int, ascii_only: bool = False) -> str:
-    """The last `width` values as heights from 0 to their largest."""
+    """The last `width` values as heights from 0 to the largest of them."""
     heights = _ASCII_HEIGHTS if ascii_only else _HEIGHTS
     shown = values[-width:]
     top = max(shown, default=0.0)
@@ -41,7 +41,7 @@ def spark(values: Sequence[float], width: int, ascii_only: bool = False) -> str:
 
 
 def fit(text: str, width: int) -> str:
-    """`text` in exactly `width` cells; what a terminal would obey (escape sequences) is shown as `?`."""
+    """`text` in exactly `width` cells. Characters that are not printable, such as escapes, become `?`."""
     clean = "".join(character if character.isprintable() else "?" for character in text)
     if cell_len(clean) <= width:
         return set_cell_size(clean, width)
@@ -49,7 +49,7 @@ def fit(text: str, width: int) -> str:
 
 
 def count(value: float) -> str:
-    """A number in six characters at the most: 1204, 20.4k, 1.2M."""
+    """A number in at most six characters: 1204, 20.4k, 1.2M."""
     for limit, divisor, unit in ((99_999.5, 1, ""), (999_950, 1e3, "k"), (999_950_000, 1e6, "M")):
         if value < limit:
             return f"{value:.0f}" if divisor == 1 else f"{value / divisor:.1f}{unit}"
@@ -57,7 +57,7 @@ def count(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in six characters at the most: 12.3s, 4m05s, 2h07m, 3d04h."""
+    """A time in at most six characters: 12.3s, 4m05s, 2h07m, 3d04h."""
     if value < 99.95:
         return f"{value:.1f}s"
     minutes, rest = divmod(int(value), 60)

@@ -1,4 +1,4 @@
-"""Asks one worker how it is, again and again, on a thread of its own; a worker that does not answer delays no other."""
+"""Polls the status of one worker on a thread of its own, so that a silent worker delays no other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rollout.top.screen import CancelRequest, WorkerView
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.wire.errors import RolloutError
 
-#: Rows that a worker is asked for.
+#: Rows that a poll asks a worker for.
 MAX_ROWS = 256
 _RATES = 60
-_PATIENCE_S = 2.0  # beyond the interval, until an answer that does not come is told of
+_PATIENCE_S = 2.0  # an answer that is later than the interval by so much counts as missing
 
 
 class Poller:
-    """Polls with a client that is its own from now on.
+    """Polls one worker; owns the client from now on.
 
     Args:
         client: of one endpoint.
@@ -35,13 +35,13 @@ class Poller:
         self._before: tuple[float, int] | None = None
         self._answered_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
-        #: What the last cancel brought, a sentence.
+        #: The outcome of the last cancel, a sentence.
         self.outcome: str | None = None
         #: The last answer; replaced as a whole.
         self.view = WorkerView(client.endpoints[0])
 
     def shown(self) -> WorkerView:
-        """The last answer; one that is older than it should be says so."""
+        """The last answer, with an error if it is too old."""
         view, silent_s = self.view, time.monotonic() - self._answered_s
         if view.error is not None or silent_s < self._interval_s + _PATIENCE_S:
             return view
@@ -52,19 +52,19 @@ class Poller:
         self._thread.start()
 
     def cancel(self, request: CancelRequest) -> None:
-        """Have a request of this worker cancelled; then it is asked again at once."""
+        """Cancel a request of this worker, then poll at once."""
         self._commands.put(request)
 
     def stop(self) -> None:
-        """Begin to end the thread, which closes the client."""
+        """Tell the thread to end; it closes the client."""
         self._commands.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread's end, which a silent worker may delay."""
+        """Wait for the end of the thread, which a silent worker may delay."""
         self._thread.join(timeout_s)
 
     def poll(self) -> WorkerView:
-        """Ask once. Never raises for what a worker does."""
+        """Poll once. A worker's error is part of the view; it is not raised."""
         endpoint = self.view.endpoint
         try:
             status = self._client.control("status", sequences=MAX_ROWS)[0]
@@ -77,7 +77,7 @@ class Poller:
         return self.view
 
     def close(self) -> None:
-        """Close the client; for one that was never started."""
+        """Close the client, if the thread was never started."""
         self._client.close()
 
     def _run(self) -> None:
@@ -90,16 +90,16 @@ class Poller:
                     continue
                 if command is None:
                     return
-                self._obey(command)
+                self._cancel(command)
         finally:
             self._client.close()
 
-    def _obey(self, request: CancelRequest) -> None:
+    def _cancel(self, request: CancelRequest) -> None:
         try:
             self._client.control("cancel", target=request.id, owner=request.owner)
-            self.outcome = f"cancelled {request.id}"
+            self.outcome = f"Request {request.id} was cancelled."
         except RolloutError as error:
-            self.outcome = f"{request.id} was not cancelled: {error}"
+            self.outcome = f"Request {request.id} was not cancelled: {error}"
 
     def _note_rate(self, status: dict[str, Any]) -> None:
         now_s, tokens = time.monotonic(), int(status.get("tokens", 0))

@@ -1,9 +1,9 @@
-"""What `rollout top` shows and what its keys do, without a terminal or a worker in it.
+"""The state of `rollout top` and the effect of its keys; it knows neither a terminal nor a connection.
 
-    WorkerView   the last answer of one worker, or why there is none
-    Screen       sorting, selection, and a cancel that waits for its confirmation; `press` is the whole keyboard
+    WorkerView   the last answer of one worker, or the error instead of it
+    Screen       sorting, selection, and a cancel that waits for its confirmation; `press` handles every key
 
-Rows are identified by (endpoint, owner, id, index), so that the selection stays with its row however they move.
+A row is identified by (endpoint, owner, id, index), so the selection stays with its row when the order changes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Sort = Literal["length", "age"]
-HELP = "q quit  l by length  a by age  up/down select  c cancel"
+#: The line of keys; it fits 80 columns.
+HELP = "Press q to quit, l/a to sort, up/down to select, c to cancel, ? for the legend."
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker: its last `status` reply, the tokens per second of the last polls, and what went wrong."""
+    """One worker: its last `status` reply, the tokens per second at the last polls, and the last error."""
 
     endpoint: str
     status: Mapping[str, Any] | None = None
@@ -42,13 +43,13 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What it is known by."""
+        """What identifies the row."""
         return (self.endpoint, self.owner, self.id, self.index)
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """End this request, all its completions."""
+    """A request whose completions should all end."""
 
     endpoint: str
     owner: str
@@ -56,7 +57,7 @@ class CancelRequest:
 
 
 def rows_of(views: Sequence[WorkerView], sort: Sort) -> list[Row]:
-    """The rows of all workers: the longest first, or the oldest."""
+    """The rows of all workers: the longest or the oldest first."""
     rows = [
         Row(
             view.endpoint,
@@ -80,16 +81,17 @@ def rows_of(views: Sequence[WorkerView], sort: Sort) -> list[Row]:
 
 @dataclass(slots=True)
 class Screen:
-    """What the user has chosen so far."""
+    """The user's choices so far."""
 
     sort: Sort = "length"
     selected: tuple[str, str, str, int] | None = None
-    asked: CancelRequest | None = None  # waits for y
+    asked: CancelRequest | None = None  # waits for confirmation
     message: str = ""
+    legend: bool = False  # the legend is shown instead of the rows
     _places: list[tuple[str, str, str, int]] = field(default_factory=list)
 
     def arrange(self, views: Sequence[WorkerView]) -> list[Row]:
-        """The rows in order; keeps the selection on its row, or where it was when that is gone."""
+        """The rows in order. The selection stays with its row, or at its place if the row is gone."""
         rows = rows_of(views, self.sort)
         before, self._places = self._places, [row.key for row in rows]
         if self.selected is not None and self.selected not in self._places:
@@ -98,13 +100,13 @@ class Screen:
         return rows
 
     def press(self, key: str) -> CancelRequest | Literal["quit"] | None:
-        """Take a key; gives what is to be done beyond the screen: a cancel that was confirmed, or the end."""
+        """Handle a key; returns what the caller has to do: a confirmed cancel, or `quit`."""
         asked, self.asked, self.message = self.asked, None, ""
         if asked is not None:
             if key == "y":
-                self.message = f"cancelling {asked.id} ..."
+                self.message = f"Request {asked.id} is being cancelled."
                 return asked
-            self.message = "not cancelled"
+            self.message = f"Request {asked.id} was not cancelled."
             return None
         if key == "q":
             return "quit"
@@ -116,6 +118,8 @@ class Screen:
             self._move(1 if key in ("down", "j") else -1)
         elif key == "c":
             self._ask()
+        elif key == "?":
+            self.legend = not self.legend
         return None
 
     def _move(self, by: int) -> None:
@@ -129,7 +133,7 @@ class Screen:
 
     def _ask(self) -> None:
         if self.selected is None or self.selected not in self._places:
-            self.message = "select a row first: up, down"
+            self.message = "Select a row first, with the up and down keys."
             return
         endpoint, owner, request_id, _ = self.selected
         self.asked = CancelRequest(endpoint, owner, request_id)

@@ -12,7 +12,7 @@ _SEQUENCES = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down"
 
 
 def keys_in(text: str) -> list[str]:
-    """The keys that a terminal's bytes mean: a character each, `up` and `down`; other sequences are left out."""
+    """The keys in a terminal's input: single characters, `up` and `down`; other escape sequences are ignored."""
     keys: list[str] = []
     while text:
         if text[0] == "\x1b" and len(text) > 1:
@@ -29,13 +29,13 @@ def keys_in(text: str) -> list[str]:
 
 
 class Keys:
-    """Reads what was typed."""
+    """Reads typed keys."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
 
     def wait(self, seconds: float) -> list[str]:
-        """The keys typed so far, or within `seconds`. Without a terminal there are none; at its end it is `q`."""
+        """The keys typed since the last call, or within `seconds`: none without a terminal, `q` when it is closed."""
         if self._descriptor is None:
             select.select([], [], [], seconds)
             return []
@@ -48,7 +48,7 @@ class Keys:
 
 @contextmanager
 def keyboard() -> Iterator[Keys]:
-    """Keys of stdin, if it is a terminal; that is as it was before when the block ends."""
+    """Keys of stdin, if it is a terminal. Its mode is restored at the end of the block."""
     if not sys.stdin.isatty():
         yield Keys(None)
         return

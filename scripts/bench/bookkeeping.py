@@ -28,7 +28,8 @@ from rollout.engine.messages import Request, SamplingParams, Submit
 from rollout.engine.schedule.sequence import Feature
 from rollout.engine.step.runner import Forward, Runner
 from rollout.engine.step.slot import Slot, Upload
-from rollout.metrics.meter import Meter, StepRecord
+from rollout.metrics.meter import Meter
+from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
@@ -63,7 +64,7 @@ class StepTimes(Meter):
         self._full = rows
         self.parts_s: list[tuple[float, float, float]] = []
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepTiming) -> None:
         """Keep the step's host times."""
         super().step(record)
         if record.kind == "decode" and record.rows == self._full:

@@ -139,7 +139,7 @@ class Bench:
         taken = engine.meter.recent_steps()[-(engine.meter.steps - before) :]
         steps = [step for step in taken if step.kind == "decode" and step.rows == rows]
         steps = steps[len(steps) // 2 :]
-        held = [0.0 if step.held is None else step.held[1] - step.held[0] for step in steps]
+        held = [0.0 if step.mask_wait is None else step.mask_wait[1] - step.mask_wait[0] for step in steps]
         return {**steady_figures(steps), "held_ms": statistics.mean(held) * 1e3}
 
 

@@ -31,11 +31,11 @@ import torch
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import SamplingParams
-from rollout.metrics.cost_model import StepParts, points, zombie_share
-from rollout.metrics.idle import CAUSES
-from rollout.metrics.meter import StepRecord
+from rollout.metrics.idle import IDLE_CAUSES
 from rollout.metrics.overlap import active_share, device_spans, host_spans, write_overlap
+from rollout.metrics.step_timing import StepTiming
 from rollout.models import load_model
+from scripts.bench.cost_model import StepParts, points, zombie_share
 from scripts.bench.driver import Driver, random_prompt
 from scripts.bench.output import print_table, write_results
 from scripts.bench.profiled_steps import profile_steps, summarise
@@ -63,7 +63,7 @@ class Run:
     step_s: float  # wall time a step that brought tokens
     steps: int
     zombie_steps: int
-    records: list[StepRecord]
+    records: list[StepTiming]
     idle_pct: dict[str, float]
 
     @property
@@ -115,7 +115,7 @@ class Bench:
         self.driver.finish()
         ended_s = time.perf_counter()
         ended_idle_s = meter.idle_seconds(ended_s)
-        idle_pct = {cause: 100 * (ended_idle_s[cause] - idle_s[cause]) / (ended_s - began_s) for cause in CAUSES}
+        idle_pct = {cause: 100 * (ended_idle_s[cause] - idle_s[cause]) / (ended_s - began_s) for cause in IDLE_CAUSES}
         records = [r for r in meter.recent_steps()[-(meter.steps - before) :] if r.kind == "decode" and r.rows == rows]
         steady = records[1:]
         zombies = sum(record.zombie_rows == record.rows for record in steady)

@@ -29,7 +29,8 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.kv.memory import pages_for
 from rollout.engine.kv.offload import MoveRecord
 from rollout.engine.messages import SamplingParams
-from rollout.metrics.meter import Meter, StepRecord
+from rollout.metrics.meter import Meter
+from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder
 from scripts.bench.driver import Driver, random_prompt
 from scripts.bench.output import print_table, write_results
@@ -49,7 +50,7 @@ class AllSteps(Meter):
         super().__init__()
         self.kept: list[tuple[bool, int, float, float, int]] = []  # decode, rows, start, end, input tokens
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepTiming) -> None:
         """Keep a step."""
         super().step(record)
         self.kept.append((record.kind == "decode", record.rows, record.start_s, record.end_s, record.input_tokens))

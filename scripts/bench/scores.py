@@ -24,13 +24,13 @@ from rollout.engine.build import build_engine
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Request, SamplingParams, Submit
-from rollout.metrics.meter import StepRecord
+from rollout.metrics.step_timing import StepTiming
 from scripts.bench.output import print_table, write_results
 from scripts.bench.peers.ours_engine import load_random, steady_figures
 from scripts.bench.shapes import SHAPES
 
 
-def run(engine: Engine, requests: list[Request]) -> list[StepRecord]:
+def run(engine: Engine, requests: list[Request]) -> list[StepTiming]:
     """The steps that some requests took."""
     before = engine.meter.steps
     for request in requests:

@@ -37,7 +37,8 @@ from rollout.engine.build import build_engine
 from rollout.engine.kv.memory import pages_for
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Command, Prior, Request, SamplingParams, Submit
-from rollout.metrics.meter import Meter, StepRecord
+from rollout.metrics.meter import Meter
+from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 from rollout.service.served_model import ServedModel
@@ -71,7 +72,7 @@ class Commits(Meter):
         self._moments: list[tuple[float, float, float, float]] = []  # commit, waits so far, start, end; seconds
         self._schedstat: int | None = None
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: StepTiming) -> None:
         """Keep the moment."""
         super().step(record)
         assert record.committed_at_s is not None

@@ -1,4 +1,4 @@
-"""The parts of a decode step, each measured on its own, for the cost model (`rollout.metrics.cost_model`).
+"""The parts of a decode step, each measured on its own, for the cost model (`scripts.bench.cost_model`).
 
     forward      the forward up to the logits, run again and again on the device, nothing between
     sampling     the draw from given logits, and the advance of the rows, likewise

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rollout.metrics.meter import StepRecord
 from rollout.metrics.recording import Recording
+from rollout.metrics.step_timing import StepTiming
 
 _USUAL_STEPS = 64  # the last ones before an update, of which the median is usual
 
@@ -63,10 +63,10 @@ def pause_of(recording: Recording, version: int, usual_s: float, published_unix_
     )
 
 
-def _intervals(steps: Sequence[StepRecord]) -> list[tuple[float, float]]:
+def _intervals(steps: Sequence[StepTiming]) -> list[tuple[float, float]]:
     """(end of the later one, seconds between the ends) of each two decode steps in a row."""
     return [(b.end_s, b.end_s - a.end_s) for a, b in pairwise(steps) if _decoding(a, b)]
 
 
-def _decoding(a: StepRecord, b: StepRecord) -> bool:
+def _decoding(a: StepTiming, b: StepTiming) -> bool:
     return a.kind == b.kind == "decode" and a.rows == b.rows

@@ -357,7 +357,7 @@ def test_the_wait_for_masks_is_no_activity(model, prompt_of):
     bench.submit("r", prompt_of(9), 20, sampling=SAMPLED, constraint=Slow([X, Y], STOP))
     bench.run()
     steps = bench.engine.meter.recent_steps()
-    waited_s = sum(step.held[1] - step.held[0] for step in steps)
+    waited_s = sum(step.mask_wait[1] - step.mask_wait[0] for step in steps)
     totals = bench.engine.meter.totals()
     assert waited_s > 20 * 0.015
     assert totals["gpu/bubble_pct/host"] / 100 * totals["total/wall_s"] > 0.9 * waited_s

@@ -8,7 +8,7 @@ import pytest
 from harness import Bench
 
 from rollout.engine.device.streams import make_device
-from rollout.metrics.meter import StepRecord
+from rollout.metrics.step_timing import StepTiming
 from scripts.bench.peers.ours_engine import load_random
 from scripts.bench.profiled_steps import profile_steps, summarise
 
@@ -41,7 +41,7 @@ def test_the_meter_and_the_profiler_see_the_same_activity(depth, shape):
             bench.engine.tick()
         come_to_rest()
 
-    def steps_of(work: Callable[[], object]) -> tuple[object, list[StepRecord]]:
+    def steps_of(work: Callable[[], object]) -> tuple[object, list[StepTiming]]:
         come_to_rest()
         before = meter.steps
         came = work()
@@ -49,7 +49,7 @@ def test_the_meter_and_the_profiler_see_the_same_activity(depth, shape):
         assert len(steps) == STEPS
         return came, steps
 
-    def busy_s(steps: list[StepRecord]) -> float:
+    def busy_s(steps: list[StepTiming]) -> float:
         return sum(step.end_s - step.start_s for step in steps)
 
     _, alone = steps_of(some_steps)

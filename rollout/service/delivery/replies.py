@@ -106,6 +106,7 @@ def status_reply(
         "tokens_per_s": status.tokens_per_s,
         "gpu_active_pct": status.gpu_active_pct,
         "idle_pct": dict(status.idle_pct),
+        "metrics": dict(status.metrics),
         "tokens": status.tokens,
         "tokens_by_second": list(status.tokens_by_second),
         "swaps": [{"version": swap.version, "age_s": swap.age_s, "pause_s": swap.pause_s} for swap in status.swaps],

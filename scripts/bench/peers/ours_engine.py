@@ -20,7 +20,7 @@ from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Setti
 from rollout.engine.build import build_engine
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import Command, Delta, Event, PutAdapter, Rejected, Request, SamplingParams, Submit
-from rollout.metrics.meter import StepRecord
+from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
 from rollout.models.adapters import random_adapter
 from rollout.progress import stage
@@ -193,7 +193,7 @@ def engine_settings(
     return load_settings(None, {}, flags).engine
 
 
-def steady_figures(steps: list[StepRecord]) -> Row:
+def steady_figures(steps: list[StepTiming]) -> Row:
     """Medians over consecutive decode steps, milliseconds; empty for fewer than three."""
     if len(steps) < 3:
         return {}

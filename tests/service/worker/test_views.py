@@ -19,12 +19,13 @@ import pytest
 from worker_harness import ONES, facts, launch, rollout, subprocess_environment, until
 
 from rollout.metrics.chrome_trace import TRACKS
+from rollout.metrics.definitions import METRICS, TOP_METRICS
 from rollout.metrics.prometheus import prometheus_name
-from rollout.metrics.report import METRICS
 from rollout.top.frame import frame
 from rollout.top.poller import Poller
 from rollout.top.screen import Screen
 from tests.chrome_format import check_chrome_trace
+from tests.unit.metrics.http_page import get
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.wire.errors import BadRequest, NotFound
@@ -47,13 +48,13 @@ def test_the_page_has_every_metric_of_the_report(worker: WorkerProcess, client: 
     pytest.importorskip("prometheus_client")
     before = client.status()["tokens"]
     client.generate("17:", n=3, max_tokens=40)
-    steps = until(lambda: (now := page(worker)).get("report_step", 0) >= 40 and now, "a report")
-    always = [
-        metric.name for metric in METRICS if not metric.name.startswith("mismatch/")
-    ]  # these when a trainer reports
-    assert {prometheus_name(name) for name in always} <= steps.keys()
-    assert steps[f'worker_info{{model="{ONES}"}}'] == 1.0 and steps["step_decode_ms"] > 0
-    assert steps["completion_finish_reason_length"] >= 3 and steps["pipeline_observed_speedup"] > 0
+    steps = until(lambda: (now := page(worker)).get("rollout_report_step", 0) >= 40 and now, "a report")
+    always = [metric for metric in METRICS if not metric.name.startswith("mismatch/")]  # these once a trainer reports
+    assert {prometheus_name(metric) for metric in always} <= steps.keys()
+    assert steps[f'rollout_worker_info{{model="{ONES}"}}'] == 1.0 and steps["rollout_step_decode_ms"] > 0
+    assert steps["rollout_completion_finish_reason_length_total"] >= 3
+    assert steps["rollout_request_seconds_count"] >= 1 <= steps["rollout_queue_seconds_count"]
+    assert steps["rollout_request_seconds_sum"] > steps["rollout_queue_seconds_sum"] >= 0
     assert client.status()["tokens"] >= before + 120
 
 
@@ -71,6 +72,39 @@ def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path: Path) -> No
     line = ended.stderr.splitlines()[-1]
     assert line.startswith(f"rollout: cannot serve metrics at 127.0.0.1:{port}: Address already in use")
     assert "Traceback" not in ended.stderr and "loading weights" not in ended.stderr
+
+
+def test_health_is_200_while_the_worker_serves_and_503_with_the_reason_while_it_is_paused(
+    worker: WorkerProcess, client: RolloutClient
+) -> None:
+    pytest.importorskip("prometheus_client")
+    url = facts(worker.log_path)[0]["metrics_url"].replace("/metrics", "/health")
+    assert get(url) == (200, "serving\n")
+    client.pause()
+    try:
+        status, text = until(lambda: (now := get(url))[0] == 503 and now, "the pause")
+        assert status == 503 and "paused" in text
+    finally:
+        client.resume()
+    until(lambda: get(url)[0] == 200, "the end of the pause")
+
+
+def test_the_status_has_the_metrics_of_the_last_report_that_top_shows(client: RolloutClient) -> None:
+    client.generate("17:", max_tokens=40)
+    names = {metric.name for metric in TOP_METRICS}
+    status = until(lambda: (now := client.status()).get("metrics", {}).get("step/decode_ms") and now, "a report")
+    assert status["metrics"].keys() == names
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_unknown_wandb_mode_ends_the_start_with_one_line(workers: str, tmp_path: Path) -> None:
+    environment = subprocess_environment(WANDB_MODE="foo")
+    command = [*rollout("serve", str(ONES), "--bind", "tcp://127.0.0.1:0", "--wandb"), "--workers", workers]
+    command += ["--wandb-dir", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert ended.returncode == 2 and ended.stdout == "" and "Traceback" not in ended.stderr
+    line = ended.stderr.splitlines()[-1]
+    assert "WANDB_MODE" in line and "'foo'" in line and "offline" in line and "loading weights" not in ended.stderr
 
 
 # --- status and trace -------------------------------------------------------------------------------------------------
@@ -130,7 +164,7 @@ def test_the_trace_of_a_worker_at_work_is_true(worker: WorkerProcess, client: Ro
         facts_of = own["decode"]["args"]
         assert facts_of["rows"] == (3 if number < 99 else 2)  # the first row had its first token a step earlier
         assert facts_of["tokens"] == facts_of["rows"] - facts_of["zombie_rows"] and facts_of["version"] == 0
-        assert own["decode"]["tid"] == TRACKS["compute"]
+        assert own["decode"]["tid"] == TRACKS["compute"].tid
 
 
 @pytest.mark.parametrize("steps", ["1", "2"])
@@ -253,10 +287,10 @@ def test_c_and_y_in_a_terminal_cancel_the_selected_request(worker: WorkerProcess
             terminal.type("\x1b[B")
             until(lambda: "> victim" in terminal.shown, "the selection")
             terminal.type("c")
-            until(lambda: "cancel request victim" in terminal.shown, "the question")
+            until(lambda: "Cancel request victim" in terminal.shown, "the question")
             assert client.status()["rows"]["running"] == 1
             terminal.type("y")
-            until(lambda: "cancelled victim" in terminal.shown, "the answer")
+            until(lambda: "Request victim was cancelled" in terminal.shown, "the answer")
             terminal.type("q")
             assert terminal.process.wait(60) == 0
             assert terminal.attributes() == terminal.before

@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file
 from worker_harness import TWOS, facts, launch, until
 
-from rollout.metrics.dashboard import panels
-from rollout.metrics.dashboard_picture import series, write_dashboard
-from rollout.metrics.report import HISTOGRAMS, METRICS
-from rollout.metrics.wandb_file import read_offline_run
+from rollout.metrics.definitions import HISTOGRAMS, METRICS
+from scripts.dashboard.layout import panels
+from scripts.dashboard.offline_run import read_offline_run
+from scripts.dashboard.picture import series, write_dashboard
 from tests.wandb_sync import sync
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.publish.publisher import WeightPublisher

@@ -78,10 +78,10 @@ def test_what_is_reported_is_on_the_page_for_prometheus(worker: WorkerProcess, r
     result = generate(reporter, "page")
     reporter.report(result, rows(result, SHIFT - 5.0))  # by as much as no other test
     expected = pytest.approx(4.9, rel=1e-5)
-    shown = until(lambda: (now := page()).get("mismatch_max_abs") == expected and now, "the next report")
-    assert shown["mismatch_tokens"] >= 150
-    assert shown["mismatch_k3_kl"] > 0.5 and shown["mismatch_mean_abs"] > 0.5
-    assert shown['completion_length_bucket{le="64.0"}'] >= 3 and shown["completion_length_sum"] >= 150
+    shown = until(lambda: (now := page()).get("rollout_mismatch_max_abs") == expected and now, "the next report")
+    assert shown["rollout_mismatch_tokens_total"] >= 150
+    assert shown["rollout_mismatch_k3_kl"] > 0.5 and shown["rollout_mismatch_mean_abs"] > 0.5
+    assert shown['rollout_completion_length_bucket{le="64.0"}'] >= 3 and shown["rollout_completion_length_sum"] >= 150
     reporter.ack(["page"])
 
 

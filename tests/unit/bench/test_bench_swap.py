@@ -16,8 +16,8 @@ from test_gpu_scripts import load_script
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import SamplingParams
-from rollout.metrics.meter import StepRecord
 from rollout.metrics.recording import Recording
+from rollout.metrics.step_timing import StepTiming
 from rollout.models import load_model
 from scripts.bench.driver import Driver
 from scripts.bench.plain_broadcast import plain_seconds
@@ -29,14 +29,14 @@ from scripts.bench.swap_weights import make_visible, shape_tensors, show, token_
 ORIGIN_S = 1_000_000.0
 
 
-def step(end_s: float, version: int, rows: int = 4, kind: str = "decode") -> StepRecord:
-    return StepRecord(
+def step(end_s: float, version: int, rows: int = 4, kind: str = "decode") -> StepTiming:
+    return StepTiming(
         kind=kind, rows=rows, zombie_rows=0, tokens=rows, plan_s=0.0, launch_s=0.0, commit_s=0.0,
         start_s=end_s - 0.001, end_s=end_s, version=version,
     )  # fmt: skip
 
 
-def recorded(*steps: StepRecord) -> Recording:
+def recorded(*steps: StepTiming) -> Recording:
     return Recording(steps, (), ORIGIN_S)
 
 
@@ -60,7 +60,7 @@ def test_the_pause_is_what_two_steps_are_further_apart_than_usual() -> None:
         ([step(0.01, 7), step(0.02, 7), step(0.03, 8, kind="prefill")], "came or went"),
     ],
 )
-def test_a_swap_that_cannot_be_compared_is_not(steps: list[StepRecord], text: str) -> None:
+def test_a_swap_that_cannot_be_compared_is_not(steps: list[StepTiming], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         pause_of(recorded(*steps), 8, 0.005, ORIGIN_S + 0.025)
 

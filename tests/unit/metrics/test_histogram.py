@@ -9,10 +9,13 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout.metrics import JsonlSink, Meter, MetricsThread, Report, StepRecord
-from rollout.metrics.histogram import BOUNDS, Counts
+from rollout.metrics.definitions import VERSION_METRICS
+from rollout.metrics.health import Health
+from rollout.metrics.histogram import SECONDS, TOKENS, Counts
+from rollout.metrics.meter import Meter
 from rollout.metrics.prometheus import PrometheusSink
-from rollout.metrics.report import VERSION_METRICS
+from rollout.metrics.sinks import JsonlSink, MetricsThread, Report
+from rollout.metrics.step_timing import StepTiming
 
 BASE: dict = dict(kind="decode", rows=2, zombie_rows=0, tokens=2, plan_s=0.0, launch_s=0.0, commit_s=0.0, version=0)
 
@@ -25,17 +28,16 @@ class Clock:
 
 
 def test_every_length_is_in_the_bucket_that_holds_it():
+    largest = TOKENS.bounds[-1]
     draw = random.Random(4)
-    lengths = [0, 1, 2, 3, 5, 4096, 4097, 16_384, BOUNDS[-1], BOUNDS[-1] + 5] + [
-        draw.randrange(1 << 20) for _ in range(500)
-    ]
-    counts = Counts()
+    lengths = [0, 1, 2, 3, 5, 4096, 4097, 16_384, largest, largest + 5] + [draw.randrange(1 << 20) for _ in range(500)]
+    counts = Counts(TOKENS)
     for length in lengths:
         counts.add(length)
     reading = counts.read()
     assert reading.run_sum == sum(lengths)
     for low, high, count in reading.filled():
-        top = high if high < BOUNDS[-1] else BOUNDS[-1] + 5
+        top = high if high < largest else largest + 5
         assert count == sum(low <= length <= top for length in lengths)
     assert sum(count for _, _, count in reading.filled()) == len(lengths)
     shown, edges = reading.edges()
@@ -44,7 +46,7 @@ def test_every_length_is_in_the_bucket_that_holds_it():
 
 
 def test_a_reading_ends_the_interval_and_the_run_goes_on():
-    counts = Counts()
+    counts = Counts(TOKENS)
     counts.add(5)
     assert list(counts.read().filled()) == [(5, 6, 1)]
     counts.add(100)
@@ -52,6 +54,16 @@ def test_a_reading_ends_the_interval_and_the_run_goes_on():
     assert list(second.filled()) == [(97, 128, 1)] and second.edges() == ([1], [96.5, 128.5])
     assert list(second.whole_run().filled()) == [(5, 6, 1), (97, 128, 1)]
     assert counts.read().edges() == ([], [])
+
+
+def test_seconds_are_counted_by_decade_up_to_their_bound():
+    counts = Counts(SECONDS)
+    for seconds in (0.0, 0.001, 0.0011, 3.0, 5.0, 1e9):
+        counts.add(seconds)
+    reading = counts.read()
+    assert list(reading.filled()) == [(0, 0.001, 2), (0.001, 0.0025, 1), (2.5, 5.0, 2), (25_000.0, 50_000.0, 1)]
+    shown, edges = reading.edges()
+    assert len(edges) == len(shown) + 1 and edges[:2] == [0.0, 0.001] and edges[-1] == 50_000.0
 
 
 def reported(meter: Meter) -> Report:
@@ -80,20 +92,21 @@ def test_jsonl_has_buckets_with_something_in_them_and_versions_that_ended(tmp_pa
 
 def test_prometheus_has_a_histogram_since_the_start():
     meter = Meter(Clock())
-    sink = PrometheusSink("127.0.0.1", 0, "m")
+    sink = PrometheusSink("127.0.0.1", 0, "m", Health())
     try:
         for lengths in ((3, 3, 900), (20_000_000,)):
             for length in lengths:
                 meter.completion(length)
+            meter.observe("request/seconds", 3.0)
             sink.write(reported(meter))
         text = urllib.request.urlopen(sink.url, timeout=10).read().decode()
     finally:
         sink.close()
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    histogram = families["completion_length"]
-    assert histogram.type == "histogram" and families["completion_length_mean"].type == "gauge"
+    histogram = families["rollout_completion_length"]
+    assert histogram.type == "histogram" and families["rollout_completion_length_mean"].type == "gauge"
     values = {
-        (sample.name.removeprefix("completion_length"), sample.labels.get("le")): sample.value
+        (sample.name.removeprefix("rollout_completion_length"), sample.labels.get("le")): sample.value
         for sample in histogram.samples
     }
     buckets = {le: value for (name, le), value in values.items() if name == "_bucket"}
@@ -101,6 +114,10 @@ def test_prometheus_has_a_histogram_since_the_start():
     assert buckets["8388608.0"] == 3 and buckets["+Inf"] == values["_count", None] == 4
     assert values["_sum", None] == 20_000_906 and len(buckets) == 25
     assert list(buckets.values()) == sorted(buckets.values())
+    seconds = {
+        sample.labels["le"]: sample.value for sample in families["rollout_request_seconds"].samples if sample.labels
+    }
+    assert (seconds["2.5"], seconds["5.0"], seconds["+Inf"]) == (0, 2, 2)
 
 
 def test_each_version_has_a_row_of_what_happened_while_it_served():
@@ -108,12 +125,12 @@ def test_each_version_has_a_row_of_what_happened_while_it_served():
     meter = Meter(clock, version=7)
     assert meter.ended_versions() == ()
     for i in range(10):
-        meter.step(StepRecord(start_s=100 + i, end_s=100.5 + i, **BASE))
+        meter.step(StepTiming(start_s=100 + i, end_s=100.5 + i, **BASE))
     meter.completion(50, "stop", 1)
     meter.completion(70, "stop", 0)
     clock.now = 110.0
     meter.swap(109.75, 110.0, 8)
-    meter.step(StepRecord(start_s=110.0, end_s=111.0, **BASE))
+    meter.step(StepTiming(start_s=110.0, end_s=111.0, **BASE))
     clock.now = 112.0
     meter.swap(111.5, 112.0, 9)
     first, second = meter.ended_versions()

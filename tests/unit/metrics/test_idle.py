@@ -11,15 +11,16 @@ import torch
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages import SamplingParams
-from rollout.metrics import Meter, StepRecord
-from rollout.metrics.idle import CAUSES, IdleCauses, IdleWindow
+from rollout.metrics.idle import IDLE_CAUSES, IdleCauses, IdleWindow
+from rollout.metrics.meter import Meter
+from rollout.metrics.step_timing import StepTiming
 from rollout.models import load_model
 from scripts.bench.driver import Driver
 from scripts.bench.shapes import write_checkpoint
 
 
 def causes(idle: IdleCauses) -> dict[str, float]:
-    return {name: pytest.approx(value) for name in CAUSES if (value := getattr(idle.times, name)) > 1e-12}
+    return {name: pytest.approx(value) for name, value in idle.seconds.items() if value > 1e-12}
 
 
 def running() -> IdleCauses:
@@ -48,7 +49,7 @@ def test_time_without_requests_ends_when_planning_begins():
     idle.step("prefill", 15.0, 15.2, 16.0)
     assert causes(idle) == {"no_work": 4.9, "prefill": 0.3}
     idle.step("decode", 16.0, 16.1, 17.0)
-    assert idle.times.no_work == pytest.approx(4.9), "there is work again"
+    assert idle.seconds["no_work"] == pytest.approx(4.9), "there is work again"
 
 
 def test_a_step_that_was_planned_before_does_not_end_a_pause():
@@ -63,17 +64,17 @@ def test_a_swap_takes_its_part_whether_told_of_before_the_next_step_or_after_it(
     for late in (False, True):
         idle = running()
         if not late:
-            idle.hold("swap", 10.1, 10.5)
+            idle.stream_held("swap", 10.1, 10.5)
         idle.step("decode", 9.9, 10.6, 11.0)
         if late:
-            idle.hold("swap", 10.1, 10.5)
+            idle.stream_held("swap", 10.1, 10.5)
         assert causes(idle) == {"swap": 0.4, "bubble": 0.2}
 
 
 def test_a_swap_while_there_is_no_work_counts_once():
     idle = running()
     idle.no_work(10.0)
-    idle.hold("swap", 11.0, 12.0)
+    idle.stream_held("swap", 11.0, 12.0)
     idle.step("prefill", 14.0, 14.0, 15.0)
     assert causes(idle) == {"no_work": 3.0, "swap": 1.0}
 
@@ -94,7 +95,7 @@ def test_a_swap_of_an_idle_worker_counts_however_often_somebody_looks(told_at):
     idle.no_work(10.0)
     for moment in (10.5, 11.5, 12.0, 12.5, 13.0):
         if moment == told_at:
-            idle.hold("swap", 11.0, 12.0)
+            idle.stream_held("swap", 11.0, 12.0)
         idle.settle(moment)
     assert causes(idle) == {"no_work": 2.0, "swap": 1.0}
     idle.step("decode", 14.0, 14.0, 15.0)
@@ -117,14 +118,14 @@ def test_busy_and_idle_time_add_up_to_the_wall_time():
         if gap and draw.random() < 0.3:
             idle.no_work(now + gap * draw.random() * 0.5)
         if gap and draw.random() < 0.2:
-            idle.hold("swap", now + 0.2 * gap, now + 0.7 * gap)
+            idle.stream_held("swap", now + 0.2 * gap, now + 0.7 * gap)
         if gap and draw.random() < 0.2:
-            idle.hold("offload", now + 0.8 * gap, now + 0.9 * gap)
+            idle.stream_held("offload", now + 0.8 * gap, now + 0.9 * gap)
         planned = now + gap * draw.random()
         idle.step(draw.choice(["decode", "prefill"]), planned, now + gap, now + gap + length)
         now, busy = now + gap + length, busy + length
-    assert sum(getattr(idle.times, cause) for cause in CAUSES) + busy == pytest.approx(now)
-    assert all(getattr(idle.times, cause) > 0 for cause in CAUSES)
+    assert sum(idle.seconds.values()) + busy == pytest.approx(now)
+    assert all(seconds > 0 for seconds in idle.seconds.values())
 
 
 def test_an_offload_takes_its_part_beside_a_swap():
@@ -132,15 +133,15 @@ def test_an_offload_takes_its_part_beside_a_swap():
         idle = running()
         idle.no_work(10.0)
         if not late:
-            idle.hold("offload", 11.0, 11.5)
-        idle.hold("swap", 12.0, 13.0)
+            idle.stream_held("offload", 11.0, 11.5)
+        idle.stream_held("swap", 12.0, 13.0)
         idle.step("prefill", 14.0, 14.25, 15.0)
         assert causes(idle) == {"no_work": 3.0 if late else 2.5, "swap": 1.0, "prefill": 0.25} | (
             {} if late else {"offload": 0.5}
         )
     idle = running()
     idle.step("decode", 10.0, 10.6, 11.0)
-    idle.hold("offload", 10.1, 10.4)
+    idle.stream_held("offload", 10.1, 10.4)
     assert causes(idle) == {"offload": 0.3, "bubble": 0.3}
 
 
@@ -153,8 +154,8 @@ def test_what_a_swap_and_an_offload_both_held_counts_once(offload, expected, res
     idle = running()
     if resting:
         idle.no_work(10.0)
-    idle.hold("offload", *offload)
-    idle.hold("swap", 12.0, 13.0)
+    idle.stream_held("offload", *offload)
+    idle.stream_held("swap", 12.0, 13.0)
     idle.step("decode", 14.0, 14.0, 15.0)
     rest = {"no_work" if resting else "bubble": pytest.approx(3.0 - expected)}
     assert causes(idle) == rest | {"swap": 1.0} | ({"offload": expected} if expected else {})
@@ -173,8 +174,8 @@ BASE: dict = dict(rows=1, zombie_rows=0, tokens=1, plan_s=0.0, launch_s=0.0, com
 def test_a_report_has_the_causes_of_the_last_ten_seconds_and_since_the_start():
     clock = Clock()
     meter = Meter(clock)
-    meter.step(StepRecord(kind="prefill", start_s=100.0, end_s=101.0, planned_at_s=100.0, **BASE))
-    meter.step(StepRecord(kind="decode", start_s=101.5, end_s=102.0, planned_at_s=101.0, **BASE))
+    meter.step(StepTiming(kind="prefill", start_s=100.0, end_s=101.0, planned_at_s=100.0, **BASE))
+    meter.step(StepTiming(kind="decode", start_s=101.5, end_s=102.0, planned_at_s=101.0, **BASE))
     clock.now = 102.0
     report = meter.report()
     assert report["gpu/bubble_pct/host"] == report["gpu/run/bubble_pct/host"] == pytest.approx(25.0)
@@ -198,7 +199,7 @@ def test_a_report_has_the_causes_of_the_last_ten_seconds_and_since_the_start():
 
 
 def test_the_window_begins_ten_seconds_ago_also_between_two_readings():
-    window, none = IdleWindow(0.0), dict.fromkeys(CAUSES, 0.0)
+    window, none = IdleWindow(0.0), dict.fromkeys(IDLE_CAUSES, 0.0)
     for now in (3.0, 7.0, 11.0, 12.5):
         shares = window.shares(now, none | {"swap": now / 2})
         assert shares["swap"] == pytest.approx(50.0) and shares["bubble"] == 0.0
@@ -207,9 +208,9 @@ def test_the_window_begins_ten_seconds_ago_also_between_two_readings():
 def test_what_was_offloaded_shows_in_the_report():
     clock = Clock()
     meter = Meter(clock)
-    meter.step(StepRecord(kind="decode", start_s=100.0, end_s=101.0, planned_at_s=100.0, **BASE))
+    meter.step(StepTiming(kind="decode", start_s=100.0, end_s=101.0, planned_at_s=100.0, **BASE))
     meter.offload(101.0, 101.5)
-    meter.step(StepRecord(kind="decode", start_s=101.5, end_s=102.0, planned_at_s=101.0, **BASE))
+    meter.step(StepTiming(kind="decode", start_s=101.5, end_s=102.0, planned_at_s=101.0, **BASE))
     clock.now = 102.0
     assert meter.report()["gpu/bubble_pct/offload"] == pytest.approx(25.0)
 

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from rollout.metrics import Meter
+from rollout.metrics.meter import Meter
 from rollout.metrics.mismatch import Mismatch, MismatchBox, compare, compare_by_version
 
 NAN = math.nan

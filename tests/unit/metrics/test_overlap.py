@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.metrics.meter import StepRecord
 from rollout.metrics.overlap import active_share, device_spans, host_spans, merged, overlap, write_overlap
+from rollout.metrics.step_timing import StepTiming
 
 
-def step(planned: float, start: float, end: float, committed: float) -> StepRecord:
+def step(planned: float, start: float, end: float, committed: float) -> StepTiming:
     base: dict = dict(kind="decode", rows=2, zombie_rows=0, tokens=2, plan_s=0.01, launch_s=0.02, commit_s=0.05)
-    return StepRecord(start_s=start, end_s=end, version=0, planned_at_s=planned, committed_at_s=committed, **base)
+    return StepTiming(start_s=start, end_s=end, version=0, planned_at_s=planned, committed_at_s=committed, **base)
 
 
 BLOCKING = [step(0.0, 0.03, 1.0, 1.1), step(1.2, 1.23, 2.2, 2.3)]

@@ -9,37 +9,38 @@ import numpy as np
 import pytest
 
 from rollout.metrics.chrome_trace import TRACKS, chrome_trace
-from rollout.metrics.meter import Meter, StepRecord, SwapRecord
+from rollout.metrics.meter import Meter
 from rollout.metrics.overlap import clipped, device_spans, host_spans, overlap, shares
 from rollout.metrics.recording import Recording
+from rollout.metrics.step_timing import StepTiming, SwapTiming
 from tests.chrome_format import check_chrome_trace
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode
 
 
-def step(at: float, **fields) -> StepRecord:
+def step(at: float, **fields) -> StepTiming:
     """A step planned at `at` that runs from 1 to 4 ms after that; commit and the end of its turn take 1 ms each."""
     base: dict = dict(kind="decode", rows=8, zombie_rows=1, tokens=7, plan_s=0.0002, launch_s=0.0003, commit_s=0.001)
     moments = dict(start_s=at + 0.001, end_s=at + 0.004, planned_at_s=at, committed_at_s=at + 0.005)
     spans = dict(h2d=(at + 0.0004, at + 0.0006), d2h=(at + 0.004, at + 0.0045), finalized_at_s=at + 0.007)
-    return StepRecord(**(base | moments | spans | dict(version=3) | fields))
+    return StepTiming(**(base | moments | spans | dict(version=3) | fields))
 
 
 STEPS = [step(100.0), step(100.01, kind="prefill", version=4), step(100.02, h2d=None, d2h=None, finalized_at_s=None)]
-SWAPS = [SwapRecord(3, 90.0, 90.5), SwapRecord(4, 100.007, 100.008)]
+SWAPS = [SwapTiming(3, 90.0, 90.5), SwapTiming(4, 100.007, 100.008)]
 
 
 def test_a_recording_survives_the_wire():
     sent = Recording.of(STEPS, SWAPS)
-    assert sent.steps[0].planned_at_s == 0.0 and sent.swaps == (SwapRecord(4, *sent_times(SWAPS[1])),)
+    assert sent.steps[0].planned_at_s == 0.0 and sent.swaps == (SwapTiming(4, *sent_times(SWAPS[1])),)
     received = Recording.from_fields(decode(encode({"v": 1} | sent.to_fields()), REPLY_LIMITS))
     assert received == sent
     assert received.steps[2].h2d is None and received.steps[2].finalized_at_s is None
 
 
 def test_the_wait_for_masks_is_the_hosts_in_the_trace():
-    steps = [step(100.0, held=(100.002, 100.0035)), step(100.01)]
+    steps = [step(100.0, mask_wait=(100.002, 100.0035)), step(100.01)]
     received = Recording.from_fields(Recording.of(steps, []).to_fields())
-    assert received.steps[0].held == pytest.approx((0.002, 0.0035)) and received.steps[1].held is None
+    assert received.steps[0].mask_wait == pytest.approx((0.002, 0.0035)) and received.steps[1].mask_wait is None
     compute = [e for e in chrome_trace(received, "w")["traceEvents"] if e.get("cat") == "compute"]
     assert [event["dur"] for event in compute] == pytest.approx([1000, 500, 3000])
     host = [(begin, end) for begin, end in host_spans(received.steps) if begin < 0.003 < end]
@@ -47,7 +48,7 @@ def test_the_wait_for_masks_is_the_hosts_in_the_trace():
     assert [span for span in device_spans(received.steps) if span[0] < 0.003 < span[1]] == []
 
 
-def sent_times(swap: SwapRecord) -> tuple[float, float]:
+def sent_times(swap: SwapTiming) -> tuple[float, float]:
     return swap.start_s - 100.0, swap.end_s - 100.0
 
 
@@ -81,7 +82,7 @@ def test_what_no_worker_sends_is_refused(breaks):
 def test_the_trace_has_every_phase_on_its_track():
     slices = check_chrome_trace(chrome_trace(Recording.of(STEPS, SWAPS), "a worker"))
     first = {event["name"]: event for event in slices if event["args"].get("step") == 0}
-    assert {name: TRACKS["loop"] for name in ("plan", "launch", "commit", "finalize")}.items() <= {
+    assert {name: TRACKS["loop"].tid for name in ("plan", "launch", "commit", "finalize")}.items() <= {
         name: event["tid"] for name, event in first.items()
     }.items()
     times = {name: (round(event["ts"], 1), round(event["dur"], 1)) for name, event in first.items()}
@@ -95,8 +96,19 @@ def test_the_trace_has_every_phase_on_its_track():
         "finalize": (6000.0, 1000.0),
     }
     (swap,) = (event for event in slices if event["name"] == "swap")
-    assert (swap["tid"], round(swap["ts"], 1), swap["args"]) == (TRACKS["swap"], 7000.0, {"version": 4})
-    assert [event["name"] for event in slices if event["tid"] == TRACKS["compute"]] == ["decode", "prefill", "decode"]
+    assert (swap["tid"], round(swap["ts"], 1), swap["args"]) == (TRACKS["swap"].tid, 7000.0, {"version": 4})
+    assert [event["name"] for event in slices if event["tid"] == TRACKS["compute"].tid] == [
+        "decode",
+        "prefill",
+        "decode",
+    ]
+
+
+def test_the_trace_says_what_its_tracks_mean():
+    trace = chrome_trace(Recording.of(STEPS, SWAPS), "a worker")
+    titles = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    counters = {event["name"] for event in trace["traceEvents"] if event["ph"] == "C"}
+    assert trace["otherData"]["legend"].keys() == titles | counters
 
 
 def test_rows_and_zombies_are_counters():
@@ -130,7 +142,7 @@ def test_the_meter_keeps_when_a_steps_turn_ended_and_the_swaps():
     meter.swap(101.0, 101.25, 9)
     assert meter.recent_steps() == [replace(first, finalized_at_s=100.5, idle_after=True), second]
     assert meter.recent_steps(1) == [second] and meter.recent_steps(2) == meter.recent_steps()
-    assert meter.recent_swaps() == [SwapRecord(9, 101.0, 101.25)]
+    assert meter.recent_swaps() == [SwapTiming(9, 101.0, 101.25)]
 
 
 def test_idle_shares_forget_what_is_older_than_ten_seconds():

@@ -6,13 +6,14 @@ import random
 
 import pytest
 
-from rollout.metrics import Meter, StepRecord
+from rollout.metrics.meter import Meter
 from rollout.metrics.samples import Quantiles
+from rollout.metrics.step_timing import StepTiming
 
 
-def step(start_s: float, device_s: float, host_s: float = 0.0, rows: int = 4, zombie_rows: int = 0) -> StepRecord:
+def step(start_s: float, device_s: float, host_s: float = 0.0, rows: int = 4, zombie_rows: int = 0) -> StepTiming:
     parts = dict(plan_s=host_s, launch_s=0.0, commit_s=0.0, version=0)
-    return StepRecord(
+    return StepTiming(
         kind="decode", rows=rows, zombie_rows=zombie_rows, tokens=rows - zombie_rows,
         start_s=start_s, end_s=start_s + device_s, planned_at_s=start_s, **parts,
     )  # fmt: skip

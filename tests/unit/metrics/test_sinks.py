@@ -16,18 +16,24 @@ import torch
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages import SamplingParams
-from rollout.metrics import METRICS, JsonlSink, Meter, MetricsThread, Report, StepRecord, WandbSink
+from rollout.metrics.definitions import HISTOGRAMS, METRICS, VERSION_METRICS
+from rollout.metrics.health import Health
+from rollout.metrics.meter import Meter
 from rollout.metrics.mismatch import Mismatch
-from rollout.metrics.report import HISTOGRAMS, VERSION_METRICS
-from rollout.metrics.wandb_file import read_offline_run
+from rollout.metrics.sinks import JsonlSink, MetricsThread, Report
+from rollout.metrics.step_timing import StepTiming
 from rollout.metrics.wandb_mode import wandb_mode
+from rollout.metrics.wandb_sink import WandbSink
 from rollout.models import load_model
 from scripts.bench.driver import Driver
 from scripts.bench.shapes import write_checkpoint
+from scripts.dashboard.offline_run import read_offline_run
 from tests.wandb_sync import sync
 
 
 class Recorder:
+    at_once = False
+
     def __init__(self) -> None:
         self.reports: list[Report] = []
         self.closed = False
@@ -47,12 +53,16 @@ class Blocker(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entered, self.release = threading.Event(), threading.Event()
+        self.entered, self.release, self.closing = threading.Event(), threading.Event(), threading.Event()
 
     def write(self, report: Report) -> None:
         self.entered.set()
         self.release.wait()
         super().write(report)
+
+    def close(self) -> None:
+        super().close()
+        self.closing.set()
 
 
 class Breaker(Recorder):
@@ -88,7 +98,7 @@ def test_blocked_sink_never_blocks_put_and_what_does_not_fit_is_counted():
     assert thread.dropped == 2
     assert thread.close(deadline_s=0.01) is False  # the queue is full and the sink blocks: close returns all the same
     blocker.release.set()
-    thread._thread.join(10)
+    assert blocker.closing.wait(10)
     assert [report.step for report in blocker.reports] == [0, 1, 2, 3]
     assert blocker.closed
 
@@ -115,7 +125,7 @@ def test_broken_sink_is_logged_once_and_left_out_while_the_others_go_on(method, 
         assert thread.close(deadline_s=10)
     assert len(recorder.reports) == 3 and recorder.closed
     assert [record.message for record in caplog.records if "Breaker" in record.message] == [
-        f"metrics: Breaker failed to {method} and is left out from now on"
+        f"metrics: Breaker failed to {method} and gets no more reports"
     ]
     assert broken.calls == {"open": 1, "write": 2, "close": 5}[method]
 
@@ -216,10 +226,12 @@ def busy_meter() -> Meter:
     meter = Meter()
     now_s = time.perf_counter()
     parts: dict = dict(rows=3, zombie_rows=1, tokens=2, plan_s=1e-4, launch_s=1e-4, commit_s=1e-4, version=0)
-    meter.step(StepRecord(kind="prefill", start_s=now_s, end_s=now_s + 1e-3, **parts))
-    meter.step(StepRecord(kind="decode", start_s=now_s + 2e-3, end_s=now_s + 3e-3, **parts))
+    meter.step(StepTiming(kind="prefill", start_s=now_s, end_s=now_s + 1e-3, **parts))
+    meter.step(StepTiming(kind="decode", start_s=now_s + 2e-3, end_s=now_s + 3e-3, **parts))
     for length in (5, 6, 900):
         meter.completion(length, "stop", 1)
+    meter.observe("queue/seconds", 0.2)
+    meter.observe("request/seconds", 7.0)
     meter.swap(now_s + 3e-3, now_s + 4e-3, 5, 1024)
     meter.mismatch(Mismatch(4, 1.0, 2.0, 0.75))
     return meter
@@ -249,6 +261,7 @@ def test_every_documented_name_is_in_the_run_that_wandb_reads_back(tmp_path, no_
 
     first, row, second = uploaded.rows
     assert row.keys() == {"step", *(metric.name for metric in (*METRICS, *HISTOGRAMS))}
+    assert row["queue/seconds"] == {"_type": "histogram", "values": [1], "bins": [0.1, 0.25]}
     assert row["completion/length"] == {"_type": "histogram", "values": [2, *[0] * 14, 1], "bins": ANY}
     edges = row["completion/length"]["bins"]
     assert (len(edges), edges[:2], edges[-2:]) == (17, [4.5, 6.5], [768.5, 1024.5])
@@ -295,7 +308,7 @@ def test_a_sink_that_blocks_for_longer_than_a_minute_costs_the_loop_nothing(tmp_
 
 def test_the_page_for_prometheus_goes_on_while_another_sink_is_stuck():
     prometheus = pytest.importorskip("rollout.metrics.prometheus")
-    blocker, page = Blocker(), prometheus.PrometheusSink("127.0.0.1", 0, "m")
+    blocker, page = Blocker(), prometheus.PrometheusSink("127.0.0.1", 0, "m", Health())
     thread = MetricsThread([blocker, page], capacity=2)
     thread.start()
     for step in range(6):
@@ -303,7 +316,7 @@ def test_the_page_for_prometheus_goes_on_while_another_sink_is_stuck():
         assert blocker.entered.wait(10)
     assert thread.dropped > 0
     with urllib.request.urlopen(page.url, timeout=10) as reply:
-        assert "gpu_active_pct 5.0" in reply.read().decode()
+        assert "rollout_gpu_active_pct 5.0" in reply.read().decode()
     blocker.release.set()
     assert thread.close(deadline_s=10)
 

@@ -11,7 +11,8 @@ import torch
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import CpuDevice, CpuStream
 from rollout.engine.messages import SamplingParams
-from rollout.metrics import Meter, StepRecord
+from rollout.metrics.meter import Meter
+from rollout.metrics.step_timing import StepTiming
 from rollout.models import load_model
 from scripts.bench.driver import Driver
 from scripts.bench.shapes import write_checkpoint
@@ -100,7 +101,7 @@ def test_a_step_costs_less_than_a_thousandth_of_itself():
         began_s = time.thread_time()
         for _ in range(100):
             now_s = time.perf_counter()
-            record = StepRecord(
+            record = StepTiming(
                 kind="decode", rows=64, zombie_rows=0, tokens=64, plan_s=1e-4, launch_s=1e-4, commit_s=1e-4,
                 start_s=now_s, end_s=now_s + 1e-6, version=0, h2d=(now_s, now_s), d2h=(now_s, now_s),
                 planned_at_s=now_s, committed_at_s=now_s,

@@ -6,13 +6,13 @@ import struct
 
 import pytest
 
-from rollout.metrics.meter import StepRecord
+from rollout.metrics.step_timing import StepTiming
 from rollout.metrics.timeline import bars, idle_pct, write_timeline
 
 
-def step(kind: str, start_s: float, end_s: float, **values: object) -> StepRecord:
+def step(kind: str, start_s: float, end_s: float, **values: object) -> StepTiming:
     base: dict = dict(rows=2, zombie_rows=0, tokens=2, plan_s=0.001, launch_s=0.002, commit_s=0.003, version=0)
-    return StepRecord(kind=kind, start_s=start_s, end_s=end_s, **(base | values))
+    return StepTiming(kind=kind, start_s=start_s, end_s=end_s, **(base | values))
 
 
 STEPS = [
@@ -29,7 +29,7 @@ def test_bubbles_are_the_gaps_between_steps():
 
 
 def test_a_wait_for_masks_is_a_bubble_amid_a_step():
-    drawn = bars([step("decode", 10.0, 10.1, held=(10.02, 10.08))])
+    drawn = bars([step("decode", 10.0, 10.1, mask_wait=(10.02, 10.08))])
     assert drawn["decode"] == [(10.0, pytest.approx(0.02)), (10.08, pytest.approx(0.02))]
     assert drawn["bubble"] == [(10.02, pytest.approx(0.06))]
 

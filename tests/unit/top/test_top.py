@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from rollout.metrics.definitions import TOP_METRICS
+from rollout.metrics.idle import IDLE_CAUSES
 from rollout.top.frame import frame
 from rollout.top.marks import bar, count, fit, parts, seconds, spark
-from rollout.top.screen import CancelRequest, Screen, WorkerView, rows_of
+from rollout.top.screen import HELP, CancelRequest, Screen, WorkerView, rows_of
 from rollout.top.terminal import keys_in
 
 ENDPOINT = "tcp://127.0.0.1:5757"
@@ -28,6 +30,7 @@ def view(*entries: dict, endpoint: str = ENDPOINT) -> WorkerView:
         "queue": {"waiting": 2, "max": 9}, "pages": {"free": 5, "cached": 1, "used": 4, "total": 10},
         "tokens_per_s": 1234.5, "gpu_active_pct": 81.0, "uptime_s": 4000.0,
         "idle_pct": {"no_work": 1.0, "prefill": 2.0, "swap": 3.0, "bubble": 13.0},
+        "metrics": {"step/decode_ms": 12.34, "kv/prefix_hit_pct": 45.0, "kv/preemptions": 3, "not/shown": 1.0},
         "swaps": [{"version": 4, "age_s": 12.0, "pause_s": 0.0012}], "sequences": list(entries),
     }  # fmt: skip
     return WorkerView(endpoint, status, (1.0, 5.0, 2.0))
@@ -63,7 +66,8 @@ def test_a_cancel_needs_a_selection_and_a_yes():
 def test_q_while_a_cancel_is_asked_for_only_refuses_it():
     screen = Screen()
     screen.arrange([VIEW])
-    assert press(screen, "down", "c", "q") == [None] * 3 and screen.message == "not cancelled"
+    assert press(screen, "down", "c", "q") == [None] * 3
+    assert screen.asked is None and "not cancelled" in screen.message
 
 
 def test_the_selection_stays_with_its_row_and_moves_on_when_that_ends():
@@ -104,7 +108,8 @@ def test_an_offload_is_shown_where_there_is_one_and_the_line_still_fits():
 def test_the_keys_are_told_of_once_whether_the_frame_is_full_or_not():
     for height in (5, 12, 24, 60, None):
         lines = [line.plain for line in frame([VIEW], Screen(), 80, height)]
-        assert sum(line.startswith("q quit") for line in lines) == 1 and lines[-1].startswith("q quit")
+        assert lines.count(lines[-1]) == 1 and all(key in lines[-1] for key in ("q to quit", "c to cancel", "? for"))
+        assert len(HELP) <= 80
 
 
 def test_why_a_worker_cannot_be_asked_is_said_in_full():
@@ -122,9 +127,22 @@ def test_a_frame_says_how_a_worker_is():
         assert said in text
     assert "v4 12.0s ago, 1.2 ms" in text and "1234" in text and "up 1h06m" in text
     assert "0.7 a row" in text, "of the last second, as the rows are"
-    rows = [line.plain for line in frame([VIEW], Screen(), 80, 24) if "decode" in line.plain]
+    rows = [line.plain for line in frame([VIEW], Screen(), 80, 24) if " decode  " in line.plain]
     assert [row.split()[0] for row in rows] == ["long", "new", "old"]
     assert rows[0].count("█") > rows[1].count("█") >= rows[2].count("█") == 0
+
+
+def test_a_frame_has_the_declared_metrics_that_the_worker_reports_and_the_legend_explains_them():
+    (line,) = (line.plain for line in frame([VIEW], Screen(), 80, 24) if line.plain.startswith("  last"))
+    assert line.rstrip() == "  last  decode step 12.3 ms, prefix hits 45.0%, preempted 3"
+    screen = Screen()
+    press(screen, "?")
+    legend = "\n".join(line.plain for line in frame([VIEW], screen, 100, 60))
+    for metric in TOP_METRICS:
+        assert str(metric.top) in legend and metric.meaning.split(";")[0][:30] in legend
+    assert all(cause.replace("_", " ") in legend for cause in IDLE_CAUSES)
+    press(screen, "?")
+    assert any(line.plain.startswith("  new ") for line in frame([VIEW], screen, 80, 24))
 
 
 def test_the_selected_row_is_shown_however_many_there_are():

@@ -1,4 +1,4 @@
-"""What pipelining buys, predicted from the parts of a decode step.
+"""Predicts the gain of pipelining from the parts of a decode step.
 
     blocking     f | s | b | f | s | b |          a step costs f + s + b: the device idles while the host works
     pipelined    f | s | f | s | f | s |          a step costs max(f + s, b): the host works underneath
@@ -6,9 +6,9 @@
 
     speed-up = T_block / T_pipe x (1 - z)
 
-f is the forward, s the sampling, b everything that the blocking loop does with the device idle. z is the share of
-steps that run only zombies: rows whose sequence had ended when the step was launched ahead. The model is that of
-Moondream's "Popping the GPU bubble"; times here are seconds of one step.
+f is the forward, s the sampling, b the work of the blocking loop while the device idles. z is the share of steps that
+run only zombies: rows whose sequence had ended before the step was committed. The model is that of Moondream's "Popping
+the GPU bubble"; times here are seconds of one step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class StepParts:
 
     def __post_init__(self) -> None:
         if min(self.forward_s, self.sampling_s, self.bookkeeping_s) < 0 or self.device_s <= 0:
-            raise ValueError(f"parts of a step are times, forward and sampling together above 0; got {self}")
+            raise ValueError(
+                f"the parts of a step must be times of at least 0, forward and sampling together above 0; got {self}"
+            )
 
     @property
     def device_s(self) -> float:
@@ -45,7 +47,7 @@ class StepParts:
 
     @property
     def idle_s(self) -> float:
-        """Device time that a step of the pipeline loses to the host: 0 as long as b hides."""
+        """Device time that a step of the pipeline loses to the host: 0 while b is hidden."""
         return self.pipelined_s - self.device_s
 
     def speedup(self, zombie_share: float = 0.0) -> float:
@@ -54,21 +56,21 @@ class StepParts:
         Raises ValueError unless 0 <= zombie_share < 1.
         """
         if not 0 <= zombie_share < 1:
-            raise ValueError(f"zombie_share is a share of the pipeline's steps, in [0, 1); got {zombie_share}")
+            raise ValueError(f"zombie_share must be in [0, 1), a share of the pipeline's steps; got {zombie_share}")
         return self.blocking_s / self.pipelined_s * (1 - zombie_share)
 
 
 def zombie_share(tokens: float) -> float:
     """Share of a pipeline's steps that run only zombies when all rows end by a stop token after `tokens` steps.
 
-    Nobody knows of the stop token before the next step is launched: one step more for each `tokens`. Rows that end by
+    The next step is launched before the stop token is known, so each `tokens` steps cost one more. Rows that end by
     length, or while others go on, cost no step. Raises ValueError for less than one step.
     """
     if tokens < 1:
-        raise ValueError(f"a row takes at least one step; got {tokens}")
+        raise ValueError(f"a row runs for at least one step; got {tokens}")
     return 1 / (tokens + 1)
 
 
 def points(speedup: float) -> float:
-    """A speed-up as percentage points over 1: 1.13 is 13.0."""
+    """A speed-up in percentage points over 1: 1.13 is 13.0."""
     return 100 * (speedup - 1)

@@ -1,28 +1,33 @@
-"""The dashboard as a PNG, drawn from what an offline run wrote; for machines and pages without W&B.
+"""Draws the dashboard of an offline W&B run as a PNG, without W&B, a network or an account.
 
-matplotlib is in the extra `plot`; it is imported when a picture is drawn.
+    python -m scripts.dashboard.picture RUN_FOLDER dashboard.png
+
+needs the extra `plot` (matplotlib). The layout is in `scripts/dashboard/layout.py`.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.metrics.dashboard import LAYOUT, Panel, Section
-from rollout.metrics.wandb_file import OfflineRun
+from scripts.dashboard.layout import COLUMNS, LAYOUT, Panel, Section
+from scripts.dashboard.offline_run import OfflineRun, read_offline_run
 
 COLOURS = ("#2f6db3", "#e0a030", "#4c9f70", "#d62728", "#b07cc6", "#7f7f7f")
-_COLUMNS = 4
 _PANEL_INCHES = (3.6, 1.9)
 _DPI = 88
-_COLOURS_KEPT = 255  # a third of the bytes, and nobody sees it
+_COLOURS_KEPT = 255  # a third of the bytes without a visible difference
+#: Below this value the axis of a histogram is linear, above it logarithmic; by unit.
+_LINEAR_UP_TO = {"tokens": 16.0, "s": 0.01}
 
 Row = dict[str, Any]
 
 
 def series(rows: Sequence[Row], panel: Panel) -> dict[str, tuple[list[float], list[Any]]]:
-    """X and y of each metric of a panel, as far as the rows have it; x is seconds since the first row, or versions."""
+    """(xs, ys) of each metric of a panel that the rows have; x is seconds since the first row, or a weights version."""
     if not rows:
         return {}
     origin = rows[0]["_timestamp"]
@@ -51,11 +56,12 @@ def write_dashboard(run: OfflineRun, path: str | Path, title: str) -> None:
     except ImportError as error:
         raise ValueError("a picture needs matplotlib: pip install 'rollout-engine[plot]'") from error
     width, height = _PANEL_INCHES
-    size = width * _COLUMNS, (height + 0.5) * len(LAYOUT)
+    rows = [section.rows for section in LAYOUT]
+    size = width * COLUMNS, (height + 0.5) * sum(rows)
     figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    parts: Any = figure.subfigures(len(LAYOUT), 1)
+    parts: Any = figure.subfigures(len(LAYOUT), 1, height_ratios=rows)
     for section, part in zip(LAYOUT, parts, strict=True):
         _draw_section(part, section, run.rows)
     path = Path(path)
@@ -67,7 +73,7 @@ def write_dashboard(run: OfflineRun, path: str | Path, title: str) -> None:
 
 def _draw_section(figure: Any, section: Section, rows: Sequence[Row]) -> None:
     figure.suptitle(section.name, x=0.01, ha="left", fontsize=10, fontweight="bold")
-    for axes, panel in zip(figure.subplots(1, _COLUMNS), section.panels, strict=False):
+    for axes, panel in zip(figure.subplots(section.rows, COLUMNS, squeeze=False).flat, section.panels, strict=False):
         _draw_panel(axes, panel, series(rows, panel))
     for axes in figure.axes[len(section.panels) :]:
         axes.set_axis_off()
@@ -82,7 +88,7 @@ def _draw_panel(axes: Any, panel: Panel, found: dict[str, tuple[list[float], lis
         axes.text(0.5, 0.5, "not reported", ha="center", va="center", fontsize=8, transform=axes.transAxes)
         return
     if panel.kind == "histogram":
-        _draw_histogram(axes, *found[panel.metrics[0]])
+        _draw_histogram(axes, *found[panel.metrics[0]], _LINEAR_UP_TO[panel.unit])
         return
     labels = _labels(list(found))
     if panel.kind == "stacked":
@@ -100,8 +106,8 @@ def _draw_panel(axes: Any, panel: Panel, found: dict[str, tuple[list[float], lis
         axes.legend(fontsize=6, frameon=False, loc="best")
 
 
-def _draw_histogram(axes: Any, xs: list[float], histograms: list[dict[str, list[float]]]) -> None:
-    """A column for each report that had completions; darker where more of them ended."""
+def _draw_histogram(axes: Any, xs: list[float], histograms: list[dict[str, list[float]]], linear_up_to: float) -> None:
+    """A column for each report with a sample; darker where there are more of them."""
     most = max(max(histogram["values"]) for histogram in histograms)
     width = min((b - a for a, b in zip(xs, xs[1:], strict=False)), default=1.0)
     for x, histogram in zip(xs, histograms, strict=True):
@@ -109,13 +115,33 @@ def _draw_histogram(axes: Any, xs: list[float], histograms: list[dict[str, list[
         for count, low, high in zip(histogram["values"], edges, edges[1:], strict=False):
             if count:
                 axes.bar(x, high - low, width, low, color=COLOURS[0], alpha=min(1.0, 0.2 + 0.8 * count / most))
-    axes.set_yscale("symlog", linthresh=16)
+    axes.set_yscale("symlog", linthresh=linear_up_to)
 
 
 def _labels(names: list[str]) -> list[str]:
-    """The names without what all of them begin with."""
+    """The names without the parts that all of them begin with."""
     parts = [name.split("/") for name in names]
     same = 0
     while all(len(part) > same + 1 for part in parts) and len({part[same] for part in parts}) == 1:
         same += 1
     return ["/".join(part[same:]) for part in parts]
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the picture."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.dashboard.picture", description=__doc__.splitlines()[0])
+    parser.add_argument("run", metavar="RUN_FOLDER", help="folder of an offline run (offline-run-...)")
+    parser.add_argument("png", metavar="FILE", type=Path, help="picture to write")
+    given = parser.parse_args(arguments)
+    try:
+        run = read_offline_run(given.run)
+        write_dashboard(run, given.png, f"Rollout workers: {run.name or run.project}, {len(run.rows)} rows")
+    except (OSError, ValueError) as error:
+        print(f"picture: {error}", file=sys.stderr)
+        return 1
+    print(given.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,9 @@
-"""Reads an offline W&B run from its folder, without a server: the rows that were logged, and the summary.
+"""Reads an offline W&B run from its folder: the rows that were logged, and the summary. Needs no server.
 
     file = header, then blocks of 32 KiB; a record is one or several pieces, each with checksum, length and kind
 
-The file is W&B's own (a log in the format of LevelDB, with protobuf records); W&B has no reader of it in Python.
-A record that was being written when the process was killed is where reading ends.
+The format is W&B's (a LevelDB log of protobuf records), which has no reader in Python. Reading ends at a record that
+was cut off when the process was killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 @dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """What a run wrote. Rows have the logged names, and `_timestamp` (Unix seconds), `_runtime`, `_step` of W&B."""
+    """One run. Rows have the logged names and W&B's `_timestamp` (Unix seconds), `_runtime` and `_step`."""
 
     project: str
     group: str
@@ -34,13 +34,13 @@ class OfflineRun:
 def read_offline_run(path: str | Path) -> OfflineRun:
     """The run in a folder, or in a `.wandb` file.
 
-    Raises ValueError if there is not exactly one such file, or if it is none of W&B's; OSError if it can't be read.
+    Raises ValueError unless there is exactly one such file and W&B wrote it; OSError if it can't be read.
     """
     file = Path(path)
     if file.is_dir():
         files = sorted(file.glob("*.wandb"))
         if len(files) != 1:
-            raise ValueError(f"{file} has {len(files)} files *.wandb; name the folder of one run (offline-run-...)")
+            raise ValueError(f"{file} has {len(files)} files *.wandb; give the folder of one run (offline-run-...)")
         file = files[0]
     data = file.read_bytes()
     if data[:4] != _MAGIC:
@@ -72,7 +72,7 @@ def _wholes(data: bytes) -> Iterator[bytes]:
     pieces, at = b"", _HEADER_BYTES
     while at + _PIECE.size <= len(data):
         left = _BLOCK - at % _BLOCK
-        if left < _PIECE.size:  # too little room for another piece: padding
+        if left < _PIECE.size:  # padding: too little room for another piece
             at += left
             continue
         _, length, kind = _PIECE.unpack_from(data, at)
@@ -86,7 +86,7 @@ def _wholes(data: bytes) -> Iterator[bytes]:
 
 
 def _items(items: Any) -> dict[str, Any]:
-    """Names and values; a value that is a map comes in parts, each under the keys that lead to it."""
+    """Names and values; a map arrives in parts, each with the keys that lead to it."""
     found: dict[str, Any] = {}
     for item in items:
         *maps, name = item.nested_key or (item.key,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.metrics.cost_model import StepParts, points, zombie_share
+from scripts.bench.cost_model import StepParts, points, zombie_share
 
 
 def test_a_blocking_step_pays_for_all_parts_and_a_pipelined_one_for_the_longer_side():

@@ -1,0 +1,373 @@
+"""Every metric of a worker, declared once.
+
+An entry has a name, a kind, a unit, a meaning, the way in which it is read, and the places where it is shown. All else
+is made from the entries: the reports (W&B, JSON lines), the page for Prometheus, the metrics line and the legend of
+`rollout top`, the dashboard, and docs/reference/metrics.md.
+
+How an entry is read:
+
+    no `read`   the value that was given to the meter under the entry's name, 0 before the first one:
+                    meter.set({"kv/used_pct": 40.0})       a gauge, or a counter that another object keeps
+                    meter.add("kv/evictions")              a counter
+                    meter.observe("queue/seconds", 1.5)    a histogram
+    `read`      computed from a `Stretch`: what the meter counts of every step, swap and completion
+
+To add a metric, add an entry here and give the number to the meter where it arises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Generic, Literal, TypeVar
+
+from rollout.metrics.histogram import SECONDS, TOKENS, Buckets
+from rollout.metrics.idle import IDLE_CAUSES
+from rollout.metrics.mismatch import Mismatch
+from rollout.metrics.samples import Samples
+
+#: "gauge": of now, or of the interval. "counter": only grows while the worker runs. "histogram": counts by size.
+Kind = Literal["gauge", "counter", "histogram"]
+
+FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What the meter knows of a stretch of time: the interval since the last report, or the whole run at its end."""
+
+    wall_s: float
+    samples: Samples
+    idle_s: Mapping[str, float]  # by cause
+    active_pct: float  # of the last 10 s; of the whole run at its end
+    idle_pct: Mapping[str, float]  # by cause; the same
+    run_active_pct: float
+    run_idle_pct: Mapping[str, float]
+    mismatch: Mismatch  # of the last interval in which a trainer reported; of the whole run at its end
+    compared_tokens: int  # tokens that trainers reported on, since start
+    swaps: int  # since start
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Counts since the start of the meter. The difference of two readings is the service of one weights version."""
+
+    wall_s: float
+    busy_s: float = 0.0
+    tokens: int = 0
+    decode_s: float = 0.0
+    decode_steps: int = 0
+    completions: int = 0
+    completion_tokens: float = 0.0
+    version_spans: float = 0.0
+    swap_pause_s: float = 0.0  # of the swap that brought the version; 0 in a reading
+
+    def __sub__(self, other: Served) -> Served:
+        return Served(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The panel of the dashboard that shows a metric. Metrics of one panel are drawn together."""
+
+    section: str
+    title: str
+    stacked: bool = False  # areas on top of each other instead of lines
+
+
+_Source = TypeVar("_Source", contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric(Generic[_Source]):
+    """One metric."""
+
+    name: str  # in W&B and JSON lines
+    kind: Kind
+    unit: str
+    meaning: str
+    panel: Panel | None = None  # None: not on the dashboard
+    read: Callable[[_Source], float | None] | None = None  # None as a result: left out of this report
+    top: str | None = None  # its label in `rollout top`; None: not shown there
+    buckets: Buckets | None = None  # of a histogram
+
+    def __post_init__(self) -> None:
+        assert (self.kind == "histogram") == (self.buckets is not None), f"{self.name}: a histogram has buckets"
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100.0 * part / whole if whole else 0.0
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+_ACTIVE = Panel("GPU", "Active")
+_IDLE = Panel("GPU", "Idle by cause", stacked=True)
+_SPEEDUP = Panel("GPU", "Pipeline speed-up")
+_ROWS = Panel("Rollout", "Rows and queue")
+_DECODE_STEP = Panel("Steps and memory", "Decode step")
+_KV = Panel("Steps and memory", "KV")
+_COMPLETION_LENGTH = Panel("Completions", "Length of those that finished")
+_PREEMPTED = Panel("Completions", "Taken away")
+_COPIED = Panel("KV on the host", "Copied")
+_DIFFERENCE = Panel("Trainer and worker", "Log-prob difference")
+
+
+def _idle_pct(cause: str) -> Callable[[Stretch], float]:
+    return lambda stretch: stretch.idle_pct[cause]
+
+
+def _run_idle_pct(cause: str) -> Callable[[Stretch], float]:
+    return lambda stretch: stretch.run_idle_pct[cause]
+
+
+def _speedups(stretch: Stretch) -> tuple[float, float]:
+    idle_s = stretch.idle_s
+    return stretch.samples.speedups(stretch.wall_s - idle_s["no_work"] - idle_s["swap"] - idle_s["offload"])
+
+
+def _mismatch(read: Callable[[Stretch], float]) -> Callable[[Stretch], float | None]:
+    """None until a trainer has reported: a 0 would say that trainer and worker agree."""
+    return lambda stretch: read(stretch) if stretch.compared_tokens else None
+
+
+#: The values of every report.
+METRICS: tuple[Metric[Stretch], ...] = (
+    Metric(
+        "gpu/active_pct", "gauge", "%", "share of the last 10 s in which the compute stream ran a step, on any device",
+        _ACTIVE, lambda stretch: stretch.active_pct,
+    ),
+    Metric(
+        "gpu/run/active_pct", "gauge", "%", "share of the time since the start in which the compute stream ran a step",
+        _ACTIVE, lambda stretch: stretch.run_active_pct,
+    ),
+    *(
+        Metric(
+            f"gpu/bubble_pct/{cause.metric}", "gauge", "%", f"share of about the last 10 s in which {cause.meaning}",
+            _IDLE, _idle_pct(name),
+        )
+        for name, cause in IDLE_CAUSES.items()
+    ),
+    *(
+        Metric(
+            f"gpu/run/bubble_pct/{cause.metric}", "gauge", "%",
+            f"share of the time since the start in which {cause.meaning}",
+            None, _run_idle_pct(name),
+        )
+        for name, cause in IDLE_CAUSES.items()
+    ),
+    Metric(
+        "pipeline/predicted_speedup", "gauge", "x",
+        "predicted gain of overlapping host and device: the sum of their times over the larger one, less zombie rows",
+        _SPEEDUP, lambda stretch: _speedups(stretch)[0],
+    ),
+    Metric(
+        "pipeline/observed_speedup", "gauge", "x",
+        "observed gain: the sum of host and device times over the time with work to do, without swaps and offloads",
+        _SPEEDUP, lambda stretch: _speedups(stretch)[1],
+    ),
+    Metric(
+        "rollout/tokens_per_s", "gauge", "tokens/s", "tokens that were committed and kept, of all rows",
+        Panel("Rollout", "Tokens"),
+        lambda stretch: stretch.samples.tokens / stretch.wall_s if stretch.wall_s > 0 else 0.0,
+    ),
+    Metric(
+        "rollout/tokens_per_s_per_row", "gauge", "tokens/s", "tokens per second of one row, mean",
+        Panel("Rollout", "Tokens of a row"), lambda stretch: stretch.samples.tokens_per_s_per_row(stretch.wall_s),
+    ),
+    Metric("rollout/rows", "gauge", "rows", "sequences that hold a row now", _ROWS),
+    Metric("queue/waiting", "gauge", "requests", "requests that wait for a row now", _ROWS),
+    Metric(
+        "rollout/zombie_rows_pct", "gauge", "%",
+        "share of launched rows whose sequence had ended before their step was committed",
+        Panel("Rollout", "Zombie rows"), lambda stretch: stretch.samples.zombie_rows_pct(),
+    ),
+    Metric(
+        "step/decode_ms", "gauge", "ms", "time of a decode step on the compute stream, mean",
+        _DECODE_STEP, lambda stretch: 1e3 * stretch.samples.decode.value(), top="decode step",
+    ),
+    Metric(
+        "step/decode_ms_p50", "gauge", "ms", "time of a decode step on the compute stream, median",
+        _DECODE_STEP, lambda stretch: 1e3 * stretch.samples.decode_quantiles.value(0.5),
+    ),
+    Metric(
+        "step/decode_ms_p99", "gauge", "ms", "time of a decode step on the compute stream, 99th percentile",
+        _DECODE_STEP, lambda stretch: 1e3 * stretch.samples.decode_quantiles.value(0.99),
+    ),
+    Metric(
+        "step/prefill_ms", "gauge", "ms", "time of a prefill step on the compute stream, mean",
+        Panel("Steps and memory", "Prefill step"), lambda stretch: 1e3 * stretch.samples.prefill.value(),
+    ),
+    Metric(
+        "step/bookkeeping_ms", "gauge", "ms", "host time of a step, mean: plan, launch and commit together",
+        Panel("Steps and memory", "Host time of a step"), lambda stretch: 1e3 * stretch.samples.host.value(),
+        top="host",
+    ),
+    Metric(
+        "kv/used_pct", "gauge", "%", "share of the KV pages that rows and sessions hold now; cached pages do not count",
+        _KV,
+    ),
+    Metric("kv/session_pct", "gauge", "%", "share of the KV pages that sessions hold between their turns now", _KV),
+    Metric(
+        "kv/prefix_hit_pct", "gauge", "%",
+        "share of admitted prompt tokens whose KV was already there, cached or shared, since start",
+        _KV, top="prefix hits",
+    ),
+    Metric(
+        "completion/length_mean", "gauge", "tokens", "length of the completions that finished, mean",
+        _COMPLETION_LENGTH, lambda stretch: stretch.samples.length.value(),
+    ),
+    Metric(
+        "completion/length_p50", "gauge", "tokens", "length of the completions that finished, median",
+        _COMPLETION_LENGTH, lambda stretch: stretch.samples.length_quantiles.value(0.5),
+    ),
+    Metric(
+        "completion/length_p99", "gauge", "tokens", "length of the completions that finished, 99th percentile",
+        _COMPLETION_LENGTH, lambda stretch: stretch.samples.length_quantiles.value(0.99),
+    ),
+    *(
+        Metric(
+            f"completion/finish_reason/{reason}", "counter", "count",
+            f"completions that ended as `{reason}`, since start", Panel("Completions", "Ends"),
+        )
+        for reason in FINISH_REASONS
+    ),
+    Metric(
+        "kv/preemptions", "counter", "count",
+        "sequences that were preempted, since start; without `host_kv_gib` their KV is computed again",
+        _PREEMPTED, top="preempted",
+    ),
+    Metric(
+        "rollout/reclaimed_rows", "counter", "count",
+        "completions that were ended because their client had vanished, since start", _PREEMPTED,
+    ),
+    Metric(
+        "kv/host_used_pct", "gauge", "%",
+        "share of the host memory for KV that preempted sequences occupy now",
+        Panel("KV on the host", "Host memory in use"),
+    ),
+    Metric(
+        "kv/restores", "counter", "count", "preempted sequences whose KV came back from the host, since start",
+        Panel("KV on the host", "Restored"),
+    ),
+    Metric("kv/offloaded_bytes", "counter", "bytes", "KV that was copied to the host, since start", _COPIED),
+    Metric("kv/brought_back_bytes", "counter", "bytes", "KV that was copied back from the host, since start", _COPIED),
+    Metric(
+        "weights/version", "gauge", "version", "weights version that new steps run with", Panel("Weights", "Version")
+    ),
+    Metric(
+        "weights/swap_pause_ms", "gauge", "ms", "time for which the last swap held the compute stream",
+        Panel("Weights", "Pause of the last swap"),
+    ),
+    Metric(
+        "weights/bytes", "gauge", "bytes", "bytes that the last swap copied",
+        Panel("Weights", "Copied by the last swap"),
+    ),
+    Metric(
+        "off_policy/version_span", "gauge", "versions",
+        "newest minus oldest weights version of a completion, mean over the completions that finished",
+        Panel("Weights", "Versions in a completion"), lambda stretch: stretch.samples.version_span.value(),
+    ),
+    Metric(
+        "mismatch/k3_kl", "gauge", "nats",
+        "mean of exp(d) - 1 - d over the tokens that trainers reported on, with d = trainer's log-prob - worker's: an "
+        "unbiased estimate of the KL divergence from worker to trainer; in the exponent d is capped at 20",
+        Panel("Trainer and worker", "KL, worker to trainer"), _mismatch(lambda stretch: stretch.mismatch.k3_kl),
+    ),
+    Metric(
+        "mismatch/mean_abs", "gauge", "nats", "mean of |d|",
+        _DIFFERENCE, _mismatch(lambda stretch: stretch.mismatch.mean_abs),
+    ),
+    Metric(
+        "mismatch/max_abs", "gauge", "nats", "largest |d|",
+        _DIFFERENCE, _mismatch(lambda stretch: stretch.mismatch.max_abs),
+    ),
+    Metric(
+        "mismatch/tokens", "counter", "count", "tokens that trainers reported on, since start",
+        Panel("Trainer and worker", "Tokens compared"), _mismatch(lambda stretch: stretch.compared_tokens),
+    ),
+)  # fmt: skip
+
+#: The histograms of every report.
+HISTOGRAMS: tuple[Metric[Stretch], ...] = (
+    Metric(
+        "completion/length", "histogram", "tokens", "length of the completions that finished",
+        Panel("Completions", "Length"), buckets=TOKENS,
+    ),
+    Metric(
+        "queue/seconds", "histogram", "s", "time from a request's arrival until its first completion got a row",
+        Panel("Requests", "Time in the queue"), buckets=SECONDS,
+    ),
+    Metric(
+        "request/seconds", "histogram", "s", "time from a request's arrival until its last completion ended",
+        Panel("Requests", "Time of a request"), buckets=SECONDS,
+    ),
+)  # fmt: skip
+
+
+# --- the end of the run -----------------------------------------------------------------------------------------------
+
+#: Added to the report over the whole run, when the worker ends.
+TOTALS: tuple[Metric[Stretch], ...] = (
+    Metric("total/wall_s", "gauge", "s", "time since the start", None, lambda run: run.wall_s),
+    Metric("total/tokens", "counter", "tokens", "tokens that were kept", None, lambda run: run.samples.tokens),
+    Metric("total/decode_steps", "counter", "count", "decode steps", None, lambda run: run.samples.decode.count),
+    Metric("total/prefill_steps", "counter", "count", "prefill steps", None, lambda run: run.samples.prefill.count),
+    Metric("total/completions", "counter", "count", "completions", None, lambda run: run.samples.length.count),
+    Metric("total/swaps", "counter", "count", "swaps of the weights", None, lambda run: run.swaps),
+)
+
+
+# --- weights versions -------------------------------------------------------------------------------------------------
+
+
+def _by_version(title: str) -> Panel:
+    return Panel("By weights version", title)
+
+
+#: The row of one weights version, written once the next version serves. It goes to W&B and JSON lines only, and its
+#: x-axis in W&B is `weights/version`. Values without a sample are left out.
+VERSION_METRICS: tuple[Metric[Served], ...] = (
+    Metric(
+        "by_version/serving_s", "gauge", "s", "time for which the version served", None,
+        lambda served: served.wall_s,
+    ),
+    Metric("by_version/tokens", "gauge", "tokens", "tokens kept in that time", None, lambda served: served.tokens),
+    Metric(
+        "by_version/tokens_per_s", "gauge", "tokens/s", "tokens kept per second", _by_version("Tokens"),
+        lambda served: served.tokens / served.wall_s if served.wall_s > 0 else None,
+    ),
+    Metric(
+        "by_version/active_pct", "gauge", "%", "share of that time in which the compute stream ran a step",
+        _by_version("Active"),
+        lambda served: min(100.0, max(0.0, _percent(served.busy_s, served.wall_s))) if served.wall_s > 0 else None,
+    ),
+    Metric(
+        "by_version/decode_ms", "gauge", "ms", "time of a decode step, mean", None,
+        lambda served: 1e3 * served.decode_s / served.decode_steps if served.decode_steps else None,
+    ),
+    Metric(
+        "by_version/completions", "gauge", "count", "completions that finished in that time", None,
+        lambda served: served.completions,
+    ),
+    Metric(
+        "by_version/completion_length", "gauge", "tokens", "length of those completions, mean",
+        _by_version("Length of completions"),
+        lambda served: served.completion_tokens / served.completions if served.completions else None,
+    ),
+    Metric(
+        "by_version/version_span", "gauge", "versions", "newest minus oldest version of those completions, mean",
+        _by_version("Versions in a completion"),
+        lambda served: served.version_spans / served.completions if served.completions else None,
+    ),
+    Metric(
+        "by_version/swap_pause_ms", "gauge", "ms",
+        "time for which the swap to this version held the compute stream", None,
+        lambda served: 1e3 * served.swap_pause_s,
+    ),
+)  # fmt: skip
+
+#: The values that `rollout top` shows, in its order; every report has them.
+TOP_METRICS = tuple(metric for metric in METRICS if metric.top is not None)
+
+ALL_METRICS: tuple[Metric, ...] = (*METRICS, *HISTOGRAMS, *TOTALS, *VERSION_METRICS)

@@ -1,0 +1,15 @@
+"""A GET request against the metrics port."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+
+
+def get(url: str) -> tuple[int, str]:
+    """Status and body."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
