@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_kernels import linear_table
-from rollout_kernels.linear_table import Config, Kind, linear_config
-from rollout_kernels.triton_linear import gate_up_silu, linear, linear_parts
+from rollout_kernels.linear import table as linear_table
+from rollout_kernels.linear.table import Config, Kind, linear_config
+from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
 from triton.runtime.errors import OutOfResources
 
 from rollout.models.batch import AttentionBatch, KVCache

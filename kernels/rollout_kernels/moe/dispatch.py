@@ -23,10 +23,10 @@ from typing import Any, Literal
 import torch
 
 from rollout_kernels.moe.formats import ExpertWeights, Format
-from rollout_kernels.moe.triton_grouped import GroupedConfig, combine, grouped_down, grouped_gate_up
-from rollout_kernels.moe.triton_grouping import group_pairs
+from rollout_kernels.moe.triton_group_pairs import group_pairs
+from rollout_kernels.moe.triton_grouped_experts import GroupedConfig, combine, grouped_down, grouped_gate_up
 from rollout_kernels.moe.triton_router import Routing
-from rollout_kernels.moe.triton_warp import WarpConfig, moe_down, moe_gate_up
+from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_gate_up
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.fp8 import LARGEST, codes_of
+from rollout_kernels.common.fp8 import LARGEST, codes_of
 from rollout_kernels.moe.formats import BLOCK, GROUP, ExpertWeights, Format
 
 #: Bytes of weights that are on the device at once, while they are quantised, if an expert is not larger.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.activation import silu_mul
+from rollout_kernels.norm_rope.elementwise import silu_mul
 
 
 def route(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:

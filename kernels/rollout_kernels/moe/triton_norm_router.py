@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.common.triton_math import follow, follow_options, last_to_arrive, narrow
 from rollout_kernels.moe.triton_router import Record, Routing, choose, places, record_arguments, routing_outputs
-from rollout_kernels.triton_math import follow, follow_options, last_to_arrive, narrow
 
 #: Tokens up to which this is worth it: each reads its residual and parts once for every few experts.
 MOST_TOKENS = 8

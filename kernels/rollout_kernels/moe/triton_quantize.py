@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.common.triton_fp8 import e4m3_code
 from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
-from rollout_kernels.triton_fp8 import e4m3_code
 
 _GROUPS = 128
 _ROWS = 16

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from rollout_kernels.linear_table import linear_config
-from rollout_kernels.triton_linear import linear_parts
-from rollout_kernels.triton_math import TRITON_DTYPES, follow, follow_options, narrow
+from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow
+from rollout_kernels.linear.table import linear_config
+from rollout_kernels.linear.triton_linear import linear_parts
 
 #: Rivals that an expert is compared with at once, and the fewest places for experts.
 _COMPARED = tl.constexpr(128)

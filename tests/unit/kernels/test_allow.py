@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from rollout_kernels import SamplingRows, sample
-from rollout_kernels.allow import allow_only
-from rollout_kernels.triton_allow import allow_only as on_gpu
+from rollout_kernels.sampling import allow_only
+from rollout_kernels.sampling.triton_allow import allow_only as on_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

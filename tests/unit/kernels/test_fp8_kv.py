@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 from rollout_kernels import paged_decode_attention, paged_prefill_attention, plan_decode, rope_cos_sin, write_kv
-from rollout_kernels.fp8 import LEAST_SCALE, quantize_heads, values_of
-from rollout_kernels.triton_decode_attention import decode_attention
-from rollout_kernels.triton_fused import finish_qkv
-from rollout_kernels.triton_prefill_attention import prefill_attention
+from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.attention.triton_prefill import prefill_attention
+from rollout_kernels.common.fp8 import LEAST_SCALE, quantize_heads, values_of
+from rollout_kernels.norm_rope.triton_elementwise import finish_qkv
 from test_triton_attention import (
     CONTEXTS,
     DEVICE,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from linear_cases import DEVICE, operands, relative
-from rollout_kernels.linear_table import linear_config
-from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.table import linear_config
+from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 
 #: block_n, block_k, split, warps, stages, programs; a tile of `gate_up_silu` holds gate and up rows.
 SHAPES = [
@@ -95,7 +95,7 @@ def test_a_chain_in_a_graph_waits_for_what_it_reads():
 
 COMPILE = """
 import triton
-from rollout_kernels import gluon_linear
+from rollout_kernels.linear import gluon_linear
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource

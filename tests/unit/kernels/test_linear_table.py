@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from linear_cases import operands, relative
-from rollout_kernels.linear_table import _DETERMINISTIC, _FAST, linear_config
-from rollout_kernels.triton_gemv import MOST_ROWS as MOST_GEMV_ROWS
-from rollout_kernels.triton_gemv import GemvConfig
-from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.table import _DETERMINISTIC, _FAST, linear_config
+from rollout_kernels.linear.triton_gemv import MOST_ROWS as MOST_GEMV_ROWS
+from rollout_kernels.linear.triton_gemv import GemvConfig
+from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 
 SHAPES = sorted({*_DETERMINISTIC, *_FAST})
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels import gluon_linear, triton_fused, triton_gemv, triton_linear, triton_lora
-from rollout_kernels.linear_table import linear_config
-from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank
-from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
-from rollout_kernels.triton_linear import linear, linear_parts
-from rollout_kernels.triton_lora import adds_later, shrink_beside
-from rollout_kernels.triton_lora import lora_add as by_triton
+from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
+from rollout_kernels.linear.table import linear_config
+from rollout_kernels.linear.triton_linear import linear, linear_parts
+from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank, triton_lora
+from rollout_kernels.lora.triton_lora import adds_later, shrink_beside
+from rollout_kernels.lora.triton_lora import lora_add as by_triton
+from rollout_kernels.norm_rope import triton_elementwise
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, silu_mul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -211,7 +212,7 @@ def test_overlapping_launches_change_no_bit(rows, monkeypatch):
     for overlap in (True, False):
         with monkeypatch.context() as patch:
             if not overlap:
-                for module in (triton_fused, gluon_linear, triton_gemv, triton_linear, triton_lora):
+                for module in (triton_elementwise, gluon_linear, triton_gemv, triton_linear, triton_lora):
                     patch.setattr(module, "follow_options", lambda device: {})
             feed_forward(*given, True)
             torch.cuda.synchronize()

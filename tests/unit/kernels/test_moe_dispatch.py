@@ -21,9 +21,9 @@ from rollout_kernels.moe.dispatch import (
     write_table,
 )
 from rollout_kernels.moe.formats import FORMATS
-from rollout_kernels.moe.triton_grouped import GroupedConfig
+from rollout_kernels.moe.triton_grouped_experts import GroupedConfig
 from rollout_kernels.moe.triton_router import Routing
-from rollout_kernels.moe.triton_warp import WarpConfig
+from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 QWEN3_30B = MoEShape(experts=128, top_k=8, hidden=2048, inner=768)
 PLANS = [

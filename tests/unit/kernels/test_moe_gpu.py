@@ -9,7 +9,7 @@ import pytest
 import torch
 from moe_cases import Layer, assert_close, exact, layer, poison, relative
 from rollout_kernels import route
-from rollout_kernels.moe import triton_grouped, triton_grouping, triton_half, triton_router, triton_warp
+from rollout_kernels.moe import triton_group_pairs, triton_grouped_experts, triton_router, triton_warp_experts
 from rollout_kernels.moe.dispatch import (
     GroupedPlan,
     MoEShape,
@@ -25,7 +25,7 @@ from rollout_kernels.moe.quantize import quantize
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.moe.triton_quantize import quantize_on_device
 from rollout_kernels.moe.triton_router import Routing, moe_route
-from rollout_kernels.triton_fused import add_rms_norm
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -194,10 +194,11 @@ def test_weights_are_quantised_as_by_the_twin(format):
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_overlapping_launches_change_no_bit(format, tokens, monkeypatch):
     """Layers with routers, one after the other, captured with and without programmatic dependent launch."""
-    from rollout_kernels import gluon_linear, triton_fused, triton_linear
+    from rollout_kernels.linear import gluon_linear, triton_linear
+    from rollout_kernels.norm_rope import triton_elementwise
 
-    modules = (triton_fused, triton_linear, gluon_linear, triton_warp)
-    modules += (triton_grouped, triton_grouping, triton_half, triton_router)
+    modules = (triton_elementwise, triton_linear, gluon_linear, triton_warp_experts)
+    modules += (triton_grouped_experts, triton_group_pairs, triton_router)
     layers = [qwen3(1, format, seed=seed) for seed in range(3)]
     routers = [torch.randn(128, 2048, device="cuda").bfloat16() * 0.02 for _ in layers]
     norm = torch.rand(2048, device="cuda").bfloat16()
@@ -207,10 +208,10 @@ def test_overlapping_launches_change_no_bit(format, tokens, monkeypatch):
         residual, parts = start.clone(), None
         for _ in range(4):
             for weights, router in zip(layers, routers, strict=True):
-                x = triton_fused.add_rms_norm(residual, parts, norm, 1e-6)
+                x = triton_elementwise.add_rms_norm(residual, parts, norm, 1e-6)
                 routing = moe_route(x, router, 8, True)
                 parts = run_experts(x, routing, weights.gate_up, weights.down, plan, parts=True)
-        return triton_fused.add_rms_norm(residual, parts, norm, 1e-6)
+        return triton_elementwise.add_rms_norm(residual, parts, norm, 1e-6)
 
     plans = path_plans(format)
     for plan in (plan for name, plan in plans.items() if name in ("warp", "grouped-16", "grouped-16-half=True")):

@@ -8,11 +8,16 @@ import pytest
 import torch
 from moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
 from rollout_kernels.moe.formats import FORMATS
-from rollout_kernels.moe.triton_grouped import GroupedConfig, combine, grouped_down, grouped_gate_up
-from rollout_kernels.moe.triton_grouping import group_pairs
-from rollout_kernels.moe.triton_half import narrow_rows
+from rollout_kernels.moe.triton_group_pairs import group_pairs
+from rollout_kernels.moe.triton_grouped_experts import (
+    GroupedConfig,
+    combine,
+    grouped_down,
+    grouped_gate_up,
+    narrow_rows,
+)
 from rollout_kernels.moe.triton_quantize import quantize_on_device
-from rollout_kernels.moe.triton_warp import WarpConfig, moe_down, moe_gate_up
+from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_gate_up
 
 SMALL = GroupedConfig(block_n=64, block_k=128)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
 from rollout_kernels.moe.formats import FORMATS
-from rollout_kernels.moe.triton_warp import WarpConfig, moe_down, moe_gate_up
-from rollout_kernels.triton_fused import add_rms_norm
+from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_gate_up
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 SMALL = WarpConfig(rows=64, at_once=2)  # few programs: the interpreter takes milliseconds for each
 

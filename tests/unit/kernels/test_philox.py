@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import torch
 from rollout_kernels import gumbel_noise, philox_4x32
-from rollout_kernels.philox import row_words
+from rollout_kernels.sampling.philox import row_words
 
 # Random123's known answers for philox4x32-10: counter, key, output.
 ANSWERS = [

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_kernels import gluon_linear, triton_gemv, triton_linear
-from rollout_kernels.linear_table import _DETERMINISTIC, _FAST, MOST_ROWS, last_rows, linear_config
+from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
+from rollout_kernels.linear.table import _DETERMINISTIC, _FAST, MOST_ROWS, last_rows, linear_config
 
 #: Of the table, and some that are not in it.
 SHAPES = [*{**_FAST, **_DETERMINISTIC}, (1024, 4096, "parts"), (4096, 11008, "silu"), (32000, 4096, "whole")]

@@ -9,9 +9,9 @@ import random
 import pytest
 import torch
 from rollout_kernels.attention import paged_decode_attention, paged_prefill_attention, plan_decode
-from rollout_kernels.triton_decode_attention import decode_attention
-from rollout_kernels.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
-from rollout_kernels.triton_prefill_attention import PrefillConfig, prefill_attention
+from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
+from rollout_kernels.attention.triton_prefill import PrefillConfig, prefill_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.2

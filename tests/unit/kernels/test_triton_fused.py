@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout_kernels import SamplingRows, gumbel_noise, rope_cos_sin, sample, triton_fused
+from rollout_kernels import SamplingRows, gumbel_noise, rope_cos_sin, sample
 from rollout_kernels import silu_mul as silu_mul_twin
-from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
-from rollout_kernels.triton_sampling import draw_and_advance
+from rollout_kernels.norm_rope import triton_elementwise
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, silu_mul
+from rollout_kernels.sampling.triton_draw import draw_and_advance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLUMNS = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 5, "TEMPERATURE": 0, "NOISE": 1}
@@ -35,7 +36,7 @@ def test_add_rms_norm(parts, rows, hidden, dtype):
 def test_no_two_warps_of_a_norm_have_the_same_values(monkeypatch):
     launches = []
     kernel = {(1,): lambda *_, num_warps, BLOCK, **__: launches.append((BLOCK, num_warps))}  # noqa: N803
-    monkeypatch.setattr(triton_fused, "_add_rms_norm_kernel", kernel)
+    monkeypatch.setattr(triton_elementwise, "_add_rms_norm_kernel", kernel)
     for hidden in (24, 64, 96, 1024, 2048, 8192):
         add_rms_norm(torch.zeros(1, hidden), None, torch.ones(hidden), 1e-6)
     assert [warps for _, warps in launches] == [1, 1, 1, 8, 16, 16]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from linear_cases import DEVICE, operands, relative
-from rollout_kernels.linear_table import linear_config
-from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.table import linear_config
+from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 
 
 @pytest.mark.parametrize("split", [1, 2, 4])
@@ -85,7 +85,8 @@ def test_a_depth_that_does_not_divide_is_refused():
 @pytest.mark.gpu
 def test_overlapping_launches_change_no_bit(monkeypatch):
     """A chain of products and norms, captured with and without programmatic dependent launch."""
-    from rollout_kernels import gluon_linear, triton_fused, triton_linear
+    from rollout_kernels.linear import gluon_linear, triton_linear
+    from rollout_kernels.norm_rope import triton_elementwise
 
     weights = [torch.randn(512, 512, device="cuda").bfloat16() * 0.05 for _ in range(6)]
     norm = torch.rand(512, device="cuda").bfloat16()
@@ -95,14 +96,14 @@ def test_overlapping_launches_change_no_bit(monkeypatch):
         residual, parts = start.clone(), None
         for _ in range(5):
             for w in weights:
-                x = triton_fused.add_rms_norm(residual, parts, norm, 1e-6)
+                x = triton_elementwise.add_rms_norm(residual, parts, norm, 1e-6)
                 parts = triton_linear.linear_parts(x, w, LinearConfig(64, 64, 2, 4, 4, 12))
-        return triton_fused.add_rms_norm(residual, parts, norm, 1e-6)
+        return triton_elementwise.add_rms_norm(residual, parts, norm, 1e-6)
 
     results = []
     for overlap in (True, False):
         if not overlap:
-            for module in (triton_fused, triton_linear, gluon_linear):
+            for module in (triton_elementwise, triton_linear, gluon_linear):
                 monkeypatch.setattr(module, "follow_options", lambda device: {})
         chain()
         torch.cuda.synchronize()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rollout_kernels import SamplingRows
 from rollout_kernels.sampling import truncate as twin
-from rollout_kernels.triton_truncate import truncate
+from rollout_kernels.sampling.triton_truncate import truncate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN, OFF = float("inf"), float("nan"), 1 << 20

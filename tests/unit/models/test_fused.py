@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_kernels.linear_table import MOST_ROWS
+from rollout_kernels.linear.table import MOST_ROWS
 from rollout_kernels.moe.dispatch import MoEShape, Plan, WarpPlan, moe_plan
-from rollout_kernels.moe.triton_grouping import _chunk
-from rollout_kernels.moe.triton_warp import WarpConfig
+from rollout_kernels.moe.triton_group_pairs import _chunk
+from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 from rollout.config import ModelSettings
 from rollout.models import Decoder, fused_experts, load_model
