@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache: writing keys and values, one query a row, and chunks of a prompt.
+"""Attention over a paged KV cache: write keys and values, decode (one query a row), prefill (chunks of prompts).
 
-A row's context of length L is spread over the pages that its row of the page table names: position p lies at offset
-`p % page_size` of page `page_table[row, p // page_size]`. A window of W lets a query at p see p - W + 1 .. p.
+The page table maps a row's positions to pages: position p lies at offset `p % page_size` of page
+`page_table[row, p // page_size]`. With a window of W, a query at position p sees positions p - W + 1 .. p.
 
 ```
  context   0 ......................... L - W ........... L - 1
@@ -9,18 +9,18 @@ A row's context of length L is spread over the pages that its row of the page ta
                                       ^ L - W lies in here
 ```
 
-Caches are of the queries' dtype, or hold e4m3 codes (uint8) with a float32 scale for each token and KV head, `scales`
-[P, 2, G, S]: those of keys, then those of values. So no token bounds another's precision, nothing is to be calibrated,
-a page is still all that its tokens left, and a head of 128 takes 132 bytes. float32, because a scale that is rounded
-itself would add to the error of each code. A head's scales lie side by side in a page, as a tile reads them.
+A cache has the queries' dtype, or holds e4m3 codes (uint8) and one float32 scale for each token and KV head. The
+scales are one tensor [P, 2, G, S]: index 0 for keys, 1 for values. With a scale for each token and head, no token
+limits another token's precision, no calibration is needed, and a page stays self-contained. A head of 128 takes 132
+bytes. Scales are float32, because a rounded scale would add its error to every code. A head's scales are contiguous
+within a page, as a tile reads them.
 
-Nothing here reads a tensor's values on the host. Masked positions get a large negative score rather than minus
-infinity: a row without any context (padding) then gives a finite result, which may be read, masked, by other rows.
-What stands in pages behind a row's context is another row's, and may be NaN where its adapter is no good: it is not
-read, or becomes zero before it is multiplied.
+The host never reads a tensor's values here. A masked position gets a large negative score instead of minus infinity,
+so a row without context (padding) gives a finite result. Page positions after the end of a row's context may hold
+another row's data, which may be NaN (a broken adapter): they are not read, or are zeroed before they are multiplied.
 
-Legend: T tokens, B rows, H query heads, G KV heads, D head dimension, P pages (of the cache, or of a row of the
-page table), S page size, N gathered pages, C gathered positions of a row.
+Legend: T tokens, B rows, H query heads, G KV heads, D head dimension, P pages (of the cache, or of a row of the page
+table), S page size, N gathered pages, C gathered positions of a row, Q queries of a block, R query heads of a KV head.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from rollout_kernels.common.fp8 import quantize_heads, values_of
 if TYPE_CHECKING:
     from rollout_kernels.attention.triton_decode_plan import DecodeWork
 
-# Query positions that a prefill handles at once; bounds the size of the mask.
+# Query positions that prefill handles at once; bounds the memory of the mask.
 _QUERY_BLOCK = 256
 
 
 class DecodePlan(NamedTuple):
-    """What all layers of one window share in a decode step."""
+    """What all layers with one window share in a decode step."""
 
-    pages_N: torch.Tensor  # the pages to gather, rows one after the other
-    bias_B11C: torch.Tensor  # 0 where a position is visible, large and negative where it is not
+    pages_N: torch.Tensor  # pages to gather, row by row
+    bias_B11C: torch.Tensor  # 0 where a position is visible, else large and negative
     hidden_BC11: torch.Tensor  # bool
 
 
@@ -56,10 +56,15 @@ def write_kv(
     slots_T: torch.Tensor,
     scales_P2GS: torch.Tensor | None = None,
 ) -> None:
-    """Store a step's keys and values; token t goes to page `slots_T[t] // S`, offset `slots_T[t] % S`.
+    """Store a step's keys and values. Token t goes to page `slots_T[t] // S`, offset `slots_T[t] % S`.
 
-    Slots are int64 and differ from one another, except on the dump page, where the last writer is not defined. With
-    `scales_P2GS` the caches get codes.
+    Args:
+        k_TGD: keys.
+        v_TGD: values.
+        k_cache_PSGD: changed in place; the dtype of the keys, or uint8 with `scales_P2GS`.
+        v_cache_PSGD: likewise.
+        slots_T: int64, distinct, except on the dump page, where the order of writes is undefined.
+        scales_P2GS: float32, changed in place; with it the caches get e4m3 codes.
     """
     if scales_P2GS is not None:
         (k_TGD, k_scales_TG), (v_TGD, v_scales_TG) = quantize_heads(k_TGD), quantize_heads(v_TGD)
@@ -78,9 +83,15 @@ def plan_decode(
     max_context: int,
     dtype: torch.dtype,
 ) -> DecodePlan:
-    """Choose the pages that a decode step gathers and mask their positions.
+    """Choose the pages that the torch twin gathers in a decode step, and mask their positions.
 
-    `max_context` is at least every context length that matters; rows may be shorter, down to 0. `dtype` is the query's.
+    Args:
+        page_table_BP: int32.
+        context_lens_B: int32 or int64; a length may be 0.
+        page_size: S.
+        window: W, or None for full attention.
+        max_context: upper bound on the context lengths, except those of padding rows.
+        dtype: of the queries.
     """
     table_pages = page_table_BP.shape[1]
     pages = min(-(-max_context // page_size), table_pages)
@@ -112,9 +123,10 @@ def plan_paged_decode(
     max_context: int,
     dtype: torch.dtype | None = None,
 ) -> DecodePlan | DecodeWork:
-    """The plan that `paged_decode_attention` takes on the device of these tensors; one for all layers of a window.
+    """The plan that `paged_decode_attention` needs on this device; all layers with one window share it.
 
-    `heads` is the number of query heads, `dtype` the queries', the cache's where it is not given.
+    `heads` is the number of query heads. `dtype` is the queries' dtype; by default the cache's. For the other
+    arguments see `plan_decode`.
     """
     _, page_size, kv_heads, dim = k_cache_PSGD.shape
     dtype = dtype or k_cache_PSGD.dtype
@@ -140,10 +152,19 @@ def paged_decode_attention(
     scales_P2GS: torch.Tensor | None = None,
     plan: DecodePlan | DecodeWork | None = None,
 ) -> torch.Tensor:
-    """One query a row over that row's context, which ends with the query's own position; returns out_BHD.
+    """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
 
-    H is a multiple of G; query head h reads KV head `h // (H / G)`. `plan` is `plan_paged_decode`'s result for the same
-    rows and window; without it it is made here.
+    Args:
+        q_BHD: H is a multiple of G; query head h reads KV head `h // (H / G)`.
+        k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`.
+        v_cache_PSGD: likewise.
+        page_table_BP: int32.
+        context_lens_B: int32 or int64; a length may be 0 (the result is then finite and meaningless).
+        scale: factor of the scores.
+        window: W, or None for full attention.
+        max_context: upper bound on the context lengths.
+        scales_P2GS: float32 scales of e4m3 codes, or None.
+        plan: the result of `plan_paged_decode` for the same rows and window; computed here if None.
     """
     if plan is None:
         plan = plan_paged_decode(
@@ -175,7 +196,7 @@ def paged_decode_attention(
     k_BGCD, v_BGCD = (
         x.view(rows, -1, kv_heads, dim).masked_fill_(plan.hidden_BC11, 0.0).transpose(1, 2) for x in (k_NSGD, v_NSGD)
     )
-    # The query heads of one KV head stand in the place of query positions: they all see the same context.
+    # The query heads of one KV head take the place of query positions, since they all see the same context.
     q_BGQD = q_BHD.view(rows, kv_heads, heads // kv_heads, dim)
     out_BGQD = F.scaled_dot_product_attention(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale=scale)
     return out_BGQD.reshape(rows, heads, dim)
@@ -194,12 +215,23 @@ def paged_prefill_attention(
     query_starts_C1: torch.Tensor | None = None,
     context_lens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of prompt chunks over what their rows hold, this step's keys included; returns out_THD.
+    """Causal attention of chunks of prompts over their rows' contexts, which include this step's keys.
 
-    `chunks[i]` is `(query_start, query_len, context_len)` of row i of the page table, host integers: its queries are
-    `q_THD[query_start : query_start + query_len]` and stand at the last `query_len` positions of its context. On a GPU
-    the same numbers are given as device tensors too: `query_starts_C1` (int32, with the total at the end) and
-    `context_lens_B`; without them the torch twin runs.
+    Args:
+        q_THD: queries of all chunks; H is a multiple of G.
+        k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`.
+        v_cache_PSGD: likewise.
+        page_table_BP: int32; row i belongs to chunk i.
+        chunks: `(query_start, query_len, context_len)` of each chunk, host integers. Its queries are
+            `q_THD[query_start : query_start + query_len]`, at the last `query_len` positions of its context.
+        scale: factor of the scores.
+        window: W, or None for full attention.
+        scales_P2GS: float32 scales of e4m3 codes, or None.
+        query_starts_C1: the starts as int32 on the device, plus the total at the end.
+        context_lens_B: the context lengths on the device.
+
+    Returns:
+        [T, H, D] in the queries' dtype. The torch twin runs on a CPU, and where the two device tensors are missing.
     """
     if q_THD.is_cuda and query_starts_C1 is not None and context_lens_B is not None:
         from rollout_kernels.attention.triton_prefill import prefill_attention
@@ -238,7 +270,7 @@ def _attend_block(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention of the queries at positions span[0] .. span[1] - 1 of one row."""
+    """Attention of one row's queries at positions span[0] .. span[1] - 1; returns [Q, H, D]."""
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
     queries, heads, dim = q_QHD.shape
     first_page = 0 if window is None else max(0, span[0] - window + 1) // page_size
@@ -271,19 +303,20 @@ def _pages(
     pages_N: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of some pages, [N, S, G, D], copies; codes become values of `dtype`."""
+    """Copies of the keys and values of some pages, [N, S, G, D]; codes are decoded to `dtype`."""
     k_NSGD, v_NSGD = k_cache_PSGD.index_select(0, pages_N), v_cache_PSGD.index_select(0, pages_N)
     if scales_P2GS is None:
         return k_NSGD, v_NSGD
-    k_scales, v_scales = scales_P2GS.index_select(0, pages_N).transpose(2, 3)[..., None].unbind(1)
-    return (values_of(k_NSGD) * k_scales).to(dtype), (values_of(v_NSGD) * v_scales).to(dtype)
+    k_scales_NSG1, v_scales_NSG1 = scales_P2GS.index_select(0, pages_N).transpose(2, 3)[..., None].unbind(1)
+    return (values_of(k_NSGD) * k_scales_NSG1).to(dtype), (values_of(v_NSGD) * v_scales_NSG1).to(dtype)
 
 
 def _window_pages(window: int, page_size: int) -> int:
-    """Pages that `window` positions in a row can touch."""
+    """The largest number of pages that `window` consecutive positions touch."""
     return (window + page_size - 2) // page_size + 1
 
 
 def _bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores: 0 where visible, else the most negative round number that fits `dtype`."""
     hidden = -6e4 if dtype == torch.float16 else -1e30
     return torch.where(visible, 0.0, hidden).to(dtype)

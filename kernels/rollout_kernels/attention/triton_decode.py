@@ -1,13 +1,13 @@
 """Paged decode attention in Triton: one query a row, its context split over programs by a `DecodeWork` plan.
 
-A program belongs to one KV head and one share of the plan, and goes through the share's items: a row and a range of
-tiles of its context. The query heads of a KV head are the rows of the matrix products, padded to 16. Scores are in
-base 2 and float32. What becomes of an item's result `triton_decode_parts` says: it never depends on timing.
+A program handles one KV head and one share of the plan. It loops over the share's items; an item is a row and a range
+of tiles of the row's context. The query heads of a KV head are the rows of the matrix products, padded to 16. Scores
+are float32, in base 2. `triton_decode_combine` says what happens to an item's result; it never depends on timing.
 
-Caches may also hold e4m3 codes (`triton_decode_codes`).
+For caches of e4m3 codes the kernel is in `triton_decode_fp8`.
 
-Nothing is read on the host and the grid depends on the plan's shapes only, so a captured graph stays right while the
-contexts grow. Hidden positions are never loaded: what other sequences left there does not matter.
+The host reads nothing, and the grid depends only on the plan's shapes, so a captured graph stays valid while contexts
+grow. Hidden positions are never loaded, so data that other sequences left there does not matter.
 
 Legend: B rows, H query heads, G KV heads, D head dimension, P pages (of the cache, or of a row of the page table),
 S page size.
@@ -26,9 +26,9 @@ from rollout_kernels.attention.triton_decode_fp8 import decode_codes_kernel
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
 
-#: Values and parts that are combined together: of more the compiler reads some after others, to save registers.
+#: How many values and parts are combined at once. With more, the compiler serialises the loads to save registers.
 _COMBINED_VALUES, _COMBINED_PARTS = 3072, 8
-#: Rows up to which a step's attention is mostly waiting.
+#: Up to this many rows, latency dominates the time of attention.
 _FEW_ROWS = 4
 
 
@@ -95,7 +95,7 @@ def _decode_kernel(
                 live = live & (d[None, :] < D)
             k = tl.load(k_base + at[:, None] + d[None, :], mask=live, other=0.0)
             v = tl.load(v_base + at[:, None] + d[None, :], mask=live, other=0.0)
-            # The next tile's pages are under way while this tile is worked on.
+            # Prefetch the next tile's pages while this tile is computed.
             next_n = n + BLOCK_N
             page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
             score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
@@ -114,11 +114,12 @@ def _decode_kernel(
 
 
 def default_decode_config(dim: int, dtype: torch.dtype, rows: int, coded: bool = False) -> DecodeConfig:
-    """The configuration for a head dimension, the dtype of the queries and a number of rows.
+    """The configuration for a head dimension, the queries' dtype and a number of rows; `coded` for e4m3 caches.
 
-    Measured on an H200 in whole steps. Small tiles and many programs: a program waits at the start of each row, which
-    short contexts make frequent. Few rows in many programs leave many parts a row to combine, and little for a program
-    to do but to wait: there larger tiles in fewer turns. Of caches that are `coded` tiles of 64 have as many bytes.
+    Measured on an H200 in whole steps. Many rows get small tiles and many programs, because a program waits at the
+    start of each row, which is frequent with short contexts. A few rows get larger tiles: split over many programs,
+    they have many parts to combine and each program mostly waits. A tile of 64 codes has as many bytes as one of 32
+    bf16 values.
     """
     if dim * dtype.itemsize > 256:
         return DecodeConfig(block_n=32)
@@ -139,13 +140,21 @@ def decode_attention(
     scales_P2GS: torch.Tensor | None = None,
     work: DecodeWork | None = None,
 ) -> torch.Tensor:
-    """One query a row over that row's context, which ends with the query's own position; returns out_BHD.
+    """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
 
-    H is a multiple of G; query head h reads KV head `h // (H / G)`. Queries and caches have one dtype: float32,
-    float16 or bfloat16; the last dimension is contiguous, and both caches have the same strides. With `scales_P2GS`
-    (float32, contiguous: key scales, then value scales) the caches hold e4m3 codes, uint8. `work` is
-    `plan_decode_work`'s result for the same lengths and window; without it it is made here. Launches that share a plan
-    follow one another on one stream. A row without context gives zeros.
+    The twin is `rollout_kernels.paged_decode_attention` on a CPU.
+
+    Args:
+        q_BHD: float32, float16 or bfloat16, contiguous in D. H is a multiple of G; head h reads KV head `h // (H / G)`.
+        k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`; contiguous in D.
+        v_cache_PSGD: likewise, with the same strides.
+        page_table_BP: int32, contiguous in P.
+        context_lens_B: int32 or int64. A row of length 0 gives zeros.
+        scale: factor of the scores.
+        window: how many positions a query sees, or None for all.
+        scales_P2GS: float32, contiguous: scales of keys, then of values.
+        work: the result of `plan_decode_work` for the same lengths and window; computed here if None. Launches that
+            share a plan must follow each other on one stream.
     """
     rows, heads, dim = q_BHD.shape
     page_size, kv_heads = k_cache_PSGD.shape[1:3]

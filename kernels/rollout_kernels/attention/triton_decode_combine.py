@@ -1,7 +1,8 @@
-"""What decode attention does with an item's result, and with the parts of a row that several items made.
+"""Items of decode attention: reading an item, its running softmax, and combining the partial results of a row.
 
-A row in one item is written at once. Otherwise each item leaves its normalised result and the logarithm of its sum; the
-last program of the row to arrive, or a second kernel, combines them in a fixed order: results never depend on timing.
+A row with one item is written directly. Otherwise each item stores its normalised result (a part) and the logarithm of
+its sum. The last program of the row to arrive, or a second kernel, combines the parts in a fixed order, so results
+never depend on timing.
 
 Legend: H query heads, D head dimension, M query heads of a KV head, padded; N positions of a tile.
 """
@@ -14,14 +15,14 @@ import triton.language as tl
 from rollout_kernels.attention.triton_decode_plan import ITEM_WORDS
 from rollout_kernels.common.triton_math import follow, narrow
 
-#: Score of a hidden position: finite, so that a row without any position stays finite.
+#: Score of a hidden position. It is finite, so a row without visible positions stays finite.
 HIDDEN = tl.constexpr(-1e30)
 _WORDS = tl.constexpr(ITEM_WORDS)
 
 
 @triton.jit
 def read_item(items_ptr, i):
-    """Row, first and last + 1 tile, first item of the row, items of the row, context length of item `i`."""
+    """Item `i`: row, first tile, end of its tiles, first item of the row, items of the row, context length."""
     item = items_ptr + i * _WORDS
     return (
         tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
@@ -30,9 +31,9 @@ def read_item(items_ptr, i):
 
 @triton.jit
 def weigh(score_MN, peak_M, total_MN):
-    """A tile's weights [M, N], what earlier sums are multiplied by [M], the new sum of weights and the new peak.
+    """One step of the running softmax: the tile's weights [M, N], the factor of earlier sums [M], new sum, new peak.
 
-    The sum stays spread over the tile's columns until the end: one reduction an item, not one a tile.
+    The sum stays spread over the tile's columns until the end, so it takes one reduction an item instead of one a tile.
     """
     new_peak_M = tl.maximum(peak_M, tl.max(score_MN, 1))
     keep_M = tl.exp2(peak_M - new_peak_M)
@@ -56,9 +57,9 @@ def _combine(
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Weigh the parts of one row and one KV head's query heads by their sums; write the output.
+    """Combine the parts of one row for the query heads of one KV head, weighted by their sums, and write the output.
 
-    A thread keeps its places of all parts: what is added up lies in one thread, whatever the number of parts.
+    Every thread adds up its own elements of all parts, whatever the number of parts.
     """
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -70,7 +71,7 @@ def _combine(
     for start in range(0, count, BLOCK_I):
         sums: tl.tuple = ()
         parts: tl.tuple = ()
-        # Other programs wrote these while this one ran: the L1 cache is passed by.
+        # Other programs wrote these while this one ran, so the loads bypass the L1 cache.
         for i in tl.static_range(BLOCK_I):
             item = tl.cast(first_item + start + i, tl.int64)
             live = (tl.full([BLOCK_G], i, tl.int32) + start < count) & (g < GROUP)
@@ -113,7 +114,7 @@ def store_item(
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Write item `i`'s normalised result: to the output, or as a part, and combine the row's where it is the last."""
+    """Write item `i`'s normalised result: to the output, or as a part. The last item of a row combines its parts."""
     head = kv_head * GROUP
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -127,7 +128,7 @@ def store_item(
         tl.store(lse_ptr + i * H + head + m, lse_M, mask=m < GROUP)
         if FUSED:
             arrival = arrivals_ptr + row * (H // GROUP) + kv_head
-            # All threads have written before one of them announces it; it then sees what others announced.
+            # All threads have written before one of them counts this part; it then sees the other programs' parts.
             tl.debug_barrier()
             arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
             if arrived == count - 1:
@@ -154,7 +155,7 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """A program for each item: the first one of a row in several combines them."""
+    """One program for each item and KV head. The program of a row's first item combines the row's parts."""
     i = tl.program_id(1)
     follow()
     if i < tl.load(first_ptr + shares):

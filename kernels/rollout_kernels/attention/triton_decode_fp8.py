@@ -1,16 +1,19 @@
-"""Paged decode attention over e4m3 codes: as `triton_decode_attention`, with a scale for each token and KV head.
+"""The decode attention kernel for caches of e4m3 codes: as in `triton_decode`, plus a scale for each token and KV head.
 
-Codes are read four at a time, as words. Byte j of all words are the elements j, j + 4, j + 8, ... of a head: the
-products go over them one after the other, with queries and results split alike, so that nothing has to change places. A
-byte of two words becomes two f16 values by two instructions.
+The kernel reads four codes at a time, as one word. The bytes j of all words are the elements j, j + 4, j + 8, ... of a
+head. One matrix product handles one j; queries and results are split in the same way, so no data has to be permuted.
+Two instructions convert one byte of two words to two f16 values.
 
-    words of keys    [N, D / 4]     scores  = sum over j of  q[:, j::4] x byte j, transposed
+    words of keys    [N, D / 4]     scores       = sum over j of  q[:, j::4] x byte j, transposed
     words of values  [N, D / 4]     out[:, j::4] = weights x byte j
 
-A scale is constant along a head, so it is applied to the products: a key's to its score, a value's to its weight. Both
-factors have to fit f16: queries are divided by a power of two a head, and weights by the largest scale so far. What is
-then 1 at most is multiplied by 2^15, so that many small weights still count beside a large one of a small value (a
-first token that heads with nothing to say look at), or beside a large value that nobody looks at.
+A scale is constant along a head, so it is applied to products: a key's scale to its score, a value's scale to its
+weight. Both operands must fit f16. So queries are divided by a power of two for each head, and weights by the largest
+value scale so far. These quotients are at most 1; a factor of 2^15 then keeps small weights representable. Otherwise
+many small weights would vanish next to a large weight of a small value (an attention sink), or next to a large value
+that has hardly any weight.
+
+Legend: N positions of a tile, D head dimension, P pages, G KV heads, S page size, M query heads of a KV head, padded.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ _BYTE_0 = tl.constexpr(_TO_HALVES % "0x0040")
 _BYTE_1 = tl.constexpr(_TO_HALVES % "0x0051")
 _BYTE_2 = tl.constexpr(_TO_HALVES % "0x0062")
 _BYTE_3 = tl.constexpr(_TO_HALVES % "0x0073")
-_ROOM = tl.constexpr(2.0**15)  # of a weight: f16 ends at twice that
-_LEAST_UNIT = tl.constexpr(2.0**-126)  # the device's logarithms and powers take what is smaller for zero
+_ROOM = tl.constexpr(2.0**15)  # factor of weights: f16 overflows at twice that
+_LEAST_UNIT = tl.constexpr(2.0**-126)  # the device's logarithms and powers flush smaller numbers to zero
 
 
 @triton.jit
 def _byte(words, j: tl.constexpr, dtype: tl.constexpr):
-    """Byte j of each word, an e4m3 code, as f16 or float32."""
+    """Byte j of each word, an e4m3 code, decoded to f16 or float32."""
     if INTERPRETED:
         half = operand(((words >> (8 * j)) & 0xFF).to(tl.uint8), tl.float16)
     else:
@@ -47,7 +50,7 @@ def _byte(words, j: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _unit(at, is_q, BLOCK_M: tl.constexpr):
-    """What each head's queries are divided by: the power of two below the largest."""
+    """The divisor of each head's queries: the largest power of two that is not above their largest magnitude."""
     most = tl.zeros([BLOCK_M], tl.float32)
     for j in tl.static_range(4):
         most = tl.maximum(most, tl.max(tl.abs(tl.load(at + j, mask=is_q, other=0.0).to(tl.float32)), 1))
@@ -93,7 +96,7 @@ def decode_codes_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """As `_decode_kernel`; `k_ptr` and `v_ptr` and their strides are of words."""
+    """As `_decode_kernel`, but `k_ptr`, `v_ptr` and their strides count words."""
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     W: tl.constexpr = BLOCK_D // 4
@@ -104,7 +107,7 @@ def decode_codes_kernel(
     is_q = (m[:, None] < GROUP) & (w[None, :] < D // 4)
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
     v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
-    # [P, 2, G, S]: a head's key scales of a page, and its value scales G heads further on.
+    # Scales are [P, 2, G, S]: within a page, a head's value scales lie G heads after its key scales.
     page_scales: tl.constexpr = 2 * (H // GROUP) * PAGE_SIZE
     v_scales: tl.constexpr = (H // GROUP) * PAGE_SIZE
     scale_base = scales_ptr + kv_head * PAGE_SIZE
@@ -122,7 +125,7 @@ def decode_codes_kernel(
         table = table_ptr + row.to(tl.int64) * stride_table
         peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        largest = 0.0  # value scale so far, which the sums are divided by
+        largest = 0.0  # largest value scale so far; the accumulators are divided by it
         acc_0 = tl.zeros([BLOCK_M, W], tl.float32)
         acc_1 = tl.zeros([BLOCK_M, W], tl.float32)
         acc_2 = tl.zeros([BLOCK_M, W], tl.float32)
@@ -143,7 +146,7 @@ def decode_codes_kernel(
             scale_at = scale_base + page.to(tl.int64) * page_scales + n % PAGE_SIZE
             k_scale = tl.load(scale_at, mask=visible, other=0.0)
             v_scale = tl.load(scale_at + v_scales, mask=visible, other=0.0)
-            # The next tile's pages are under way while this tile is worked on.
+            # Prefetch the next tile's pages while this tile is computed.
             next_n = n + BLOCK_N
             page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
             score = dot(q_0, tl.trans(_byte(k, 0, dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))

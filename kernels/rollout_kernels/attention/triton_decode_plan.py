@@ -1,21 +1,21 @@
-"""How the contexts of a decode step are shared out over the chip, decided on the device.
+"""How the contexts of a decode step are split over the programs of the grid, computed on the device.
 
-The visible contexts of all rows, in tiles of BLOCK_N positions, are laid end to end and cut into equal shares, one a
-program. So one row of 32K and 128 rows of 1K fill the chip alike, and so does any mix of lengths:
+The visible contexts of all rows, in tiles of BLOCK_N positions, are concatenated and cut into equal shares, one for
+each program. So one row of 32K and 128 rows of 1K use the chip equally well, and so does any mix of lengths:
 
     rows     |------------- 0 -------------|---- 1 ----|--- 2 ---|
     shares   |------ 0 ------|------ 1 ------|------ 2 ------|-3-|
     items    |------ 0 ------|----- 1 -----|2|--- 3 ---|--4--|-5-|
 
-An item is what a share and a row have in common. A row's items are consecutive; so are a share's. A row in a single
-item is finished by it; the results of several are combined, in their order, by one program a KV head, which waits some
-0.03 us for each of them and each of its query heads (an H200). An item itself takes 0.02 us a position, so that
-sqrt(1.5 * query heads * context) positions an item are best where there are programs enough.
+An item is the intersection of a share and a row. The items of a row are consecutive, and so are those of a share. If a
+row has one item, the item writes the output. If it has several, one program for each KV head combines their results in
+order. On an H200, combining takes about 0.03 us for each item and query head, and an item itself 0.02 us a position.
+So sqrt(1.5 * query heads of a KV head * context) positions an item are best, if there are enough programs.
 
-The plan depends on the lengths only, so all layers with the same window share it. Where results must not depend on
-the other rows of a step, rows are cut every `chunk` positions instead, and each item is a share of its own.
+The plan depends only on the lengths, so all layers with the same window share it. In deterministic mode, where results
+must not depend on the other rows of a step, rows are cut every `chunk` positions and each item is a share.
 
-Legend: B rows, G KV heads.
+Legend: B rows, G KV heads, I items, W words of an item, S1 shares + 1.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ import triton.language as tl
 
 from rollout_kernels.common.triton_math import follow, follow_options
 
-# Words of an item: row, first and last + 1 tile, first item of the row, items of the row, context length.
+# Words of an item: row, first tile, end of tiles, first item of the row, items of the row, context length, 2 unused.
 ITEM_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How the decode kernel is cut up. `chunk`, in positions, replaces the equal shares where it is set."""
+    """Launch configuration of the decode kernel."""
 
-    block_n: int = 64
+    block_n: int = 64  # positions of a tile
     num_warps: int = 4
     num_stages: int = 3
     programs_per_sm: int = 2
-    min_tiles: int = 0  # of a share; 0: as many as are best for the rows' mean length
-    fused: bool = True  # the last program of a row combines its parts; otherwise a second kernel does
-    max_registers: int | None = None  # of a thread; fewer let more programs run on a multiprocessor
-    chunk: int | None = None
+    min_tiles: int = 0  # of a share; 0: the best number for the rows' mean length
+    fused: bool = True  # True: the last program of a row combines its parts; False: a second kernel does
+    max_registers: int | None = None  # of a thread; with fewer, more programs fit on a multiprocessor
+    chunk: int | None = None  # positions of an item, instead of equal shares
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """A plan, in device memory; the shapes of its tensors depend on host integers only."""
+    """A plan in device memory. The shapes of its tensors depend only on host integers."""
 
-    items: torch.Tensor  # int32 [most items, ITEM_WORDS]
-    first: torch.Tensor  # int32 [shares + 1]: the first item of each share
-    arrivals_BG: torch.Tensor  # int32: parts of a row that are done; 0 between two launches
+    items: torch.Tensor  # int32 [I, W]; I is an upper bound on the number of items
+    first: torch.Tensor  # int32 [S1]: the first item of each share, then the number of items
+    arrivals_BG: torch.Tensor  # int32: finished parts of a row; 0 between two launches
     window: int | None
     config: DecodeConfig
 
@@ -84,16 +84,16 @@ def _plan_kernel(
     begin = tl.zeros([BLOCK_B], tl.int32)
     if HAS_WINDOW:
         begin = tl.maximum(length - window, 0) // BLOCK_N
-    # A row without context has a tile too, all of it hidden, so that its output is written.
+    # A row without context gets one fully hidden tile, so that its output is written.
     end = tl.maximum((length + BLOCK_N - 1) // BLOCK_N, 1)
     tiles = tl.where(is_row, end - begin, 0)
     if CHUNKED:
-        # Chunks start at multiples of their size, whatever the window hides of the first.
+        # Chunks start at multiples of their size, even if the window hides a part of the first.
         share_tiles = chunk_tiles
         left = begin
     else:
         total = tl.sum(tiles, 0)
-        # The mean length is that of the row which a tile belongs to: the longest rows take longest.
+        # The mean over tiles (not rows) of the length of the tile's row: the longest rows dominate the time.
         mean = tl.sum(tiles.to(tl.float32) * tiles, 0) / tl.maximum(total, 1)
         best = (tl.sqrt(1.5 * GROUP * mean / BLOCK_N) + 0.5).to(tl.int32)
         least = tl.where(min_tiles > 0, min_tiles, tl.maximum(best, 1))
@@ -144,11 +144,16 @@ def plan_decode_work(
     max_context: int | None = None,
     multiprocessors: int | None = None,
 ) -> DecodeWork:
-    """Share out a decode step over the chip: one launch, nothing read on the host.
+    """Split a decode step over the programs of the grid, in one launch; the host reads nothing.
 
-    `context_lens_B` is int32 or int64, contiguous; lengths may be 0. `group` is the query heads of a KV head.
-    `max_context`, an upper bound on the lengths, is needed with `config.chunk` only. `multiprocessors` is the device's
-    number, which is looked up where it is not given.
+    Args:
+        context_lens_B: int32 or int64, contiguous; a length may be 0.
+        kv_heads: G.
+        group: query heads of a KV head.
+        window: how many positions a query sees, or None for all.
+        config: configuration of the decode kernel.
+        max_context: upper bound on the lengths; required if `config.chunk` is set.
+        multiprocessors: of the device; queried if None.
     """
     assert context_lens_B.is_contiguous()
     rows, device = context_lens_B.shape[0], context_lens_B.device
@@ -160,7 +165,7 @@ def plan_decode_work(
     else:
         assert max_context is not None and config.chunk % config.block_n == 0
         span = max_context if window is None else min(window, max_context)
-        # A span that starts inside a chunk touches one chunk more than its length says.
+        # A window that starts inside a chunk can touch one chunk more than its length fills.
         most_items = shares = rows * (triton.cdiv(max(span, 1), config.chunk) + (window is not None))
     items = torch.empty(most_items, ITEM_WORDS, dtype=torch.int32, device=device)
     first = torch.empty(shares + 1, dtype=torch.int32, device=device)

@@ -1,12 +1,12 @@
-"""Paged prefill attention in Triton: chunks of prompts of any lengths, causal, over what their rows hold already.
+"""Paged prefill attention in Triton: causal attention of chunks of prompts, of any lengths, over their rows' contexts.
 
-A program takes BLOCK_M queries of one chunk and one query head, and goes through the tiles of the context that they
-can see: first those that all of them see whole, then, masked, those on the diagonal. With a window all tiles are
-masked. Blocks at a prompt's end have the most to do and start first; the query heads of a KV head run side by side, so
-that the cache is read from memory once. Caches of e4m3 codes have a scale for each token and KV head, which is applied
-to the products, as in decode.
+A program handles BLOCK_M queries of one chunk and one query head. It loops over the tiles of the context that these
+queries can see: first the tiles that all of them see completely, without a mask, then the tiles on the diagonal, with
+a mask. With a window all tiles are masked. Blocks at the end of a chunk have the most work and start first. The query
+heads of a KV head run at the same time, so the cache is read from memory once. For caches of e4m3 codes, the scale of
+each token and KV head is applied to the products, as in decode.
 
-Nothing is read on the host: the grid follows from the number of chunks and a bound on their lengths.
+The host reads nothing: the grid follows from the number of chunks and an upper bound on their lengths.
 
 Legend: T tokens, C chunks, H query heads, G KV heads, D head dimension, P pages (of the cache, or of a row of the page
 table), S page size.
@@ -24,18 +24,18 @@ import triton.language as tl
 from rollout_kernels.common.triton_fp8 import operand
 from rollout_kernels.common.triton_math import dot, narrow
 
-# Score of a hidden position: finite, so that a row that sees nothing of a tile stays finite.
+# Score of a hidden position. It is finite, so a query that sees nothing of a tile stays finite.
 _HIDDEN = tl.constexpr(-1e30)
-#: Tokens of the longest chunk up to which small tiles are faster.
+#: Up to this many tokens of the longest chunk, small tiles are faster.
 _SHORT_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How the prefill kernel is cut up."""
+    """Launch configuration of the prefill kernel."""
 
-    block_m: int
-    block_n: int
+    block_m: int  # queries of a program
+    block_n: int  # positions of a tile
     num_warps: int
     num_stages: int
 
@@ -67,10 +67,10 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add the tiles begin .. end - 1 to the running softmax of the queries at `position` and after it.
+    """Add the tiles begin .. end - 1 to the running softmax of BLOCK_M queries, the first of them at `position`.
 
-    Nothing at `limit` or after it is read. V_SCALES is how far a value's scale is from its key's, 0 where the cache has
-    none.
+    No position from `limit` on is read. V_SCALES is the distance from a key's scale to its value's scale, or 0 if the
+    cache has no scales.
     """
     d = tl.arange(0, BLOCK_D)
     query_position = position + tl.arange(0, BLOCK_M)
@@ -88,7 +88,7 @@ def _attend(
         v = tl.load(v_base + at[:, None] + d[None, :], mask=live, other=0.0)
         if V_SCALES > 0:
             k = operand(k, q.dtype)
-            # A weight times a value's scale has no room in f16.
+            # A weight times a value's scale may overflow f16.
             v = operand(v, tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
             scale_at = scale_base + page.to(tl.int64) * (2 * V_SCALES) + n % PAGE_SIZE
             scaled = n < limit
@@ -96,7 +96,7 @@ def _attend(
                 scaled = scaled & (n > position - window)
             k_scale = tl.load(scale_at, mask=scaled, other=0.0)
             v_scale = tl.load(scale_at + V_SCALES, mask=scaled, other=0.0)
-        # The next tile's pages are under way while this tile is worked on.
+        # Prefetch the next tile's pages while this tile is computed.
         next_n = n + BLOCK_N
         page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < limit, other=0)
         score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
@@ -163,7 +163,7 @@ def _prefill_kernel(
         q = tl.load(q_ptr + q_at, mask=here, other=0.0)
         k_base = k_ptr + (head // GROUP).to(tl.int64) * stride_kv_head
         v_base = v_ptr + (head // GROUP).to(tl.int64) * stride_kv_head
-        # [P, 2, G, S]: a head's key scales of a page, and its value scales G heads further on.
+        # Scales are [P, 2, G, S]: within a page, a head's value scales lie G heads after its key scales.
         v_scales: tl.constexpr = (H // GROUP) * PAGE_SIZE if FP8 else 0
         scale_base = scales_ptr + (head // GROUP) * PAGE_SIZE if FP8 else scales_ptr
         table = table_ptr + chunk.to(tl.int64) * stride_table
@@ -174,7 +174,7 @@ def _prefill_kernel(
         if HAS_WINDOW:
             begin = tl.maximum(position - window + 1, 0) // BLOCK_N
         else:
-            # Up to here the first query, and so every query, sees whole tiles.
+            # Up to `begin` the first query, and so every query, sees complete tiles.
             begin = (position + 1) // BLOCK_N
             peak, total, acc = _attend(
                 q, peak, total, acc, k_base, v_base, scale_base, table, 0, begin, position, limit, window, scale_log2,
@@ -190,7 +190,7 @@ def _prefill_kernel(
 
 
 def default_prefill_config(dim: int, dtype: torch.dtype, max_query: int) -> PrefillConfig:
-    """The configuration for a head dimension, a dtype and a bound on the chunks' lengths; measured on an H200."""
+    """The configuration for a head dimension, a dtype and the longest chunk; measured on an H200."""
     block_m = min(128, max(16, triton.next_power_of_2(max_query)))
     if dtype == torch.float32:
         return PrefillConfig(16, 32, 4, 2)
@@ -198,7 +198,7 @@ def default_prefill_config(dim: int, dtype: torch.dtype, max_query: int) -> Pref
         return PrefillConfig(min(block_m, 64), 64, 8 if block_m >= 64 else 4, 2)
     if max_query > _SHORT_CHUNK:
         return PrefillConfig(128, 64, 8, 3)
-    # Many small programs: short chunks leave each of them little to do but to begin and to end.
+    # Short chunks get many small programs, because each program has little work between its start and its end.
     return PrefillConfig(64, 32, 4, 3) if block_m >= 64 else PrefillConfig(block_m, 64, 4, 3)
 
 
@@ -216,13 +216,26 @@ def prefill_attention(
     scales_P2GS: torch.Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
-    """Causal attention of prompt chunks over what their rows hold, this step's keys included; returns out_THD.
+    """Causal attention of chunks of prompts over their rows' contexts, which include this step's keys.
 
-    The queries of chunk c are `q_THD[query_starts[c] : query_starts[c + 1]]` and stand at the last positions of its
-    context of length `context_lens[c]`; both are int32 or int64 on the device. No chunk has more than `max_query`
-    queries. Queries and caches have one dtype: float32, float16 or bfloat16; the last dimension is contiguous, and
-    both caches have the same strides. With `scales_P2GS` (float32, contiguous: key scales, then value scales) the
-    caches hold e4m3 codes, uint8. Tokens that belong to no chunk are left undefined.
+    The twin is `rollout_kernels.paged_prefill_attention` on a CPU.
+
+    Args:
+        q_THD: float32, float16 or bfloat16, contiguous in D. The queries of chunk c are
+            `q_THD[query_starts_C1[c] : query_starts_C1[c + 1]]`, at the last positions of its context.
+        k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`; contiguous in D.
+        v_cache_PSGD: likewise, with the same strides.
+        page_table_CP: int32, contiguous in P.
+        query_starts_C1: int32 or int64, C + 1 numbers, contiguous.
+        context_lens_C: int32 or int64, contiguous.
+        max_query: upper bound on the queries of a chunk.
+        scale: factor of the scores.
+        window: how many positions a query sees, or None for all.
+        scales_P2GS: float32, contiguous: scales of keys, then of values.
+        config: launch configuration; by default the measured one.
+
+    Returns:
+        [T, H, D] in the queries' dtype; undefined for tokens that belong to no chunk.
     """
     tokens, heads, dim = q_THD.shape
     page_size, kv_heads = k_cache_PSGD.shape[1:3]

@@ -1,7 +1,10 @@
-"""Numbers of eight bits: e4m3 codes with a float32 scale, in torch. `triton_fp8` makes the same bits in kernels.
+"""Eight-bit floats in torch: e4m3 codes with a float32 scale. `triton_fp8` computes the same bits inside kernels.
 
-A code has four significant bits, so what comes back is within 2^-4 of a value, or within 2^-10 of its scale where the
-value is below 2^-6 of it. Codes are kept as uint8: torch moves these about, and does not move float8, on every device.
+A code has four significant bits. The value of a code differs from the original by at most 2^-4 of the original, or by
+at most 2^-10 of the scale where the original is below 2^-6 of the scale. Codes are stored as uint8, because torch can
+index and copy uint8 on every device, but not float8.
+
+Legend: T tokens, G KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -10,12 +13,12 @@ import torch
 
 #: The largest e4m3 value.
 LARGEST = 448.0
-#: The smallest scale of keys and values: with it a division neither overflows nor is 0 / 0.
+#: The smallest scale of keys and values. It prevents division by zero and overflow.
 LEAST_SCALE = 2.0**-126
 
 
 def codes_of(values: torch.Tensor) -> torch.Tensor:
-    """e4m3 codes (uint8) of float32 values: to nearest even, the largest where there is no larger; NaN stays NaN."""
+    """The e4m3 codes (uint8) of float32 values: rounded to nearest even, saturated at +-448; NaN stays NaN."""
     return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -25,14 +28,14 @@ def values_of(codes: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_heads(x_TGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [T, G, D] (uint8) and scales [T, G] (float32) of keys or values: one scale a token and head.
+    """Codes [T, G, D] (uint8) and scales [T, G] (float32) of keys or values: one scale for each token and head.
 
-    The scale is the smallest that holds the head's largest value, so nothing needs to be calibrated and nothing
-    saturates. A NaN becomes a NaN and leaves its neighbours as they are; an infinity makes its whole head useless:
-    zeros that are times infinity, NaN again.
+    The scale is the smallest one that can represent the head's largest magnitude. So no calibration is needed and no
+    value saturates. A NaN stays a NaN and does not affect the other values of its head. An infinity makes its whole
+    head NaN (zero times an infinite scale).
     """
     x = x_TGD.float()
     most_TG = torch.where(x == x, x.abs(), 0.0).amax(dim=-1)
-    # A tensor as divisor: on a GPU torch multiplies by the reciprocal of a number.
+    # The divisor is a tensor: on a GPU, torch replaces division by a Python number with a product by its reciprocal.
     scales_TG = (most_TG / torch.full_like(most_TG, LARGEST)).clamp(min=LEAST_SCALE)
     return codes_of(x / scales_TG[..., None]), scales_TG

@@ -1,4 +1,17 @@
-"""Small pieces that Triton kernels share, right both on the device and in Triton's interpreter."""
+"""Device functions that several Triton kernels share: overlapping launches, matrix products, rounding.
+
+They give the same results on a GPU and in Triton's interpreter.
+
+Launches overlap by programmatic dependent launch (Hopper and later), within one stream:
+
+    kernel A   ... writes its results ................|
+    kernel B        starts, prefetches weights, waits | reads A's results ... writes its own
+                    ^ A has called `let_next_begin`   ^ `wait_for_last` of B returns
+
+Before its wait, a kernel may prefetch only data that no kernel writes (weights), or that was complete before its
+predecessor could start; the latter it reads past the L1 cache. It writes nothing before its wait. A kernel that calls
+`let_next_begin` before its own wait (norms, streamed products) leaves its successor only weights to prefetch.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +30,10 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def follow():
-    """Wait until the kernel before has written its results, and let the one after start its own preparations.
+    """Wait until the previous kernel has written its results, then allow the next kernel to start.
 
-    What stands before this call in a kernel may read weights, which no kernel writes, and, past a multiprocessor's own
-    cache, what was there before the kernel before let this one in; it writes nothing. Launched with `follow_options`,
-    it overlaps with the end of the kernel before. A kernel that lets the next one in first, as norms and streamed
-    products do, leaves that one nothing to read but weights.
+    Code before this call overlaps with the end of the previous kernel, if the launch has `follow_options`. The module
+    docstring says what such code may read.
     """
     wait_for_last()
     let_next_begin()
@@ -30,15 +41,15 @@ def follow():
 
 @triton.jit
 def wait_for_last():
-    """The first half of `follow`: wait until the kernel before, and all that it waited for, has written its results."""
+    """The first half of `follow`: wait until the previous kernel, and every kernel it waited for, has finished."""
     if not INTERPRETED:
-        if cuda_capability_geq(9, 0):  # before Hopper kernels run one after the other
+        if cuda_capability_geq(9, 0):  # before Hopper, kernels of a stream never overlap
             gdc_wait()
 
 
 @triton.jit
 def let_next_begin():
-    """The second half of `follow`: once all programs are here the kernel after may begin."""
+    """The second half of `follow`: once all programs have called this, the next kernel may start."""
     if not INTERPRETED:
         if cuda_capability_geq(9, 0):
             gdc_launch_dependents()
@@ -54,7 +65,7 @@ def follow_options(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def dot(a, b, acc):
-    """`acc + a b` in float32; float32 operands are multiplied as such, not rounded to tf32."""
+    """`acc + a @ b` in float32. Float32 operands keep their precision (no tf32)."""
     # Triton's interpreter multiplies the raw bits of bf16 operands.
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
@@ -64,7 +75,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Float32 to `dtype`, rounded to nearest even."""
+    """Convert float32 to `dtype`, rounded to nearest even."""
     # Triton's interpreter truncates float32 to bf16.
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
@@ -76,7 +87,7 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def two_floats(pair, dtype: tl.constexpr):
-    """The two bf16 or f16 values in an int32, as float32: the one at the lower address, the one at the higher."""
+    """The two bf16 or f16 values in an int32, as float32: first the value at the lower address."""
     if dtype == tl.bfloat16:
         return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
     else:
@@ -87,7 +98,7 @@ def two_floats(pair, dtype: tl.constexpr):
 
 @triton.jit
 def widen(x):
-    """Bf16 or f16 to float32: for bf16 one instruction a value, where the compiler's own way takes three for two."""
+    """Convert bf16 or f16 to float32. For bf16 this takes one instruction a value; the compiler's own takes 1.5."""
     if x.dtype == tl.bfloat16 and not INTERPRETED:
         bits = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2
@@ -99,8 +110,11 @@ def widen(x):
 
 @triton.jit
 def last_to_arrive(arrived_ptr):
-    """True in the last of the programs along the first axis to get here: it sees what the others have stored."""
-    # All threads have stored; one of them says so, and learns whether the other programs have too.
+    """True in the last program along the first grid axis that calls this; that program sees the stores of the others.
+
+    The counter at `arrived_ptr` (int32) must be 0 before the launch, and is 0 again afterwards.
+    """
+    # The barrier makes sure that all threads have stored before one thread counts the program as arrived.
     tl.debug_barrier()
     last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1
     if last:
