@@ -112,7 +112,7 @@ def products(shape: Shape, rows: int) -> Iterator[Case]:
         out = outputs // 2 if silu else outputs
         if config is not None:
             to = floats(config.split, rows, out)
-            yield f"product {name}", lambda a=(x, w, to, out, config, silu): triton_linear._launch(*a)
+            yield f"product {name}", lambda a=(x, w, to, out, config, silu): triton_linear.multiply_into(*a)
         to = empty(rows, out) if silu else floats(2, rows, out)
         for block_n in (64, 192):
             sizes = (block_n, 64, 1 if kind != "parts" else 2, 4, 6, MULTIPROCESSORS, silu)
@@ -206,7 +206,7 @@ def adapters(shape: Shape, rows: int) -> Iterator[Case]:
     config = linear_config(2 * inner, shape.hidden, "silu", rows)
     if config is not None:  # without SiLU, which then comes after the corrections
         whole = (empty(rows, shape.hidden), empty(2 * inner, shape.hidden), empty(rows, 2 * inner), 2 * inner)
-        yield "adapters, product gate_up", lambda a=(*whole, config, False, True): triton_linear._launch(*a)
+        yield "adapters, product gate_up", lambda a=(*whole, config, False, True): triton_linear.multiply_into(*a)
 
 
 def added_later(shape: Shape, rows: int, rank: int, name: str, inputs: int, ends: tuple[int, ...]) -> Iterator[Case]:

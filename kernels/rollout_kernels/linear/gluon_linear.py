@@ -1,11 +1,13 @@
-"""Matrix products with few rows on Hopper, whose weights are on their way before the kernel before has ended.
+"""Matrix products with few rows on Hopper: weights are streamed, and prefetched while the previous kernel still runs.
 
-The same products and items as in `triton_linear`, in Gluon, where the copies are written out: the copy engine brings
-tiles of weights and of x into a ring in shared memory, and the tensor cores take both from there. Gate and up rows are
-brought by turns, eight and eight, so that both sums of an output end in one thread. The ring is filled
-with the first weights, which nobody writes, before the kernel waits for the one that makes x. So the memory is kept
-busy while that one comes to its end. It lets the one after in before it waits itself: that one must read nothing but
-weights before its own wait. Unless that one is to read x, beside this kernel: then it is let in once x is there.
+The same products and items as in `triton_linear`, written in Gluon, where copies are explicit. The copy engine (TMA)
+loads tiles of weights and of x into a ring of stages in shared memory; the tensor cores read both from there. Gate and
+up rows are loaded alternately, eight of each, so that both sums of an output end in one thread.
+
+Before the kernel waits for its predecessor, which makes x, it fills the ring with weights, which no kernel writes. So
+the memory stays busy while the predecessor ends. The kernel allows its successor to start before its own wait; so the
+successor may read only weights before its own wait. The exception is BESIDE: the successor reads x and runs next to
+this kernel, so it may start only when x is complete.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -33,7 +35,7 @@ _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 @gluon.jit
 def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.constexpr, TURN: gl.constexpr):
-    """Tile and first input of a program's step; with TURN an item begins a step further on than the one before it."""
+    """Tile and first input of a program's step. With TURN, every item starts one step later in K."""
     item = program + step // STEPS * programs
     part = step % STEPS
     if TURN:
@@ -43,7 +45,7 @@ def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.con
 
 @gluon.jit
 def _ask(w_desc, full, w_smem, place, tile, k, here, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr, SILU: gl.constexpr):
-    """Have a tile's weights brought to a place of the ring. Gate and up rows come eight and eight by turns."""
+    """Start the copies of a tile's weights to a stage of the ring; gate and up rows alternate, eight of each."""
     for block in gl.static_range(BLOCKS):
         to = w_smem.index(place * BLOCKS + block)
         if SILU:
@@ -55,7 +57,7 @@ def _ask(w_desc, full, w_smem, place, tile, k, here, BLOCK_N: gl.constexpr, BLOC
 @gluon.jit
 def _store(out_ptr, acc, block, part, first_row, rows, N, SILU: gl.constexpr):
     """Write the sums of a block of weight rows, [BLOCK_N, BLOCK_M]."""
-    if SILU:  # a thread holds the sums of gate row r and of up row r + 8
+    if SILU:  # a thread holds the sums of gate row r and of up row r, which is row r + 8 of the tile
         gate, up = acc.reshape([acc.shape[0] // 16, 2, 8, acc.shape[1]]).permute((0, 2, 3, 1)).split()
         acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape([acc.shape[0] // 2, acc.shape[1]])
     LAYOUT: gl.constexpr = acc.type.layout
@@ -67,7 +69,7 @@ def _store(out_ptr, acc, block, part, first_row, rows, N, SILU: gl.constexpr):
 
 @gluon.jit
 def _multiply(w_smem, x_tile, sums, place):
-    """Begin to add the product of a tile, block by block."""
+    """Start the product of a tile, block by block, without waiting for the results."""
     added = sums[:0]
     for block in gl.static_range(len(sums)):
         w_tile = w_smem.index(place * len(sums) + block).reshape([sums[block].shape[0], x_tile.shape[0]])
@@ -77,7 +79,7 @@ def _multiply(w_smem, x_tile, sums, place):
 
 @gluon.jit
 def _wait(sums, pending: gl.constexpr):
-    """The sums, when all but so many products are over."""
+    """The sums, once at most `pending` products are still running."""
     if len(sums) == 1:
         sums = (warpgroup_mma_wait(pending, deps=sums),)
     else:
@@ -138,7 +140,7 @@ def _stream_kernel(
             mbarrier.wait(full.index(place), step // STAGES & 1)
             x_tile = x_smem.index(place).permute((1, 0))
             sums = _multiply(w_smem, x_tile, sums, place)
-            # The product of the step before may still run, but that of the one before it is over in all warps.
+            # The product of step - 1 may still run. That of step - 2 has ended in all warps, so refill its stage.
             ahead = step + STAGES - 2
             free = ahead % STAGES
             tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, TURN)
@@ -153,13 +155,13 @@ def _stream_kernel(
 
 
 def stages(block_n: int, block_m: int, block_k: int, most: int, element_bytes: int = 2) -> int:
-    """Places of the ring: up to `most`, and what shared memory holds beside the kernel before."""
+    """Stages of the ring: at most `most`, and no more than fit shared memory while the previous kernel still runs."""
     return max(3, min(most, 220_000 // ((block_n + block_m) * block_k * element_bytes)))
 
 
 def takes(x_MK: torch.Tensor, w_NK: torch.Tensor, silu: bool) -> bool:
-    """True where the kernel runs: 16 bits on Hopper, rows that the copy engine can address."""
-    if silu and w_NK.shape[0] % 16:  # gate and up rows are brought eight at a time
+    """True if the kernel can run: 16-bit operands on Hopper, in rows that the copy engine can address."""
+    if silu and w_NK.shape[0] % 16:  # gate and up rows are loaded eight at a time
         return False
     if x_MK.device.type != "cuda" or torch.cuda.get_device_capability(x_MK.device)[0] != 9:
         return False
@@ -183,11 +185,11 @@ def stream(
     beside: bool = False,
     turn: bool = False,
 ) -> None:
-    """The product into `out`, as `triton_linear._launch` makes it; `block_n` weight rows a tile.
+    """Write a product to `out`, as `triton_linear.multiply_into` does, in tiles of `block_n` weight rows.
 
-    That is a power of two, or three times one: three blocks, each with sums of its own, that share a tile of x. So 128
-    programs of 192 rows have all of 24,576, where 132 programs of 256 would leave every fourth idle. With `turn` the
-    programs are at different columns at any time, and do not all ask for the same piece of x.
+    `block_n` is a power of two or three times one; three blocks then share a tile of x, each with its own sums. So 128
+    programs of 192 rows cover 24,576 outputs, where tiles of 256 would leave a quarter of 132 programs idle. With
+    `turn`, programs are at different columns at any time, so they do not all read the same part of x at once.
     """
     rows, inputs = x_MK.shape
     block_m = min(128, max(8, triton.next_power_of_2(rows)))

@@ -1,10 +1,14 @@
-"""Which kernel and configuration a few-row product takes: measured on an H200 by `scripts/tune/linear.py`.
+"""Which kernel and configuration a product with few rows uses: a table measured on an H200 by `scripts/tune/linear.py`.
 
-An entry lists configurations with the number of rows up to which each is the one to take; above the last, the product
-is left to cuBLAS. There are two columns. The fast one takes for each band of rows what whole decode steps were fastest
-with: a single row by output (`triton_gemv`), tiles otherwise, most of them streamed (`gluon_linear`). In the
-deterministic one all configurations of an entry cut K into the same parts, so that the order in which a row's products
-are added does not depend on the batch. A shape that is not in a column gets what most measured shapes came to.
+An entry is a list of bands: a number of rows, and the configuration for products with up to that many rows. Above the
+last band cuBLAS computes the product. There are two columns:
+
+    fast           for each band the configuration with which whole decode steps were fastest: `triton_gemv` for one
+                   row, otherwise tiles, mostly streamed (`gluon_linear`)
+    deterministic  all configurations of an entry split K in the same way, so the order in which the products of a row
+                   are added does not depend on the batch
+
+A shape that is not in a column gets the configuration that was best for most measured shapes.
 """
 
 from __future__ import annotations
@@ -18,30 +22,31 @@ Kind = Literal["parts", "whole", "silu"]
 Config = LinearConfig | GemvConfig
 Bands = tuple[tuple[int, Config], ...]
 
-#: Rows above which all products are cuBLAS's.
+#: Above this many rows cuBLAS computes every product.
 MOST_ROWS = 128
 _PROGRAMS = 132
 _MOST_SPLITS = 8
-#: Of a warp of `triton_gemv`, which writes them out one after the other: more take long to compile.
+#: Loads of a warp of `triton_gemv`. They are unrolled, and more of them take long to compile.
 _MOST_LOADS = 64
 
 
 def _pipelined(split: int, block_n: int = 64, block_k: int = 128) -> Bands:
-    """One program a multiprocessor; with more rows narrower tiles, since those of x take their share of the memory."""
+    """One program a multiprocessor. With more rows, tiles have fewer inputs, since x needs shared memory too."""
     few = LinearConfig(block_n, block_k, split, 4, 6, _PROGRAMS)
     many = LinearConfig(block_n, min(block_k, 64), split, 4, 8, _PROGRAMS)
     return (32, few), (MOST_ROWS, many)
 
 
 def _streamed(split: int, *bands: tuple[int, int, int, int, int], turn: bool = False) -> Bands:
-    """Rows, BLOCK_N, BLOCK_K, stages and programs of each band."""
+    """Streamed bands; each is given as rows, BLOCK_N, BLOCK_K, stages, programs."""
     return tuple(
         (rows, LinearConfig(n, k, split, 4, stages, programs, True, turn)) for rows, n, k, stages, programs in bands
     )
 
 
 _HEAD: Bands = ((64, LinearConfig(128, 128, 1, 4, 4, _PROGRAMS)),)  # above, cuBLAS is faster
-_FAST: dict[tuple[int, int, Kind], Bands] = {
+#: The columns: bands by outputs, inputs and kind.
+FAST: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): (
         (1, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
@@ -83,7 +88,7 @@ _FAST: dict[tuple[int, int, Kind], Bands] = {
         *_streamed(1, (8, 192, 128, 4, 132), (32, 64, 128, 4, 264), (64, 128, 128, 5, 132)),
     ),
 }
-_DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
+DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
     # Qwen3-8B
     (6144, 4096, "parts"): _pipelined(1),
     (4096, 4096, "parts"): _pipelined(2),
@@ -104,30 +109,34 @@ _DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
 
 
 def linear_config(outputs: int, inputs: int, kind: Kind, rows: int, deterministic: bool = False) -> Config | None:
-    """The configuration for `w [outputs, inputs]` and a number of rows; None where cuBLAS is to be taken.
+    """The configuration for a product with weights [outputs, inputs] and `rows` rows, or None to use cuBLAS.
 
-    That is where more rows than the entry has are asked for, and where no tile divides the inputs. `deterministic`
-    never gives way to cuBLAS for many rows: the products of a row are added in one order whatever the batch, in
-    prefill too.
+    cuBLAS is used above the last band, and if no tile size divides the inputs. With `deterministic`, the last band has
+    no upper end: the products of a row are added in one order for every number of rows, in prefill too.
 
-    `parts` may split K; `whole` and `silu` may not (for `silu`, outputs counts gate and up rows).
+    Args:
+        outputs: rows of the weights; for `silu`, gate rows plus up rows.
+        inputs: columns of the weights.
+        kind: `parts` may split K (`linear_parts`); `whole` (`linear`) and `silu` (`gate_up_silu`) may not.
+        rows: tokens of the product.
+        deterministic: use the deterministic column.
     """
     shape = (outputs, inputs, kind)
-    column, unmeasured = (_DETERMINISTIC, _other_order) if deterministic else (_FAST, _other)
+    column, unmeasured = (DETERMINISTIC, _other_order) if deterministic else (FAST, _other)
     bands = column.get(shape) or unmeasured(*shape)
     return next((config for most, config in bands if rows <= most), bands[-1][1] if deterministic and bands else None)
 
 
 def last_rows() -> list[int]:
-    """Numbers of rows up to which every product is one kernel, ascending; above the last nothing changes.
+    """Every number of rows after which some product changes its kernel, ascending; start-up compiles for these sizes.
 
-    Bands end at powers of two, and so do the tiles that rows are padded to.
+    They are the powers of two up to `MOST_ROWS`: bands end there, and rows are padded to such tiles.
     """
     return [1 << bit for bit in range(MOST_ROWS.bit_length())]
 
 
 def _cut(outputs: int, inputs: int, kind: Kind) -> tuple[int, int] | None:
-    """Split of K and inputs of a tile for a shape that is not in the table; None where no tile divides the inputs."""
+    """Split of K and inputs of a tile for a shape that is not in the table; None if no tile size divides the inputs."""
     block_k = next((size for size in (128, 64, 32) if inputs % size == 0), None)
     if block_k is None:
         return None
@@ -139,7 +148,7 @@ def _cut(outputs: int, inputs: int, kind: Kind) -> tuple[int, int] | None:
 
 
 def _other_order(outputs: int, inputs: int, kind: Kind) -> Bands:
-    """What the deterministic column has for a shape that is not in it."""
+    """The deterministic bands of a shape that is not in the table."""
     cut = _cut(outputs, inputs, kind)
     if cut is None:
         return ()
@@ -149,7 +158,7 @@ def _other_order(outputs: int, inputs: int, kind: Kind) -> Bands:
 
 
 def _other(outputs: int, inputs: int, kind: Kind) -> Bands:
-    """What the fast column has for a shape that is not in it: a row by output, more of them streamed."""
+    """The fast bands of a shape that is not in the table: one row by output, more rows streamed."""
     cut = _cut(outputs, inputs, kind)
     if cut is None or cut[1] < 64:  # tiles that are too narrow for the copy engine
         return _other_order(outputs, inputs, kind)
@@ -159,7 +168,7 @@ def _other(outputs: int, inputs: int, kind: Kind) -> Bands:
 
 
 def _alone(inputs: int, kind: Kind) -> Bands:
-    """By output, where whole loads divide the inputs, and not too many of them."""
+    """The band of one row by output, if whole loads divide the inputs and a warp does not need too many; else none."""
     for at_once in (8, 4) if kind == "silu" else (16, 8, 4):
         neurons = 2 if at_once == 4 and kind != "silu" else 1
         rows = 2 if kind == "silu" else neurons

@@ -1,9 +1,9 @@
-"""Matrix products with up to four rows, by output: a warp reads the weight rows of its outputs from end to end.
+"""Matrix products with one to four rows, by output: a warp reads the weight rows of its outputs from end to end.
 
-The same products as in `triton_linear`, for which that few rows leave the tensor cores no work. Weights are read in
-whole rows, which memory gives faster than tiles, by many small programs; the first of a program are under way before it
-waits for the kernel before, and when the last programs run, those of the kernel after move in. Sums are float32, in an
-order that depends on the shape and the configuration alone.
+The same products as in `triton_linear`, for so few rows that tensor cores do not pay. Weights are read in whole rows,
+which is faster than in tiles, by many small programs. A program starts to load weights before it waits for the previous
+kernel, and programs of the next kernel start while the last ones of this kernel run. Sums are float32, in an order that
+depends only on the shape and the configuration.
 
 Legend: M tokens, N outputs, K inputs.
 """
@@ -21,23 +21,19 @@ import triton.language as tl
 
 from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow, two_floats
 
-#: Tokens that a program can take.
+#: The largest number of tokens.
 MOST_ROWS = 4
-#: Pairs of values that a warp reads at once: 16 bytes a lane.
+#: Pairs of values that a warp loads at once: 16 bytes a lane.
 _WIDTH = 128
 
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """How such a product is cut up.
+    """Launch configuration. A program computes `num_warps * neurons` outputs (for `gate_up_silu`, pairs)."""
 
-    A program has an output, or with `gate_up_silu` a pair of them, for each of its warps, times `neurons`; `at_once`
-    loads of a row are under way together. K is cut into `split` parts.
-    """
-
-    split: int = 1
-    neurons: int = 1
-    at_once: int = 16
+    split: int = 1  # parts of K
+    neurons: int = 1  # outputs of a warp
+    at_once: int = 16  # loads of a weight row that are in flight together
     num_warps: int = 4
 
 
@@ -62,13 +58,13 @@ def _gemv_kernel(
     block = tl.program_id(0) % blocks
     split = tl.program_id(0) // blocks
     HALVES: tl.constexpr = 2 if SILU else 1
-    READS: tl.constexpr = HALVES * NEURONS  # rows that a warp goes through side by side
+    READS: tl.constexpr = HALVES * NEURONS  # weight rows that a warp reads at the same time
     PART: tl.constexpr = STORED // SPLIT
     n = block * (ROWS * NEURONS) + tl.arange(0, ROWS)
     k = split * PART + tl.arange(0, WIDTH)[None, :]
-    # Each row of the tile reads x itself: so x is laid out as the weights are.
+    # Every row of the tile loads x for itself, so that x has the layout of the weights.
     x_row = x_ptr + n[:, None] * 0
-    sums = ()  # token by token, of the gate rows and then of the up rows
+    sums = ()  # for each token: sums of the gate rows, then of the up rows
     for _ in tl.static_range(TOKENS * READS):
         sums += (tl.zeros([ROWS, WIDTH], tl.float32),)
     for start in tl.static_range(0, PART, AT_ONCE * WIDTH):
@@ -80,7 +76,8 @@ def _gemv_kernel(
                 tiles += (tl.load(w_ptr + at, eviction_policy="evict_first"),)
         if start == 0:
             follow()
-        # No weights may be read later than this: else the loads are spread out, and too few are under way.
+        # The barrier keeps the loads of weights above it. Otherwise the compiler spreads them out, and too few are in
+        # flight at once.
         tl.debug_barrier()
         for piece in tl.static_range(AT_ONCE):
             added = ()
@@ -103,7 +100,7 @@ def _gemv_kernel(
 
 
 def takes(x_MK: torch.Tensor, w_NK: torch.Tensor, config: GemvConfig) -> bool:
-    """True where the kernel runs: few rows of 16 bits, whose length the configuration divides."""
+    """True if the kernel can run: up to `MOST_ROWS` rows of 16-bit values, whose length the configuration divides."""
     rows, inputs = x_MK.shape
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(1) == 1 and t.stride(0) % 8 == 0 for t in (x_MK, w_NK))
     whole = inputs % (2 * _WIDTH * config.at_once * config.split) == 0 and w_NK.is_contiguous()
@@ -113,7 +110,7 @@ def takes(x_MK: torch.Tensor, w_NK: torch.Tensor, config: GemvConfig) -> bool:
 def gemv(
     x_MK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, outputs: int, config: GemvConfig, silu: bool
 ) -> None:
-    """The product into `out`, as `triton_linear._launch` makes it."""
+    """Write a product to `out`, as `triton_linear.multiply_into` does."""
     assert takes(x_MK, w_NK, config), f"{config} does not fit {tuple(x_MK.shape)} by {tuple(w_NK.shape)}"
     blocks = triton.cdiv(outputs, config.num_warps * config.neurons)
     _gemv_kernel[(blocks * config.split,)](

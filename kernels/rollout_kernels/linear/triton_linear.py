@@ -1,20 +1,20 @@
-"""Matrix products with few rows, at the speed at which the weights can be read: Triton kernels for decode steps.
+"""Matrix products with few rows, limited only by how fast the weights can be read: `x_MK @ w_NK.T` for decode steps.
 
-`x_MK @ w_NK.T`. An item is a tile of BLOCK_N weight rows and one of SPLIT parts of the K dimension. A
-fixed number of programs share the items; each goes through its own in one loop, so that the reads of one item are under
-way while the last is still being multiplied, and the chip never waits for a new program to start. The weights are the
-first operand of the tensor cores, the M tokens, padded to BLOCK_M, the second (swap AB). More than 128 tokens are taken
-128 at a time, each time with all weights, which only pays where the result must not depend on their number.
-
-Split products leave float32 partial sums, which the kernel that consumes them adds up in a fixed order. So a row's
-result depends on the chosen configuration, never on timing or on the other rows. With `beside` the kernel that is
-launched next may read x before it waits for the product.
-
-    linear        out = x w^T          bf16 or float32 out, SPLIT = 1
-    linear_parts  parts[s] = x_s w_s^T float32 [SPLIT, M, N], summed by the consumer
+    linear        out = x w^T            bf16 or float32 out, SPLIT = 1
+    linear_parts  parts[s] = x_s w_s^T   float32 [SPLIT, M, N], summed by the consumer
     gate_up_silu  out = silu(x g^T) * (x u^T) for w = [g; u]; half the rows of a tile are gate rows, half up rows
 
-Legend: M tokens, N outputs, K inputs.
+An item is a tile of BLOCK_N weight rows and one of SPLIT parts of K. A fixed number of programs share the items. A
+program computes its items in one loop, so the loads of an item overlap with the product of the item before, and the
+chip never waits for a new program to start. The weights are the first operand of the tensor cores; the M tokens, padded
+to BLOCK_M, are the second (swap AB). More than 128 tokens are computed 128 at a time and read all weights each time.
+This pays only where a result must not depend on the number of tokens.
+
+A split product leaves float32 partial sums, which the consuming kernel adds up in a fixed order. So a row's result
+depends on the configuration, but never on timing or on the other rows. With `beside`, the next kernel may read x before
+it waits for this product.
+
+Legend: M tokens, N outputs, K inputs, S parts of K, I intermediate.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from rollout_kernels.common.triton_math import dot, follow, follow_options, narr
 from rollout_kernels.linear import gluon_linear, triton_gemv
 from rollout_kernels.linear.triton_gemv import GemvConfig
 
-#: Shared memory of a Hopper multiprocessor that programs may take, bytes, and the multiprocessors of an H200.
+#: Shared memory of a Hopper multiprocessor that programs may use, in bytes, and the multiprocessors of an H200.
 _SHARED_BYTES = 220_000
 _MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How a product is cut up; see `rollout_kernels.linear.table`.
+    """Launch configuration of a product; `table` chooses it.
 
-    A program that takes more than half of the shared memory has a multiprocessor to itself: with one program for each,
-    the work is spread evenly wherever the kernel before still runs.
+    A program that uses more than half of the shared memory has a multiprocessor to itself. With one program for each
+    multiprocessor, the work is spread evenly, even while the previous kernel still runs on some of them.
     """
 
-    block_n: int
-    block_k: int
-    split: int
+    block_n: int  # weight rows of a tile
+    block_k: int  # inputs of a tile
+    split: int  # parts of K
     num_warps: int
     num_stages: int
     programs: int
-    streamed: bool = False  # by `gluon_linear`, where it runs
-    turn: bool = False  # streamed: items go through K from places of their own
+    streamed: bool = False  # use `gluon_linear` where it can run
+    turn: bool = False  # streamed: every item starts at another column of K
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _store_tile(
     SILU: tl.constexpr,
     EVEN_N: tl.constexpr,
 ):
-    """Write the finished sums of an item, [BLOCK_N, BLOCK_M]; OUT outputs a tile."""
+    """Write the finished sums of an item, [BLOCK_N, BLOCK_M]; a tile has OUT outputs."""
     if SILU:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, OUT, BLOCK_M]), [1, 2, 0]))
         acc = gate / (1.0 + tl.exp(-gate)) * up
@@ -80,7 +80,7 @@ def _store_tile(
 
 @triton.jit
 def _tile(w_ptr, tile, begin, row, offset, N, K: tl.constexpr, OUT: tl.constexpr, EVEN_N: tl.constexpr):
-    """Addresses of a tile's weights, [BLOCK_N, BLOCK_K], from column `begin`; rows past the last repeat it."""
+    """Addresses of a tile's weights, [BLOCK_N, BLOCK_K], from column `begin`. Rows past the end repeat the last row."""
     first = tile * OUT
     if not EVEN_N:
         offset -= tl.maximum(row + first - (N - 1), 0).to(tl.int64)[:, None] * K
@@ -116,7 +116,7 @@ def _linear_kernel(
     k = tl.arange(0, BLOCK_K)
     live = m[None, :] < rows
     x = x_ptr + m[None, :] * stride_x + k[:, None]
-    # Rows of a tile, from its first: OUT of them, or OUT gate rows and the OUT up rows that go with them.
+    # Rows of a tile, relative to its first: OUT rows, or OUT gate rows and their OUT up rows.
     row = n % OUT
     offset = row[:, None].to(tl.int64) * K + k[None, :]
     if SILU:
@@ -154,19 +154,38 @@ def _block_m(rows: int) -> int:
 
 
 def _stages(config: LinearConfig, block_m: int, element_bytes: int) -> int:
-    """As many stages as the configuration asks for and shared memory holds; the result does not depend on them."""
+    """The configured number of stages, or fewer if shared memory is too small. Results do not depend on it."""
     tile_bytes = config.block_k * (config.block_n + block_m) * element_bytes
     on_one = min(2, triton.cdiv(config.programs, _MULTIPROCESSORS))
     return max(1, min(config.num_stages, _SHARED_BYTES // on_one // tile_bytes))
 
 
-def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig | GemvConfig, silu: bool, beside: bool = False) -> None:
+def multiply_into(
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    out: torch.Tensor,
+    outputs: int,
+    config: LinearConfig | GemvConfig,
+    silu: bool,
+    beside: bool = False,
+) -> None:
+    """Launch the kernel that `config` names; the ops below allocate its output.
+
+    Args:
+        x_MK: float32, bf16 or f16, contiguous in K.
+        w_NK: contiguous, in the dtype of x; with `silu` gate rows, then up rows.
+        out: [M, outputs] in any of these dtypes, or float32 [split, M, outputs].
+        outputs: number of outputs; with `silu` half the rows of `w_NK`.
+        config: launch configuration; the fallback is `triton_linear`'s own kernel where the named one cannot run.
+        silu: write `silu(gate) * up`.
+        beside: the kernel that is launched next may read x before it waits for this product.
+    """
     rows, inputs = x_MK.shape
     if isinstance(config, GemvConfig):
         if triton_gemv.takes(x_MK, w_NK, config):
             triton_gemv.gemv(x_MK, w_NK, out, outputs, config, silu)
             return
-        config = LinearConfig(64, 64, config.split, 4, 8, _MULTIPROCESSORS)  # which takes every dtype
+        config = LinearConfig(64, 64, config.split, 4, 8, _MULTIPROCESSORS)  # runs for every dtype
     assert inputs % (config.block_k * config.split) == 0, f"K = {inputs} is no multiple of {config}"
     block_m = _block_m(rows)
     if config.streamed:
@@ -174,7 +193,7 @@ def _launch(x_MK, w_NK, out, outputs: int, config: LinearConfig | GemvConfig, si
             shape = (config.block_n, config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
             gluon_linear.stream(x_MK, w_NK, out, outputs, *shape, silu, beside, config.turn)
             return
-        config = replace(config, block_n=config.block_n & -config.block_n)  # here a tile is a power of two
+        config = replace(config, block_n=config.block_n & -config.block_n)  # `_linear_kernel` needs a power of two
     outputs_a_tile = config.block_n // 2 if silu else config.block_n
     tiles = triton.cdiv(outputs, outputs_a_tile)
     items = tiles * config.split
@@ -208,28 +227,28 @@ def linear(
     out_dtype: torch.dtype | None = None,
     beside: bool = False,
 ) -> torch.Tensor:
-    """`x w^T`, accumulated in float32. `config.split` must be 1. Returns [M, N]."""
+    """`x @ w.T`, summed in float32; returns [M, N] in `out_dtype` (x's by default). `config.split` must be 1."""
     assert config.split == 1
     outputs = w_NK.shape[0]
     out_MN = torch.empty(x_MK.shape[0], outputs, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
-    _launch(x_MK, w_NK, out_MN, outputs, config, silu=False, beside=beside)
+    multiply_into(x_MK, w_NK, out_MN, outputs, config, silu=False, beside=beside)
     return out_MN
 
 
 def linear_parts(
     x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig | GemvConfig, beside: bool = False
 ) -> torch.Tensor:
-    """Partial sums of `x w^T` over `config.split` parts of K, float32 [split, M, N]."""
+    """Partial sums of `x @ w.T` over the `config.split` parts of K, float32 [S, M, N]."""
     outputs = w_NK.shape[0]
-    parts = torch.empty(config.split, x_MK.shape[0], outputs, dtype=torch.float32, device=x_MK.device)
-    _launch(x_MK, w_NK, parts, outputs, config, silu=False, beside=beside)
-    return parts
+    parts_SMN = torch.empty(config.split, x_MK.shape[0], outputs, dtype=torch.float32, device=x_MK.device)
+    multiply_into(x_MK, w_NK, parts_SMN, outputs, config, silu=False, beside=beside)
+    return parts_SMN
 
 
 def gate_up_silu(x_MK: torch.Tensor, w_2IK: torch.Tensor, config: LinearConfig | GemvConfig) -> torch.Tensor:
-    """`silu(x g^T) * (x u^T)` for the gate rows and then the up rows of `w_2IK`; returns [M, I] in x's dtype."""
+    """`silu(x @ g.T) * (x @ u.T)`, where `w_2IK` holds the rows of g, then those of u. Returns [M, I] in x's dtype."""
     assert config.split == 1
     outputs = w_2IK.shape[0] // 2
     out_MI = torch.empty(x_MK.shape[0], outputs, dtype=x_MK.dtype, device=x_MK.device)
-    _launch(x_MK, w_2IK, out_MI, outputs, config, silu=True)
+    multiply_into(x_MK, w_2IK, out_MI, outputs, config, silu=True)
     return out_MI

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from linear_cases import operands, relative
-from rollout_kernels.linear.table import _DETERMINISTIC, _FAST, linear_config
+from rollout_kernels.linear.table import DETERMINISTIC, FAST, linear_config
 from rollout_kernels.linear.triton_gemv import MOST_ROWS as MOST_GEMV_ROWS
 from rollout_kernels.linear.triton_gemv import GemvConfig
 from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 
-SHAPES = sorted({*_DETERMINISTIC, *_FAST})
+SHAPES = sorted({*DETERMINISTIC, *FAST})
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -70,7 +70,7 @@ def test_every_configuration_of_the_table_gives_the_product(shape):
     """At the row counts where one configuration follows another; tails of tiles and odd numbers of rows included."""
     outputs, inputs, kind = shape
     run = {"parts": linear_parts, "whole": linear, "silu": gate_up_silu}[kind]
-    bands = {most for column in (_FAST, _DETERMINISTIC) for most, _ in column.get(shape, ())}
+    bands = {most for column in (FAST, DETERMINISTIC) for most, _ in column.get(shape, ())}
     x_all, w, exact = operands(max(bands), outputs, inputs)
     for rows in sorted({rows for most in bands for rows in (most, most - 1, most // 2 + 1) if rows > 0}):
         expected = exact[:rows]

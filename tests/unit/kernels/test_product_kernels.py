@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
-from rollout_kernels.linear.table import _DETERMINISTIC, _FAST, MOST_ROWS, last_rows, linear_config
+from rollout_kernels.linear.table import DETERMINISTIC, FAST, MOST_ROWS, last_rows, linear_config
 
 #: Of the table, and some that are not in it.
-SHAPES = [*{**_FAST, **_DETERMINISTIC}, (1024, 4096, "parts"), (4096, 11008, "silu"), (32000, 4096, "whole")]
+SHAPES = [*{**FAST, **DETERMINISTIC}, (1024, 4096, "parts"), (4096, 11008, "silu"), (32000, 4096, "whole")]
 
 
 class Launches:
@@ -56,7 +56,7 @@ def test_rows_up_to_a_size_take_the_kernel_of_that_size(shape, adapted, determin
         x, whole = (torch.empty(rows, width, dtype=torch.bfloat16, device="meta") for width in (inputs, outputs))
         out = whole if kind != "parts" else torch.empty(config.split, rows, outputs, device="meta")
         launched.clear()
-        triton_linear._launch(x, w, out, outputs // 2 if silu else outputs, config, silu)
+        triton_linear.multiply_into(x, w, out, outputs // 2 if silu else outputs, config, silu)
         return launched.copy()
 
     sizes = last_rows()
