@@ -1,4 +1,4 @@
-"""What adapters add to a product: the op, and its torch twin.
+"""Add the corrections of low-rank adapters to a product: the op and its torch twin.
 
 Legend: see `buffers`.
 """
@@ -19,8 +19,8 @@ def lora_add(
         y_MN: contiguous; float32 or the dtype of `x_MK`.
         x_MK: the product's input, in the dtype of the buffers.
         buffers: the product's slots.
-        slots_M: int32, 0 for none.
-        segmented: neighbours mostly have the same slot, as in chunks of prompts; for speed alone.
+        slots_M: int32 slot of each token, 0 for none.
+        segmented: a hint for speed: neighbouring tokens mostly have the same slot, as in chunks of prompts.
     """
     if x_MK.is_cuda:
         from rollout_kernels.lora.triton_lora import lora_add as on_gpu

@@ -1,12 +1,13 @@
-"""Low-rank adapters in a batch: each token's product gets the correction of the adapter that its row takes.
+"""Where the low-rank adapters of a product lie in memory, and how a batch refers to them.
 
-    y[m] += B[slot of m] (A[slot of m] x[m])
+    y[m] += B[slot of m] @ (A[slot of m] @ x[m])
 
-Adapters lie in slots of two buffers for each product, ranks padded with zeros, scaling folded into B. Slot 0 says that
-a token takes none, so slot s is entry s - 1. A product of several modules that share an input (q, k and v; gate and up)
-has their ranks one after the other in A and their outputs one after the other in B.
+Each product has two buffers, A and B, of S slots; a slot holds one adapter. Ranks are padded with zeros, and the
+scaling is folded into B. Slot number 0 means "no adapter", so slot s is entry s - 1. Some products compute several
+modules with one input (q, k and v; gate and up): A then holds the ranks of all modules, module after module, and B
+their outputs.
 
-Legend: M tokens, K inputs, N outputs, J modules in the product, R rank that a slot holds, S slots.
+Legend: M tokens, K inputs, N outputs, J modules of the product, R rank of a slot, A = J R, S slots, P parts of K.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: What a slot's rank can be: a power of two from here to there.
+#: The rank of a slot is a power of two in this range.
 LEAST_RANK, MOST_RANK = 16, 256
 
 
@@ -23,26 +24,26 @@ LEAST_RANK, MOST_RANK = 16, 256
 class LoraBuffers:
     """The slots of one product."""
 
-    a_SAK: torch.Tensor  # A = J R, module after module
-    b_SNR: torch.Tensor  # the same dtype
+    a_SAK: torch.Tensor  # the A matrices, module after module
+    b_SNR: torch.Tensor  # the B matrices, in the same dtype
     ends: tuple[int, ...]  # where each module's outputs end; the last is N
 
     @property
     def rank(self) -> int:
-        """That a slot holds."""
+        """The rank of a slot, R."""
         return self.b_SNR.shape[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What a kernel that reads a product has yet to add to it: B of a token's slot times the sum of `low_PMA`."""
+    """A correction that the consumer of a product adds to it: B of a token's slot times the sum of `low_PMA` over P."""
 
-    low_PMA: torch.Tensor  # float32, P parts of A x; tokens of slot 0 have nothing there
+    low_PMA: torch.Tensor  # float32, partial sums of A x; undefined for tokens of slot 0
     buffers: LoraBuffers
     slots_M: torch.Tensor  # int32
 
 
 def padded_rank(rank: int) -> int:
-    """The rank of slots that hold adapters of up to `rank`, which must be from 1 to MOST_RANK."""
+    """The rank of slots for adapters of up to `rank` (1 to `MOST_RANK`)."""
     assert 1 <= rank <= MOST_RANK
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())

@@ -1,24 +1,27 @@
-"""The corrections of low-rank adapters as two Triton kernels a product, for batches of rows with different adapters.
+"""The corrections of low-rank adapters on a GPU, for batches whose rows use different adapters.
 
-    shrink   low[split, m] = A[slot of m] x[m]     float32, over SPLIT parts of the inputs
-    expand   y[m] += B[slot of m] sum(low[:, m])
+Two kernels for each product:
 
-A program takes a tile of one slot's A or B and a block of tokens, of which it masks those of other slots: so a weight
-is read once however many rows take it, and multiplied on the tensor cores. Decode steps have slots as a dimension of
-the grid, and programs whose slot no row of their block takes end at once. In chunks of prompts a block has one slot, or
-two where chunks meet: there one program goes through the slots between the least and the largest of its block. A token
-has one slot, so no two programs write to the same place, and what a token gets does not depend on timing.
+    shrink   low[split, m] = A[slot of m] @ x[m]     float32, over SPLIT parts of the inputs
+    expand   y[m] += B[slot of m] @ sum(low[:, m])
 
-With few tokens there is one kernel a product, which costs next to nothing, since it runs while the product does:
+A program handles a tile of one slot's A or B and a block of tokens, and masks the tokens of other slots. So a weight is
+read once, however many rows use it, and multiplied on the tensor cores. In decode steps, slots are a dimension of the
+grid; a program ends at once if no row of its block uses its slot. In chunks of prompts a block has one slot, or two
+where chunks meet; there one program loops over the slots from the smallest to the largest of its block. A token has one
+slot, so no two programs write to the same place, and results do not depend on timing.
 
-    product      made with `beside`: once the kernel that makes x has ended, it lets in
-    shrink       which begins at once, and ends after the product has
-    whoever reads the product waits for the shrink, and so for both; it adds the correction (`expand_row`), and has B,
-                 which is a weight, on its way before it waits
+With few tokens, the correction of a product takes only one more kernel, which costs almost nothing because it runs at
+the same time as the product:
 
-There each row reads B for itself, which is why it is for few.
+    product    launched with `beside`: once its own wait is over, the next kernel may start
+    shrink     starts then, and ends only after the product has ended
+    consumer   the kernel that reads the product: prefetches B (weights), waits for the shrink and so for both, and adds
+               the correction (`expand_row`)
 
-Legend: see `lora`.
+There every row reads B for itself, so it pays for few rows only (`adds_later`).
+
+Legend: see `buffers`.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ _BLOCK_K = 128
 _BLOCK_N = 64
 _LARGEST_BLOCK_M = 64
 _MOST_RANK_TILE = 64
-#: Inputs from which on a decode step's first product is split once more, and into how many parts at the most.
+#: In decode steps the shrink splits its inputs: the least inputs of a part, and the most parts.
 _INPUTS_A_PART = 512
 _MOST_PARTS = 8
-_NEVER = 1 << 30
-#: What rows may read of B one by one: from there on a kernel that reads it once is faster.
+_NEVER = 1 << 30  # past every output and every tile
+#: The most bytes of B that rows may read one by one; above, a kernel that reads B once is faster.
 _MOST_READ_BYTES = 16 << 20
-#: Ranks that `expand_row` takes at once, and values of B that a program then holds.
+#: Ranks that `expand_row` handles at once, and the most values of B that a program then holds.
 _RANKS_AT_ONCE = 16
 _VALUES_AT_ONCE = 1 << 15
 
@@ -53,7 +56,7 @@ def _shrink_slot(
     slot, slots, x, low, a_ptr, begin, tile, K: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Of one slot's A a tile, times the tokens that take it."""
+    """A tile of one slot's A times the tokens that use this slot."""
     takes = slots == slot
     if tl.max(takes.to(tl.int32), 0) > 0:
         k = begin + tl.arange(0, BLOCK_K)
@@ -63,7 +66,7 @@ def _shrink_slot(
         for step in range(0, STEPS):
             at = k + step * BLOCK_K
             here = takes[:, None] & (at < K)[None, :]
-            # Not from a multiprocessor's own cache, which without a wait may hold what was there before.
+            # Bypass the L1 cache, which may hold stale data, because this kernel may not have waited.
             x_MK = tl.load(x + at[None, :], mask=here, other=0.0, cache_modifier=".cg")
             a_KR = tl.load(a + at[:, None], mask=(at < K)[:, None], other=0.0)
             acc = dot(x_MK, a_KR, acc)
@@ -106,7 +109,7 @@ def _shrink_kernel(
     else:
         slot = tl.program_id(1) + 1
         _shrink_slot(slot, slots, x, low, a_ptr, begin, tile, K, A, BLOCK_M, BLOCK_K, TILE, STEPS)
-    # One program is enough, as the kernel is not over before it: the others make room for those that have not begun.
+    # One waiting program is enough to keep the kernel from ending. The others end and make room for other programs.
     if BESIDE and tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
         wait_for_last()
 
@@ -116,12 +119,12 @@ def _expand_slot(
     slot, slots, m, n, live, module, low_ptr, b_ptr, y_ptr, tokens, N: tl.constexpr, A: tl.constexpr,
     R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of outputs of the tokens that take one slot."""
+    """Add a tile of outputs for the tokens that use one slot."""
     takes = slots == slot
     if tl.max(takes.to(tl.int32), 0) > 0:
         r = tl.arange(0, R)
         low_MR = tl.zeros([BLOCK_M, R], tl.float32)
-        for split in tl.range(0, SPLIT, num_stages=1):  # unrolled, the parts of large ranks take all registers
+        for split in tl.range(0, SPLIT, num_stages=1):  # not unrolled: large ranks would use up all registers
             at = (split * tokens.to(tl.int64) + m[:, None]) * A + module * R + r[None, :]
             low_MR += tl.load(low_ptr + at, mask=takes[:, None], other=0.0)
         b = b_ptr + ((slot - 1).to(tl.int64) * N + n[None, :]) * R + r[:, None]
@@ -176,7 +179,7 @@ def _expand_kernel(
 
 
 def _parts(inputs: int, segmented: bool) -> int:
-    """Of the inputs: few tokens make few programs, which then have less to read each."""
+    """Parts that the shrink splits its inputs into: few tokens make few programs, and parts give each less to read."""
     if segmented:
         return 1
     return min(_MOST_PARTS, 1 << (max(1, inputs // _INPUTS_A_PART).bit_length() - 1))
@@ -193,7 +196,7 @@ def _options(rank: int, block_m: int, device: torch.device) -> dict[str, Any]:
 def _shrink(
     x_MK: torch.Tensor, buffers: LoraBuffers, slots_M: torch.Tensor, segmented: bool, beside: bool
 ) -> torch.Tensor:
-    """Sums of A x over parts of the inputs, float32 [parts, M, A]; tokens of slot 0 have none."""
+    """Sums of A x over parts of the inputs, float32 [P, M, A]; undefined for tokens of slot 0."""
     (tokens, inputs), (slots, ranks, _), rank = x_MK.shape, buffers.a_SAK.shape, buffers.rank
     assert x_MK.stride(1) == 1 and slots_M.is_contiguous() and len(buffers.ends) <= 3
     block_m, tile, parts = _block_m(tokens, segmented), min(rank, _MOST_RANK_TILE), _parts(inputs, segmented)
@@ -219,26 +222,27 @@ def _shrink(
 
 
 def adds_later(tokens: int, buffers: LoraBuffers, segmented: bool) -> bool:
-    """True where a step of `tokens` had better have a product's corrections added by the kernel that reads it.
+    """True if the consumer of a product should add its corrections in a step of `tokens` tokens (see the module).
 
-    The answer changes at powers of two up to `MOST_ROWS` alone: those are the sizes that start-up runs.
+    The answer changes only at powers of two up to `MOST_ROWS`, the sizes that start-up compiles for.
     """
     read = triton.next_power_of_2(tokens) * buffers.b_SNR[0].nbytes
     return not segmented and tokens <= MOST_ROWS and read <= _MOST_READ_BYTES
 
 
 def shrink_beside(x_MK: torch.Tensor, buffers: LoraBuffers, slots_M: torch.Tensor) -> Correction:
-    """The first half of a correction, beside the product of `x_MK` that was launched last, with `beside`.
+    """Launch the shrink of a correction next to the product of `x_MK`, which was launched last, with `beside`.
 
-    Whatever was launched before that product is over when this begins: `slots_M` must be older.
+    Kernels launched before that product have ended when this starts, so `slots_M` must be at least that old. The
+    consumer of the product adds the correction that this returns.
     """
     return Correction(_shrink(x_MK, buffers, slots_M, segmented=False, beside=True), buffers, slots_M)
 
 
 def correction_arguments(correction: Correction | None, block: int) -> dict[str, Any]:
-    """What a kernel that adds a correction to tiles of `block` outputs takes; its `R` is 0 where there is none.
+    """Arguments of a kernel that adds a correction to tiles of `block` outputs, a power of two.
 
-    `block` is a power of two.
+    Without a correction, R is 0 and the kernel compiles without the code for it.
     """
     if correction is None:
         return {"low_ptr": None, "b_ptr": None, "adapters_ptr": None, "R": 0, "LOW_PARTS": 0, "AT_ONCE": 0}
@@ -255,13 +259,13 @@ def correction_arguments(correction: Correction | None, block: int) -> dict[str,
 
 @triton.jit
 def begin_expand(b, takes, AT_ONCE: tl.constexpr):
-    """Read the first ranks of B: to be called before `follow`. `b` points to the rows of B, [..., 1]."""
+    """Prefetch the first ranks of B; call it before `follow`. `b` points to rows of B, [..., 1]."""
     return tl.load(b + tl.arange(0, AT_ONCE), mask=takes, other=0.0)
 
 
 @triton.jit
 def _times_low(b_R, low, part, ranks, LOW_PARTS: tl.constexpr):
-    """Rows of B, some ranks of them, times a token's sums of these ranks."""
+    """Some ranks of rows of B, times a token's sums of these ranks."""
     r = tl.arange(0, b_R.shape[len(b_R.shape) - 1])
     low_R = tl.load(low + r, mask=r < ranks, other=0.0)
     for at in tl.static_range(1, LOW_PARTS):
@@ -273,11 +277,11 @@ def _times_low(b_R, low, part, ranks, LOW_PARTS: tl.constexpr):
 def expand_row(first, b, takes, low, part, ranks, R: tl.constexpr, LOW_PARTS: tl.constexpr, AT_ONCE: tl.constexpr):
     """One token's correction, float32, in the shape of `b` without its last dimension.
 
-    `first` is what `begin_expand` has read; `low` points to the token's sums, `part` lies between those of two parts.
-    `ranks` is 0 where the token has no adapter, else R.
+    `first` is the result of `begin_expand`. `low` points to the token's sums, and `part` is the distance between two
+    parts of them. `ranks` is R, or 0 if the token has no adapter.
     """
     total = _times_low(first, low, part, ranks, LOW_PARTS)
-    for begin in tl.range(AT_ONCE, R, AT_ONCE, num_stages=1):  # unrolled, large ranks take all registers
+    for begin in tl.range(AT_ONCE, R, AT_ONCE, num_stages=1):  # not unrolled: large ranks would use up all registers
         rest = tl.load(b + begin + tl.arange(0, AT_ONCE), mask=takes, other=0.0)
         total += _times_low(rest, low + begin, part, ranks, LOW_PARTS)
     return total
@@ -286,7 +290,7 @@ def expand_row(first, b, takes, low, part, ranks, R: tl.constexpr, LOW_PARTS: tl
 def lora_add(
     y_MN: torch.Tensor, x_MK: torch.Tensor, buffers: LoraBuffers, slots_M: torch.Tensor, segmented: bool
 ) -> None:
-    """See `rollout_kernels.lora.lora_add`."""
+    """`rollout_kernels.lora.lora_add` on a GPU; the arguments are the same."""
     (tokens, _), (slots, outputs, rank) = x_MK.shape, buffers.b_SNR.shape
     assert y_MN.is_contiguous()
     low = _shrink(x_MK, buffers, slots_M, segmented, beside=False)

@@ -18,21 +18,24 @@ import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise `x` [..., D] to unit root mean square and scale it by `weight_D`; computed in float32, in x's dtype."""
+    """Normalise `x` [..., D] to unit root mean square and scale it by `weight_D`; returns x's dtype.
+
+    Computed in float32. Source: B. Zhang, R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
+    """
     if x.dtype != torch.float32:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return _unit_rms(x, eps).mul_(weight_D)
 
 
 def head_rms_norm(x_THD: torch.Tensor, weight_HD: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise each head of `x_THD` by itself and scale it by its own row of `weight_HD`."""
+    """Normalise each head of `x_THD` on its own and scale it by its row of `weight_HD`; returns x's dtype."""
     if x_THD.dtype != torch.float32:
         return F.rms_norm(x_THD, x_THD.shape[-1:], None, eps) * weight_HD
     return _unit_rms(x_THD, eps).mul_(weight_HD)
 
 
 def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """The same as F.rms_norm without a weight, in fewer operations: a small model's time is the number of them."""
+    """F.rms_norm without a weight, in fewer torch operations: their number dominates the time of a small model."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.addcmul(_constant(eps, x.device), norm, norm, value=1.0 / x.shape[-1]).rsqrt_().mul(x)
 
@@ -47,10 +50,12 @@ def rope_cos_sin(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and signed sines of a step's positions, float32 [T, 1, D] each.
 
+    Source: J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021.
+
     Args:
         positions_T: positions, any integer dtype.
-        inv_freq_D: float32, the F inverse frequencies twice over.
-        sign_D: float32, minus the attention factor in the first half, plus in the second.
+        inv_freq_D: float32, the D / 2 inverse frequencies, twice.
+        sign_D: float32, minus the attention factor in the first half, plus the attention factor in the second.
     """
     angles_T1D = positions_T.to(torch.float32)[:, None, None] * inv_freq_D
     # The second half of the sign vector is the attention factor itself.
@@ -58,13 +63,13 @@ def rope_cos_sin(
 
 
 def apply_rope(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-    """Rotate every head of `x_THD`; computed in float32, returned in its dtype. Takes what `rope_cos_sin` gives."""
-    x = x_THD.float()
-    rolled = x.roll(x.shape[-1] // 2, -1)
-    return torch.addcmul(x * cos_T1D, rolled, sin_T1D).to(x_THD.dtype)
+    """Rotate every head of `x_THD` by the result of `rope_cos_sin`; computed in float32, returned in x's dtype."""
+    float_THD = x_THD.float()
+    rolled_THD = float_THD.roll(float_THD.shape[-1] // 2, -1)
+    return torch.addcmul(float_THD * cos_T1D, rolled_THD, sin_T1D).to(x_THD.dtype)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` for `gate_up` [..., 2 I], gate first; returns [..., I] in the same dtype."""
+    """`silu(gate) * up` for `gate_up` [..., 2 I], where gate comes first; returns [..., I] in the same dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

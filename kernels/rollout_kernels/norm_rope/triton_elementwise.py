@@ -1,18 +1,20 @@
-"""What lies between the matrix products of a decode step, each as one Triton kernel.
+"""What lies between the matrix products of a decode step: one Triton kernel between two products.
 
-    add_rms_norm   residual += sum of partial products; returns its normalised form
-    finish_qkv     sum of partial products [+ bias], q/k norm, rope; keys and values go to the cache, queries come back
+    add_rms_norm   residual += sum of partial products; returns the norm of the residual
+    finish_qkv     sum of partial products [+ bias], q/k norm, rope; writes keys and values, returns queries
     silu_mul       silu(gate) * up
+    embed_rope     the first layer's input: embeddings of the tokens, cosines and sines of the positions
 
-Where the cache holds e4m3 codes, `finish_qkv` makes them and their scales, of the values that it would have stored.
+For caches of e4m3 codes, `finish_qkv` quantises the keys and values that it would have stored.
 
-Each adds what low-rank adapters have to correct in the product that it reads, where `triton_lora.shrink_beside` has
-made the first half of that.
+The first three also add the corrections of low-rank adapters to the product that they read, if
+`triton_lora.shrink_beside` was launched for it.
 
-Partial sums come from `triton_linear.linear_parts` and are added up here in a fixed order, in float32; a product that
-is whole is one part, of any dtype.
+Partial sums come from `triton_linear.linear_parts`; they are added here in float32, in a fixed order. A product that is
+not split is one part, of any dtype.
 
-Legend: M rows, S parts, H hidden, D head dimension, I intermediate, P pages, G KV heads.
+Legend: M tokens, S parts, H hidden, D head dimension, I intermediate, W width of the q/k/v product, P pages, G KV
+heads, V vocabulary, B rows of a step.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from rollout_kernels.common.triton_math import (
 from rollout_kernels.lora.buffers import Correction
 from rollout_kernels.lora.triton_lora import begin_expand, correction_arguments, expand_row
 
-_BLOCK_HEADS = 8  # heads that a program of `finish_qkv` works on
+_BLOCK_HEADS = 8  # heads of a program of `finish_qkv`
 _EMBED_BLOCK = 1024
 
 
@@ -66,7 +68,7 @@ def _add_rms_norm_kernel(
         b = b_ptr + ((adapter - 1).to(tl.int64) * H + h[:, None]) * R
         takes = h[:, None] < tl.where(adapter > 0, H, 0)
         first = begin_expand(b, takes, AT_ONCE)
-    # The product after this one brings its first weights while this kernel, and the one before it, still run.
+    # The next product prefetches its first weights while this kernel and its predecessor still run.
     let_next_begin()
     wait_for_last()
     x = tl.load(residual_ptr + row * H + h, mask=live, other=0.0).to(tl.float32)
@@ -78,7 +80,7 @@ def _add_rms_norm_kernel(
             added += expand_row(
                 first, b, takes, low_ptr + row * R, rows * R, tl.where(adapter > 0, R, 0), R, LOW_PARTS, AT_ONCE
             )
-        # The sum is rounded as a matrix product's result would be, then the residual as the model keeps it.
+        # Round as the unfused ops do: first the result of the product, then the residual.
         stored = narrow(x + narrow(added, dtype).to(tl.float32), dtype)
         tl.store(residual_ptr + row * H + h, stored, mask=live)
         x = stored.to(tl.float32)
@@ -94,13 +96,24 @@ def add_rms_norm(
     eps: float,
     correction: Correction | None = None,
 ) -> torch.Tensor:
-    """Add partial products (None for none) and their correction to `residual_MH` in place; returns its norm, [M, H]."""
+    """Add partial products and their correction to the residual stream, and normalise it.
+
+    Args:
+        residual_MH: changed in place; contiguous, in the model's dtype.
+        parts_SMH: partial sums of a product, contiguous, or None to only normalise.
+        weight_H: weights of the norm.
+        eps: of the norm.
+        correction: corrections that adapters add to the product, or None.
+
+    Returns:
+        The norm of the new residual, [M, H] in its dtype.
+    """
     rows, hidden = residual_MH.shape
     assert correction is None or parts_SMH is not None
     block = triton.next_power_of_2(hidden)
-    # Four values of a part a thread: with more the compiler reads the parts one after the other, to save registers.
+    # At most four values of a part a thread. With more, the compiler serialises the loads of parts to save registers.
     warps = min(block // 128, 16) if correction is None else 4 if hidden <= 1024 else 8 if hidden <= 2048 else 16
-    # No more lanes than values: of two warps with the same ones, one might read what the other has stored already.
+    # No more lanes than values. Otherwise two warps own the same value, and one may read what the other has stored.
     warps = max(min(warps, block // 32), 1)
     out_MH = torch.empty_like(residual_MH)
     _add_rms_norm_kernel[(rows,)](
@@ -186,7 +199,7 @@ def _finish_qkv_kernel(
     if BIAS:
         low += tl.load(bias_ptr + head * D + d, mask=live, other=0.0).to(tl.float32)
         high += tl.load(bias_ptr + head * D + D // 2 + d, mask=live, other=0.0).to(tl.float32)
-    # Rounded as a matrix product's result would be.
+    # Round as the result of the unfused product is rounded.
     low = narrow(low, dtype).to(tl.float32)
     high = narrow(high, dtype).to(tl.float32)
     x_low, x_high = low, high
@@ -198,7 +211,7 @@ def _finish_qkv_kernel(
         x_high = narrow(x_high, dtype).to(tl.float32)
     in_head = d < D // 2
     cos = tl.load(cos_ptr + row * D + d, mask=in_head, other=0.0)
-    # The sign of the rotation is folded into the sine: minus in the first half, plus in the second.
+    # The sine carries the sign of the rotation: minus in the first half, plus in the second.
     sin_low = tl.load(sin_ptr + row * D + d, mask=in_head, other=0.0)
     sin_high = tl.load(sin_ptr + row * D + D // 2 + d, mask=in_head, other=0.0)
     low = narrow(tl.where(is_v, low, x_low * cos + x_high * sin_low), dtype)
@@ -217,7 +230,7 @@ def _finish_qkv_kernel(
         scale = head_scale(tl.maximum(most_low, most_high))[:, None]
         low = e4m3_code(tl.div_rn(low, tl.broadcast_to(scale, low.shape)))
         high = e4m3_code(tl.div_rn(high, tl.broadcast_to(scale, high.shape)))
-        # [P, 2, G, S]; the heads of values follow those of keys, here and there.
+        # Scales are [P, 2, G, page size]. Heads of values follow heads of keys, in the scales as in `head`.
         page = slot // PAGE_SIZE * (2 * KV_HEADS) + head - Q_HEADS
         tl.store(scales_ptr + page * PAGE_SIZE + slot % PAGE_SIZE, scale, mask=(head >= Q_HEADS) & (head < heads))
     tl.store(at_k, low, mask=live & is_k)
@@ -242,22 +255,25 @@ def finish_qkv(
     dtype: torch.dtype | None = None,
     correction: Correction | None = None,
 ) -> torch.Tensor:
-    """Finish the fused q/k/v product of M tokens and write their keys and values; returns the queries [M, heads, D].
+    """Finish the fused q/k/v product of M tokens: sum, bias, norms, rope. Write keys and values, return the queries.
 
     Args:
-        parts_SMW: partial sums, W = (q_heads + 2 G) D.
+        parts_SMW: partial sums, contiguous; W = (q_heads + 2 G) D.
         bias_W: bias of the projection, or None.
-        norm_2D: weights of the query and the key norm over a head, or None.
+        norm_2D: weights of the query norm and the key norm over a head, or None.
         eps: of these norms.
-        cos_M1D: float32, as `rope_cos_sin` gives it.
-        sin_M1D: likewise, with the rotation's sign.
+        cos_M1D: float32, from `rope_cos_sin` or `embed_rope`.
+        sin_M1D: likewise, with the sign of the rotation.
         slots_M: int64, page * page_size + offset of each token.
         k_cache_PSGD: keys, written in place; contiguous, in the model's dtype, or uint8 for e4m3 codes.
         v_cache_PSGD: values, likewise.
         q_heads: query heads.
-        scales_P2GS: float32 scales of keys, then values, contiguous and written in place; with e4m3 codes only.
-        dtype: of the queries, the model's; needed with e4m3 codes.
-        correction: what adapters add to the product, or None.
+        scales_P2GS: float32 scales of keys, then values, contiguous and written in place; only with e4m3 codes.
+        dtype: the model's dtype, for the queries; required with e4m3 codes.
+        correction: corrections that adapters add to the product, or None.
+
+    Returns:
+        The queries, [M, q_heads, D].
     """
     parts, rows, _ = parts_SMW.shape
     kv_heads, dim = k_cache_PSGD.shape[2:]
@@ -334,7 +350,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up_M2I: torch.Tensor, correction: Correction | None = None) -> torch.Tensor:
-    """`silu(gate) * up`, gate first, of the corrected product; returns [M, I] in the same dtype."""
+    """`silu(gate) * up` of the corrected product, where gate comes first; returns [M, I] in the same dtype."""
     rows, width = gate_up_M2I.shape
     assert gate_up_M2I.is_contiguous()
     out_MI = torch.empty(rows, width // 2, dtype=gate_up_M2I.dtype, device=gate_up_M2I.device)
@@ -381,7 +397,7 @@ def _embed_rope_kernel(
             cos = tl.cos(angle)
             sin = tl.sin(angle)
         else:
-            # Triton's own are the approximate instructions, which are wrong by whole turns at large angles.
+            # Triton's own functions are approximate instructions, which are off by whole turns at large angles.
             cos = libdevice.cos(angle)
             sin = libdevice.sin(angle)
         tl.store(cos_sin_ptr + b * D + d, cos * factor, mask=live)
@@ -400,10 +416,17 @@ def embed_rope(
     inv_freq_D: torch.Tensor,
     sign_D: torch.Tensor,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Embeddings [B, H] of `token_ids_B` (int64), and what `rope_cos_sin` gives for `positions_B` (int64).
+    """The embeddings of a step's tokens, and the cosines and sines of their positions, in one launch.
 
-    The embeddings are new memory, in the dtype of `embed_VH`; cosines and sines are float32 [B, 1, D]. For
-    `inv_freq_D` and `sign_D` see `rope_cos_sin`; D is even.
+    Args:
+        token_ids_B: int64.
+        positions_B: int64.
+        embed_VH: the embedding table, contiguous.
+        inv_freq_D: see `rope_cos_sin`; D is even.
+        sign_D: likewise.
+
+    Returns:
+        The embeddings [B, H], newly allocated in the dtype of `embed_VH`, and the result of `rope_cos_sin`.
     """
     count, hidden, dim = len(token_ids_B), embed_VH.shape[1], len(inv_freq_D)
     assert token_ids_B.is_contiguous() and positions_B.is_contiguous() and embed_VH.is_contiguous()

@@ -1,7 +1,7 @@
-"""The begin of a decode step: from the rows' state to token ids and where they sit in the paged cache.
+"""The begin of a decode step: from the state of its rows to token ids and their places in the paged cache.
 
-A row's next token stands at position `length`: the page of that position is the one that the host has just opened for
-it, or else the one that the row's page table names. A page that was opened goes into the page table.
+A row's next token is at position `length`. If the host has just allocated a page for this position (an opened page),
+the token goes there, and the page is added to the row's page table. Otherwise the page table names the page.
 
 Legend: B rows of the step, R rows of the state, I columns of its integers, P columns of its page tables, C columns of
 the step's page table.
@@ -15,7 +15,7 @@ import torch
 
 
 class StepInput(NamedTuple):
-    """What a decode step starts from; int64 unless said otherwise."""
+    """The input of a decode step; int64 unless noted."""
 
     token_ids_B: torch.Tensor
     positions_B: torch.Tensor
@@ -36,19 +36,19 @@ def begin_step(
     columns: int,
     table_BP: torch.Tensor | None = None,
 ) -> StepInput:
-    """The input of a decode step; opens new pages in `pages_RP`.
+    """The input of a decode step; also adds opened pages to `pages_RP`.
 
     Args:
-        rows_B: int64 row of each token; distinct, but for padding: row 0, which opens no page.
-        new_pages_B: int32, the page that a row's token opens, 0 where it opens none.
+        rows_B: int64 row of each token; distinct, except for padding: row 0, which opens no page.
+        new_pages_B: int32, the opened page of each row, or 0.
         ints_RI: int64 row state.
         pages_RP: int32 page tables of all rows; changed in place.
-        last: column of the row's last token in `ints_RI`.
-        length: column of the number of its tokens whose KV is written.
+        last: column of `ints_RI` with the row's last token.
+        length: column of `ints_RI` with the number of the row's tokens whose KV is written.
         page_size: tokens of a page.
         columns: C, enough for the longest context of the step, at most P.
-        table_BP: int32 memory for the step's page table, at least B x C, which holds pages that exist. With it, on a
-            GPU, columns past a row's context are left as they are; without it they are copied.
+        table_BP: int32 memory for the step's page table on a GPU, at least [B, C], which contains only valid pages.
+            Columns past a row's context keep their contents. If None, memory is allocated.
     """
     if rows_B.is_cuda:
         from rollout_kernels.step.triton_begin import begin_step as on_gpu

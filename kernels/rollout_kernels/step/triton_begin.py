@@ -1,12 +1,8 @@
-"""The begin of a decode step on a GPU, in two launches.
+"""The begin of a decode step on a GPU, in one launch; the twin is `rollout_kernels.step.begin_step` on a CPU.
 
-    begin_step   row state -> token ids, positions, cache slots, context lengths, the step's page table; opens pages
-    embed_rope   token ids -> embeddings; positions -> cosines and signed sines
+It copies only those columns of a row's page table that its context needs.
 
-Of a row's page table only the columns that its context needs are copied.
-
-Legend: B rows of the step, R rows of the state, I columns of its integers, P columns of its page tables, C columns of
-the step's page table, V vocabulary, H hidden, D head dimension.
+Legend: B rows of the step, R rows of the state, I columns of its integers, P columns of its page tables.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ def _begin_kernel(
         c = start + tl.arange(0, BLOCK)
         needed = (c <= column) & (c < columns)
         pages = tl.load(pages_ptr + row * stride_pages + c, mask=needed, other=0)
-        # Another program may be writing the opened page to the row's table now: it is not read from there.
+        # Another program may be writing the opened page to the row's table now, so it is not read from there.
         pages = tl.where((c == column) & (opened > 0), opened, pages)
         tl.store(table_ptr + b.to(tl.int64) * stride_table + c, pages, mask=needed)
         if column < start + BLOCK:
@@ -74,9 +70,9 @@ def begin_step(
     page_size: int,
     columns: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `rollout_kernels.step.begin_step` returns; columns of `table_BP` past a row's context stay as they are.
+    """The fields of `StepInput`, in order; the arguments are those of `rollout_kernels.step.begin_step`.
 
-    The step's page table is a view of `table_BP`, which has at least B rows and `columns` columns.
+    The step's page table is a view of `table_BP`, which has at least B rows and `columns` columns, contiguous in P.
     """
     count = len(rows_B)
     assert rows_B.is_contiguous() and new_pages_B.is_contiguous() and ints_RI.is_contiguous()
