@@ -1,11 +1,13 @@
 """Counter-based random numbers: Philox 4x32 with ten rounds, in torch integer arithmetic.
 
-Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A 128-bit counter and a 64-bit key
-give four 32-bit words; nothing is carried from call to call, so a draw depends on its seed and its position alone. The
-words are bit-equal to `triton.language.philox` and to the authors' published answers.
+Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A function of a 128-bit counter and a
+64-bit key gives four 32-bit words. There is no state between calls, so a draw depends only on its seed and its
+position. The words are bit-equal to `triton.language.philox` and to the authors' published test vectors.
 
-32-bit words are held in int64 tensors: a product of two of them fills 64 bits, and masks after the (arithmetic) shift
-make the sign bit harmless.
+Tensors hold 32-bit words as int64: a product of two words fills 64 bits, and masking after the arithmetic shift removes
+the effect of the sign bit.
+
+Legend: S rows that sample, V vocabulary, N counters.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ _ROUNDS = 10
 def philox_4x32(even_2N: torch.Tensor, odd_2N: torch.Tensor, key_2N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The four output words of each counter.
 
-    Arguments are int64 tensors that broadcast together, each with a leading dimension of 2 and values below 2**32:
-    `even_2N` holds counter words 0 and 2, `odd_2N` words 1 and 3, `key_2N` the two key words. Returns the output words
-    in the same arrangement.
+    The arguments are int64 tensors that broadcast together, each with a leading dimension of 2 and values below 2**32.
+    `even_2N` holds words 0 and 2 of the counter, `odd_2N` words 1 and 3, `key_2N` the two words of the key. Returns the
+    output words in the same arrangement: even words, odd words.
     """
     device = key_2N.device
     lanes = (2,) + (1,) * (key_2N.dim() - 1)
@@ -40,8 +42,8 @@ def philox_4x32(even_2N: torch.Tensor, odd_2N: torch.Tensor, key_2N: torch.Tenso
 def row_words(seed_S: torch.Tensor, index_S: torch.Tensor, count: int) -> torch.Tensor:
     """`count` 32-bit words for each row, int64 [S, count].
 
-    `seed_S` int64, 63 bits, is the key; the counter is (word // 4, index, 0, 0), so word w of the draw at `index_S`
-    (int64, the token's position in its completion) is the same whatever `count` is.
+    The key is `seed_S` (int64, 63 bits). The counter is (word // 4, index, 0, 0), where `index_S` (int64) is the
+    token's position in its completion. So a word does not depend on `count`.
     """
     blocks = -(-count // 4)
     even = torch.zeros(2, 1, blocks, dtype=torch.int64, device=seed_S.device)
@@ -56,8 +58,9 @@ def row_words(seed_S: torch.Tensor, index_S: torch.Tensor, count: int) -> torch.
 def gumbel_noise(seed_S: torch.Tensor, index_S: torch.Tensor, vocab: int) -> torch.Tensor:
     """Standard Gumbel noise for each row and token id, float32 [S, vocab].
 
-    argmax(logits + noise) is a draw from softmax(logits). The uniform number is (word + 1/2) / 2**32, kept near zero
-    where floats are dense, so that tokens down to a probability of 2**-33 can be drawn.
+    argmax(logits + noise) is a draw from softmax(logits) (the Gumbel-max trick). The uniform number u is
+    (word + 1/2) / 2**32, and the noise is -log(-log(1 - u)): large noise comes from u near zero, where floats are
+    dense. So tokens with a probability down to 2**-33 can be drawn.
     """
     uniform = (row_words(seed_S, index_S, vocab).to(torch.float32) + 0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()

@@ -1,15 +1,15 @@
-"""Sampling with exact log-probabilities: the torch twin, and the path on a CPU.
+"""Sampling with exact log-probabilities in torch: the CPU path and the twin of the kernels.
 
-Order of the changes to the logits, as in transformers' processors: logit bias, penalties, the ban on stop tokens
-before `min_tokens`, the mask of a constraint; then temperature; then top-k, top-p, min-p, each on what the one before
-left.
+The logits change in this order, as in transformers' processors: logit bias, penalties, the ban on stop tokens before
+`min_tokens`, the mask of a constraint; then temperature; then top-k, top-p and min-p, each applied to the result of the
+one before.
 
-Three log-probabilities of the sampled token:
+The sampled token has three log-probabilities:
     logprobs      log-softmax of logits / temperature (of the logits at temperature 0): what a trainer recomputes
     raw           log-softmax of the logits
-    drawn         log-softmax of what was really drawn from, all changes included
+    drawn         log-softmax of the distribution that was drawn from, after all changes
 
-Legend: S rows that sample, V vocabulary, K entries of a padded list.
+Legend: S rows that sample, V vocabulary, K entries of a padded list, C rows with a constraint, W words of a mask.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ import torch
 
 from rollout_kernels.sampling.philox import gumbel_noise
 
-#: Bit of a row's token count that says "occurs in the prompt"; the bits below count occurrences in the completion.
+#: The bit of a token count that means "occurs in the prompt". The bits below it count occurrences in the completion.
 PROMPT_BIT = 1 << 30
-_WORD_BITS = 32  # of a constraint's mask
+_WORD_BITS = 32  # bits of a word of a constraint's mask
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Settings and state of the rows that sample; the optional parts are None where no row needs them."""
+    """Settings and state of the rows that sample. An optional field is None if no row needs it."""
 
     temperature_S: torch.Tensor  # float32; 1 for greedy rows
-    noise_S: torch.Tensor | None  # float32, 1 to draw, 0 for greedy rows; None: all rows are greedy
+    noise_S: torch.Tensor | None  # float32: 1 to draw, 0 for greedy rows; None if all rows are greedy
     seed_S: torch.Tensor  # int64
     index_S: torch.Tensor  # int64, position of the sampled token in its completion
-    counts_SV: torch.Tensor | None = None  # int32, occurrences and PROMPT_BIT
+    counts_SV: torch.Tensor | None = None  # int32: occurrences in the completion, and PROMPT_BIT
     repetition_S: torch.Tensor | None = None  # float32
     presence_S: torch.Tensor | None = None
     frequency_S: torch.Tensor | None = None
     bias_ids_SK: torch.Tensor | None = None  # int64, padded with id 0
     bias_SK: torch.Tensor | None = None  # float32, padded with 0
     banned_ids_SK: torch.Tensor | None = None  # int64, padded with repetitions
-    banned_S: torch.Tensor | None = None  # bool: the ban applies to this row now
-    top_k_S: torch.Tensor | None = None  # int64, V where off
-    top_p_S: torch.Tensor | None = None  # float32
-    min_p_S: torch.Tensor | None = None  # float32
+    banned_S: torch.Tensor | None = None  # bool: whether the ban applies to this row now
+    top_k_S: torch.Tensor | None = None  # int64, V if off
+    top_p_S: torch.Tensor | None = None  # float32, infinity if off
+    min_p_S: torch.Tensor | None = None  # float32, 0 if off
     masked_C: torch.Tensor | None = None  # int64, the rows that have a mask
-    masks_CW: torch.Tensor | None = None  # int32, bits of the tokens that may come; see `allow_only`
+    masks_CW: torch.Tensor | None = None  # int32, a bit for each allowed token; see `allow_only`
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token a row."""
+    """The sampled token of each row, and its log-probabilities."""
 
     tokens_S: torch.Tensor  # int64
     logprobs_S: torch.Tensor  # float32
@@ -59,7 +59,7 @@ class Sampled:
 
 
 def sample(logits_SV: torch.Tensor, rows: SamplingRows) -> Sampled:
-    """Draw one token a row from float32 logits, which are left as they are."""
+    """Draw one token for each row from float32 logits, which are not changed."""
     tempered_SV = logits_SV / rows.temperature_S[:, None]
     changed_SV = change_logits(logits_SV, rows)
     drawn_SV = tempered_SV if changed_SV is logits_SV else changed_SV / rows.temperature_S[:, None]
@@ -81,15 +81,16 @@ def sample(logits_SV: torch.Tensor, rows: SamplingRows) -> Sampled:
 
 def logprob_of(logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
     """log-softmax of each row at its token, float32 [S]."""
-    shifted_SV = logits_SV - logits_SV.amax(dim=1, keepdim=True)  # small numbers lose no digits in the difference
+    shifted_SV = logits_SV - logits_SV.amax(dim=1, keepdim=True)  # small numbers, so the difference loses no digits
     return shifted_SV.gather(1, tokens_S[:, None]).squeeze(1) - shifted_SV.exp().sum(dim=1).log_()
 
 
 def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Logits with bias, penalties, bans and masks; the same tensor if there are none.
+    """Logits with bias, penalties, bans and masks applied; the given tensor if `rows` has none of these.
 
-    Repetition penalty (Keskar et al., CTRL, 2019) divides positive and multiplies negative logits of tokens that occur
-    in prompt or completion; presence and frequency penalties are subtracted for tokens of the completion only.
+    The repetition penalty (N. Keskar et al., CTRL, 2019) divides positive logits and multiplies negative logits of
+    tokens that occur in the prompt or the completion. Presence and frequency penalties are subtracted for tokens of the
+    completion only.
     """
     plain_SV = logits_SV
     if rows.bias_SK is not None:
@@ -115,12 +116,12 @@ def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def allow_only(logits_SV: torch.Tensor, at_C: torch.Tensor, masks_CW: torch.Tensor) -> None:
-    """Set the logits of tokens that may not come to -inf, in place.
+    """Set the logits of tokens that a constraint does not allow to -inf, in place.
 
     Args:
-        logits_SV: float32.
-        at_C: int64, the constrained rows of `logits_SV`, each once.
-        masks_CW: int32; bit v % 32 of word v // 32 is set where token v may come.
+        logits_SV: float32; contiguous on a GPU.
+        at_C: int64, the rows of `logits_SV` with a constraint, each once.
+        masks_CW: int32; bit v % 32 of word v // 32 is set if token v is allowed.
     """
     if logits_SV.is_cuda:
         from rollout_kernels.sampling.triton_allow import allow_only as on_gpu
@@ -135,11 +136,12 @@ def allow_only(logits_SV: torch.Tensor, at_C: torch.Tensor, masks_CW: torch.Tens
 
 
 def truncate(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """-inf for all but the tokens that top-k, then top-p, then min-p keep; at least one token stays. Ties by index.
+    """-inf for all tokens that top-k, then top-p, then min-p drop. At least one token stays; ties are broken by index.
 
-    A running sum of floats depends on how additions are grouped. Probabilities are added as multiples of 2^-40 of the
-    likeliest token's, in whole numbers: the same on every device, whatever the other rows. Of a row whose largest logit
-    is no finite number only top-k applies. `triton_truncate` is the same without a sort.
+    A running sum of floats depends on the order of additions. So probabilities are rounded to multiples of 2^-40 of the
+    most likely token's probability and added as integers, which gives the same result on every device, independent of
+    the other rows. If a row's largest logit is not finite, only top-k applies to it. `triton_truncate` computes the
+    same without a sort.
     """
     assert rows.top_k_S is not None and rows.top_p_S is not None and rows.min_p_S is not None
     sorted_SV, order_SV = logits_SV.sort(dim=1, descending=True, stable=True)

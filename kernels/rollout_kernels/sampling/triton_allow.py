@@ -1,4 +1,4 @@
-"""`allow_only` on a GPU: program (constrained row, block of the vocabulary) writes -inf where a bit is not set.
+"""The mask of a constraint on a GPU: a program handles one constrained row and one block of the vocabulary.
 
 Legend: S rows that sample, V vocabulary, C constrained rows, W words of a mask.
 """
@@ -23,7 +23,7 @@ def _allow_kernel(logits_ptr, at_ptr, masks_ptr, V, W, BLOCK: tl.constexpr):
 
 
 def allow_only(logits_SV: torch.Tensor, at_C: torch.Tensor, masks_CW: torch.Tensor) -> None:
-    """As `rollout_kernels.allow.allow_only`."""
+    """`rollout_kernels.sampling.allow_only` on a GPU; the arguments are the same. All tensors are contiguous."""
     assert logits_SV.is_contiguous() and masks_CW.is_contiguous()
     vocab, words = logits_SV.shape[1], masks_CW.shape[1]
     grid = (len(at_C), triton.cdiv(vocab, _BLOCK))

@@ -1,14 +1,16 @@
-"""Drawing tokens on a GPU: one pass over the logits, then a small one over what the first left.
+"""Draw tokens on a GPU: one pass over the logits, then a small one over the partial results.
 
-    pass 1   program (row, block of the vocabulary): Gumbel noise, the best noisy logit, and maximum and sum of
-             exponentials of the plain and of the tempered logits
-    pass 2   program (row): the best of all blocks, log-sum-exps, three log-probs; the token goes into the step's output
-             and into the row's state, where the next step reads it
+    pass 1   a program for each row and block of the vocabulary: Gumbel noise, the best noisy logit, and log-sum-exps of
+             the raw, the tempered and the drawn logits
+    pass 2   a program for each row: the best of all blocks, and three log-probs. The token goes to the output and
+             to the row's state, where the next step reads it
 
-Noise and order of operations are those of `rollout_kernels.sampling.sample`: the same counter, the same words. Its
-logarithms are the chip's own, so that noise differs by some 3e-6: pass 1 is bound by arithmetic, not by memory.
+The noise and the order of operations are those of `rollout_kernels.sampling.sample`: same counter, same words. The
+logarithm is the GPU's approximate instruction, so noise differs by about 3e-6. Pass 1 is bound by arithmetic, not by
+memory.
 
-Legend: S rows that sample, V vocabulary, B blocks, I columns of the row state.
+Legend: S rows that sample, V vocabulary, P planes of partial results, B blocks, R rows of the state, I and F columns of
+its integers and floats.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ import triton.language as tl
 from rollout_kernels.common.triton_math import INTERPRETED
 
 _BLOCK = 2048
-#: What pass 1 leaves for each block, a plane each: best noisy logit, its token, log-sums of plain, tempered, drawn.
-_FIELDS = 5
+#: Pass 1 writes five planes: best noisy logit, its token, and the log-sums of raw, tempered and drawn logits.
+_PLANES = 5
 
 
 @triton.jit
 def _fast_log(x):
-    """Natural logarithm of positive normal float32, within 2e-7 of 1 or of itself: two instructions."""
+    """Natural logarithm of positive normal float32 in two instructions; absolute or relative error up to 2e-7."""
     if INTERPRETED:
         return tl.log(x)
     else:
@@ -36,7 +38,7 @@ def _fast_log(x):
 
 @triton.jit
 def _gumbel(seed, index, first, BLOCK: tl.constexpr):
-    """Standard Gumbel noise of tokens first..first+BLOCK-1 (a multiple of 4), as `philox.gumbel_noise` has it."""
+    """Standard Gumbel noise of tokens first .. first + BLOCK - 1, as `philox.gumbel_noise`; `first` divides by 4."""
     counter = first // 4 + tl.arange(0, BLOCK // 4)
     zero = tl.zeros([BLOCK // 4], tl.int32)
     block = counter.to(tl.uint32, bitcast=True)
@@ -46,14 +48,14 @@ def _gumbel(seed, index, first, BLOCK: tl.constexpr):
     a, b, c, d = tl.philox_impl(block, zeros + index.to(tl.uint32), zeros, zeros, low, high)
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
     u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    # -log(1 - u), by its series where u is small, which is where the winners are and 1 - u has too few digits.
+    # -log(1 - u). For small u, where the winners are and 1 - u loses digits, by its power series.
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
     return -_fast_log(tl.where(u < 0.0625, series, -_fast_log(1.0 - u)))
 
 
 @triton.jit
 def _log_sum(logs):
-    """Log of the sum of exp(logs); -inf where all are."""
+    """Log of the sum of exp(logs); -inf if all of them are."""
     most = tl.max(logs)
     safe = tl.where(most > -float("inf"), most, 0.0)
     return safe + tl.log(tl.sum(tl.exp(logs - safe)))
@@ -105,7 +107,7 @@ def _pass_1(
     noisy = drawn
     if noise_scale != 0.0:
         noisy = drawn + _gumbel(seed, index, block * BLOCK, BLOCK) * noise_scale
-    # A NaN is never the best; its log-prob, which is NaN too, tells the host.
+    # A NaN is never the best. The host notices it, because the log-probs become NaN.
     noisy = tl.where(live & (noisy == noisy), noisy, -float("inf"))
     best = tl.max(noisy)
     token = tl.min(tl.where(live & (noisy == best), v, 2147483647))
@@ -174,20 +176,21 @@ def draw_and_advance(
     output_4S: torch.Tensor,
     columns: dict[str, int],
 ) -> None:
-    """Draw a token for each sampling row, write it and its log-probs, carry it over and advance the row by one.
+    """Draw a token for each row, write it and its log-probs to the output, and advance the row's state by one token.
 
     Args:
-        logits_SV: float32.
-        drawn_SV: float32 tempered logits to draw from, where they are not `logits / temperature`; or None.
+        logits_SV: float32, contiguous.
+        drawn_SV: float32 logits to draw from, already tempered; None to draw from `logits / temperature`.
         rows_S: int64 row of each; distinct, except for the padding row 0.
-        ints_RI: int64 row state; LENGTH is the number of tokens before this step's own, and grows by one.
+        ints_RI: int64 row state, changed in place: LAST becomes the token, and LENGTH (the number of tokens before this
+            step's own) grows by one.
         floats_RF: float32 row state.
-        output_4S: int32 [4, >= S]: token ids and, as float bits, log-probs, raw and drawn log-probs.
-        columns: places of LAST, LENGTH, PROMPT, SEED (ints) and TEMPERATURE, NOISE (floats) in the row state.
+        output_4S: int32 [4, >= S]: token ids, then log-probs, raw log-probs and drawn log-probs as float32 bits.
+        columns: columns of LAST, LENGTH, PROMPT, SEED in `ints_RI`, and of TEMPERATURE, NOISE in `floats_RF`.
     """
     count, vocab = logits_SV.shape
     blocks = triton.cdiv(vocab, _BLOCK)
-    partial = torch.empty(_FIELDS, count, blocks, dtype=torch.float32, device=logits_SV.device)
+    partial_PSB = torch.empty(_PLANES, count, blocks, dtype=torch.float32, device=logits_SV.device)
     sizes = {"INTS": ints_RI.shape[1], "FLOATS": floats_RF.shape[1]}
     _pass_1[(count, blocks)](
         logits_SV,
@@ -195,7 +198,7 @@ def draw_and_advance(
         floats_RF,
         ints_RI,
         rows_S,
-        partial,
+        partial_PSB,
         vocab,
         blocks,
         LENGTH=columns["LENGTH"],
@@ -214,7 +217,7 @@ def draw_and_advance(
         floats_RF,
         ints_RI,
         rows_S,
-        partial,
+        partial_PSB,
         output_4S,
         output_4S.stride(0),
         vocab,
