@@ -128,7 +128,7 @@ def linear_config(outputs: int, inputs: int, kind: Kind, rows: int, deterministi
 
 
 def last_rows() -> list[int]:
-    """Every number of rows after which some product changes its kernel, ascending; start-up compiles for these sizes.
+    """The numbers of rows after which a product may change its kernel, ascending; start-up compiles for these sizes.
 
     They are the powers of two up to `MOST_ROWS`: bands end there, and rows are padded to such tiles.
     """

@@ -1,8 +1,8 @@
-"""Which tokens chose which expert: the pairs of a token and a slot, sorted by expert and cut into tiles, in one launch.
+"""Sort the pairs of token and expert by expert, and cut them into tiles, in one launch.
 
-A program an expert. Each counts all pairs by expert for itself, so that none waits for another, and writes the pairs of
-its expert, in their order, and its tiles. The number of tiles is known on the device only; whoever consumes them runs a
-program for each that there can be, and those past the end have no rows.
+Each expert has one program. Every program counts all pairs by expert, so no program waits for another. Then it writes
+the pairs of its expert, in order, and their tiles. Only the device knows the number of tiles. So a consumer launches a
+program for every possible tile, and tiles past the end have no rows.
 
 Legend: T tokens, E experts, K experts a token, P = T K pairs, L tiles.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from rollout_kernels.common.triton_math import follow, follow_options
 
-#: Pairs that a program of `group_pairs` looks at together: at least and at most.
+#: Pairs that a program of `group_pairs` reads at once: at least and at most.
 _LEAST_CHUNK, _MOST_CHUNK = 128, 4096
 
 
@@ -25,8 +25,8 @@ _LEAST_CHUNK, _MOST_CHUNK = 128, 4096
 class Groups:
     """Pairs by expert, and the tiles that cover them.
 
-    `pairs_P` (int32) holds pair numbers t K + k, sorted by expert and then by number; a row of `tiles_L3` (int32) an
-    expert, the first of its places in `pairs_P`, and how many of them (0: no tile; else 1 to `tile_rows`).
+    `pairs_P` (int32) holds pair numbers t K + k, sorted by expert, then by number. A row of `tiles_L3` (int32) holds an
+    expert, the tile's first index in `pairs_P`, and its number of pairs (1 to `tile_rows`; 0: no tile).
     """
 
     pairs_P: torch.Tensor
@@ -35,16 +35,17 @@ class Groups:
 
 
 def most_tiles(pairs: int, experts: int, tile_rows: int) -> int:
-    """The largest number of tiles that `pairs` can need, however they are routed."""
+    """The largest number of tiles that `pairs` pairs can need, for any routing."""
     return min(pairs, min(experts, pairs) + pairs // tile_rows)
 
 
-def _chunk(pairs: int) -> int:
+def pairs_at_once(pairs: int) -> int:
+    """How many pairs a program of `group_pairs` reads at once; another number is another compiled kernel."""
     return min(_MOST_CHUNK, max(_LEAST_CHUNK, triton.next_power_of_2(pairs)))
 
 
 def last_pairs() -> list[int]:
-    """Numbers of pairs up to which `group_pairs` is the same kernel, ascending; above the last nothing changes."""
+    """Every number of pairs after which `group_pairs` becomes another compiled kernel, ascending."""
     return [1 << bit for bit in range(_LEAST_CHUNK.bit_length() - 1, _MOST_CHUNK.bit_length() - 1)]
 
 
@@ -104,7 +105,7 @@ def group_pairs(experts_TK: torch.Tensor, experts: int, tile_rows: int) -> Group
         torch.empty(tiles, 3, dtype=torch.int32, device=experts_TK.device),
         tile_rows,
     )
-    chunk = _chunk(pairs)
+    chunk = pairs_at_once(pairs)
     _group_kernel[(experts,)](
         experts_TK,
         groups.pairs_P,

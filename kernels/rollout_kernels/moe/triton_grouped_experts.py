@@ -1,20 +1,26 @@
 """Experts for many tokens, organised by expert: a weight tile is read once for all tokens that share the expert.
 
-    group_pairs          pairs of a token and a slot by expert, in tiles (triton_grouping)
+    group_pairs          sort the pairs of token and expert by expert, and cut them into tiles (`triton_group_pairs`)
     grouped_gate_up      h[pair] = silu(x g_e^T) * (x u_e^T)
     grouped_down         parts[k, t] = weights[t, k] * (h[pair] d_e^T), float32
     combine              out[t] = sum over k of parts[k, t], in the order of k
 
-Weights are the first operand of the tensor cores (64 rows or more), the tokens of a tile the second (swap AB): 16
-tokens are enough for the fast instruction, and where few share an expert little is wasted. The same kernels with tiles
-of 64 or 128 tokens serve prefill. Sums are float32 in a fixed order; no two programs write to one place. The consumer
-of a residual stream (`add_rms_norm`) takes the parts as they are, and `combine` falls away.
+Weights are the first operand of the tensor cores (64 rows or more), the tokens of a tile the second (swap AB). So 16
+tokens are enough for the fast instruction, and little work is wasted if few tokens share an expert. With tiles of 64 or
+128 tokens, the same kernels serve prefill. Sums are float32 in a fixed order, and no two programs write to the same
+place. `combine` is not needed if the consumer, `add_rms_norm`, adds the parts.
 
-Codes become bf16 or f16 without loss before they are multiplied (triton_tiles); block and row scales are applied to the
-float32 sums. With a configuration's `half`, bf16 activations beside `fp8_row` and `fp8_block` become f16 with a scale a
-row first, in a launch of their own (triton_half): then a code takes half an instruction instead of two.
+Codes are decoded to bf16 or f16 without loss before they are multiplied (`triton_grouped_tiles`). Scales of blocks and
+rows are applied to the float32 sums.
 
-Legend: T tokens, E experts, K experts a token, P = T K pairs, H hidden, I intermediate, M tokens of a tile, L tiles.
+With `half`, an additional kernel (`narrow_rows`) first converts bf16 activations to f16 with a scale for each row. A
+code then takes half an instruction to decode, instead of two for bf16. bf16 has a larger range than f16, so each row is
+multiplied by the power of two that brings its largest value to between 2^14 and 2^15, just below the f16 limit. The
+conversion is exact for values down to 2^-28 of the row's largest; smaller values have an error of at most 2^-39 of the
+largest.
+
+Legend: T tokens, E experts, K experts a token, P = T K pairs, H hidden, I intermediate, M tokens of a tile, L tiles,
+R rows, W width.
 """
 
 from __future__ import annotations
@@ -35,23 +41,19 @@ from rollout_kernels.moe.triton_grouped_tiles import add_tile, tile_scales
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """How a kernel of this file is cut up: block_n weight rows by block_k a tile; `bulk`: fetched by the copy engine.
+    """Launch configuration of `grouped_gate_up` and `grouped_down`; the tokens of a tile come with the `Groups`."""
 
-    Tokens a tile come with the `Groups`. For `fp8_block`, block_n and block_k divide 128. `half` (`fp8_row`,
-    `fp8_block`): multiplied in f16.
-    """
-
-    block_n: int = 64
-    block_k: int = 128
+    block_n: int = 64  # weight rows of a tile; for `fp8_block` a divisor of 128
+    block_k: int = 128  # inputs of a tile; likewise
     num_warps: int = 4
     num_stages: int = 3
-    bulk: bool = True
-    half: bool = False
+    bulk: bool = True  # the copy engine loads weights
+    half: bool = False  # multiply in f16; only for `fp8_row` and `fp8_block`
 
 
 @triton.jit
 def _weights(w_ptr, row0, row, k, INPUTS: tl.constexpr, BULK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Stored weights from row `row0` (`row` [N] clipped to the matrix) and column `k`, zero past the end of K."""
+    """Stored weights from row `row0` and column `k`, zero past the end of K. `row` [N] is clipped to the matrix."""
     if BULK:
         return w_ptr.load([row0, k])
     else:
@@ -75,7 +77,7 @@ def _activations(row_ptr, live, k, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M: tl.constexpr, CACHE: tl.constexpr):
-    """Expert, number of rows, pairs [M] and which of them are live, of this program's tile."""
+    """The tile of a program: expert, number of rows, pairs [M], and which of the pairs are live."""
     tile = tiles_ptr + 3 * tl.program_id(1)
     count = tl.load(tile + 2, cache_modifier=CACHE)
     expert = tl.load(tile, mask=count > 0, other=0, cache_modifier=CACHE)
@@ -118,7 +120,7 @@ def _gate_up_kernel(
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * H
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Scales are too small for the pipeline that fetches the tiles, so those of the next step are read by hand.
+    # The pipeline that prefetches tiles skips loads as small as scales, so the next step's scales are loaded here.
     next_gate = tile_scales(gate_scale, row, 0, H, FORMAT, BLOCK_K)
     next_up = tile_scales(gate_scale + SCALES // 2, row, 0, H, FORMAT, BLOCK_K)
     for k in tl.range(0, H, BLOCK_K, num_stages=STAGES):
@@ -168,13 +170,13 @@ def _down_kernel(
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, H - 1)
-    # The tiles were there before `grouped_gate_up` began; only its activations have to be waited for. They are not read
-    # from a multiprocessor's own cache, which without a wait may hold what was there before.
+    # The tiles were complete before `grouped_gate_up` started; only its activations need a wait. Without a wait the L1
+    # cache may hold stale data, so these loads bypass it.
     expert, count, pair, live = _tile_rows(pairs_ptr, tiles_ptr, BLOCK_M, ".cg")
     weight = tl.load(weights_ptr + pair, mask=live, other=0.0, cache_modifier=".cg")
     scale = scale_ptr + expert.to(tl.int64) * SCALES
     next_scale = tile_scales(scale, row, 0, INNER, FORMAT, BLOCK_K)
-    if count == 0:  # without a wait, so that the kernel after can begin: there is always a tile whose programs wait
+    if count == 0:  # no wait, so that the next kernel can start: the programs of at least one tile do wait
         return
     follow()
     row0 = expert * H + tl.program_id(0) * BLOCK_N
@@ -212,7 +214,7 @@ def _narrow_kernel(x_ptr, half_ptr, scale_ptr, W: tl.constexpr, BLOCK: tl.conste
     at = tl.arange(0, BLOCK)
     follow()
     x = tl.load(x_ptr + row * W + at, mask=at < W, other=0.0).to(tl.float32)
-    # The bits of the power of two below the largest value; from 2^-112 on both scale and inverse are normal numbers.
+    # Bits of the power of two below the largest value, at least 2^-112: then scale and inverse are normal numbers.
     power = tl.maximum(tl.max(tl.abs(x)).to(tl.int32, bitcast=True) & 0x7F800000, 15 << 23)
     factor = ((141 << 23) - power + (127 << 23)).to(tl.float32, bitcast=True)  # 2^14 over it
     tl.store(half_ptr + row * W + at, (x * factor).to(tl.float16), mask=at < W)
@@ -220,7 +222,7 @@ def _narrow_kernel(x_ptr, half_ptr, scale_ptr, W: tl.constexpr, BLOCK: tl.conste
 
 
 def narrow_rows(x_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bf16 `x_RW`, contiguous, as f16 [R, W] and float32 scales [R]: x is about their product."""
+    """Convert bf16 `x_RW` (contiguous) to f16 [R, W] and float32 scales [R], whose product is close to x."""
     assert x_RW.dtype == torch.bfloat16 and x_RW.is_contiguous()
     rows, width = x_RW.shape
     half_RW = torch.empty_like(x_RW, dtype=torch.float16)
@@ -239,7 +241,7 @@ def narrow_rows(x_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _stored(weights: ExpertWeights, config: GroupedConfig) -> torch.Tensor | TensorDescriptor:
-    """The weights as the kernels take them: all experts' rows as one matrix, by descriptor for the copy engine."""
+    """The kernels' argument for weights: the rows of all experts as one matrix, or a descriptor of it for `bulk`."""
     rows_NK = weights.values_ENK.flatten(0, 1)
     if not config.bulk:
         return rows_NK
@@ -247,12 +249,12 @@ def _stored(weights: ExpertWeights, config: GroupedConfig) -> torch.Tensor | Ten
 
 
 def _scales(weights: ExpertWeights) -> torch.Tensor:
-    """The scales; plain weights have none, and the kernels read nothing from what stands in for them."""
+    """The kernels' argument for scales; for plain weights a placeholder, which they do not read."""
     return weights.values_ENK if weights.scales is None else weights.scales
 
 
 def _halved(x: torch.Tensor, weights: ExpertWeights, config: GroupedConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The activations that the kernels multiply, and their scales if they were made f16."""
+    """The activations that the kernels multiply, and their scales if they were converted to f16."""
     assert not config.half or weights.format in ("fp8_row", "fp8_block"), f"{config} is not for {weights.format}"
     return narrow_rows(x) if config.half and x.dtype == torch.bfloat16 else (x, None)
 
@@ -290,7 +292,16 @@ def grouped_gate_up(
     config: GroupedConfig,
     out_PI: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gated activations of each pair, [P, I] in x's dtype, in the order of tokens and slots."""
+    """The gated activations of each pair, [P, I] in x's dtype, in the order of tokens and their experts.
+
+    Args:
+        x_TH: bf16 or f16, contiguous.
+        groups: from `group_pairs`.
+        gate_up: gate rows, then up rows, of all experts (2 halves).
+        top_k: K.
+        config: launch configuration.
+        out_PI: memory for the result, or None to allocate it.
+    """
     _check(x_TH, gate_up)
     assert gate_up.halves == 2
     inner = gate_up.values_ENK.shape[1] // 2
@@ -322,9 +333,18 @@ def grouped_down(
     config: GroupedConfig,
     out_KTH: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each pair's weighted output, float32 [K, T, H].
+    """The weighted output of each pair, float32 [K, T, H].
 
-    Must be launched right after the `grouped_gate_up` that makes `h_PI`: it reads `groups` before that has ended.
+    It must be launched directly after the `grouped_gate_up` that computes `h_PI`, because it reads `groups` and
+    `weights_TK` before that kernel has ended.
+
+    Args:
+        h_PI: from `grouped_gate_up`.
+        groups: from `group_pairs`.
+        weights_TK: float32 weight of each token's experts.
+        down: the down projections of all experts.
+        config: launch configuration.
+        out_KTH: memory for the result, or None to allocate it.
     """
     _check(h_PI, down)
     tokens, top_k = weights_TK.shape
@@ -354,7 +374,7 @@ def grouped_down(
 
 
 def combine(parts_KTH: torch.Tensor, dtype: torch.dtype, out_TH: torch.Tensor | None = None) -> torch.Tensor:
-    """Sum over the experts of each token, added in float32 in the order of the slots; [T, H]."""
+    """The sum of `parts_KTH` over each token's experts, in float32 and in the order of K; returns [T, H] in `dtype`."""
     top_k, tokens, hidden = parts_KTH.shape
     out = out_TH if out_TH is not None else torch.empty(tokens, hidden, dtype=dtype, device=parts_KTH.device)
     block = min(1024, triton.next_power_of_2(hidden))

@@ -1,8 +1,8 @@
-"""How a tile of an expert's stored weights becomes what the tensor cores multiply.
+"""A tile of stored weights, decoded into an operand of the tensor cores.
 
-Codes become bf16 or f16 without loss. `mxfp8` scales are part of the bf16 weight, where a power of two costs no
-precision (above 2^-117, where bf16's normal values times the smallest code end; a scale over 2^7 makes the weight
-infinite); f16 has no room for them. Scales of blocks are applied to a tile's float32 sums.
+Codes are decoded to bf16 or f16 without loss. An `mxfp8` scale is multiplied into the bf16 weight; a power of two costs
+no precision (down to 2^-117, where the smallest code times the scale is no longer a normal bf16; a scale above 2^7
+makes the weight infinite). f16 cannot represent such scales. Scales of blocks are applied to a tile's float32 sums.
 
 Legend: N outputs, K inputs, M tokens.
 """
@@ -18,13 +18,13 @@ from rollout_kernels.moe.triton_warp_lanes import power_of_two
 
 @triton.jit
 def _operand(w, code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile of stored weights as the tensor cores take it; of `mxfp8` with its scales, as `tile_scales` gives them."""
+    """The operand of the tensor cores from a tile of stored weights; for `mxfp8`, `code` is from `tile_scales`."""
     if FORMAT == "plain":
         return w
     elif FORMAT == "mxfp8":
         if code.dtype == tl.int32:
-            # Byte by byte with `join`: of an `arange` of shifts Triton can't tell that it may move to the tensor cores'
-            # layout, and would take the tile there through shared memory instead.
+            # Unpack bytes with `join`. With an `arange` of shifts Triton cannot see that the conversion may happen in
+            # the tensor cores' layout, and moves the tile through shared memory instead.
             pairs = tl.join(tl.join(code, code >> 16), tl.join(code >> 8, code >> 24))
             code = tl.reshape(pairs, [BLOCK_N, 4]) & 255
         grouped = tl.reshape(w, [BLOCK_N, BLOCK_K // 32, 32])
@@ -39,16 +39,16 @@ def _operand(w, code, FORMAT: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def _scaled(w, code):
-    """Bf16 values of e4m3 codes `w` times 2^(code - 127); infinite (0 becomes NaN) from 2^8 on.
+    """The e4m3 codes `w` times 2^(code - 127), in bf16. With scales from 2^8 on, results are infinite (0 becomes NaN).
 
-    The code of NaN counts as 480: what `quantize` makes has it only beside a scale that is not a number.
+    The code of NaN counts as 480, because `quantize` produces it only together with a NaN scale.
     """
     if INTERPRETED:
         scale = tl.where(code > 134, float("inf"), power_of_two(code))
         return narrow(w.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale, tl.bfloat16)
     else:
-        # With its exponent and mantissa where those of a bf16 are, a code is 2^-120 of its value: one product of two
-        # pairs puts that right and scales. Two codes become [sign, code] each, and are moved left by 4 bits.
+        # Moved to the exponent and mantissa bits of a bf16, a code has 2^-120 of its value. One product of two pairs
+        # corrects this and applies the scale. Two codes become [sign, code] each, shifted left by 4 bits.
         factor = (tl.minimum(code.to(tl.int32) + 120, 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
         return tl.inline_asm_elementwise(
             """{
@@ -70,7 +70,7 @@ def _scaled(w, code):
 
 @triton.jit
 def add_tile(acc, w, x, scale, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`acc` [N, M] plus the product of a tile [N, K] and activations [M, K]."""
+    """`acc` [N, M] plus the product of a tile of weights [N, K] and activations [M, K]."""
     operand = _operand(w, scale, FORMAT, x.dtype, BLOCK_N, BLOCK_K)
     if FORMAT == "fp8_block":
         return acc + scale * dot(operand, x.T, tl.zeros_like(acc))
@@ -80,10 +80,10 @@ def add_tile(acc, w, x, scale, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOC
 
 @triton.jit
 def tile_scales(scale_ptr, row, k, INPUTS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Scales of a tile that starts at column `k`, 0 if there are none; `scale_ptr` is that of the expert (or half)."""
+    """Scales of a tile that starts at column `k`, or 0 without scales. `scale_ptr` points to the expert (or half)."""
     if FORMAT == "mxfp8" and BLOCK_K == 128 and INPUTS % 128 == 0:
-        # The four of a row as one int32, [N]: Triton has each thread fetch so few values itself, where it needs them.
-        # More, [N, K / 32], it spreads over the threads and then passes on through shared memory, between barriers.
+        # Load the four scales of a row as one int32, [N]: with so few values, each thread loads those that it needs.
+        # A load of [N, K / 32] is spread over the threads, and passes through shared memory between two barriers.
         words = scale_ptr.to(tl.pointer_type(tl.int32)) + row * (INPUTS // 128)
         return tl.load(words + tl.minimum(k // 128, INPUTS // 128 - 1))
     elif FORMAT == "mxfp8":

@@ -3,14 +3,14 @@
     moe_gate_up   h[t, k] = silu(x[t] g_e^T) * (x[t] u_e^T)       e = experts[t, k]
     moe_down      out[t] = sum over k of weights[t, k] * (h[t, k] d_e^T)
 
-Nothing is padded, gathered, scattered or combined, and nothing but h lies between the two. Sums are float32, in an
-order that depends on the shape and the configuration alone: a row comes out the same, bit for bit, whatever other rows
-are in the batch. A token reads all of its experts' weights itself, so the cost grows with the number of tokens even
-where they share experts; for those there is `triton_grouped`.
+There is no padding, gathering, scattering or combining, and the only intermediate result is h. Sums are float32, in an
+order that depends only on the shape and the configuration. So a row's result is the same, bit for bit, in every batch.
+A token reads the weights of all its experts, so the cost grows with the number of tokens, even if they share experts;
+for many tokens use `triton_grouped_experts`.
 
-The approach is that of Cursor's post "Better MoE model inference with warp decode" (2026).
+Source: Cursor's post "Better MoE model inference with warp decode" (2026).
 
-Legend: T tokens, E experts, K experts a token, H hidden, I intermediate of one expert, S slices.
+Legend: T tokens, E experts, K experts a token, H hidden, I intermediate of one expert.
 """
 
 # Kernels collect tiles in tuples, whose type changes as they grow.
@@ -31,22 +31,15 @@ from rollout_kernels.moe.triton_warp_lanes import LANE_BYTES, LANE_CODES, add_pr
 
 @dataclass(frozen=True, slots=True)
 class WarpConfig:
-    """How a kernel of this file is cut up.
+    """Launch configuration of `moe_gate_up` and `moe_down`; a program computes `rows * neurons` outputs."""
 
-    `rows` times `neurons` outputs a program, where the rows spread over its warps, and the neurons share each read of
-    the activations; `at_once` loads of a row before the first use (along H in `moe_gate_up`, experts in
-    `moe_down`; the largest divisor of their number up to this); whether neighbouring programs take the same neurons for
-    different tokens (`across`) or the other way round; whether weights leave the cache after use (`once`); and whether
-    a barrier keeps the loads together (`fence`, in `moe_gate_up`).
-    """
-
-    rows: int = 4
-    neurons: int = 1
-    at_once: int = 8
+    rows: int = 4  # outputs that are spread over the warps of a program
+    neurons: int = 1  # outputs of a warp that share each load of the activations
+    at_once: int = 8  # loads in flight: along H in `moe_gate_up`, experts in `moe_down`; rounded down to a divisor
     num_warps: int = 4
-    across: bool = False
-    once: bool = True
-    fence: bool = True
+    across: bool = False  # neighbouring programs: same outputs of different tokens (True), or the other way round
+    once: bool = True  # weights leave the cache after use
+    fence: bool = True  # a barrier keeps the loads of weights together; in `moe_gate_up`
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -78,14 +71,14 @@ def _gate_up_kernel(
     pair, block = _split(tl.program_id(0), pairs, BLOCKS, ACROSS)
     n = block * (ROWS * NEURONS) + tl.arange(0, ROWS)
     k = tl.arange(0, WIDTH)
-    # The kernel before has chosen the experts, so no weights can be read before it has ended.
+    # The previous kernel chooses the experts, so no weights can be prefetched before it has ended.
     follow()
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     w = w_ptr + expert * (2 * INNER * STORED)
     scale = scale_ptr + expert * SCALES
-    # Each row of the tile reads x itself: so x is laid out as the weights are.
+    # Every row of the tile loads x for itself, so that x has the layout of the weights.
     x_row = x_ptr + (pair // TOP_K) * STORED + n[:, None] * 0
-    sums = ()  # of the gate rows of each neuron, then of the up rows
+    sums = ()  # for each neuron: sums of the gate rows; then sums of the up rows
     for _ in tl.static_range(2 * NEURONS):
         sums += (tl.zeros([ROWS, SUMS], tl.float32),)
     for start in tl.static_range(0, STORED, PIECES * WIDTH):
@@ -101,8 +94,8 @@ def _gate_up_kernel(
                     half = scale + i // NEURONS * (SCALES // 2)
                     row0 = block * (ROWS * NEURONS) + i % NEURONS * ROWS
                     scales += (load_scales(half, row0, start + piece * WIDTH, INNER, H, FORMAT, ROWS, SUMS),)
-        # No weights may be read later than this: else ptxas spreads the loads out to save registers, and too few are
-        # under way. The activations, which come from a cache, are read after it, so that no arithmetic can precede it.
+        # The barrier keeps the loads of weights above it. Otherwise ptxas spreads them out to save registers, and too
+        # few are in flight at once. The activations are loaded below it, so that no arithmetic can move above it.
         if FENCE:
             tl.debug_barrier()
         for piece in tl.static_range(PIECES):
@@ -155,7 +148,7 @@ def _down_kernel(
     token, block = _split(tl.program_id(0), tokens, BLOCKS, ACROSS)
     n = block * (ROWS * NEURONS) + tl.arange(0, ROWS)
     k = tl.arange(0, WIDTH)
-    sums = ()  # of each neuron, over the experts
+    sums = ()  # for each neuron, the sum over the experts
     for _ in tl.static_range(NEURONS):
         sums += (tl.zeros([ROWS, SUMS], tl.float32),)
     for first in tl.static_range(0, TOP_K, AT_ONCE):
@@ -164,7 +157,7 @@ def _down_kernel(
             scales = ()
             row_scales = ()
             for i in tl.static_range(AT_ONCE):
-                # Not from a multiprocessor's own cache, which without a wait may hold what was there before.
+                # Bypass the L1 cache, which may hold stale data, because this kernel has not waited yet.
                 expert = tl.load(experts_ptr + token * TOP_K + first + i, cache_modifier=".cg").to(tl.int64)
                 scale = scale_ptr + expert * SCALES
                 for neuron in tl.static_range(NEURONS):
@@ -178,8 +171,8 @@ def _down_kernel(
                             scales += (load_scales(scale, row0, start + piece * WIDTH, H, INNER, FORMAT, ROWS, SUMS),)
                     if FORMAT == "fp8_row":
                         row_scales += (load_scales(scale, row0, 0, H, INNER, FORMAT, ROWS, SUMS),)
-            # Before `moe_gate_up` has ended there are no activations, but the experts were known before it began:
-            # it waited for the router, and this program was not let in before that.
+            # The experts were known before this kernel could start, because `moe_gate_up` had waited for the router.
+            # The activations exist only when `moe_gate_up` has ended.
             if first == 0 and start == 0:
                 follow()
             for i in tl.static_range(AT_ONCE):
@@ -209,7 +202,7 @@ def _down_kernel(
 
 @triton.jit
 def _split(program, items, BLOCKS: tl.constexpr, ACROSS: tl.constexpr):
-    """The item and the block of neurons of a program."""
+    """The item (a pair or a token) and the block of neurons of a program."""
     if ACROSS:
         return program % items, program // items
     else:
@@ -224,14 +217,14 @@ def _load(pointers, at, STORED: tl.constexpr, WIDTH: tl.constexpr, EVICT: tl.con
         return tl.load(pointers, mask=at < STORED, other=0, eviction_policy=EVICT)
 
 
-#: Loads of 16 bytes that a lane may have under way in `moe_down`, 4 registers each.
+#: The most loads of 16 bytes, 4 registers each, that a lane has in flight in `moe_down`.
 _MOST_LOADS = 24
 
 
 def _tile(weights: ExpertWeights) -> tuple[int, int]:
-    """Width of a tile in stored elements, and rows that a warp covers with one load of it.
+    """Width of a tile in stored elements, and the number of rows that a warp covers with one load.
 
-    A warp takes 512 bytes of one row, or half or a quarter of that where only then the row divides into whole tiles.
+    A warp loads 512 bytes of one row, or a half or a quarter of that of 2 or 4 rows, so that tiles divide the row.
     """
     element_bytes = 4 if weights.format == "plain" else 1
     row_bytes = weights.values_ENK.shape[2] * weights.values_ENK.element_size()
@@ -242,12 +235,12 @@ def _tile(weights: ExpertWeights) -> tuple[int, int]:
 
 
 def _pieces(whole: int, most: int) -> int:
-    """The largest divisor of `whole` that is not over `most`."""
+    """The largest divisor of `whole` that is at most `most`."""
     return next(pieces for pieces in range(max(1, min(whole, most)), 0, -1) if whole % pieces == 0)
 
 
 def _operand(x: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
-    """Activations as the kernels read them: two in an int32 beside weights of 16 bits."""
+    """A tensor as the kernels read it: with 16-bit weights, two values in an int32."""
     assert x.is_contiguous(), "activations must be contiguous"
     return x.view(torch.int32) if weights.format == "plain" else x
 
@@ -269,7 +262,12 @@ def moe_gate_up(
 ) -> torch.Tensor:
     """The gated activations of each token's experts, [T, K, I] in x's dtype.
 
-    `experts_TK` is int32; `gate_up` has 2 halves. `x_TH` is bf16 or f16, and so are plain weights.
+    Args:
+        x_TH: bf16 or f16, contiguous, H even.
+        experts_TK: int32, contiguous.
+        gate_up: gate rows, then up rows, of all experts (2 halves); plain weights have the dtype of x.
+        config: launch configuration.
+        out_TKI: memory for the result, or None to allocate it.
     """
     _check(x_TH, gate_up, experts_TK)
     assert gate_up.halves == 2
@@ -314,9 +312,19 @@ def moe_down(
     out: torch.Tensor | None = None,
     parts: bool = False,
 ) -> torch.Tensor:
-    """Weighted sum of each token's experts: [T, H] in h's dtype, or float32 [1, T, H] if `parts`.
+    """The weighted sum of each token's experts: [T, H] in h's dtype, or float32 [1, T, H] with `parts`.
 
-    Must be launched right after the `moe_gate_up` that makes `h_TKI`: it reads `experts_TK` before that has ended.
+    It must be launched directly after the `moe_gate_up` that computes `h_TKI`, because it reads `experts_TK` before
+    that kernel has ended.
+
+    Args:
+        h_TKI: from `moe_gate_up`.
+        experts_TK: int32, contiguous.
+        weights_TK: float32, contiguous.
+        down: the down projections of all experts.
+        config: launch configuration.
+        out: memory for the result, or None to allocate it.
+        parts: return one float32 part, for a consumer that adds parts.
     """
     _check(h_TKI, down, experts_TK)
     assert weights_TK.dtype == torch.float32 and weights_TK.is_contiguous()

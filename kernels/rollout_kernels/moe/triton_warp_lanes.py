@@ -1,8 +1,8 @@
-"""How a lane of a warp turns 16 bytes of an expert's weights into partial sums.
+"""What a lane of a warp does with 16 bytes of an expert's weights: decode, multiply, add to partial sums.
 
-A tile is [R, W]: R output rows, W stored elements of each, 16 bytes a lane. Weights in 16 bits are read as int32, two
-values each, because one shift or mask makes a float32 of a bf16. Codes are read as uint8; 16 of them, a lane's share,
-have one scale (in every format the scale is constant over 16 neighbours), so a scale costs one product in 16.
+A tile is [R, W]: W stored elements of each of R output rows, 16 bytes a lane. 16-bit weights are read as int32, two
+values each, because one shift or mask converts a bf16 to float32. Codes are read as uint8. The 16 codes of a lane share
+one scale (in every format the scale is constant over 16 neighbours), so a scale costs one product in 16.
 
 Legend: R rows, W stored elements, A partial sums a row.
 """
@@ -14,22 +14,22 @@ import triton.language as tl
 
 from rollout_kernels.common.triton_math import two_floats, widen
 
-#: Bytes that a lane reads at once.
+#: Bytes that a lane loads at once.
 LANE_BYTES = 16
-#: Codes that a lane reads at once.
+#: Codes that a lane loads at once.
 LANE_CODES = tl.constexpr(16)
 
 
 @triton.jit
 def power_of_two(code):
-    """The value of an e8m0 code, 2^(code - 127). 255 (not a number) becomes infinity."""
-    # Code 0 is 2^-127: below the smallest normal float32, so it has no exponent to be shifted to.
+    """The value of an e8m0 code, 2^(code - 127). 255 (NaN) becomes infinity."""
+    # Code 0 is 2^-127, a subnormal float32, which a shift of the code into the exponent cannot represent.
     return tl.maximum(code.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def add_products(acc, w, x, scale, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """`acc` [R, A] plus the products of `w` and `x` [R, W]; A = W if plain, else W / 16. `scale` is [R, A]."""
+    """`acc` [R, A] plus the products of `w` and `x`, both [R, W]; A = W if plain, else W / 16. `scale` is [R, A]."""
     if FORMAT == "plain":
         w_low, w_high = two_floats(w, DTYPE)
         x_low, x_high = two_floats(x, DTYPE)
@@ -56,9 +56,9 @@ def load_scales(
     R: tl.constexpr,
     A: tl.constexpr,
 ):
-    """[R, A] scales of `R` rows from `row0`, `A` lanes from code `k0`; `scale_ptr` is that of the expert (or half)."""
-    # As one row of R A scales: Triton hands these to the lanes in the order in which `_load` hands them the codes. From
-    # a load of [R, A] it makes another order, and every scale then crosses shared memory between two barriers.
+    """Scales [R, A] of R rows from `row0` and A lanes from code `k0`. `scale_ptr` points to the expert (or half)."""
+    # Load one row of R * A scales: Triton distributes them over the lanes in the same order as `_load` does the codes.
+    # A load of [R, A] has another order, and every scale then passes through shared memory between two barriers.
     lane = tl.arange(0, R * A)
     row = tl.minimum(row0 + lane // A, OUTPUTS - 1)
     k = tl.minimum(k0 + lane % A * LANE_CODES, INPUTS - 1)
