@@ -7,12 +7,7 @@ import itertools
 
 import pytest
 import torch
-from rollout_kernels import paged_decode_attention, paged_prefill_attention, plan_decode, rope_cos_sin, write_kv
-from rollout_kernels.attention.triton_decode import decode_attention
-from rollout_kernels.attention.triton_prefill import prefill_attention
-from rollout_kernels.common.fp8 import LEAST_SCALE, quantize_heads, values_of
-from rollout_kernels.norm_rope.triton_elementwise import finish_qkv
-from test_triton_attention import (
+from attention_cases import (
     CONTEXTS,
     DEVICE,
     LENS,
@@ -27,6 +22,11 @@ from test_triton_attention import (
     queries,
     relative,
 )
+from rollout_kernels import paged_decode_attention, paged_prefill_attention, plan_decode, rope_cos_sin, write_kv
+from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.attention.triton_prefill import prefill_attention
+from rollout_kernels.common.fp8 import LEAST_SCALE, quantize_heads, values_of
+from rollout_kernels.norm_rope.triton_elementwise import finish_qkv
 
 NAN = 0x7F
 HALF_STEP = 2.0**-4
