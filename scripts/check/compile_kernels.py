@@ -298,7 +298,7 @@ def resources(kernel: Any) -> str:
 def main() -> None:
     """Compile and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--capability", type=int, default=90, help="compute capability times ten")
     args = parser.parse_args()
@@ -319,7 +319,7 @@ def main() -> None:
                 cases += sparse_step(shape, rows)
             for case, run in cases:
                 name = f"{label}, {rows} rows: {case}"
-                if args.only in name:
+                if any(only in name for only in args.only):
                     run()
     capability = f"{args.capability // 10}.{args.capability % 10}"
     print(f"{len(known)} kernels compiled for compute capability {capability} by Triton {triton.__version__}")
