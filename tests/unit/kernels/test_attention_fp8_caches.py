@@ -22,6 +22,7 @@ from attention_cases import (
     queries,
     relative,
 )
+from grids import nightly
 from rollout_kernels import paged_decode_attention, paged_prefill_attention, plan_decode, rope_cos_sin, write_kv
 from rollout_kernels.attention.triton_decode import decode_attention
 from rollout_kernels.attention.triton_prefill import prefill_attention
@@ -144,16 +145,16 @@ def attend(q, pool, work):
     )
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (3, 1)])
-@pytest.mark.parametrize(("shares", "fused"), [(1, True), (4, True), (30, False)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 1), *nightly((2, 2))])
+@pytest.mark.parametrize(("shares", "fused"), [(4, True), (30, False), *nightly((1, True))])
 def test_decode_for_head_groups_and_splits(heads, kv_heads, shares, fused):
     pool, q = CodedPool(LENS, 16, kv_heads, 64), queries(len(LENS), heads, 64)
     out = attend(q, pool, plan(pool, kv_heads, config=dataclasses.replace(SMALL, fused=fused), shares=shares))
     assert relative(out, exact_decode(q, pool, LENS, None)) < 1e-5
 
 
-@pytest.mark.parametrize("window", [1, 7, 33, 150])
-@pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (32, 16), (6, 32)])
+@pytest.mark.parametrize("window", [1, 33, *nightly(7, 150)])
+@pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (6, 32), *nightly((32, 16))])
 def test_decode_sees_its_window_and_nothing_else_and_equals_the_twin(page_size, block_n, window):
     pool, q = CodedPool(LENS, page_size, 2, 64, spare=2), queries(len(LENS), 4, 64)
     for row, length in enumerate(LENS):
@@ -170,7 +171,7 @@ def test_decode_sees_its_window_and_nothing_else_and_equals_the_twin(page_size, 
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("dim", [16, 80, *nightly(64, 128)])
 def test_decode_for_dtypes_and_head_dimensions(dim, dtype, bound):
     """The products of bf16 queries are of f16 values, which are rounded less."""
     pool, q = CodedPool([70, 33], 16, 1, dim), queries(2, 4, dim, dtype)

@@ -23,6 +23,7 @@ from attention_cases import (
     queries,
     relative,
 )
+from grids import nightly
 from rollout_kernels.attention import paged_decode_attention, paged_prefill_attention, plan_decode
 from rollout_kernels.attention.triton_decode import decode_attention
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
@@ -107,8 +108,8 @@ def test_chunked_plan_cuts_a_row_the_same_way_whatever_the_others_are(window):
 # --- decode ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("shares", "fused"), [(1, True), (2, True), (4, True), (4, False), (30, True)])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 1), (3, 1)])
+@pytest.mark.parametrize(("shares", "fused"), [(1, True), (4, False), (30, True), *nightly((2, True), (4, True))])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 1), *nightly((2, 2), (8, 1))])
 def test_decode_for_head_groups_and_splits(heads, kv_heads, shares, fused):
     pool, q = Pool(LENS, 16, kv_heads, 64), queries(len(LENS), heads, 64)
     work = plan(pool, kv_heads, config=dataclasses.replace(SMALL, fused=fused), shares=shares)
@@ -134,8 +135,8 @@ def test_only_the_last_part_to_arrive_writes_the_output(monkeypatch):
     assert work.arrivals_BG.tolist() == [[3], [0]]
 
 
-@pytest.mark.parametrize("window", [1, 7, 16, 33, 150])
-@pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (32, 16), (6, 32)])
+@pytest.mark.parametrize("window", [1, 16, 33, *nightly(7, 150)])
+@pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (6, 32), *nightly((32, 16))])
 def test_decode_sees_its_window_and_nothing_else(page_size, block_n, window):
     pool, q = Pool(LENS, page_size, 2, 64, spare=2), queries(len(LENS), 4, 64)
     for row, length in enumerate(LENS):
@@ -152,7 +153,7 @@ def test_decode_sees_its_window_and_nothing_else(page_size, block_n, window):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [80, 128, *nightly(64, 96, 256)])
 def test_decode_for_dtypes_and_head_dimensions(dim, dtype, bound):
     pool, q = Pool([70, 33], 16, 1, dim, dtype), queries(2, 4, dim, dtype)
     out = attend(q, pool, plan(pool, 1))
@@ -250,8 +251,8 @@ def prefill(q, pool, window, config=TINY, max_query=40, dtype=torch.int32):
     )
 
 
-@pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (32, 16), (6, 32)])
-@pytest.mark.parametrize("window", [None, 1, 7, 33, 150])
+@pytest.mark.parametrize(("page_size", "block_n"), [(16, 16), (6, 32), *nightly((32, 16))])
+@pytest.mark.parametrize("window", [None, 1, 33, *nightly(7, 150)])
 def test_prefill_chunks_see_their_past_and_not_their_future(window, page_size, block_n):
     pool, q = Pool(CONTEXTS, page_size, 1, 64), queries(sum(PIECES), 2, 64)
     out = prefill(q, pool, window, dataclasses.replace(TINY, block_n=block_n))
