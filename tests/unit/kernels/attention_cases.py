@@ -20,7 +20,7 @@ TINY = PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
 
 
 class Pool:
-    """Contexts in shuffled pages of caches that hold NaN everywhere else, page 0 included."""
+    """Caches whose contexts lie in shuffled pages; everything else, page 0 included, is NaN."""
 
     def __init__(self, lens, page_size, kv_heads, dim, dtype=torch.float32, spare=0, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ class Pool:
         self.k[pages, at % page_size] = self.v[pages, at % page_size] = float("nan")
 
     def without_nan(self):
-        """Caches for the torch twin, which multiplies what it hides by zero."""
+        """Caches without NaN, for the torch twin, which multiplies hidden values by zero."""
         return self.k.nan_to_num(0.5), self.v.nan_to_num(0.5)
 
 

@@ -1,4 +1,4 @@
-"""Caches of e4m3 codes: what is stored, and attention over it against float64 on the same dequantised values."""
+"""Caches of e4m3 codes: writing them, and attention against float64 attention over the same dequantised values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HALF_STEP = 2.0**-4
 
 
 class CodedPool(Pool):
-    """Contexts as codes and scales; everything else is NaN, codes and scales. `contexts` are what the codes mean."""
+    """Contexts as codes and scales; all other codes and scales are NaN. `contexts` holds the dequantised values."""
 
     def __init__(self, lens, page_size, kv_heads, dim, spare=0):
         super().__init__(lens, page_size, kv_heads, dim, spare=spare)
@@ -44,7 +44,7 @@ class CodedPool(Pool):
         self.scales = torch.full((shape[0], 2, kv_heads, page_size), float("nan"))
         self.contexts = []
         for row, (k, v) in enumerate(plain):
-            # Tokens and heads of very different size: a scale that is another's shows.
+            # Tokens and heads differ widely in size, so a wrong scale has a visible effect.
             size = torch.exp2(torch.randint(-6, 7, (*k.shape[:2], 1), generator=torch.Generator().manual_seed(row)))
             k, v = k * size.clamp(max=2.0), v * size
             at = torch.arange(lens[row])
@@ -66,14 +66,14 @@ class CodedPool(Pool):
         self.scales[pages, :, :, at % page_size] = float("nan")
 
     def without_nan(self):
-        """For the torch twin, which multiplies what it hides by zero: caches and scales."""
+        """Caches and scales without NaN, for the torch twin, which multiplies hidden values by zero."""
         return (*(cache.where(cache & NAN != NAN, 0x30).cpu() for cache in (self.k, self.v)), self.scales.nan_to_num(2))
 
 
-# --- what is stored --------------------------------------------------------------------------------------------------
+# --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_is_off_by_half_a_step_at_most():
+def test_the_error_is_at_most_half_a_step():
     x = torch.randn(50, 3, 64) * torch.exp(4 * torch.randn(50, 3, 64))
     codes, scales = quantize_heads(x)
     off = (values_of(codes).double() * scales[..., None] - x).abs()
@@ -83,7 +83,7 @@ def test_a_value_is_off_by_half_a_step_at_most():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_heads_of_zeros_and_of_the_largest_and_smallest_numbers_come_back(dtype):
+def test_heads_of_zeros_and_of_extreme_numbers_keep_their_values(dtype):
     most, least = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
     x = torch.tensor([[0.0] * 4, [most, -most, 0.0, most / 2], [least, 0.0, -least, 0.0]], dtype=dtype)[:, None]
     codes, scales = quantize_heads(x)
@@ -91,16 +91,16 @@ def test_heads_of_zeros_and_of_the_largest_and_smallest_numbers_come_back(dtype)
     back = values_of(codes) * scales[..., None]
     assert back[0].eq(0).all()
     assert torch.allclose(back[1].double(), x[1].double(), rtol=2.0**-22)
-    # Below 448 times the least scale there are fewer steps, and still no more than half of one is lost.
+    # Below 448 times the least scale there are fewer codes, but the error is still at most half a step.
     assert (back[2] - x[2].float()).abs().max() <= max(least * HALF_STEP, LEAST_SCALE * 2.0**-10)
 
 
-def test_what_is_not_a_number_stays_visible_and_spoils_no_other_head():
+def test_a_nan_stays_a_nan_and_affects_no_other_head():
     x = torch.randn(3, 2, 8)
     x[0, 1, 3], x[2, 0, 5] = float("nan"), float("inf")
     codes, scales = quantize_heads(x)
     back = values_of(codes) * scales[..., None]
-    assert back[0, 1].isnan().nonzero().tolist() == [[3]], "its neighbours are as they were"
+    assert back[0, 1].isnan().nonzero().tolist() == [[3]], "a NaN does not affect its neighbours"
     assert back[2, 0].isnan().all()
     assert back[[0, 1, 1, 2], [0, 0, 1, 1]].isfinite().all()
 
@@ -108,7 +108,7 @@ def test_what_is_not_a_number_stays_visible_and_spoils_no_other_head():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("norm", "dim", "q_heads", "kv_heads"), [(True, 24, 4, 2), (False, 16, 7, 3)])
 def test_the_kernel_stores_the_codes_and_scales_of_the_twin(norm, dim, q_heads, kv_heads, dtype):
-    """Whatever it would have stored without codes, quantised: bit for bit; zeros and NaN among it."""
+    """The codes of exactly those values that it stores in a cache without codes; zeros and NaN included."""
     rows, page_size = 5, 4
     parts = torch.randn(1, rows, (q_heads + 2 * kv_heads) * dim, device=DEVICE).to(dtype)
     parts.view(rows, -1, dim)[2, q_heads:] = 0.0
@@ -173,7 +173,7 @@ def test_decode_sees_its_window_and_nothing_else_and_equals_the_twin(page_size, 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-3), (torch.float16, 1e-3), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("dim", [16, 80, *nightly(64, 128)])
 def test_decode_for_dtypes_and_head_dimensions(dim, dtype, bound):
-    """The products of bf16 queries are of f16 values, which are rounded less."""
+    """With bf16 queries the kernel multiplies f16 values, which have smaller rounding errors."""
     pool, q = CodedPool([70, 33], 16, 1, dim), queries(2, 4, dim, dtype)
     out = attend(q, pool, plan(pool, 1))
     assert out.dtype == dtype
@@ -197,7 +197,7 @@ def test_queries_that_f16_does_not_hold_are_not_lost(size):
 
 
 def test_weights_count_beside_those_of_much_larger_values():
-    """A token whose values are small is as exact as its weight's rounding beside the largest one's allows."""
+    """A token with small values stays as exact as the rounding of its weight, next to a token with large values."""
     pool, q = CodedPool([70], 16, 1, 64), queries(1, 4, 64, torch.float16)
     pool.scales[:, 1] *= torch.tensor([1.0, 2.0**-10], device=DEVICE).repeat(8)
     k, v = pool.contexts[0]
@@ -207,8 +207,8 @@ def test_weights_count_beside_those_of_much_larger_values():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("score", "size"), [(17.5, 2.0**-12), (-35.0, 2.0**26)])
-def test_small_weights_count_beside_a_large_one_of_a_small_value_and_large_values_of_a_small_one(score, size, dtype):
-    """The first token's score and the size of its values: heads look at it for want of anything better, or do not."""
+def test_small_weights_are_not_lost_next_to_one_extreme_token(score, size, dtype):
+    """The extreme token has a large weight and a small value (an attention sink), or a small weight and a large one."""
     pool, q = CodedPool([700], 16, 1, 64), queries(1, 1, 64, dtype)
     (k, v), page = pool.contexts[0], pool.table[0, 0].long()
     scores = torch.einsum("hd,nhd->n", q[0].cpu().double(), k) * SCALE
@@ -217,14 +217,14 @@ def test_small_weights_count_beside_a_large_one_of_a_small_value_and_large_value
     pool.scales[:, 0] *= sizes[1].item()
     pool.scales[page, 0, :, 0] *= (sizes[0] / sizes[1]).item()
     pool.scales[page, 1, :, 0] *= size
-    pool.v &= 0x7F  # of one sign: they add up
+    pool.v &= 0x7F  # all positive, so that values don't cancel
     v = v.abs()
     v[0] *= size
     pool.contexts[0] = k * sizes[:, None, None], v
     assert relative(attend(q, pool, plan(pool, 1)), exact_decode(q, pool, [700], None)) < 3e-3
 
 
-def test_a_value_that_is_not_a_number_shows_in_its_row_only():
+def test_a_nan_value_affects_only_its_own_row():
     pool, q = CodedPool([40, 33], 16, 1, 64), queries(2, 4, 64)
     pool.v[pool.table[1, 1].long(), 2, 0, 9] = NAN
     out = attend(q, pool, plan(pool, 1))

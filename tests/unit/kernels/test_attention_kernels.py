@@ -85,8 +85,8 @@ def test_share_is_never_smaller_than_asked_for():
         ([4096, 0], 8, 7),
     ],
 )
-def test_parts_are_so_large_that_combining_them_takes_no_longer_than_making_them(lens, group, tiles):
-    """In tiles of 32: sqrt(1.5 * query heads * positions) positions, whatever the number of programs allows."""
+def test_parts_balance_their_own_time_and_that_of_combining_them(lens, group, tiles):
+    """With enough programs, a part has sqrt(1.5 * query heads * positions) positions, in tiles of 32."""
     config = DecodeConfig(block_n=32, programs_per_sm=1)
     lens_B = torch.tensor(lens, device=DEVICE)
     work = plan_decode_work(lens_B, 1, group=group, window=None, config=config, multiprocessors=1000)
@@ -95,7 +95,7 @@ def test_parts_are_so_large_that_combining_them_takes_no_longer_than_making_them
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_chunked_plan_cuts_a_row_the_same_way_whatever_the_others_are(window):
+def test_a_chunked_plan_cuts_a_row_independently_of_other_rows(window):
     config = dataclasses.replace(SMALL, chunk=32)
     alone = plan(Pool([100], 16, 1, 64), 1, window, config, max_context=128)
     among = plan(Pool([1, 100, 77], 16, 1, 64), 1, window, config, max_context=128)
@@ -119,7 +119,7 @@ def test_decode_for_head_groups_and_splits(heads, kv_heads, shares, fused):
 @pytest.mark.parametrize("fused", [True, False])
 def test_decode_combines_more_parts_than_fit_in_registers_at_once(fused):
     pool, q = Pool([30, 330], 16, 1, 64), queries(2, 8, 64)
-    q[1] *= 3  # so that the parts differ in weight
+    q[1] *= 3  # makes the parts differ in weight
     work = plan(pool, 1, config=dataclasses.replace(SMALL, fused=fused), shares=40)
     assert max(item[4] for item in items_of(work)[0]) == 21
     assert relative(attend(q, pool, work), exact_decode(q, pool, [30, 330], None)) < 1e-5
@@ -184,7 +184,7 @@ def test_row_without_context_gives_zeros_and_changes_no_other():
 
 
 def test_every_output_is_written_and_nothing_stale_is_read(monkeypatch):
-    # Outputs and parts start as NaN; slots between the contexts are NaN anyway.
+    # Outputs and parts start as NaN. Cache slots outside the contexts are NaN anyway.
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
@@ -282,7 +282,7 @@ def test_prefill_for_dtypes(dtype, bound, dim=80):
     assert relative(out, exact_prefill(q, pool, None)) < bound
 
 
-def test_prefill_reads_nothing_that_the_window_has_left_behind():
+def test_prefill_reads_nothing_before_the_window():
     pool, q = Pool(CONTEXTS, 16, 1, 64), queries(sum(PIECES), 2, 64)
     for row, (length, context) in enumerate(zip(PIECES, CONTEXTS, strict=True)):
         pool.forget(row, context - length - 5 + 1)

@@ -1,4 +1,4 @@
-"""Paged attention against attention written out row by row."""
+"""The torch twins of attention against attention written out row by row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pool:
         pages = list(range(1, len(lens) * width + 1))
         random.Random(seed).shuffle(pages)
         shape = (len(pages) + 1, page_size, kv_heads, DIM)
-        self.k = torch.randn(shape, generator=generator) * 30  # what is not a context would show
+        self.k = torch.randn(shape, generator=generator) * 30  # large, so that a read outside a context has an effect
         self.v = torch.randn(shape, generator=generator) * 30
         used = [-(-n // page_size) for n in lens]
         tables = [pages[r * width : r * width + n] + [0] * (width - n) for r, n in enumerate(used)]
@@ -83,7 +83,7 @@ def test_window_gathers_only_the_pages_that_it_can_touch() -> None:
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention_never_reads_a_tensor_on_the_host(window: int | None) -> None:
-    # Meta tensors have no values: whatever looks at one raises.
+    # Meta tensors have no values: reading one raises.
     cache = torch.empty(50, 8, 1, DIM, device="meta")
     q = torch.empty(4, 2, DIM, device="meta")
     table = torch.empty(4, 12, dtype=torch.int32, device="meta")

@@ -1,4 +1,4 @@
-"""Products of very few rows, by output: against float64, in Triton's interpreter where there is no GPU."""
+"""The kernel for one to four rows against float64, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_gate_and_up_rows_meet_in_one_program(config, dtype):
     assert relative(got, torch.nn.functional.silu(gate) * up) < 5e-3
 
 
-def test_a_row_has_the_same_bits_beside_others():
+def test_a_row_has_the_same_bits_alone_and_with_others():
     x, w, _ = operands(4, 40, 512)
     config = GemvConfig(at_once=2)
     whole = linear(x, w, config, torch.float32)
@@ -39,7 +39,7 @@ def test_a_row_has_the_same_bits_beside_others():
         assert torch.equal(linear(x[row : row + 1], w, config, torch.float32)[0], whole[row])
 
 
-def test_rows_may_be_a_part_of_a_wider_tensor_but_not_more_than_four_nor_of_odd_lengths():
+def test_it_takes_up_to_four_rows_also_strided_whose_length_divides():
     x, w, _ = operands(4, 40, 1024)
     config = GemvConfig(at_once=2)
     assert torch.equal(
@@ -53,7 +53,7 @@ def test_rows_may_be_a_part_of_a_wider_tensor_but_not_more_than_four_nor_of_odd_
 
 
 @pytest.mark.parametrize("split", [1, 2])
-def test_what_it_does_not_take_goes_in_tiles_cut_the_same_way(split):
+def test_other_dtypes_fall_back_to_tiles_with_the_same_split(split):
     x, w, _ = operands(1, 24, 512)
     x, w = x.float() + 1e-4, w.float()
     expected = x.double() @ w.double().T
@@ -75,7 +75,7 @@ def test_products_of_real_shapes(rows, outputs, inputs, split):
 
 @pytest.mark.gpu
 def test_a_chain_in_a_graph_waits_for_what_it_reads():
-    """Each product reads what the one before wrote; weights are read ahead, results must not be."""
+    """Each product reads the result of the one before. Weights may be prefetched, results must not."""
     x, _, _ = operands(2, 64, 2048)
     generator = torch.Generator().manual_seed(3)
     weights = [(torch.randn(2048, 2048, generator=generator) / 45).bfloat16().to(DEVICE) for _ in range(40)]

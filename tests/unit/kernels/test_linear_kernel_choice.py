@@ -1,4 +1,4 @@
-"""Which kernels few-row products are: those of any number of rows are among those of the sizes that start-up runs."""
+"""Start-up compiles every kernel that a product can need: those of any number of rows are those of a start-up size."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
 from rollout_kernels.linear.table import DETERMINISTIC, FAST, MOST_ROWS, last_rows, linear_config
 
-#: Of the table, and some that are not in it.
+#: The shapes of the table, and some that are not in it.
 SHAPES = [*{**FAST, **DETERMINISTIC}, (1024, 4096, "parts"), (4096, 11008, "silu"), (32000, 4096, "whole")]
 
 
 class Launches:
-    """Stands in for a kernel: keeps what it would be compiled for, and launches nothing."""
+    """Stands in for a kernel: records the constants that it would be compiled for, and launches nothing."""
 
     def __init__(self, name: str, into: list[Any]) -> None:
         self.name, self.into = name, into
@@ -44,7 +44,7 @@ def launched(monkeypatch) -> list[Any]:
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_up_to_a_size_take_the_kernel_of_that_size(shape, adapted, deterministic, launched):
-    """Adapters take the configuration of gate and up for a product without SiLU."""
+    """With adapters, the product of gate and up uses its configuration without SiLU."""
     outputs, inputs, kind = shape
     silu = kind == "silu" and not adapted
     w = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")

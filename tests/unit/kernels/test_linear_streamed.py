@@ -1,4 +1,4 @@
-"""Streamed products: against float64 on a Hopper GPU; elsewhere the kernel is compiled for one."""
+"""Streamed products: on a Hopper GPU against float64; elsewhere the kernel is only compiled for Hopper."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 4096), (3, 150), (9, 1024), (32, 2048), (100, 512), (200, 512)])
 def test_streamed_products_are_those_of_float64(rows, outputs, shape, turn):
-    """To 1e-5: the matrix units' own sums of float32 lose low bits, 2e-6 of the whole."""
+    """The bound is 1e-5, because the tensor cores' float32 sums lose low bits (2e-6 of the result)."""
     x, w, expected = operands(rows, outputs, 2048)
     config = LinearConfig(*shape, streamed=True, turn=turn)
     parts = linear_parts(x, w, config)
@@ -44,7 +44,7 @@ def test_streamed_products_are_those_of_float64(rows, outputs, shape, turn):
 @pytest.mark.gpu
 @pytest.mark.parametrize("turn", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_programs_places_and_other_rows_change_no_bit(shape, turn):
+def test_programs_stages_and_other_rows_change_no_bit(shape, turn):
     block_n, block_k, split, warps, _, _ = shape
     x, w, _ = operands(60, 2048, 2048)
     whole = linear_parts(x, w, LinearConfig(*shape, streamed=True, turn=turn))
@@ -69,7 +69,7 @@ def test_models_smaller_than_a_tile(outputs, inputs):
 
 @pytest.mark.gpu
 def test_a_chain_in_a_graph_waits_for_what_it_reads():
-    """Each product reads what the one before wrote; weights are fetched ahead, results must not be."""
+    """Each product reads the result of the one before. Weights may be prefetched, results must not."""
     x, _, _ = operands(8, 64, 2048)
     generator = torch.Generator().manual_seed(3)
     weights = [(torch.randn(2048, 2048, generator=generator) / 45).bfloat16().to(DEVICE) for _ in range(40)]
@@ -128,7 +128,7 @@ def test_the_kernel_compiles_for_hopper_and_asks_for_weights_before_it_waits(tmp
     )
     assert done.returncode == 0, done.stderr
     silu, parts, _ = done.stdout.split("=" * 10)
-    for ptx, copies in ((silu, 3), (parts, 9)):  # all places of the ring but two, each block of a tile on its own
+    for ptx, copies in ((silu, 3), (parts, 9)):  # one copy for each block, for all stages of the ring except two
         before, after = ptx.split("griddepcontrol.wait")
         assert len(re.findall(r"cp\.async\.bulk\.tensor", before)) == copies
         assert "griddepcontrol.launch_dependents" in before and "wgmma.mma_async" in after

@@ -1,4 +1,4 @@
-"""The few-row matrix products against float64, in Triton's interpreter where there is no GPU."""
+"""Matrix products in tiles against float64, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_more_rows_than_a_tile_holds_are_taken_a_tile_at_a_time():
 @pytest.mark.gpu  # the interpreter leaves the order of a tile's sums to numpy, which takes another one for each shape
 @pytest.mark.parametrize(("kind", "outputs"), [("parts", 4096), ("whole", 4096), ("silu", 2048)])
 def test_many_rows_have_the_bits_of_each_alone(kind, outputs):
-    """What the deterministic column of the table stands on."""
+    """The deterministic column of the table relies on this."""
     x, w, _ = operands(300, 4096, 4096)
     few, some, many = (linear_config(4096, 4096, kind, rows, deterministic=True) for rows in (1, 100, 300))
     run = {"parts": linear_parts, "whole": linear, "silu": gate_up_silu}[kind]

@@ -52,7 +52,7 @@ def test_each_token_gets_the_correction_of_its_own_slot(add, segmented, widths, 
     expected, before = exact(y, x, buffers, slots), y.clone()
     add(y, x, buffers, slots, segmented)
     assert relative(y, expected) < 1e-6
-    assert torch.equal(y[slots == 0], before[slots == 0]), "a row without an adapter is as it was"
+    assert torch.equal(y[slots == 0], before[slots == 0]), "a row without an adapter does not change"
 
 
 @pytest.mark.parametrize("add", [lora_add, by_triton])
@@ -68,7 +68,7 @@ def test_sixteen_bits_and_split_inputs_stay_within_their_rounding(add, y_dtype):
 
 
 @pytest.mark.parametrize("add", [lora_add, by_triton])
-def test_what_lies_in_other_slots_is_not_read(add):
+def test_other_slots_are_not_read(add):
     buffers = buffers_of(2, 16, 64, (32,))
     buffers.a_SAK[1] = buffers.b_SNR[1] = float("nan")
     x, y = torch.randn(4, 64, device=DEVICE), torch.zeros(4, 32, device=DEVICE)
@@ -78,7 +78,7 @@ def test_what_lies_in_other_slots_is_not_read(add):
 
 @pytest.mark.parametrize("add", [lora_add, by_triton])
 @pytest.mark.parametrize("segmented", [False, True])
-def test_a_slot_without_numbers_spoils_its_own_tokens_alone(add, segmented):
+def test_a_slot_of_nan_affects_only_its_own_tokens(add, segmented):
     buffers = buffers_of(3, 16, 64, (32,))
     buffers.a_SAK[1] = buffers.b_SNR[1] = float("nan")
     slots = torch.tensor([1, 2, 0, 3, 2], dtype=torch.int32, device=DEVICE)
@@ -94,7 +94,7 @@ def test_ranks_are_padded_to_what_a_tensor_core_multiplies():
 
 @pytest.mark.parametrize("rank", [16, 64])
 @pytest.mark.parametrize("hidden", [96, 1500])
-def test_the_norm_adds_what_is_still_to_be_corrected(rank, hidden):
+def test_the_norm_adds_the_correction(rank, hidden):
     torch.manual_seed(2)
     buffers, slots = buffers_of(3, rank, 1100, (hidden,)), torch.tensor([2, 0, 3, 2], dtype=torch.int32, device=DEVICE)
     x, parts = torch.randn(4, 1100, device=DEVICE), torch.randn(2, 4, hidden, device=DEVICE)
@@ -109,7 +109,7 @@ def test_the_norm_adds_what_is_still_to_be_corrected(rank, hidden):
 
 @pytest.mark.parametrize("width", [72, 1100])
 @pytest.mark.parametrize("rank", [16, 32])
-def test_silu_takes_gate_and_up_corrected(width, rank):
+def test_silu_adds_the_corrections_of_gate_and_up(width, rank):
     torch.manual_seed(3)
     buffers, slots = buffers_of(2, rank, 600, (width, width)), torch.tensor([1, 0, 2], dtype=torch.int32)
     x, gate_up = torch.randn(3, 600, device=DEVICE), torch.randn(3, 2 * width, device=DEVICE)
@@ -121,7 +121,7 @@ def test_silu_takes_gate_and_up_corrected(width, rank):
 
 
 @pytest.mark.parametrize(("dim", "rank"), [(16, 16), (24, 16), (24, 32), (288, 16)])
-def test_queries_keys_and_values_are_each_corrected_by_their_own_module(dim, rank):
+def test_queries_keys_and_values_get_the_corrections_of_their_own_modules(dim, rank):
     torch.manual_seed(4)
     q_heads, kv_heads, rows = 7, 2, 3
     widths = (q_heads * dim, kv_heads * dim, kv_heads * dim)
@@ -140,12 +140,12 @@ def test_queries_keys_and_values_are_each_corrected_by_their_own_module(dim, ran
     for got, expected in zip(later, finished(whole, None), strict=True):
         assert relative(got, expected.double()) < 2e-6
     nobody = finished(parts, shrink_beside(x, buffers, torch.zeros_like(slots)))
-    assert torch.equal(later[0][1], nobody[0][1]), "what is added to other rows changes none without an adapter"
-    # The two kernels round once differently: where one compiles to a fused multiply-add the other may not.
+    assert torch.equal(later[0][1], nobody[0][1]), "corrections of other rows do not change a row without an adapter"
+    # One rounding differs between the two kernels: only one of them may compile to a fused multiply-add.
     assert relative(nobody[0], finished(parts, None)[0].double()) < 1e-6
 
 
-def test_what_is_added_later_spoils_no_other_row_either():
+def test_a_slot_of_nan_affects_only_its_own_rows_if_the_consumer_adds():
     buffers = buffers_of(3, 16, 64, (32,))
     buffers.a_SAK[1] = buffers.b_SNR[1] = float("nan")
     slots = torch.tensor([1, 2, 0, 3, 0], dtype=torch.int32, device=DEVICE)
@@ -156,15 +156,15 @@ def test_what_is_added_later_spoils_no_other_row_either():
     assert got.isfinite().all(1).tolist() == [True, False, True, True, True]
 
 
-def test_rows_that_would_read_too_much_one_by_one_have_it_added_before():
+def test_the_consumer_adds_corrections_only_if_rows_read_little_of_b():
     buffers = buffers_of(1, 16, 8, (8192,), torch.bfloat16)
     assert adds_later(64, buffers, False) and not adds_later(65, buffers, False) and not adds_later(1, buffers, True)
     narrow = buffers_of(1, 16, 8, (8,), torch.bfloat16)
-    assert adds_later(128, narrow, False) and not adds_later(129, narrow, False), "more are products of another kind"
+    assert adds_later(128, narrow, False) and not adds_later(129, narrow, False), "cuBLAS computes larger products"
 
 
 def feed_forward(start, layers, slots, norm, beside: bool) -> torch.Tensor:
-    """Feed-forward blocks one after the other, as a decode step has them; with `beside` they are corrected later."""
+    """A chain of feed-forward blocks, as in a decode step. With `beside`, the consumers add the corrections."""
     residual, parts, correction = start.clone(), None, None
     for gate_up, down, gate_up_slots, down_slots in layers:
         rows, configs = len(start), []
@@ -188,7 +188,7 @@ def feed_forward(start, layers, slots, norm, beside: bool) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_overlapping_launches_change_no_bit(rows, monkeypatch):
-    """Captured with and without programmatic dependent launch; memory of one layer is used again by the next."""
+    """Captured with and without programmatic dependent launch; layers reuse each other's memory."""
     torch.manual_seed(6)
     hidden, inner = 4096, 12288
 

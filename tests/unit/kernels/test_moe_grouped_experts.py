@@ -1,4 +1,4 @@
-"""The expert-centric kernels against float64, in Triton's interpreter where there is no GPU."""
+"""The kernels for many tokens against float64, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_half_precision(format):
     assert_close(run(case), exact(case), 6e-4)
 
 
-def test_scales_that_half_precision_has_no_room_for_are_refused():
+def test_mxfp8_with_f16_activations_is_refused():
     with pytest.raises(ValueError, match="bf16"):
         run(layer(2, format="mxfp8", dtype=torch.float16))
 
@@ -113,7 +113,7 @@ def test_the_smallest_power_of_two_is_a_scale_too():
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, where infinity is expected
 @pytest.mark.parametrize("inner", [64, 128])
-def test_all_codes_with_all_scales_that_weights_of_16_bits_have_room_for(inner):
+def test_all_codes_are_exact_with_all_scales_that_16_bits_can_represent(inner):
     columns = [32 * group + 5 * (group + 1) for group in range(inner // 32)]  # one in each group
     case = layer(len(columns), format="mxfp8", experts=1, top_k=1, hidden=256, inner=inner)
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
@@ -131,7 +131,7 @@ def test_all_codes_with_all_scales_that_weights_of_16_bits_have_room_for(inner):
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_shows_in_what_takes_its_expert_and_nowhere_else(number):
+def test_a_weight_that_is_not_finite_affects_only_tokens_of_its_expert(number):
     case = layer(4, format="mxfp8", top_k=1)
     case.experts_TK.copy_(torch.tensor([[0], [3], [1], [3]], dtype=torch.int32))
     weights = case.down.dequantized(torch.float32)
@@ -145,9 +145,9 @@ def test_a_weight_that_is_not_finite_shows_in_what_takes_its_expert_and_nowhere_
 @pytest.mark.parametrize("format", ["fp8_row", "fp8_block"])
 @pytest.mark.filterwarnings("ignore:overflow")  # of exp(-gate), numpy's
 @pytest.mark.parametrize("size", [1e-15, 1e15, *nightly(1.0, 1e6)])
-def test_activations_in_f16_that_reach_as_far_as_bf16(format, size):
+def test_activations_converted_to_f16_keep_the_range_of_bf16(format, size):
     case = layer(5, format=format, hidden=160, inner=96)
-    case.x_TH[1:] *= size  # gate, up: about `size`; what lies between the kernels: up to its square
+    case.x_TH[1:] *= size  # gate and up are about `size`, the activations between the kernels up to its square
     half = GroupedConfig(block_n=64, block_k=128, half=True)
     assert relative(run(case, half)[:1], exact(case)[:1]) < 4e-3
     assert relative(run(case, half)[1:], exact(case)[1:]) < 4e-3

@@ -46,7 +46,7 @@ def with_half(plan: GroupedPlan, half: bool) -> GroupedPlan:
 
 
 def path_plans(format: Format) -> dict[str, Plan]:
-    """All plans of the table, the first of each kind by its name; of fp8 also the tensor cores' two types."""
+    """All plans of the table, the first of each kind by its name; for fp8 also with and without `half`."""
     entry = table_entry(QWEN3_30B, format)
     named: dict[str, Plan] = {}
     for plan in dict.fromkeys([plan for _, plan in entry.bands] + [entry.deterministic]):
@@ -59,7 +59,7 @@ def path_plans(format: Format) -> dict[str, Plan]:
 
 
 def rounded_steps(case: Layer) -> torch.Tensor:
-    """What exact sums give when each step's result is kept in bf16: sorting and grouped GEMMs at their best."""
+    """Exact sums with every intermediate result rounded to bf16: the best that sorting and grouped GEMMs can do."""
 
     def stored(value: torch.Tensor) -> torch.Tensor:
         return value.bfloat16().double()
@@ -83,8 +83,8 @@ def test_every_path_is_as_close_to_float64_as_promised(format):
     for name, plan in path_plans(format).items():
         got = run(case, plan).double()
         cosine = torch.nn.functional.cosine_similarity(got, expected, dim=-1).min().item()
-        # The baseline's error and the largest of 65,536 differences are luck of the weights:
-        # with codes the first was 1.77 to 1.85 times ours (docs/benchmarks.md).
+        # The baseline's error and the largest of 65,536 differences vary with the weights:
+        # with codes, the baseline's error was 1.77 to 1.85 times ours.
         closer, largest = (1.8, 1.5) if format == "plain" else (1.75, 2.0)
         assert closer * relative(got, expected) <= baseline, name
         assert cosine >= 0.9999965, name
@@ -158,7 +158,7 @@ def test_the_router_at_real_shapes(experts, top_k, hidden, renormalize, monkeypa
     for tokens in (1, 7, 33, 128, 512):
         x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         got = moe_route(x, router, top_k, renormalize)
-        # One part after the other, as the kernel adds: of logits that are nearly equal the last bit decides.
+        # Add the parts in the kernel's order: with nearly equal logits the last bit decides.
         logits = functools.reduce(torch.add, made.pop().float(), torch.zeros(tokens, experts, device="cuda")).bfloat16()
         assert torch.allclose(logits.double(), x.double() @ router.double().T, rtol=2**-8, atol=1e-5)
         weights, chosen = route(logits, top_k, renormalize)
@@ -193,7 +193,7 @@ def test_weights_are_quantised_as_by_the_twin(format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_overlapping_launches_change_no_bit(format, tokens, monkeypatch):
-    """Layers with routers, one after the other, captured with and without programmatic dependent launch."""
+    """A chain of layers with routers, captured with and without programmatic dependent launch."""
     from rollout_kernels.linear import gluon_linear, triton_linear
     from rollout_kernels.norm_rope import triton_elementwise
 

@@ -1,4 +1,4 @@
-"""Routing and experts against a loop over tokens."""
+"""The torch twins of router and experts against a loop over tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output-centric kernels against float64, in Triton's interpreter where there is no GPU."""
+"""The kernels for few tokens against float64, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ban on tokens that a constraint does not allow: the kernel against the twin, the twin against plain Python."""
+"""The mask of a constraint: the kernel and the twin against plain Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def problem(rows: int, vocab: int, constrained: int) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("banned", [allow_only, on_gpu], ids=["twin", "kernel"])
 @pytest.mark.parametrize(("rows", "vocab", "constrained"), [(1, 5, 1), (3, 64, 0), (4, 97, 2), (2, 4099, 2)])
-def test_what_has_no_bit_is_minus_infinity_and_all_else_as_before(banned, rows, vocab, constrained):
+def test_tokens_without_a_bit_become_minus_infinity_and_others_do_not_change(banned, rows, vocab, constrained):
     logits_SV, at_C, masks_CW = problem(rows, vocab, constrained)
     device = DEVICE if banned is on_gpu else "cpu"
     got_SV = logits_SV.to(device)
@@ -35,7 +35,7 @@ def test_what_has_no_bit_is_minus_infinity_and_all_else_as_before(banned, rows, 
     assert torch.equal(got_SV.cpu(), expected_SV)
 
 
-def test_a_draw_obeys_the_mask_and_says_the_models_own_logprobs_too():
+def test_a_draw_obeys_the_mask_and_also_reports_the_models_own_logprobs():
     logits_SV, at_C, masks_CW = problem(64, 97, 40)
     before_SV = logits_SV.clone()
     rows = SamplingRows(
@@ -47,7 +47,7 @@ def test_a_draw_obeys_the_mask_and_says_the_models_own_logprobs_too():
         masks_CW=masks_CW,
     )
     drawn = sample(logits_SV, rows)
-    assert torch.equal(logits_SV, before_SV), "the logits are left as they are"
+    assert torch.equal(logits_SV, before_SV), "the given logits do not change"
     for place, row in enumerate(at_C.tolist()):
         token = int(drawn.tokens_S[row])
         assert masks_CW[place, token // 32] >> (token % 32) & 1

@@ -1,4 +1,4 @@
-"""Philox against its authors' published answers and against Triton's implementation."""
+"""Philox against its authors' published test vectors and against Triton's implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Truncation without a sort against its twin with one: the same tokens stay."""
+"""Truncation without a sort keeps the same tokens as its twin, which sorts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ V = 4500  # three blocks
 
 
 def limits(top_k: list[int], top_p: list[float], min_p: list[float]) -> SamplingRows:
-    """Settings of so many rows, as columns of a row state: not contiguous."""
+    """Settings of `len(top_k)` rows, as columns of a row state, so they are not contiguous."""
     count = len(top_k)
     floats = torch.tensor([top_p, min_p], device=DEVICE).T.contiguous()
     ints = torch.tensor([top_k, [7] * count], device=DEVICE).T.contiguous()
@@ -32,7 +32,7 @@ def limits(top_k: list[int], top_p: list[float], min_p: list[float]) -> Sampling
 
 
 def random_limits(count: int, vocab: int, seed: int) -> SamplingRows:
-    """Every limit is off in some rows, and together with each of the others in some."""
+    """Every limit is off in some rows, and combined with each other limit in some rows."""
     generator = torch.Generator().manual_seed(seed)
 
     def some(values: list) -> list:
@@ -43,7 +43,7 @@ def random_limits(count: int, vocab: int, seed: int) -> SamplingRows:
 
 
 def random_logits(count: int, vocab: int, seed: int) -> torch.Tensor:
-    """Rows that are flat, of a model's spread and sharp; every other as coarse as bfloat16, so that many tie."""
+    """Flat rows, rows with a model's spread, sharp rows; every second row is rounded to bfloat16 and has many ties."""
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed))
     logits = logits * torch.tensor([0.01, 1.0, 3.0, 12.0]).repeat(-(-count // 4))[:count, None]
     logits[1::2] = logits[1::2].bfloat16().float()
@@ -51,9 +51,9 @@ def random_logits(count: int, vocab: int, seed: int) -> torch.Tensor:
 
 
 def check(logits: torch.Tensor, rows: SamplingRows) -> None:
-    """The same tokens stay, but for one at whose place top-p or min-p is reached to six digits.
+    """The same tokens stay, except for tokens at which top-p or min-p is reached to six digits.
 
-    Exponentials of different libraries may move a border by the tokens that lie within their rounding of it.
+    Exponentials of different libraries differ in rounding, which may move the border by such a token.
     """
     got = logits.clone()
     truncate(got, rows)
@@ -84,7 +84,7 @@ def test_the_tokens_that_stay_are_the_twins(vocab, seed):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_equals_stay_by_index(seed):
+def test_of_equal_logits_the_first_stay(seed):
     few = torch.randint(-2, 3, (16, V), generator=torch.Generator().manual_seed(seed)).float().to(DEVICE)
     few[3], few[4], few[5] = 1.5, 0.0, -2.0
     few[4, ::2] = -0.0  # equal to zero
@@ -92,7 +92,7 @@ def test_equals_stay_by_index(seed):
     check(few, limits([4000, 3, OFF, 100] * 4, [INF, 0.5, 0.7, 0.999] * 4, [0.0] * 16))
 
 
-def test_equals_that_top_k_drops_have_no_share_in_top_p():
+def test_ties_that_top_k_drops_do_not_count_for_top_p():
     logits = torch.zeros(2, 100, device=DEVICE)
     truncate(logits, limits([10, 10], [0.5, INF], [0.0, 0.0]))
     assert (logits > -INF).sum(1).tolist() == [5, 10] and (logits[0, :5] == 0).all()
@@ -114,14 +114,14 @@ def test_of_rows_without_a_finite_best_only_the_first_k_stay():
     check(logits, limits([3, 50, 1, OFF], [0.5, 0.5, INF, 0.5], [0.1, 0.1, 0.0, 0.5]))
 
 
-def test_rows_that_cut_nothing_and_padding_are_left_as_they_are():
+def test_rows_without_limits_and_padding_do_not_change():
     logits = random_logits(3, V, 5)
     got = logits.clone()
     truncate(got, limits([OFF, V, 0], [INF, INF, 1.0], [0.0, 0.0, 1.0]))
     assert torch.equal(got, logits)
 
 
-def test_what_stays_of_a_row_does_not_depend_on_the_rows_beside_it():
+def test_a_row_is_cut_independently_of_the_other_rows():
     logits, rows = random_logits(6, V, 6), random_limits(6, V, 6)
     got = logits.clone()
     truncate(got, rows)

@@ -1,4 +1,4 @@
-"""Sampling against transformers' logits processors, and against the probabilities themselves."""
+"""The torch sampler against transformers' logits processors, and against the probabilities themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels at the begin of a decode step against their torch twins: equal bit for bit."""
+"""The kernels at the begin of a decode step equal their torch twins."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_begin_step_is_its_twin_bit_for_bit(page_size, lengths):
         mine, theirs = getattr(got, name).cpu(), getattr(expected, name)
         assert mine.dtype == theirs.dtype == torch.int64 and torch.equal(mine, theirs), name
         assert getattr(got, name).is_contiguous()
-    assert torch.equal(gpu_pages.cpu(), twin_pages), "opened pages, and nothing else, are in the rows' tables"
+    assert torch.equal(gpu_pages.cpu(), twin_pages), "the rows' tables gain the opened pages and nothing else"
     needed = torch.arange(columns) <= (expected.positions_B // page_size)[:, None]
     mine, theirs = got.page_table_BC.cpu(), expected.page_table_BC
     assert mine.shape == theirs.shape and torch.equal(mine[needed], theirs[needed])
