@@ -1,6 +1,19 @@
-"""Free functions on tensors that the engine is built from; each runs on the device of its tensors."""
+"""The tensor operations of the engine, as free functions; each runs on the device of its tensors.
 
-from rollout_kernels.activation import silu_mul
+A folder holds one kind of operation: the op, its torch twin, and its Triton kernel (a module named `triton_*` or
+`gluon_*`). The twin is the CPU path and defines what the kernel must compute. Modules with kernels are imported where
+they are used, so a machine without Triton can run the twins.
+
+    attention   over a paged KV cache: decode, prefill, writing keys and values
+    linear      matrix products with few rows
+    moe         mixture of experts: router, experts, formats of their weights
+    norm_rope   norms, rotary position embedding, gated activation
+    lora        corrections of low-rank adapters
+    sampling    penalties, bans, constraints, truncation, the draw
+    step        the begin of a decode step
+    common      what these share
+"""
+
 from rollout_kernels.attention import (
     DecodePlan,
     paged_decode_attention,
@@ -10,10 +23,17 @@ from rollout_kernels.attention import (
     write_kv,
 )
 from rollout_kernels.moe import moe_experts, route
-from rollout_kernels.norm import head_rms_norm, rms_norm
-from rollout_kernels.philox import gumbel_noise, philox_4x32
-from rollout_kernels.rope import apply_rope, rope_cos_sin
-from rollout_kernels.sampling import PROMPT_BIT, Sampled, SamplingRows, change_logits, sample, truncate
+from rollout_kernels.norm_rope import apply_rope, head_rms_norm, rms_norm, rope_cos_sin, silu_mul
+from rollout_kernels.sampling import (
+    PROMPT_BIT,
+    Sampled,
+    SamplingRows,
+    change_logits,
+    gumbel_noise,
+    philox_4x32,
+    sample,
+    truncate,
+)
 
 __all__ = [
     "PROMPT_BIT",

@@ -1,6 +1,4 @@
-"""The fingerprint of bytes on a GPU, in one pass over them; `trainer_bridge.wire.fingerprint` defines it and is the
-twin.
-"""
+"""The fingerprint of bytes on a GPU, in one pass. The twin, `trainer_bridge.wire.fingerprint`, defines it."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import triton
 import triton.language as tl
 
 _BLOCK = 4096
-_PROGRAMS = 1056  # eight for each multiprocessor of the largest chips
+_PROGRAMS = 1056  # eight for each of 132 multiprocessors
 
 
 @triton.jit(do_not_specialize=["words"])
@@ -23,7 +21,13 @@ def _fingerprint_kernel(data_ptr, total_ptr, words, FACTOR: tl.constexpr, BLOCK:
     tl.atomic_add(total_ptr, tl.sum(total))
 
 
-def add_words(words: torch.Tensor, total: torch.Tensor, factor: int) -> None:
-    """Add `words[i] * (2 i + 1) * factor` for every i to `total`, modulo 2^64; int32 [n], and int64 of no dimension."""
-    grid = (min(_PROGRAMS, triton.cdiv(words.numel(), _BLOCK)),)
-    _fingerprint_kernel[grid](words, total, words.numel(), factor, _BLOCK, num_warps=8)
+def add_words(words_N: torch.Tensor, total: torch.Tensor, factor: int) -> None:
+    """Add `words_N[i] * (2 * i + 1) * factor` for every i to `total`, modulo 2^64.
+
+    Args:
+        words_N: int32, contiguous.
+        total: int64 without dimensions, changed in place.
+        factor: constant of the fingerprint, below 2^63.
+    """
+    grid = (min(_PROGRAMS, triton.cdiv(words_N.numel(), _BLOCK)),)
+    _fingerprint_kernel[grid](words_N, total, words_N.numel(), factor, _BLOCK, num_warps=8)

@@ -20,7 +20,7 @@ from rollout.models.adapters import StepAdapters
 from rollout.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from rollout_kernels.triton_decode_plan import DecodeWork
+    from rollout_kernels.attention.triton_decode_plan import DecodeWork
 
 
 class Chunk(NamedTuple):

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from rollout_kernels.linear_table import Kind, linear_config
-from rollout_kernels.triton_decode_attention import decode_attention
-from rollout_kernels.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
+from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
+from rollout_kernels.linear.table import Kind, linear_config
 
 from rollout.models.batch import AttentionBatch, LayerKV
 from rollout.models.spec import ModelSpec

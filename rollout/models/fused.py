@@ -5,7 +5,7 @@
     norm and router -> experts                                      sparse layers, see `fused_experts`
 
 Decode and prefill differ in the attention, few and many tokens in the products: those with few tokens are our own, as
-far as `rollout_kernels.linear_table` goes, the others cuBLAS's. The residual stream is kept in the model's dtype and is
+far as `rollout_kernels.linear.table` goes, the others cuBLAS's. The residual stream is kept in the model's dtype and is
 read and written by the norms alone; products whose sum is added to it come in parts, float32 where there are
 several. A step with adapters has a small kernel beside each product, and SiLU is then a kernel of its own: what reads a
 product adds its correction. With many tokens, or where experts come next, products are corrected in place. A model
@@ -21,12 +21,11 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from rollout_kernels.linear_table import Config, last_rows, linear_config
+from rollout_kernels.linear.table import Config, last_rows, linear_config
+from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
 from rollout_kernels.lora import Correction
-from rollout_kernels.triton_fused import add_rms_norm, finish_qkv, silu_mul
-from rollout_kernels.triton_linear import gate_up_silu, linear, linear_parts
-from rollout_kernels.triton_lora import adds_later, shrink_beside
-from rollout_kernels.triton_step import embed_rope
+from rollout_kernels.lora.triton_lora import adds_later, shrink_beside
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
 
 from rollout.models import deterministic as one_order
 from rollout.models.adapters import Product, StepAdapters

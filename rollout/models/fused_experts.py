@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from rollout_kernels.linear_table import MOST_ROWS
+from rollout_kernels.linear.table import MOST_ROWS
 from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, run_experts, table_entry
 from rollout_kernels.moe.formats import ExpertWeights
-from rollout_kernels.moe.triton_grouping import last_pairs
+from rollout_kernels.moe.triton_group_pairs import last_pairs
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
 from rollout_kernels.moe.triton_router import Record, moe_route
-from rollout_kernels.triton_fused import add_rms_norm
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from rollout.models.batch import ExpertRecord
 from rollout.models.decoder import Decoder, DecoderLayer

@@ -25,10 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from rollout_kernels.fp8 import quantize_heads, values_of
-from rollout_kernels.triton_decode_attention import decode_attention, default_decode_config
-from rollout_kernels.triton_decode_plan import DecodeConfig, plan_decode_work
-from rollout_kernels.triton_prefill_attention import PrefillConfig, default_prefill_config, prefill_attention
+from rollout_kernels.attention.triton_decode import decode_attention, default_decode_config
+from rollout_kernels.attention.triton_decode_plan import DecodeConfig, plan_decode_work
+from rollout_kernels.attention.triton_prefill import PrefillConfig, default_prefill_config, prefill_attention
+from rollout_kernels.common.fp8 import quantize_heads, values_of
 from triton.runtime.errors import OutOfResources
 
 from scripts.bench.cuda_timing import graph_us, matrix_rate, read_bandwidth

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rollout_kernels.linear_table import Config, Kind
-from rollout_kernels.triton_gemv import MOST_ROWS, GemvConfig
-from rollout_kernels.triton_linear import LinearConfig
+from rollout_kernels.linear.table import Config, Kind
+from rollout_kernels.linear.triton_gemv import MOST_ROWS, GemvConfig
+from rollout_kernels.linear.triton_linear import LinearConfig
 
 # name: (outputs, inputs, kind); gate_up outputs count both halves.
 SHAPES: dict[str, dict[str, tuple[int, int, Kind]]] = {

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from rollout_kernels.common.triton_math import follow, follow_options
 from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, table_entry
 from rollout_kernels.moe.formats import ExpertWeights, Format
 from rollout_kernels.moe.triton_quantize import quantize_on_device
 from rollout_kernels.moe.triton_router import Routing
-from rollout_kernels.triton_math import follow, follow_options
 
 from scripts.bench.cuda_timing import graph_us
 

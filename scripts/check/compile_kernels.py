@@ -24,27 +24,22 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
-from rollout_kernels import (
-    SamplingRows,
-    gluon_linear,
-    triton_decode_attention,
-    triton_fused,
-    triton_gemv,
-    triton_linear,
-    triton_lora,
-    triton_math,
-    triton_step,
-    triton_truncate,
-)
-from rollout_kernels.linear_table import linear_config
-from rollout_kernels.lora import Correction, LoraBuffers
+from rollout_kernels import SamplingRows
+from rollout_kernels.attention import triton_decode
+from rollout_kernels.attention.triton_decode_plan import plan_decode_work
+from rollout_kernels.attention.triton_prefill import prefill_attention
+from rollout_kernels.common import triton_math
+from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
+from rollout_kernels.linear.table import linear_config
+from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
 from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
-from rollout_kernels.triton_allow import allow_only
-from rollout_kernels.triton_decode_plan import plan_decode_work
+from rollout_kernels.norm_rope import triton_elementwise
+from rollout_kernels.sampling import triton_truncate
+from rollout_kernels.sampling.triton_allow import allow_only
+from rollout_kernels.sampling.triton_draw import draw_and_advance
+from rollout_kernels.step import triton_begin
 from rollout_kernels.triton_fingerprint import add_words
-from rollout_kernels.triton_prefill_attention import prefill_attention
-from rollout_kernels.triton_sampling import draw_and_advance
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -117,7 +112,7 @@ def products(shape: Shape, rows: int) -> Iterator[Case]:
         out = outputs // 2 if silu else outputs
         if config is not None:
             to = floats(config.split, rows, out)
-            yield f"product {name}", lambda a=(x, w, to, out, config, silu): triton_linear._launch(*a)
+            yield f"product {name}", lambda a=(x, w, to, out, config, silu): triton_linear.multiply_into(*a)
         to = empty(rows, out) if silu else floats(2, rows, out)
         for block_n in (64, 192):
             sizes = (block_n, 64, 1 if kind != "parts" else 2, 4, 6, MULTIPROCESSORS, silu)
@@ -136,25 +131,28 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     state, row_ids = (ints(257, 8, dtype=long), floats(257, 8)), ints(rows, dtype=long)
     yield (
         "begin",
-        lambda: triton_step.begin_step(
+        lambda: triton_begin.begin_step(
             row_ids, ints(rows), state[0], ints(257, 1024), table, last=0, length=1, page_size=PAGE, columns=1024
         ),
     )
     yield (
         "embed and rope",
-        lambda: triton_step.embed_rope(
+        lambda: triton_elementwise.embed_rope(
             row_ids, slots, empty(shape.vocab, shape.hidden), floats(shape.dim), floats(shape.dim)
         ),
     )
-    yield "norm", lambda: triton_fused.add_rms_norm(residual, floats(2, rows, shape.hidden), norm, 1e-6)
-    yield "silu", lambda: triton_fused.silu_mul(empty(rows, 2 * shape.inner))
+    yield "norm", lambda: triton_elementwise.add_rms_norm(residual, floats(2, rows, shape.hidden), norm, 1e-6)
+    yield "silu", lambda: triton_elementwise.silu_mul(empty(rows, 2 * shape.inner))
     for coded in (False, True):
         cache = empty(64, PAGE, shape.kv_heads, shape.dim, dtype=torch.uint8 if coded else torch.bfloat16)
         scales = floats(64, 2, shape.kv_heads, PAGE) if coded else None
         to = (slots, cache, cache, shape.heads, scales, x.dtype)
         parts, heads = floats(1, rows, width), empty(2, shape.dim)
         name = ", fp8 KV" if coded else ""
-        yield f"finish q/k/v{name}", lambda a=(parts, None, heads, 1e-6, cos, cos, *to): triton_fused.finish_qkv(*a)
+        yield (
+            f"finish q/k/v{name}",
+            lambda a=(parts, None, heads, 1e-6, cos, cos, *to): triton_elementwise.finish_qkv(*a),
+        )
         for window in (None, 1024):
             also = f"{name}{', window' if window else ''}"
             yield f"decode attention{also}", lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a)
@@ -172,13 +170,13 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
 
 def _decode(shape: Shape, rows: int, cache, scales, table, lens, window) -> None:
     coded = scales is not None
-    config = triton_decode_attention.default_decode_config(shape.dim, torch.bfloat16, rows, coded)
+    config = triton_decode.default_decode_config(shape.dim, torch.bfloat16, rows, coded)
     group = shape.heads // shape.kv_heads
     how = {"group": group, "window": window, "config": config, "multiprocessors": MULTIPROCESSORS}
     work = plan_decode_work(lens, shape.kv_heads, **how)
     q = empty(rows, shape.heads, shape.dim)
     how = {"scale": 0.1, "window": window, "scales_P2GS": scales, "work": work}
-    triton_decode_attention.decode_attention(q, cache, cache, table, lens, **how)
+    triton_decode.decode_attention(q, cache, cache, table, lens, **how)
 
 
 def _prefill(shape: Shape, cache, scales, window) -> None:
@@ -208,7 +206,7 @@ def adapters(shape: Shape, rows: int) -> Iterator[Case]:
     config = linear_config(2 * inner, shape.hidden, "silu", rows)
     if config is not None:  # without SiLU, which then comes after the corrections
         whole = (empty(rows, shape.hidden), empty(2 * inner, shape.hidden), empty(rows, 2 * inner), 2 * inner)
-        yield "adapters, product gate_up", lambda a=(*whole, config, False, True): triton_linear._launch(*a)
+        yield "adapters, product gate_up", lambda a=(*whole, config, False, True): triton_linear.multiply_into(*a)
 
 
 def added_later(shape: Shape, rows: int, rank: int, name: str, inputs: int, ends: tuple[int, ...]) -> Iterator[Case]:
@@ -224,11 +222,11 @@ def added_later(shape: Shape, rows: int, rank: int, name: str, inputs: int, ends
     cache, cos = empty(64, PAGE, shape.kv_heads, shape.dim), floats(rows, 1, shape.dim)
     to = (cos, cos, ints(rows, dtype=torch.int64), cache, cache, shape.heads, None, None, correction)
     if name == "qkv":
-        yield label, lambda: triton_fused.finish_qkv(parts, None, empty(2, shape.dim), 1e-6, *to)
+        yield label, lambda: triton_elementwise.finish_qkv(parts, None, empty(2, shape.dim), 1e-6, *to)
     elif name == "gate_up":
-        yield label, lambda: triton_fused.silu_mul(empty(rows, ends[-1]), correction)
+        yield label, lambda: triton_elementwise.silu_mul(empty(rows, ends[-1]), correction)
     else:
-        yield label, lambda: triton_fused.add_rms_norm(residual, parts, empty(shape.hidden), 1e-6, correction)
+        yield label, lambda: triton_elementwise.add_rms_norm(residual, parts, empty(shape.hidden), 1e-6, correction)
 
 
 def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
@@ -300,7 +298,7 @@ def resources(kernel: Any) -> str:
 def main() -> None:
     """Compile and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--capability", type=int, default=90, help="compute capability times ten")
     args = parser.parse_args()
@@ -321,7 +319,7 @@ def main() -> None:
                 cases += sparse_step(shape, rows)
             for case, run in cases:
                 name = f"{label}, {rows} rows: {case}"
-                if args.only in name:
+                if any(only in name for only in args.only):
                     run()
     capability = f"{args.capability // 10}.{args.capability % 10}"
     print(f"{len(known)} kernels compiled for compute capability {capability} by Triton {triton.__version__}")

@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from rollout_kernels.linear_table import Config, Kind, linear_config
-from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear_parts
+from rollout_kernels.linear.table import Config, Kind, linear_config
+from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear_parts
 
 from scripts.bench.cuda_timing import graph_us, read_bandwidth
 from scripts.bench.linear_candidates import SHAPES, WAYS, candidates

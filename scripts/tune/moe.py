@@ -25,9 +25,9 @@ import torch
 from rollout_kernels.moe import dispatch
 from rollout_kernels.moe.dispatch import Entry, GroupedPlan, MoEShape, Plan, WarpPlan, run_experts
 from rollout_kernels.moe.formats import FORMATS, Format
-from rollout_kernels.moe.triton_grouped import GroupedConfig, grouped_down, grouped_gate_up
-from rollout_kernels.moe.triton_grouping import group_pairs
-from rollout_kernels.moe.triton_warp import WarpConfig, moe_down, moe_gate_up
+from rollout_kernels.moe.triton_group_pairs import group_pairs
+from rollout_kernels.moe.triton_grouped_experts import GroupedConfig, grouped_down, grouped_gate_up
+from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_gate_up
 
 from scripts.bench.cuda_timing import graph_us
 from scripts.bench.moe_layers import SHAPES, Layer, Tokens, errors, exact, floor_us, make_layers, make_tokens

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_kernels import linear_table
-from rollout_kernels.linear_table import Config, Kind, linear_config
-from rollout_kernels.triton_linear import gate_up_silu, linear, linear_parts
+from rollout_kernels.linear import table as linear_table
+from rollout_kernels.linear.table import Config, Kind, linear_config
+from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
 from triton.runtime.errors import OutOfResources
 
 from rollout.models.batch import AttentionBatch, KVCache
@@ -120,12 +120,12 @@ def usable(product: Product, rows: int, configs: list[Config]) -> list[Config]:
 
 def tune(steps: Steps, name: str, product: Product, rows: int, ways: list[str], seconds: float) -> dict[str, Any]:
     """Try the candidates for one product within some seconds; the best is the table's from then on."""
-    began_s, before = time.monotonic(), linear_table._FAST.get(product)
+    began_s, before = time.monotonic(), linear_table.FAST.get(product)
     table = linear_config(*product, rows)
     tried: dict[Config, float] = {}
 
     def captured(config: Config | None) -> torch.cuda.CUDAGraph:
-        linear_table._FAST[product] = before or () if config is None else ((rows, config),)
+        linear_table.FAST[product] = before or () if config is None else ((rows, config),)
         return steps.capture(rows)
 
     for config in usable(product, rows, candidates(*product[:2], rows, product[2], ways)):
@@ -161,14 +161,14 @@ def main() -> None:
     if unknown := set(names) - set(products):
         parser.error(f"{args.shape} has no product {', '.join(sorted(unknown))}; it has {', '.join(products)}")
     bandwidth = read_bandwidth()
-    steps, kept = Steps(args.shape, max(args.rows), args.context), dict(linear_table._FAST)
+    steps, kept = Steps(args.shape, max(args.rows), args.context), dict(linear_table.FAST)
     results: list[dict[str, Any]] = []
     for rows in args.rows:
         for name in names:
             results.append(tune(steps, name, products[name], rows, args.ways, args.seconds))
             write_results(args.out, results, shape=args.shape, context=args.context, read_tbps=bandwidth / 1e12)
-        linear_table._FAST.clear()
-        linear_table._FAST.update(kept)
+        linear_table.FAST.clear()
+        linear_table.FAST.update(kept)
 
 
 if __name__ == "__main__":

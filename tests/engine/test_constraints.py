@@ -136,7 +136,7 @@ def test_a_preempted_row_goes_on_in_its_constraint(model, prompt_of):
 
 def test_a_token_that_is_not_allowed_ends_the_completion_as_an_error(model, prompt_of, monkeypatch):
     """What must not happen is noticed: here because masks are not applied."""
-    monkeypatch.setattr("rollout_kernels.sampling.allow_only", lambda *_: None)
+    monkeypatch.setattr("rollout_kernels.sampling.reference.allow_only", lambda *_: None)
     bench = Bench(model)
     bench.submit("r", prompt_of(9), 30, sampling=SAMPLED, constraint=Cycle([X, Y, SIZE], STOP))
     bench.run()

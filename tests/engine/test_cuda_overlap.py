@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda_harness import TokensAndLogprobs, tokens_and_logprobs
 from harness import Bench
-from rollout_kernels import triton_math
+from rollout_kernels.common import triton_math
 
 from rollout.config import ModelSettings
 from rollout.engine.device.streams import make_device

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cuda_harness import assert_steady, load_bf16, watch_compilation
 from harness import Bench
-from rollout_kernels.linear_table import MOST_ROWS
+from rollout_kernels.linear.table import MOST_ROWS
 
 from rollout.engine.device.streams import make_device
 from rollout.engine.step.graphs import DecodeGraphs, capturable

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import make_checkpoint
 from harness import Bench, load
-from rollout_kernels.fp8 import quantize_heads, values_of
+from rollout_kernels.common.fp8 import quantize_heads, values_of
 from test_swap import Mailbox, Update
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

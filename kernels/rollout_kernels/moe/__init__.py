@@ -1,17 +1,17 @@
 """Mixture of experts.
 
-    reference        torch twins: the router, and the experts as a loop
-    formats          how weights are stored
-    quantize         codes and scales from weights: torch twins; `triton_quantize`: on the device
-    triton_router    logits, softmax, top-k in one kernel
-    triton_warp      experts for few tokens, organised by output
-    triton_grouping  which tokens chose which expert
-    triton_grouped   experts for many tokens, organised by expert
-    triton_tiles     a tile of weights as the tensor cores take it
-    triton_half      activations in f16, for products with codes
-    dispatch         which of the two, and how it is cut up, from a measured table
+    reference               the router and the experts in torch: the CPU path, and the twins of the kernels
+    formats                 how the weights of experts are stored
+    quantize                codes and scales from weights, in torch; `triton_quantize`: the same on a GPU
+    triton_router           the choice of experts on a GPU; `triton_norm_router`: fused with the norm before it
+    dispatch                the layer on a GPU: which kernels it uses, with which configuration (`table.json`)
+    triton_warp_experts     experts for few tokens: one warp for each output
+    triton_warp_lanes       what a lane of such a warp does with its bytes of weights
+    triton_group_pairs      tokens sorted by the expert that they chose
+    triton_grouped_experts  experts for many tokens: tiles of tokens that share an expert
+    triton_grouped_tiles    stored weights decoded into operands of the tensor cores
 
-The Triton modules are imported where they are used, so that a machine without Triton can run the twins.
+The Triton modules are imported where they are used, so a machine without Triton can run the twins.
 """
 
 from rollout_kernels.moe.formats import ExpertWeights

@@ -1,14 +1,17 @@
-"""Which kernels a layer of experts takes, and the layer itself: one call, nothing read on the host, a fixed grid.
-
-The choice comes from `table.json`, which `scripts/tune/moe.py` writes from measurements: for a shape and a format, the
-path and the configurations up to a number of tokens. It is made once, when a step is captured; nothing is tuned while
-serving. Beside the fast bands an entry has one deterministic plan for any number of tokens, so that a token's sums have
-one order whatever the batch. A shape that is not in the table takes a plan that fits its size, and says so once.
+"""A layer of experts on a GPU: which kernels it uses, and the layer itself in one call.
 
     warp       moe_gate_up, moe_down                                    two launches
-    grouped    group_pairs, grouped_gate_up, grouped_down [, combine]   three or four
+    grouped    group_pairs, grouped_gate_up, grouped_down [, combine]   three or four launches
 
-Legend: T tokens, E experts, K experts a token, H hidden, S parts.
+A plan names the path and the configurations of its kernels. Plans come from `table.json`, which `scripts/tune/moe.py`
+writes from measurements: for each shape and format, a plan for each band of tokens. The plan is chosen once, when a
+step is captured; nothing is tuned while serving. An entry also has one deterministic plan for every number of tokens,
+so the order of a token's sums does not depend on the batch. A shape that is not in the table gets a plan by its size,
+with one warning.
+
+The host reads nothing, and the grids depend only on shapes, so a graph can capture the layer.
+
+Legend: T tokens, K experts a token, H hidden, S parts.
 """
 
 from __future__ import annotations
@@ -23,25 +26,25 @@ from typing import Any, Literal
 import torch
 
 from rollout_kernels.moe.formats import ExpertWeights, Format
-from rollout_kernels.moe.triton_grouped import GroupedConfig, combine, grouped_down, grouped_gate_up
-from rollout_kernels.moe.triton_grouping import group_pairs
+from rollout_kernels.moe.triton_group_pairs import group_pairs
+from rollout_kernels.moe.triton_grouped_experts import GroupedConfig, combine, grouped_down, grouped_gate_up
 from rollout_kernels.moe.triton_router import Routing
-from rollout_kernels.moe.triton_warp import WarpConfig, moe_down, moe_gate_up
+from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_gate_up
 
 
 @dataclass(frozen=True, slots=True)
 class MoEShape:
-    """What the table is keyed by, beside the format."""
+    """The sizes of a layer; together with the format, a key of the table."""
 
     experts: int
     top_k: int
     hidden: int
-    inner: int
+    inner: int  # intermediate size of one expert
 
 
 @dataclass(frozen=True, slots=True)
 class WarpPlan:
-    """Organised by output."""
+    """Few tokens: one warp for each output."""
 
     gate_up: WarpConfig
     down: WarpConfig
@@ -50,7 +53,7 @@ class WarpPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupedPlan:
-    """Organised by expert, in tiles of `tile_rows` tokens."""
+    """Many tokens: tiles of `tile_rows` tokens that share an expert."""
 
     gate_up: GroupedConfig
     down: GroupedConfig
@@ -63,13 +66,13 @@ Plan = WarpPlan | GroupedPlan
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Plans for a shape and format: `bands` with the number of tokens up to which each is taken, and one for any."""
+    """The plans of a shape and format: a plan for up to so many tokens for each band, and the deterministic plan."""
 
     bands: tuple[tuple[int, Plan], ...]
     deterministic: Plan
 
     def plan(self, tokens: int, deterministic: bool) -> Plan:
-        """The plan for a number of tokens; past the last band, the last."""
+        """The plan for a number of tokens; past the last band, the plan of the last band."""
         if deterministic:
             return self.deterministic
         return next((plan for most, plan in self.bands if tokens <= most), self.bands[-1][1])
@@ -78,20 +81,20 @@ class Entry:
 def moe_plan(shape: MoEShape, format: Format, dtype: torch.dtype, tokens: int, *, deterministic: bool = False) -> Plan:
     """The plan for `tokens` tokens with weights in `format` and activations in `dtype`."""
     if format == "mxfp8" and dtype == torch.float16:
-        # The tensor cores have no room for e8m0 scales in f16.
+        # f16 cannot represent e8m0 scales, so the tensor cores cannot multiply these weights.
         return _default_warp(format)
     return table_entry(shape, format).plan(tokens, deterministic)
 
 
 def table_entry(shape: MoEShape, format: Format) -> Entry:
-    """All plans for a shape and format."""
+    """All plans for a shape and format. Warns once for each shape that is not in the table."""
     return measured_table().get((shape, format)) or _unmeasured(shape, format)
 
 
 @lru_cache(maxsize=64)
 def _unmeasured(shape: MoEShape, format: Format) -> Entry:
-    """An entry for a shape that is not in the table; warns, once for each since the result is kept."""
-    message = f"no measured plan for {shape} in {format}: taking one for its size; scripts/tune/moe.py measures it"
+    """An entry for a shape that is not in the table. The cache makes the warning appear once for each shape."""
+    message = f"no measured plan for {shape} in {format}: using a plan by size; scripts/tune/moe.py can measure it"
     warnings.warn(message, RuntimeWarning, stacklevel=4)
     return default_entry(shape, format)
 
@@ -105,10 +108,18 @@ def run_experts(
     *,
     parts: bool = False,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, [T, H] in x's dtype.
+    """The weighted sum of each token's experts, [T, H] in x's dtype. The twin is `rollout_kernels.moe_experts`.
 
-    With `parts`: float32 [S, T, H] whose sum over S that is, in the order in which `add_rms_norm` adds; S is 1 or K.
-    The launches must follow each other: each may begin before the one before has ended.
+    With `parts`: float32 [S, T, H], whose sum over S is the result, in the order in which `add_rms_norm` adds; S is 1
+    or K. No other kernel may be launched between these launches, because each may start before its predecessor ends.
+
+    Args:
+        x_TH: bf16 or f16, contiguous.
+        routing: the experts of each token, from `moe_route` or `norm_route`.
+        gate_up: gate rows, then up rows, of all experts (2 halves).
+        down: the down projection of all experts.
+        plan: from `moe_plan`.
+        parts: return parts, for a consumer that adds them.
     """
     if isinstance(plan, WarpPlan):
         h_TKI = moe_gate_up(x_TH, routing.experts_TK, gate_up, plan.gate_up)
@@ -121,12 +132,12 @@ def run_experts(
 
 
 def default_entry(shape: MoEShape, format: Format) -> Entry:
-    """Plans for a shape that nobody measured: what most measured shapes came to."""
-    # An expert of few rows is re-read from the cache for each token; past some tokens that costs more than grouping.
+    """Plans for a shape that was not measured: what was best for most measured shapes."""
+    # The warp path reads an expert's weights once for each token; past a few tokens that costs more than grouping.
     most_warp = 4 if format == "plain" else 8
     bands: list[tuple[int, Plan]] = [(most_warp, _default_warp(format))]
     for tile_rows in (16, 32, 64):
-        # Tiles are chosen so that an expert's tokens mostly fit in one.
+        # Tiles are so large that the tokens of an expert mostly fit in one.
         bands.append(
             (
                 max(most_warp + 1, tile_rows * shape.experts // (2 * shape.top_k)),
@@ -152,20 +163,20 @@ def _default_grouped(shape: MoEShape, format: Format, tile_rows: int) -> Grouped
         num_warps=8 if tall else 4,
         num_stages=3 if tall else 4,
     )
-    # The copy engine takes rows of a multiple of 16 bytes.
+    # The copy engine needs rows whose length is a multiple of 16 bytes.
     gate_up = replace(config, bulk=shape.hidden * element_bytes % 16 == 0)
     return GroupedPlan(gate_up, replace(config, bulk=shape.inner * element_bytes % 16 == 0), tile_rows)
 
 
 @lru_cache(maxsize=1)
 def measured_table() -> dict[tuple[MoEShape, Format], Entry]:
-    """The table in the package."""
+    """The table that comes with the package."""
     text = files("rollout_kernels.moe").joinpath("table.json").read_text(encoding="utf-8")
     return read_table(json.loads(text))
 
 
 def read_table(document: dict[str, Any]) -> dict[tuple[MoEShape, Format], Entry]:
-    """The table from what `write_table` made."""
+    """The table from a document that `write_table` made."""
     table: dict[tuple[MoEShape, Format], Entry] = {}
     for row in document["entries"]:
         bands = tuple((band["tokens"], _plan_from(band["plan"])) for band in row["bands"])
@@ -175,7 +186,7 @@ def read_table(document: dict[str, Any]) -> dict[tuple[MoEShape, Format], Entry]
 
 
 def write_table(table: dict[tuple[MoEShape, Format], Entry], measured: dict[str, Any]) -> dict[str, Any]:
-    """The table as JSON, with what it was `measured` on."""
+    """The table as a JSON document; `measured` says on which device and when it was measured."""
     entries = [
         {
             "shape": asdict(shape),

@@ -1,11 +1,12 @@
-"""How the weights of experts are stored: as they are, or as e4m3 codes with scales.
+"""How the weights of experts are stored: in 16 bits, or as e4m3 codes with scales.
 
     plain      bf16 or f16
     fp8_row    e4m3 codes, one float32 scale for each output row
     fp8_block  e4m3 codes, one float32 scale for each block of 128 x 128
-    mxfp8      e4m3 codes, one e8m0 scale (a power of two; 255 is not a number) for 32 codes along K
+    mxfp8      e4m3 codes, one e8m0 scale (a power of two; 255 is NaN) for 32 codes along K
 
-Codes and e8m0 scales are kept as uint8. Blocks of `fp8_block` start anew in each half of a fused gate/up projection.
+Codes and e8m0 scales are stored as uint8. In a fused gate/up projection, the blocks of `fp8_block` start anew in each
+half.
 
 Legend: E experts, N outputs, K inputs.
 """
@@ -21,7 +22,7 @@ Format = Literal["plain", "fp8_row", "fp8_block", "mxfp8"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 #: Rows and columns of a block of `fp8_block`.
 BLOCK = 128
-#: Codes along K that share a scale of `mxfp8`.
+#: Codes along K that share one scale of `mxfp8`.
 GROUP = 32
 
 
@@ -40,8 +41,9 @@ def scale_shape(experts: int, outputs: int, inputs: int, format: Format, halves:
 class ExpertWeights:
     """One projection of all experts.
 
-    `values_ENK` is contiguous: bf16 or f16 if `plain`, else uint8 holding e4m3 codes. `scales` is float32, or uint8 for
-    `mxfp8`, in the shape that `scale_shape` gives; None if `plain`. `halves` is 2 for gate rows followed by up rows.
+    `values_ENK` is contiguous: bf16 or f16 if `plain`, else e4m3 codes as uint8. `scales` has the shape that
+    `scale_shape` returns, in float32 (`mxfp8`: uint8); it is None if `plain`. `halves` is 2 for gate rows followed by
+    up rows. Raises ValueError if shapes, dtypes and format do not fit together.
     """
 
     values_ENK: torch.Tensor
@@ -75,7 +77,7 @@ class ExpertWeights:
         return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
 
     def part(self, expert: int, half: int | None = None) -> ExpertWeights:
-        """A view of one expert, or of one of its halves."""
+        """A view of one expert, or of one half of it."""
         values, scales = self.values_ENK[expert : expert + 1], self.scales
         if scales is not None:
             scales = scales[expert : expert + 1]
@@ -87,7 +89,7 @@ class ExpertWeights:
         return ExpertWeights(values, scales, self.format)
 
     def dequantized(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """The weights' values, [E, N, K]; in float64 they are exact."""
+        """The values of the weights, [E, N, K]; exact in float64."""
         if self.format == "plain":
             return self.values_ENK.to(dtype)
         codes = self.values_ENK.view(torch.float8_e4m3fn).to(torch.float32).to(dtype)

@@ -1,8 +1,9 @@
-"""Codes and scales from weights, in torch: the twins of `triton_quantize`, equal to it bit for bit.
+"""Codes and scales from weights, in torch: the twins of `triton_quantize`, equal bit for bit.
 
-Scales are the smallest that hold the largest value: amax / 448 (448 is the largest e4m3 value), for `mxfp8` the next
-power of two. Where everything is zero a scale is 1, for `mxfp8` 2^-126. Rounding is to nearest even. What is not finite
-is not refused: products with its row are not finite either, for `mxfp8` by a scale that is not a number.
+A scale is the smallest one that can represent the largest magnitude: amax / 448 (448 is the largest e4m3 value), for
+`mxfp8` the next power of two. If all values are zero, the scale is 1, for `mxfp8` 2^-126. Codes are rounded to nearest
+even. Weights that are not finite raise no error: products with their row are not finite either (for `mxfp8` because the
+scale is NaN).
 
 Legend: E experts, N outputs, K inputs.
 """
@@ -12,42 +13,42 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.fp8 import LARGEST, codes_of
+from rollout_kernels.common.fp8 import LARGEST, codes_of
 from rollout_kernels.moe.formats import BLOCK, GROUP, ExpertWeights, Format
 
-#: Bytes of weights that are on the device at once, while they are quantised, if an expert is not larger.
+#: Bytes of unquantised weights on the device at once; more only if one expert is larger.
 _PIECE_BYTES = 64 << 20
 
 
 def quantize(w_ENK: torch.Tensor, format: Format, halves: int = 1) -> ExpertWeights:
     """Weights of experts (bf16, f16 or float32) in `format`; `halves` is 2 for gate rows followed by up rows.
 
-    Weights that a format can hold come back exactly: for `mxfp8`, what was dequantised from it; for the others, codes
-    times a power of two.
+    Weights that a format can represent are stored exactly: for `mxfp8` all weights that were dequantised from it; for
+    the other formats, codes times a power of two.
     """
     if format == "plain":
         return ExpertWeights(w_ENK, None, format, halves)
-    w = w_ENK.float()
+    float_ENK = w_ENK.float()
     if format == "fp8_row":
-        scales = _scale(w.abs().amax(dim=2))
-        codes = codes_of(w / scales[:, :, None])
+        scales = _scale(float_ENK.abs().amax(dim=2))
+        codes = codes_of(float_ENK / scales[:, :, None])
     elif format == "mxfp8":
-        groups = w.unflatten(2, (-1, GROUP))
+        groups = float_ENK.unflatten(2, (-1, GROUP))
         amax = groups.abs().amax(dim=3)
         exponents = power_code(amax)
         scales = torch.where(amax.isfinite(), exponents, 255).to(torch.uint8)
-        # Exact: a power of two.
+        # The factor is a power of two, so this product is exact.
         codes = codes_of((groups * ((254 - exponents) << 23).view(torch.float32)[..., None]).flatten(2))
     else:
-        codes, scales = _quantize_blocks(w, halves)
+        codes, scales = _quantize_blocks(float_ENK, halves)
     return ExpertWeights(codes, scales, format, halves)
 
 
 def quantize_to(w_ENK: torch.Tensor, out: ExpertWeights, non_blocking: bool = False) -> None:
-    """Write the codes and scales of weights, wherever they lie, to `out`, which may be a `part` of larger ones.
+    """Write the codes and scales of weights on any device to `out`, which may be a `part` of larger weights.
 
-    On a GPU whole experts are copied there and quantised, some at a time, so that little memory is needed beside. What
-    is enqueued reads `w_ENK` until the current stream has run it, if `non_blocking` and it lies in pinned memory.
+    If `out` is on a GPU, whole experts are copied there and quantised, a few at a time, so little extra memory is
+    needed. With `non_blocking` and pinned memory, do not change `w_ENK` before the current stream has run the copies.
     """
     assert out.scales is not None and w_ENK.shape == out.values_ENK.shape
     if w_ENK.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -66,9 +67,9 @@ def quantize_to(w_ENK: torch.Tensor, out: ExpertWeights, non_blocking: bool = Fa
 
 
 def power_code(amax: torch.Tensor) -> torch.Tensor:
-    """The e8m0 code (int32) of the smallest power of two that, times 448, is at least `amax`; 1 or more."""
+    """The e8m0 code (int32, at least 1) of the smallest power of two that, times 448, is at least `amax`."""
     bits = amax.contiguous().view(torch.int32)
-    # 448 = 1.75 * 2^8: the exponent less 8, and one more if the mantissa is over 1.75.
+    # 448 = 1.75 * 2^8: the exponent minus 8, plus 1 if the mantissa is above 1.75.
     return ((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)).clamp(min=1).to(torch.int32)
 
 
@@ -84,5 +85,5 @@ def _quantize_blocks(w: torch.Tensor, halves: int) -> tuple[torch.Tensor, torch.
 
 
 def _scale(amax: torch.Tensor) -> torch.Tensor:
-    # A tensor as divisor: on a GPU torch multiplies by the reciprocal of a number.
+    # The divisor is a tensor: on a GPU, torch replaces division by a Python number with a product by its reciprocal.
     return torch.where(amax == 0, 1.0, amax / torch.full_like(amax, LARGEST))

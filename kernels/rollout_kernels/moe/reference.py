@@ -1,6 +1,7 @@
-"""Mixture of experts: the router, and the experts of the tokens that chose them.
+"""The router and the experts in torch: the CPU path, and the twins of `triton_router` and `dispatch.run_experts`.
 
-Legend: T tokens, E experts, K experts a token, H hidden, I intermediate of one expert.
+Legend: T tokens, E experts, K experts a token, P = T K pairs of token and expert, H hidden, I intermediate of one
+expert, G = 2 I.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.activation import silu_mul
+from rollout_kernels.norm_rope.elementwise import silu_mul
 
 
 def route(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts: softmax in float32, then the `top_k` likeliest; of equal ones the lower index.
+    """Choose experts: softmax in float32, then the `top_k` most likely; of equal ones the lower index.
 
-    Returns float32 weights_TK (summing to 1 a token if `renormalize`) and int64 experts_TK, likeliest first.
+    Returns float32 weights [T, K] (of sum 1 for each token if `renormalize`) and int64 experts [T, K], the most likely
+    first.
     """
     probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-    # topk leaves the order of equal values open; a stable sort does not.
+    # torch.topk does not define the order of equal values; a stable sort does.
     sorted_TE, order_TE = torch.sort(probs_TE, dim=-1, descending=True, stable=True)
     weights_TK, experts_TK = sorted_TE[:, :top_k], order_TE[:, :top_k]
     if renormalize:
@@ -34,22 +36,29 @@ def moe_experts(
 ) -> torch.Tensor:
     """Weighted sum of each token's experts, [T, H] in x's dtype; summed in float32.
 
-    `gate_up_EGH` is [E, 2 I, H], gate rows first. Only experts that a token chose are read. This torch path asks the
-    device for the number of tokens of each expert, so it waits for the device once a call.
+    Only experts that a token chose are read. Each call waits for the device once, for the number of tokens of each
+    expert.
+
+    Args:
+        x_TH: the layer's input.
+        weights_TK: float32 weight of each token's experts.
+        experts_TK: int64.
+        gate_up_EGH: [E, 2 I, H], gate rows first.
+        down_EHI: the down projections.
     """
     tokens, top_k = experts_TK.shape
-    flat = experts_TK.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=gate_up_EGH.shape[0]).tolist()
-    sorted_x = x_TH.index_select(0, order // top_k)
-    sorted_y = torch.empty_like(sorted_x)
+    experts_P = experts_TK.reshape(-1)
+    order_P = torch.argsort(experts_P, stable=True)
+    counts = torch.bincount(experts_P, minlength=gate_up_EGH.shape[0]).tolist()
+    sorted_x_PH = x_TH.index_select(0, order_P // top_k)
+    sorted_y_PH = torch.empty_like(sorted_x_PH)
     start = 0
     for expert, count in enumerate(counts):
         if count:
-            hidden = silu_mul(F.linear(sorted_x[start : start + count], gate_up_EGH[expert]))
-            sorted_y[start : start + count] = F.linear(hidden, down_EHI[expert])
+            hidden = silu_mul(F.linear(sorted_x_PH[start : start + count], gate_up_EGH[expert]))
+            sorted_y_PH[start : start + count] = F.linear(hidden, down_EHI[expert])
             start += count
-    y_NH = torch.empty_like(sorted_y)
-    y_NH[order] = sorted_y
-    y_TKH = y_NH.view(tokens, top_k, -1)
+    y_PH = torch.empty_like(sorted_y_PH)
+    y_PH[order_P] = sorted_y_PH
+    y_TKH = y_PH.view(tokens, top_k, -1)
     return torch.einsum("tkh,tk->th", y_TKH.float(), weights_TK).to(x_TH.dtype)

@@ -1,8 +1,8 @@
-"""The norm before a mixture of experts and its router in one launch, for few tokens.
+"""The norm before a mixture of experts, and its router, in one launch for few tokens.
 
-What `add_rms_norm` and `moe_route` do one after the other. Every program adds up and normalises its token anew, which
-for few tokens costs less than another launch; the first of them writes the results. Because the others may not have
-read the residual stream by then, the new one goes to memory of its own.
+It computes what `add_rms_norm` and `moe_route` compute one after the other. Every program adds and normalises its token
+again, which costs less than another launch if there are few tokens; the first program of a token writes the results.
+Other programs may not have read the residual stream by then, so the new residual stream goes to other memory.
 
 Legend: T tokens, S parts, E experts, K experts a token, H hidden.
 """
@@ -15,32 +15,32 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.common.triton_math import follow, follow_options, last_to_arrive, narrow
 from rollout_kernels.moe.triton_router import Record, Routing, choose, places, record_arguments, routing_outputs
-from rollout_kernels.triton_math import follow, follow_options, last_to_arrive, narrow
 
-#: Tokens up to which this is worth it: each reads its residual and parts once for every few experts.
+#: The most tokens for which this is faster: a token's residual and parts are read once for every `_BLOCK_E` experts.
 MOST_TOKENS = 8
-#: Experts whose logits a program makes.
+#: Experts whose logits a program computes.
 _BLOCK_E = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RouterScratch:
-    """What programs leave for the last of a token to arrive; one serves all layers of a model, which run one by one."""
+    """Memory through which the programs of a token pass their logits to the last one. All layers can share one."""
 
     logits_TE: torch.Tensor  # float32
     arrived_T: torch.Tensor  # int32, zero between launches
 
 
 def router_scratch(experts: int, device: torch.device) -> RouterScratch:
-    """Scratch for a router of so many experts."""
+    """Scratch for routers with `experts` experts."""
     logits_TE = torch.empty(MOST_TOKENS, experts, dtype=torch.float32, device=device)
     return RouterScratch(logits_TE, torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True, slots=True)
 class NormRouting:
-    """The new residual stream, its normalised form (both [T, H]) and the experts."""
+    """The new residual stream and its norm, both [T, H], and the chosen experts."""
 
     residual_TH: torch.Tensor
     x_TH: torch.Tensor
@@ -87,7 +87,7 @@ def _norm_router_kernel(
     for part in tl.static_range(PARTS):
         added += tl.load(parts_ptr + (part * tokens + token) * H + h, mask=live, other=0.0)
     residual = tl.load(residual_ptr + token * H + h, mask=live, other=0.0).to(tl.float32)
-    # Rounded as `add_rms_norm` rounds: the product's result, the sum, the norm and its weighted form.
+    # Round where `add_rms_norm` rounds: the product's result, the sum, the norm, and the weighted norm.
     stored = narrow(residual + narrow(added, dtype).to(tl.float32), dtype)
     value = stored.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value) / H + eps)
@@ -99,7 +99,7 @@ def _norm_router_kernel(
     tl.store(logits_ptr + token * E + e, narrow(logits, dtype).to(tl.float32), mask=e < E)
     if last_to_arrive(arrived_ptr + token):
         every = tl.arange(0, E2)
-        # Past the cache of this multiprocessor: other ones wrote them.
+        # Bypass the L1 cache, because programs on other multiprocessors wrote these logits.
         written = tl.load(logits_ptr + token * E + every, mask=every < E, other=0.0, cache_modifier=".cg")
         choose(
             written,
@@ -128,9 +128,18 @@ def norm_route(
     scratch: RouterScratch,
     record: Record | None = None,
 ) -> NormRouting:
-    """Add partial products (float32) to the residual stream, normalise it and choose experts; up to `MOST_TOKENS`.
+    """Add partial products to the residual stream, normalise it and choose experts, for up to `MOST_TOKENS` tokens.
 
-    `residual_TH` is left as it is.
+    Args:
+        residual_TH: contiguous, not changed.
+        parts_STH: float32, contiguous.
+        norm_H: weights of the norm.
+        eps: of the norm.
+        router_EH: weights of the router, contiguous.
+        top_k: experts of a token.
+        renormalize: whether the weights of a token add up to 1.
+        scratch: from `router_scratch`.
+        record: where to record the experts for replay, or None.
     """
     tokens, hidden = residual_TH.shape
     experts = router_EH.shape[0]

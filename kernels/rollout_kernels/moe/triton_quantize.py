@@ -1,10 +1,10 @@
-"""Codes and scales from weights, on the device: bit for bit what the twins in `quantize` make.
+"""Codes and scales from weights on a GPU, equal bit for bit to the twins in `quantize`.
 
-    mxfp8        a program 128 groups of 32
-    fp8_row      a program 16 rows, read twice: for their largest values, then for their codes
-    fp8_block    a program a block of 128 x 128
+    mxfp8        a program handles 128 groups of 32
+    fp8_row      a program handles 16 rows, and reads them twice: for their largest magnitudes, then for their codes
+    fp8_block    a program handles a block of 128 x 128
 
-Divisions round to nearest and codes are made by integer arithmetic: a weight comes out the same everywhere.
+Divisions round to nearest, and encoding uses integer arithmetic, so a weight gets the same code on every device.
 
 Legend: E experts, N outputs, K inputs.
 """
@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.common.triton_fp8 import e4m3_code
 from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
-from rollout_kernels.triton_fp8 import e4m3_code
 
 _GROUPS = 128
 _ROWS = 16
@@ -34,7 +34,7 @@ def _mxfp8_kernel(w_ptr, codes_ptr, scales_ptr, groups, GROUPS: tl.constexpr):
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     live = group < groups
     w = tl.load(w_ptr + at, mask=live[:, None], other=0.0).to(tl.float32)
-    # Of the bits, not of the values: among these NaN is not the largest, but passed over.
+    # The maximum of the bits, not of the values: a maximum of values ignores NaN.
     bits = tl.max(w.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     power = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
     inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
@@ -77,7 +77,7 @@ def _block_kernel(w_ptr, codes_ptr, scales_ptr, N, K):
 def empty_weights(
     experts: int, outputs: int, inputs: int, format: Format, halves: int, device: torch.device
 ) -> ExpertWeights:
-    """Room for quantised weights, without defined contents."""
+    """Uninitialised memory for quantised weights; `format` is not `plain`."""
     shape = scale_shape(experts, outputs, inputs, format, halves)
     assert shape is not None, "plain weights are not quantised"
     values_ENK = torch.empty(experts, outputs, inputs, dtype=torch.uint8, device=device)
@@ -86,9 +86,9 @@ def empty_weights(
 
 
 def quantize_into(w_ENK: torch.Tensor, out: ExpertWeights) -> None:
-    """Write the codes and scales of `w_ENK` (bf16, f16 or float32, contiguous) to `out`, all on the device.
+    """Write the codes and scales of `w_ENK` (bf16, f16 or float32, contiguous) to `out`, on the same device.
 
-    `out` may be a `part` of larger weights: one expert, or one half of it, as they arrive.
+    `out` may be a `part` of larger weights: one expert, or one half of it.
     """
     assert out.scales is not None and w_ENK.is_contiguous() and w_ENK.shape == out.values_ENK.shape
     experts, outputs, inputs = w_ENK.shape
@@ -109,7 +109,7 @@ def quantize_into(w_ENK: torch.Tensor, out: ExpertWeights) -> None:
 
 
 def quantize_in_pieces(w_ENK: torch.Tensor, out: ExpertWeights, at_once: int, non_blocking: bool = False) -> None:
-    """`quantize_into` for weights that lie anywhere: `at_once` experts at a time come to the device of `out`."""
+    """`quantize_into` for weights on any device: `at_once` experts at a time are copied to the device of `out`."""
     assert out.scales is not None
     for start in range(0, len(w_ENK), at_once):
         some = slice(start, start + at_once)
@@ -118,7 +118,7 @@ def quantize_in_pieces(w_ENK: torch.Tensor, out: ExpertWeights, at_once: int, no
 
 
 def quantize_on_device(w_ENK: torch.Tensor, format: Format, halves: int = 1) -> ExpertWeights:
-    """Weights of experts in `format`; the same as `quantize.quantize`."""
+    """Weights of experts in `format`, as `quantize.quantize` returns them."""
     if format == "plain":
         return ExpertWeights(w_ENK, None, format, halves)
     experts, outputs, inputs = w_ENK.shape

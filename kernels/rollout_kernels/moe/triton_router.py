@@ -1,12 +1,12 @@
-"""The router of a mixture of experts: softmax, top-k and renormalisation of its logits.
+"""The router of a mixture of experts on a GPU: softmax, top-k and renormalisation of its logits.
 
     few tokens   triton_norm_router   norm, logits and choice in one launch
-    more         moe_route            logits by a product cut along H, so that its few outputs keep the chip busy; then
-                                      a launch that adds up the parts and chooses, a program a token
+    more         moe_route            logits by a product that is split along H, so that its few outputs keep the chip
+                                      busy; then a launch that adds the parts and chooses, with one program a token
 
-A logit is rounded to the model's dtype, as a matrix product of that dtype leaves it. Of equal logits the lower index
-comes first. A logit that is not a number is never chosen before one that is, so experts are valid whatever the input;
-the weights of such a token are not numbers. Sums have a fixed order: a token does not depend on the others.
+Logits are rounded to the model's dtype, as the result of a matrix product is. Of equal logits the lower index comes
+first. NaN logits come last, so the experts are valid for any input; the weights of a token with NaN logits are NaN.
+Sums have a fixed order, so a token does not depend on the other tokens.
 
 Legend: T tokens, S parts, E experts, K experts a token, H hidden, R rows of a record.
 """
@@ -20,29 +20,29 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from rollout_kernels.linear_table import linear_config
-from rollout_kernels.triton_linear import linear_parts
-from rollout_kernels.triton_math import TRITON_DTYPES, follow, follow_options, narrow
+from rollout_kernels.common.triton_math import TRITON_DTYPES, follow, follow_options, narrow
+from rollout_kernels.linear.table import linear_config
+from rollout_kernels.linear.triton_linear import linear_parts
 
-#: Rivals that an expert is compared with at once, and the fewest places for experts.
+#: Other experts that an expert is compared with at once, and the smallest length of vectors of experts.
 _COMPARED = tl.constexpr(128)
 _FEWEST = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What the router decided: int32 experts_TK, likeliest first, and their float32 weights_TK."""
+    """The chosen experts of each token and their weights."""
 
-    experts_TK: torch.Tensor
-    weights_TK: torch.Tensor
+    experts_TK: torch.Tensor  # int32, the most likely first
+    weights_TK: torch.Tensor  # float32
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Where to keep the experts of each token, for replay.
+    """Where to record the experts of each token, for replay.
 
-    Row `slots_T[t]` (int64) of `experts_RK` (uint8, uint16 or int32; rows may be apart) gets the experts of token t;
-    a slot below zero keeps nothing.
+    Row `slots_T[t]` (int64) of `experts_RK` (uint8, uint16 or int32; any distance between rows) gets the experts of
+    token t. A negative slot records nothing.
     """
 
     experts_RK: torch.Tensor
@@ -51,8 +51,8 @@ class Record:
 
 @triton.jit
 def _order(logits, e, E2: tl.constexpr):
-    """Integers that are larger the earlier an expert comes: by logit, numbers before others, then by index."""
-    number = tl.where(logits == logits, logits, float("-inf")) + 0.0  # of two zeros neither is the larger
+    """An integer for each expert, larger for experts that come earlier: by logit (NaN last), then by index."""
+    number = tl.where(logits == logits, logits, float("-inf")) + 0.0  # makes -0.0 equal to 0.0
     bits = number.to(tl.int32, bitcast=True)
     ascending = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ascending.to(tl.int64) << 32) | (E2 - 1 - e).to(tl.int64)
@@ -73,7 +73,7 @@ def choose(
     RENORMALIZE: tl.constexpr,
     RECORD: tl.constexpr,
 ):
-    """The experts of one token, from its logits [E2], float32: an expert's place is the number of experts before it."""
+    """Choose the experts of one token from its float32 logits [E2]; an expert's place is the number of earlier ones."""
     e = tl.arange(0, E2)
     logits = tl.where(e < E, logits, float("-inf"))
     order = _order(logits, e, E2)
@@ -87,11 +87,11 @@ def choose(
             rival = tl.sum(tl.where((tl.arange(0, PIECES) == piece)[:, None], pieces, 0), axis=0)
             place += tl.sum((rival[None, :] > order[:, None]).to(tl.int32), axis=1)
     chosen = (place < TOP_K) & (e < E)
-    # Finite even where no logit is a number, so that padding stays without weight.
+    # Finite even if all logits are NaN, so that padding gets no weight.
     largest = tl.maximum(tl.max(tl.where(logits == logits, logits, float("-inf"))), -3e38)
     weight = tl.where(e < E, tl.exp(logits - largest), 0.0)
     if RENORMALIZE:
-        # What is not a number counts even where it was not chosen, as it does for a softmax over all.
+        # NaN counts even if its expert was not chosen, as in a softmax over all experts.
         weight = weight / tl.sum(tl.where(chosen | (weight != weight), weight, 0.0))
     else:
         weight = weight / tl.sum(weight)
@@ -146,7 +146,7 @@ def _choose_kernel(
 
 
 def routing_outputs(tokens: int, top_k: int, device: torch.device, out: Routing | None) -> Routing:
-    """`out`, or room for a routing."""
+    """`out`, or newly allocated memory for a routing."""
     if out is not None:
         assert out.experts_TK.shape == out.weights_TK.shape == (tokens, top_k)
         assert out.experts_TK.dtype == torch.int32 and out.weights_TK.dtype == torch.float32
@@ -156,7 +156,7 @@ def routing_outputs(tokens: int, top_k: int, device: torch.device, out: Routing 
 
 
 def record_arguments(record: Record | None, experts: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """Tensor, slots and stride of a record, as kernels take them."""
+    """The kernels' arguments for a record: tensor, slots, stride of a row."""
     if record is None:
         return None, None, 0
     kept = record.experts_RK
@@ -174,11 +174,18 @@ def moe_route(
     out: Routing | None = None,
     deterministic: bool = False,
 ) -> Routing:
-    """Choose experts for the normalised `x_TH`.
+    """Choose the experts of each token.
 
-    Weights are those of a softmax over all experts (OLMoE), or add up to 1 if `renormalize` (Qwen3-MoE with
-    `norm_topk_prob`, Mixtral). `deterministic` adds a logit's products in one order whatever the number of tokens,
-    where `linear_config` has a configuration for such a router.
+    Args:
+        x_TH: the normalised input of the layer.
+        router_EH: weights of the router.
+        top_k: experts of a token.
+        renormalize: True: the weights of a token add up to 1 (Qwen3-MoE with `norm_topk_prob`, Mixtral). False: they
+            are those of the softmax over all experts (OLMoE).
+        record: where to record the experts for replay, or None.
+        out: memory for the result, or None to allocate it.
+        deterministic: add the products of a logit in one order for every number of tokens, if `linear_config` has a
+            configuration for this router.
     """
     experts, hidden = router_EH.shape
     config = linear_config(experts, hidden, "parts", len(x_TH), deterministic)
@@ -194,7 +201,10 @@ def moe_choose(
     record: Record | None = None,
     out: Routing | None = None,
 ) -> Routing:
-    """The same from logits in parts, which are added up and rounded to `dtype`; the twin of `rollout_kernels.route`."""
+    """Choose experts from partial sums of logits, which are added and rounded to `dtype`; see `moe_route`.
+
+    The twin is `rollout_kernels.route`.
+    """
     parts, tokens, experts = parts_STE.shape
     assert parts_STE.is_contiguous() and 0 < top_k <= experts
     out = routing_outputs(tokens, top_k, parts_STE.device, out)
@@ -221,5 +231,5 @@ def moe_choose(
 
 
 def places(experts: int) -> int:
-    """Length of the vectors that programs keep experts in."""
+    """Length of a program's vectors of experts: a power of two."""
     return max(_FEWEST, triton.next_power_of_2(experts))

@@ -91,8 +91,8 @@ class Sampler:
         output_4R: torch.Tensor,
         masks: StepMasks | None,
     ) -> None:
-        from rollout_kernels.triton_sampling import draw_and_advance
-        from rollout_kernels.triton_truncate import truncate
+        from rollout_kernels.sampling.triton_draw import draw_and_advance
+        from rollout_kernels.sampling.triton_truncate import truncate
 
         drawn_SV = None
         if features.reshapes:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from rollout_kernels.attention import DecodePlan, paged_decode_attention, plan_paged_decode
-from rollout_kernels.triton_decode_plan import DecodeWork
+from rollout_kernels.attention.triton_decode_plan import DecodeWork
 
 Window = tuple[int, int]
 _NO_WINDOW: Window = (-1, -1)

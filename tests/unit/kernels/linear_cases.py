@@ -1,4 +1,4 @@
-"""What tests of few-row products share: operands with their exact product, and how far a result is from it."""
+"""What tests of matrix products share: operands with their exact product, and the relative error of a result."""
 
 from __future__ import annotations
 

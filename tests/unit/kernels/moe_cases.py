@@ -62,7 +62,7 @@ def layer(
 
 
 def exact(case: Layer) -> torch.Tensor:
-    """The layer's output in float64, [T, H], against the weights that the codes stand for."""
+    """The layer's output in float64, [T, H], computed with the values that the codes represent."""
     out = torch.zeros_like(case.x_TH, dtype=torch.float64)
     for expert in case.experts_TK.unique().tolist():
         token, slot = (case.experts_TK == expert).nonzero(as_tuple=True)
@@ -80,13 +80,13 @@ def _of(weights: ExpertWeights, expert: int) -> torch.Tensor:
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm; NaN counts as far off."""
+    """Norm of the difference, divided by the norm of the expected result; infinite if there is a NaN."""
     error = ((got.double() - expected.double()).norm() / expected.double().norm()).item()
     return error if error == error else float("inf")
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, most: float = 4e-3, what: object = "") -> None:
-    """Relative error, cosine of each token and largest difference, as two roundings to `got`'s dtype allow.
+    """Check relative error, cosine of each token and largest difference against bounds for two roundings to 16 bits.
 
     Exact sums with both roundings come to 2.4e-3, 1 - 3.5e-6 and 1.5 times the largest difference of the rounded result
     in bf16, for 512 tokens of 2,048 values; fewer values vary more.
@@ -100,5 +100,5 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, most: float = 4e-3, 
 
 
 def poison(*shape: int, dtype: torch.dtype, device: str = DEVICE) -> torch.Tensor:
-    """An output that a kernel has not written."""
+    """An output full of NaN, as if no kernel had written it."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)

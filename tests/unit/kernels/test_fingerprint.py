@@ -28,12 +28,12 @@ def by_hand(data: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("nbytes", SIZES[:-1])
-def test_the_twin_is_the_sum_that_the_protocol_names(nbytes: int) -> None:
+def test_the_twin_computes_the_sum_that_the_protocol_defines(nbytes: int) -> None:
     assert fingerprint(data := some_bytes(nbytes)).item() % 2**64 == by_hand(data)
 
 
 @pytest.mark.parametrize("nbytes", [size for size in SIZES if size >= 4])
-def test_the_kernel_adds_what_the_twin_does(nbytes: int) -> None:
+def test_the_kernel_computes_the_sum_of_the_twin(nbytes: int) -> None:
     data = some_bytes(nbytes)[: nbytes // 4 * 4]
     total = torch.full((), 5, dtype=torch.int64, device=DEVICE)
     add_words(data.view(torch.int32).to(DEVICE), total, _K)
@@ -42,13 +42,13 @@ def test_the_kernel_adds_what_the_twin_does(nbytes: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_a_gpu_finds_what_a_host_finds(nbytes: int) -> None:
+def test_a_gpu_and_a_host_find_the_same_fingerprint(nbytes: int) -> None:
     data = some_bytes(nbytes)
     assert fingerprint(data.cuda()).item() == fingerprint(data).item()
 
 
 def test_the_kernel_is_launched_on_the_device_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current device, which for a new thread is the first one, wherever the model is."""
+    """Triton launches on the current device. For a new thread this is the first device, not the model's."""
     inside: list[torch.device] = []
     launched = []
 

@@ -1,16 +1,16 @@
-"""The table of configurations: every entry fits its shape; the deterministic ones have one order of reduction."""
+"""The table of configurations: every entry fits its shape, and deterministic entries have one order of reduction."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from linear_cases import operands, relative
-from rollout_kernels.linear_table import _DETERMINISTIC, _FAST, linear_config
-from rollout_kernels.triton_gemv import MOST_ROWS as MOST_GEMV_ROWS
-from rollout_kernels.triton_gemv import GemvConfig
-from rollout_kernels.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+from rollout_kernels.linear.table import DETERMINISTIC, FAST, linear_config
+from rollout_kernels.linear.triton_gemv import MOST_ROWS as MOST_GEMV_ROWS
+from rollout_kernels.linear.triton_gemv import GemvConfig
+from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
 
-SHAPES = sorted({*_DETERMINISTIC, *_FAST})
+SHAPES = sorted({*DETERMINISTIC, *FAST})
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -25,7 +25,7 @@ def test_every_entry_divides_its_inputs(shape):
             assert config is None or kind == "parts" or config.split == 1
 
 
-def test_a_shape_that_was_not_measured_is_split_until_there_is_an_item_for_half_of_the_chip():
+def test_an_unmeasured_shape_is_split_until_its_items_fill_half_of_the_chip():
     for deterministic, last in ((True, (4, 6, 132)), (False, (4, 8, 132, True))):
         assert linear_config(1024, 4096, "parts", 2, deterministic) == LinearConfig(64, 128, 8, *last)
         assert linear_config(8192, 4096, "parts", 2, deterministic) == LinearConfig(64, 128, 1, *last)
@@ -34,7 +34,7 @@ def test_a_shape_that_was_not_measured_is_split_until_there_is_an_item_for_half_
     assert linear_config(1024, 4096, "silu", 100, deterministic=True) == LinearConfig(64, 64, 1, 4, 8, 132)
 
 
-def test_a_row_of_a_shape_that_was_not_measured_goes_by_output_where_whole_loads_divide_it():
+def test_one_row_of_an_unmeasured_shape_uses_gemv_if_whole_loads_divide_it():
     assert linear_config(1024, 4096, "parts", 1) == GemvConfig(at_once=16)
     assert linear_config(1024, 14336, "parts", 1) == GemvConfig(at_once=8)
     assert linear_config(1024, 28672, "parts", 1) == GemvConfig(split=7, at_once=16)
@@ -49,14 +49,14 @@ def test_tiles_that_are_too_narrow_for_the_copy_engine_are_not_streamed():
     assert linear_config(1024, 96, "parts", 1) == LinearConfig(64, 32, 1, 4, 6, 132)
 
 
-def test_what_no_tile_divides_and_the_output_layer_of_many_rows_are_left_to_cublas():
+def test_cublas_computes_indivisible_shapes_and_the_output_layer_of_many_rows():
     assert linear_config(1024, 100, "parts", 1) is None
     assert linear_config(151936, 4096, "whole", 64) is not None
     assert linear_config(151936, 4096, "whole", 65) is None
     assert linear_config(32000, 4096, "whole", 128) is None
 
 
-def test_the_deterministic_column_never_gives_way_to_cublas():
+def test_the_deterministic_column_never_uses_cublas_for_many_rows():
     for shape in SHAPES:
         configs = [linear_config(*shape, rows, deterministic=True) for rows in (1, 64, 128, 129, 8192)]
         assert None not in configs and len({config.split for config in configs}) == 1
@@ -67,10 +67,10 @@ def test_the_deterministic_column_never_gives_way_to_cublas():
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_configuration_of_the_table_gives_the_product(shape):
-    """At the row counts where one configuration follows another; tails of tiles and odd numbers of rows included."""
+    """At the ends of all bands, including partial tiles and odd numbers of rows."""
     outputs, inputs, kind = shape
     run = {"parts": linear_parts, "whole": linear, "silu": gate_up_silu}[kind]
-    bands = {most for column in (_FAST, _DETERMINISTIC) for most, _ in column.get(shape, ())}
+    bands = {most for column in (FAST, DETERMINISTIC) for most, _ in column.get(shape, ())}
     x_all, w, exact = operands(max(bands), outputs, inputs)
     for rows in sorted({rows for most in bands for rows in (most, most - 1, most // 2 + 1) if rows > 0}):
         expected = exact[:rows]

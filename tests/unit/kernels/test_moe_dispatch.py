@@ -1,4 +1,4 @@
-"""The choice of kernels, and a whole layer through it."""
+"""The plans of a layer of experts, and a whole layer by each kind of plan."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rollout_kernels.moe.dispatch import (
     write_table,
 )
 from rollout_kernels.moe.formats import FORMATS
-from rollout_kernels.moe.triton_grouped import GroupedConfig
+from rollout_kernels.moe.triton_grouped_experts import GroupedConfig
 from rollout_kernels.moe.triton_router import Routing
-from rollout_kernels.moe.triton_warp import WarpConfig
+from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 QWEN3_30B = MoEShape(experts=128, top_k=8, hidden=2048, inner=768)
 PLANS = [
@@ -44,7 +44,7 @@ def test_a_layer_runs_by_any_plan(plan, format):
     added = torch.zeros_like(parts[0])
     for part in parts:
         added += part
-    assert torch.equal(added.bfloat16(), out), "the norm that follows adds up to the same"
+    assert torch.equal(added.bfloat16(), out), "the norm that adds the parts gets the same sum"
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -74,11 +74,11 @@ def test_the_deterministic_plan_is_one_for_any_number_of_tokens():
         assert len(plans) == 1
 
 
-def test_scales_that_f16_has_no_room_for_stay_off_the_tensor_cores():
+def test_mxfp8_with_f16_activations_uses_the_warp_path():
     assert moe_plan(QWEN3_30B, "mxfp8", torch.float16, 1000).path == "warp"
 
 
-def test_a_shape_nobody_measured_says_so_once():
+def test_an_unmeasured_shape_warns_once():
     shape = MoEShape(7, 2, 64, 32)
     with pytest.warns(RuntimeWarning, match="tune_moe"):
         plan = moe_plan(shape, "plain", torch.bfloat16, 1)
@@ -88,8 +88,8 @@ def test_a_shape_nobody_measured_says_so_once():
         moe_plan(QWEN3_30B, "plain", torch.bfloat16, 1)
 
 
-def test_the_table_holds_nothing_that_nobody_measured():
-    """Such a shape is to say so: an entry that is what it would get without one was not measured."""
+def test_the_table_holds_only_measured_entries():
+    """An entry that equals the default was not measured: without it, its shape gets the same plan and a warning."""
     assert all(entry != default_entry(*key) for key, entry in dispatch.measured_table().items())
 
 

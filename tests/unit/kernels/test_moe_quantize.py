@@ -1,4 +1,4 @@
-"""Formats of expert weights: what they can hold comes back exactly, and the device makes what torch makes."""
+"""Formats of expert weights: representable weights are exact, and the device quantises as torch does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout_kernels.moe.quantize import power_code, quantize
 from rollout_kernels.moe.triton_quantize import empty_weights, quantize_in_pieces, quantize_into, quantize_on_device
 
 CODED = [format for format in FORMATS if format != "plain"]
-#: Largest relative error of a value that is no code: half a step of three bits of mantissa.
+#: The largest relative error of rounding to three bits of mantissa: half a step.
 HALF_STEP = 2.0**-4
 
 
@@ -24,7 +24,7 @@ def weights(*shape: int, dtype: torch.dtype = torch.bfloat16, spread: float = 1.
 @pytest.mark.parametrize("format", CODED)
 @pytest.mark.parametrize(("shape", "halves"), [((2, 24, 96), 1), ((1, 264, 160), 2), ((1, 130, 288), 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_device_makes_what_the_twin_makes(format, shape, halves, dtype):
+def test_the_device_computes_the_codes_and_scales_of_the_twin(format, shape, halves, dtype):
     w = weights(*shape, dtype=dtype, spread=2.0)
     w[0, 3] = 0.0
     got, expected = quantize_on_device(w, format, halves), quantize(w, format, halves)
@@ -32,7 +32,7 @@ def test_the_device_makes_what_the_twin_makes(format, shape, halves, dtype):
     assert torch.equal(got.values_ENK, expected.values_ENK)
 
 
-def test_every_code_is_made_of_its_value_and_of_what_rounds_to_it():
+def test_every_code_is_reached_by_its_value_and_by_values_that_round_to_it():
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     values = values[values.isfinite()].sort().values.unique()
     middles = (values[1:] + values[:-1]) / 2
@@ -47,7 +47,7 @@ def test_every_code_is_made_of_its_value_and_of_what_rounds_to_it():
 
 
 @pytest.mark.parametrize("number", [float("nan"), -float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_leaves_a_scale_that_is_not_a_number(number):
+def test_a_weight_that_is_not_finite_gets_a_nan_scale(number):
     w = weights(1, 4, 96)
     w[0, 2, 40] = number
     got, expected = quantize_on_device(w, "mxfp8"), quantize(w, "mxfp8")

@@ -7,10 +7,10 @@ import torch
 from moe_cases import DEVICE
 from rollout_kernels import route
 from rollout_kernels.moe import triton_router
-from rollout_kernels.moe.triton_grouping import group_pairs, most_tiles
+from rollout_kernels.moe.triton_group_pairs import group_pairs, most_tiles
 from rollout_kernels.moe.triton_norm_router import RouterScratch, norm_route, router_scratch
 from rollout_kernels.moe.triton_router import Record, Routing, moe_choose, moe_route
-from rollout_kernels.triton_fused import add_rms_norm
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_of_equal_logits_the_lower_index_comes_first():
     assert moe_choose(logits, torch.float32, 3, True).experts_TK.tolist() == [[1, 3, 0], [0, 1, 2]]
 
 
-def test_logits_that_are_no_numbers_give_valid_experts():
+def test_nan_logits_give_valid_experts():
     logits = normal(3, 40, dtype=torch.float32)
     logits[0] = float("nan")
     logits[1, ::2] = float("nan")
@@ -82,11 +82,11 @@ def test_logits_that_are_no_numbers_give_valid_experts():
     assert got.weights_TK[0].isnan().all() and got.weights_TK[2].isfinite().all()
     for renormalize in (True, False):
         weights = moe_choose(logits[None], torch.float32, 4, renormalize).weights_TK
-        assert weights[:2].isnan().all() and weights[2].isfinite().all(), "what was not chosen is not hidden either"
+        assert weights[:2].isnan().all() and weights[2].isfinite().all(), "a NaN counts even if it was not chosen"
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
-def test_experts_are_kept_for_replay_where_a_slot_is_given(dtype):
+def test_experts_are_recorded_for_replay_where_a_slot_is_given(dtype):
     x, router = normal(4, 32), normal(16, 32)
     kept = torch.full((6, 3, 2), 99, dtype=torch.int32).to(DEVICE, dtype)
     slots = torch.tensor([5, -1, 0, 2], device=DEVICE)
@@ -108,19 +108,19 @@ def test_a_token_is_routed_as_if_it_were_alone():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "hidden", "experts"), [(1, 64, 16), (5, 96, 10)])
-def test_norm_and_router_in_one_launch_are_both_one_after_the_other(tokens, hidden, experts, dtype):
+def test_norm_and_router_in_one_launch_equal_two_launches(tokens, hidden, experts, dtype):
     residual, norm = normal(tokens, hidden, dtype=dtype), normal(hidden, dtype=dtype).abs()
     parts, router = normal(3, tokens, hidden, dtype=torch.float32), normal(experts, hidden, dtype=dtype)
     scratch, before = scratch_for(experts), residual.clone()
     got = norm_route(residual, parts, norm, 1e-6, router, 4, True, scratch)
-    assert torch.equal(residual, before), "programs that have not read it yet still can"
+    assert torch.equal(residual, before), "other programs may still have to read it"
     assert not scratch.arrived_T.any()
     x = add_rms_norm(before, parts, norm, 1e-6)
     assert torch.equal(got.residual_TH, before)
     assert torch.allclose(got.x_TH, x, rtol=2 * torch.finfo(dtype).eps)
     exact = got.x_TH.double() @ router.double().T
     logits = scratch.logits_TE[:tokens].to(dtype)
-    assert torch.equal(logits.float(), scratch.logits_TE[:tokens]), "rounded as the twin's"
+    assert torch.equal(logits.float(), scratch.logits_TE[:tokens]), "rounded like the twin's logits"
     assert torch.allclose(logits.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
     weights, chosen = route(logits, 4, True)
     assert got.routing.experts_TK.tolist() == chosen.tolist()
@@ -162,8 +162,8 @@ def test_the_bound_on_tiles_is_reached():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
-def test_every_router_keeps_the_experts_of_its_twin_in_rows_that_are_apart(dtype):
-    """As a step keeps them: behind other words, layer by layer, for more rows than there are tokens."""
+def test_every_router_records_the_experts_of_its_twin_in_strided_rows(dtype):
+    """As in a step: after other words, layer by layer, with more rows than tokens."""
     tokens, experts, top_k = 5, 40, 3
     residual, norm, router = normal(tokens, 64), normal(64).abs(), normal(experts, 64)
     parts, slots = normal(1, tokens, 64, dtype=torch.float32), torch.arange(tokens, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Triton's interpreter as the tests have it: language and functions are as after its own launches."""
+"""The faster interpreter of the tests leaves Triton's language and functions as the original does."""
 
 from __future__ import annotations
 

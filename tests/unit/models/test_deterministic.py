@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rollout_kernels.attention.triton_decode import decode_attention
 from rollout_kernels.sampling import SamplingRows, truncate
-from rollout_kernels.triton_decode_attention import decode_attention
 from triton.runtime import interpreter
 
 from rollout.config import ModelSettings
@@ -144,7 +144,7 @@ def test_a_prompts_tokens_attend_as_those_of_decode_steps_do():
 
 
 def _whole(lens, window):
-    from rollout_kernels.triton_decode_plan import DecodeConfig, plan_decode_work
+    from rollout_kernels.attention.triton_decode_plan import DecodeConfig, plan_decode_work
 
     return plan_decode_work(lens, 2, group=1, window=window, config=DecodeConfig(block_n=16), multiprocessors=1)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rollout_kernels.moe.dispatch import Plan, WarpPlan, moe_plan
-from rollout_kernels.moe.triton_warp import WarpConfig
+from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 from rollout.config import ModelSettings
 from rollout.engine.messages import RoutingShape

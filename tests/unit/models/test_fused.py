@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_kernels.linear_table import MOST_ROWS
+from rollout_kernels.linear.table import MOST_ROWS
 from rollout_kernels.moe.dispatch import MoEShape, Plan, WarpPlan, moe_plan
-from rollout_kernels.moe.triton_grouping import _chunk
-from rollout_kernels.moe.triton_warp import WarpConfig
+from rollout_kernels.moe.triton_group_pairs import pairs_at_once
+from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 from rollout.config import ModelSettings
 from rollout.models import Decoder, fused_experts, load_model
@@ -169,7 +169,7 @@ def test_steps_of_the_same_kernels_are_told_by_their_largest(tmp_path: Path) -> 
         largest = next((size for size in sizes if size >= tokens_), 5000)
         plans = [moe_plan(shape, "plain", torch.bfloat16, size) for size in (tokens_, largest)]
         assert plans[0] == plans[1]
-        assert _chunk(2 * tokens_) == _chunk(2 * largest)
+        assert pairs_at_once(2 * tokens_) == pairs_at_once(2 * largest)
         for bound in (MOST_ROWS, fused_experts.MOST_TOKENS):
             assert (tokens_ <= bound) == (largest <= bound)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_kernels import triton_lora
+from rollout_kernels.lora import triton_lora
 from rollout_kernels.moe.dispatch import WarpPlan
-from rollout_kernels.moe.triton_warp import WarpConfig
+from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 from rollout.config import ModelSettings
 from rollout.models import fused_experts, load_model

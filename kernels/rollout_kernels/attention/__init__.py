@@ -1,0 +1,26 @@
+"""Attention over a paged KV cache.
+
+paged                  the ops and their torch twins: writing keys and values, decode, prefill
+triton_decode          decode on a GPU: one query a row; `triton_decode_fp8` is its kernel for e4m3 caches
+triton_decode_plan     how the contexts of a decode step are split over the programs of its grid
+triton_decode_combine  what a program does with its results, and how the results of one row are combined
+triton_prefill         prefill on a GPU: chunks of prompts
+"""
+
+from rollout_kernels.attention.paged import (
+    DecodePlan,
+    paged_decode_attention,
+    paged_prefill_attention,
+    plan_decode,
+    plan_paged_decode,
+    write_kv,
+)
+
+__all__ = [
+    "DecodePlan",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "plan_decode",
+    "plan_paged_decode",
+    "write_kv",
+]

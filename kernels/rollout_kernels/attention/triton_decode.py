@@ -1,0 +1,214 @@
+"""Paged decode attention in Triton: one query a row, its context split over programs by a `DecodeWork` plan.
+
+A program handles one KV head and one share of the plan. It loops over the share's items; an item is a row and a range
+of tiles of the row's context. The query heads of a KV head are the rows of the matrix products, padded to 16. Scores
+are float32, in base 2. `triton_decode_combine` says what happens to an item's result; it never depends on timing.
+
+For caches of e4m3 codes the kernel is in `triton_decode_fp8`.
+
+The host reads nothing, and the grid depends only on the plan's shapes, so a captured graph stays valid while contexts
+grow. Hidden positions are never loaded, so data that other sequences left there does not matter.
+
+Legend: B rows, H query heads, G KV heads, D head dimension, P pages (of the cache, or of a row of the page table),
+S page size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout_kernels.attention.triton_decode_combine import HIDDEN, combine_kernel, read_item, store_item, weigh
+from rollout_kernels.attention.triton_decode_fp8 import decode_codes_kernel
+from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
+from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
+
+#: How many values and parts are combined at once. With more, the compiler serialises the loads to save registers.
+_COMBINED_VALUES, _COMBINED_PARTS = 3072, 8
+#: Up to this many rows, latency dominates the time of attention.
+_FEW_ROWS = 4
+
+
+@triton.jit(do_not_specialize=["window", "stride_table"])
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    items_ptr,
+    first_ptr,
+    arrivals_ptr,
+    scale_log2,
+    window,
+    stride_q_row,
+    stride_q_head,
+    stride_page,
+    stride_slot,
+    stride_kv_head,
+    stride_table,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    share = tl.program_id(1)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP
+    is_q = (m[:, None] < GROUP) & (d[None, :] < D)
+    k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
+    v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
+    follow()
+    first = tl.load(first_ptr + share)
+    last = tl.load(first_ptr + share + 1)
+    for i in range(first, last):
+        row, begin, end, first_item, count, length = read_item(items_ptr, i)
+        q_at = row.to(tl.int64) * stride_q_row + (head + m[:, None]) * stride_q_head + d[None, :]
+        q = tl.load(q_ptr + q_at, mask=is_q, other=0.0)
+        table = table_ptr + row.to(tl.int64) * stride_table
+        peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
+        page = tl.load(table + n // PAGE_SIZE, mask=n < length, other=0)
+        for tile in range(begin, end):
+            n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            at = page.to(tl.int64) * stride_page + (n % PAGE_SIZE) * stride_slot
+            live = (n < length)[:, None]
+            if HAS_WINDOW:
+                live = live & (n >= length - window)[:, None]
+            if BLOCK_D != D:
+                live = live & (d[None, :] < D)
+            k = tl.load(k_base + at[:, None] + d[None, :], mask=live, other=0.0)
+            v = tl.load(v_base + at[:, None] + d[None, :], mask=live, other=0.0)
+            # Prefetch the next tile's pages while this tile is computed.
+            next_n = n + BLOCK_N
+            page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
+            score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
+            visible = n < length
+            if HAS_WINDOW:
+                visible = visible & (n >= length - window)
+            score = tl.where(visible[None, :], score, HIDDEN)
+            weight, keep, total, peak = weigh(score, peak, total)
+            acc = dot(narrow(weight, v.dtype), v, acc * keep[:, None])
+        sum_M = tl.sum(total, 1)
+        result = acc / sum_M[:, None]
+        store_item(
+            out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, kv_head, first_item, count, result, peak + tl.log2(sum_M),
+            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
+        )  # fmt: skip
+
+
+def default_decode_config(dim: int, dtype: torch.dtype, rows: int, coded: bool = False) -> DecodeConfig:
+    """The configuration for a head dimension, the queries' dtype and a number of rows; `coded` for e4m3 caches.
+
+    Measured on an H200 in whole steps. Many rows get small tiles and many programs, because a program waits at the
+    start of each row, which is frequent with short contexts. A few rows get larger tiles: split over many programs,
+    they have many parts to combine and each program mostly waits. A tile of 64 codes has as many bytes as one of 32
+    bf16 values.
+    """
+    if dim * dtype.itemsize > 256:
+        return DecodeConfig(block_n=32)
+    if rows > _FEW_ROWS:
+        return DecodeConfig(block_n=64 if coded else 32, num_warps=2, programs_per_sm=4)
+    return DecodeConfig(num_warps=2) if coded else DecodeConfig(num_stages=2)
+
+
+def decode_attention(
+    q_BHD: torch.Tensor,
+    k_cache_PSGD: torch.Tensor,
+    v_cache_PSGD: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    context_lens_B: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    scales_P2GS: torch.Tensor | None = None,
+    work: DecodeWork | None = None,
+) -> torch.Tensor:
+    """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
+
+    The twin is `rollout_kernels.paged_decode_attention` on a CPU.
+
+    Args:
+        q_BHD: float32, float16 or bfloat16, contiguous in D. H is a multiple of G; head h reads KV head `h // (H / G)`.
+        k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`; contiguous in D.
+        v_cache_PSGD: likewise, with the same strides.
+        page_table_BP: int32, contiguous in P.
+        context_lens_B: int32 or int64. A row of length 0 gives zeros.
+        scale: factor of the scores.
+        window: how many positions a query sees, or None for all.
+        scales_P2GS: float32, contiguous: scales of keys, then of values.
+        work: the result of `plan_decode_work` for the same lengths and window; computed here if None. Launches that
+            share a plan must follow each other on one stream.
+    """
+    rows, heads, dim = q_BHD.shape
+    page_size, kv_heads = k_cache_PSGD.shape[1:3]
+    assert q_BHD.stride(2) == 1 and k_cache_PSGD.stride(3) == 1 and page_table_BP.stride(1) == 1
+    assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and k_cache_PSGD.dtype == v_cache_PSGD.dtype
+    assert k_cache_PSGD.dtype == (q_BHD.dtype if scales_P2GS is None else torch.uint8)
+    assert scales_P2GS is None or scales_P2GS.is_contiguous()
+    if work is None:
+        config = default_decode_config(dim, q_BHD.dtype, rows, coded=scales_P2GS is not None)
+        work = plan_decode_work(context_lens_B, kv_heads, group=heads // kv_heads, window=window, config=config)
+    assert work.window == window and work.arrivals_BG.shape == (rows, kv_heads)
+    config, group = work.config, heads // kv_heads
+    items, shares = work.items.shape[0], work.first.shape[0] - 1
+    device = q_BHD.device
+    out_BHD = torch.empty(rows, heads, dim, dtype=q_BHD.dtype, device=device)
+    part_IHD = torch.empty(items, heads, dim, dtype=torch.float32, device=device)
+    lse_IH = torch.empty(items, heads, dtype=torch.float32, device=device)
+    coded = scales_P2GS is not None
+    block_g, block_d = triton.next_power_of_2(group), max(64 if coded else 16, triton.next_power_of_2(dim))
+    sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
+    sizes["BLOCK_I"] = min(max(_COMBINED_VALUES // (block_g * block_d), 1), _COMBINED_PARTS)
+    caches = [k_cache_PSGD, v_cache_PSGD]
+    if scales_P2GS is not None:
+        assert dim % 4 == 0, "e4m3 caches are for head dimensions that are multiples of 4"
+        caches = [*(cache.view(torch.int32) for cache in caches), scales_P2GS]  # four codes a word
+    (decode_codes_kernel if coded else _decode_kernel)[(kv_heads, shares)](
+        q_BHD,
+        *caches,
+        page_table_BP,
+        out_BHD,
+        part_IHD,
+        lse_IH,
+        work.items,
+        work.first,
+        work.arrivals_BG,
+        scale * math.log2(math.e),
+        window or 0,
+        q_BHD.stride(0),
+        q_BHD.stride(1),
+        *caches[0].stride()[:3],
+        page_table_BP.stride(0),
+        PAGE_SIZE=page_size,
+        HAS_WINDOW=window is not None,
+        FUSED=config.fused,
+        BLOCK_M=max(16, block_g),
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.max_registers,
+        **follow_options(device),
+        **sizes,
+    )
+    if not config.fused:
+        combine_kernel[(kv_heads, items)](
+            part_IHD, lse_IH, out_BHD, work.items, work.first, shares, **follow_options(device), **sizes
+        )
+    return out_BHD

@@ -1,0 +1,168 @@
+"""Items of decode attention: reading an item, its running softmax, and combining the partial results of a row.
+
+A row with one item is written directly. Otherwise each item stores its normalised result (a part) and the logarithm of
+its sum. The last program of the row to arrive, or a second kernel, combines the parts in a fixed order, so results
+never depend on timing.
+
+Legend: H query heads, D head dimension, M query heads of a KV head, padded; N positions of a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rollout_kernels.attention.triton_decode_plan import ITEM_WORDS
+from rollout_kernels.common.triton_math import follow, narrow
+
+#: Score of a hidden position. It is finite, so a row without visible positions stays finite.
+HIDDEN = tl.constexpr(-1e30)
+_WORDS = tl.constexpr(ITEM_WORDS)
+
+
+@triton.jit
+def read_item(items_ptr, i):
+    """Item `i`: row, first tile, end of its tiles, first item of the row, items of the row, context length."""
+    item = items_ptr + i * _WORDS
+    return (
+        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    )  # fmt: skip
+
+
+@triton.jit
+def weigh(score_MN, peak_M, total_MN):
+    """One step of the running softmax: the tile's weights [M, N], the factor of earlier sums [M], new sum, new peak.
+
+    The sum stays spread over the tile's columns until the end, so it takes one reduction an item instead of one a tile.
+    """
+    new_peak_M = tl.maximum(peak_M, tl.max(score_MN, 1))
+    keep_M = tl.exp2(peak_M - new_peak_M)
+    weight_MN = tl.exp2(score_MN - new_peak_M[:, None])
+    return weight_MN, keep_M, total_MN * keep_M[:, None] + weight_MN, new_peak_M
+
+
+@triton.jit
+def _combine(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    row,
+    head,
+    first_item,
+    count,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """Combine the parts of one row for the query heads of one KV head, weighted by their sums, and write the output.
+
+    Every thread adds up its own elements of all parts, whatever the number of parts.
+    """
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    here = (g[:, None] < GROUP) & (d[None, :] < D)
+    at = (head + g[:, None]) * D + d[None, :]
+    peak = tl.full([BLOCK_G], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(0, count, BLOCK_I):
+        sums: tl.tuple = ()
+        parts: tl.tuple = ()
+        # Other programs wrote these while this one ran, so the loads bypass the L1 cache.
+        for i in tl.static_range(BLOCK_I):
+            item = tl.cast(first_item + start + i, tl.int64)
+            live = (tl.full([BLOCK_G], i, tl.int32) + start < count) & (g < GROUP)
+            sums += (tl.load(lse_ptr + item * H + head + g, live, HIDDEN, cache_modifier=".cg"),)
+            parts += (tl.load(part_ptr + item * (H * D) + at, live[:, None] & here, 0.0, cache_modifier=".cg"),)
+        new_peak = peak
+        for i in tl.static_range(BLOCK_I):
+            new_peak = tl.maximum(new_peak, sums[i])
+        keep = tl.exp2(peak - new_peak)
+        total = total * keep
+        acc = acc * keep[:, None]
+        for i in tl.static_range(BLOCK_I):
+            weight = tl.exp2(sums[i] - new_peak)
+            total += weight
+            acc += weight[:, None] * parts[i]
+        peak = new_peak
+    out = narrow(acc / total[:, None], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
+
+
+@triton.jit
+def store_item(
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    arrivals_ptr,
+    i,
+    row,
+    kv_head,
+    first_item,
+    count,
+    result_MD,
+    lse_M,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """Write item `i`'s normalised result: to the output, or as a part. The last item of a row combines its parts."""
+    head = kv_head * GROUP
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    here = (m[:, None] < GROUP) & (d[None, :] < D)
+    at = (head + m[:, None]) * D + d[None, :]
+    if count == 1:
+        out = narrow(result_MD, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
+    else:
+        tl.store(part_ptr + tl.cast(i, tl.int64) * (H * D) + at, result_MD, mask=here)
+        tl.store(lse_ptr + i * H + head + m, lse_M, mask=m < GROUP)
+        if FUSED:
+            arrival = arrivals_ptr + row * (H // GROUP) + kv_head
+            # All threads have written before one of them counts this part; it then sees the other programs' parts.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
+            if arrived == count - 1:
+                tl.debug_barrier()
+                _combine(
+                    part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
+                    H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+                )  # fmt: skip
+                tl.store(arrival, 0)
+
+
+@triton.jit(do_not_specialize=["shares"])
+def combine_kernel(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    items_ptr,
+    first_ptr,
+    shares,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """One program for each item and KV head. The program of a row's first item combines the row's parts."""
+    i = tl.program_id(1)
+    follow()
+    if i < tl.load(first_ptr + shares):
+        row, _, _, first_item, count, _ = read_item(items_ptr, i)
+        if (first_item == i) & (count > 1):
+            head = tl.program_id(0) * GROUP
+            _combine(
+                part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
+                H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+            )  # fmt: skip

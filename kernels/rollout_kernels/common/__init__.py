@@ -1,0 +1,6 @@
+"""What several rooms share.
+
+fp8          e4m3 codes and scales, in torch
+triton_fp8   the same codes, inside kernels
+triton_math  pieces of kernels: overlapping launches, matrix products, rounding
+"""

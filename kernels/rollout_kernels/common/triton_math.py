@@ -1,0 +1,122 @@
+"""Device functions that several Triton kernels share: overlapping launches, matrix products, rounding.
+
+They give the same results on a GPU and in Triton's interpreter.
+
+Launches overlap by programmatic dependent launch (Hopper and later), within one stream:
+
+    kernel A   ... writes its results ................|
+    kernel B        starts, prefetches weights, waits | reads A's results ... writes its own
+                    ^ A has called `let_next_begin`   ^ `wait_for_last` of B returns
+
+Before its wait, a kernel may prefetch only data that no kernel writes (weights), or that was complete before its
+predecessor could start; the latter it reads past the L1 cache. It writes nothing before its wait. A kernel that calls
+`let_next_begin` before its own wait (norms, streamed products) leaves its successor only weights to prefetch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def follow():
+    """Wait until the previous kernel has written its results, then allow the next kernel to start.
+
+    Code before this call overlaps with the end of the previous kernel, if the launch has `follow_options`. The module
+    docstring says what such code may read.
+    """
+    wait_for_last()
+    let_next_begin()
+
+
+@triton.jit
+def wait_for_last():
+    """The first half of `follow`: wait until the previous kernel, and every kernel it waited for, has finished."""
+    if not INTERPRETED:
+        if cuda_capability_geq(9, 0):  # before Hopper, kernels of a stream never overlap
+            gdc_wait()
+
+
+@triton.jit
+def let_next_begin():
+    """The second half of `follow`: once all programs have called this, the next kernel may start."""
+    if not INTERPRETED:
+        if cuda_capability_geq(9, 0):
+            gdc_launch_dependents()
+
+
+@lru_cache(maxsize=8)
+def follow_options(device: torch.device) -> dict[str, Any]:
+    """Launch options for a kernel that calls `follow`: programmatic dependent launch, on Hopper and later."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return {}
+    return {"launch_pdl": True}
+
+
+@triton.jit
+def dot(a, b, acc):
+    """`acc + a @ b` in float32. Float32 operands keep their precision (no tf32)."""
+    # Triton's interpreter multiplies the raw bits of bf16 operands.
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Convert float32 to `dtype`, rounded to nearest even."""
+    # Triton's interpreter truncates float32 to bf16.
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 32767 + ((bits >> 16) & 1)) & -65536
+        return bits.to(tl.float32, bitcast=True).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def two_floats(pair, dtype: tl.constexpr):
+    """The two bf16 or f16 values in an int32, as float32: first the value at the lower address."""
+    if dtype == tl.bfloat16:
+        return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = (pair & 65535).to(tl.int16).to(tl.float16, bitcast=True)
+        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def widen(x):
+    """Convert bf16 or f16 to float32. For bf16 this takes one instruction a value; the compiler's own takes 1.5."""
+    if x.dtype == tl.bfloat16 and not INTERPRETED:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2
+        )
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def last_to_arrive(arrived_ptr):
+    """True in the last program along the first grid axis that calls this; that program sees the stores of the others.
+
+    The counter at `arrived_ptr` (int32) must be 0 before the launch, and is 0 again afterwards.
+    """
+    # The barrier makes sure that all threads have stored before one thread counts the program as arrived.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+    return last

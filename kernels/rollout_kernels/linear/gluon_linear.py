@@ -1,0 +1,227 @@
+"""Matrix products with few rows on Hopper: weights are streamed, and prefetched while the previous kernel still runs.
+
+The same products and items as in `triton_linear`, written in Gluon, where copies are explicit. The copy engine (TMA)
+loads tiles of weights and of x into a ring of stages in shared memory; the tensor cores read both from there. Gate and
+up rows are loaded alternately, eight of each, so that both sums of an output end in one thread.
+
+Before the kernel waits for its predecessor, which makes x, it fills the ring with weights, which no kernel writes. So
+the memory stays busy while the predecessor ends. The kernel allows its successor to start before its own wait; so the
+successor may read only weights before its own wait. The exception is BESIDE: the successor reads x and runs next to
+this kernel, so it may start only when x is complete.
+
+Legend: M tokens, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rollout_kernels.common.triton_math import follow_options
+
+# Renamed after Triton 3.6.
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.constexpr, TURN: gl.constexpr):
+    """Tile and first input of a program's step. With TURN, every item starts one step later in K."""
+    item = program + step // STEPS * programs
+    part = step % STEPS
+    if TURN:
+        part = (part + item) % STEPS
+    return item % tiles, (item // tiles * STEPS + part) * BLOCK_K
+
+
+@gluon.jit
+def _ask(w_desc, full, w_smem, place, tile, k, here, BLOCK_N: gl.constexpr, BLOCKS: gl.constexpr, SILU: gl.constexpr):
+    """Start the copies of a tile's weights to a stage of the ring; gate and up rows alternate, eight of each."""
+    for block in gl.static_range(BLOCKS):
+        to = w_smem.index(place * BLOCKS + block)
+        if SILU:
+            _copy(w_desc, [(tile * BLOCKS + block) * (BLOCK_N // 16), 0, 0, k], full.index(place), to, here)
+        else:
+            _copy(w_desc, [(tile * BLOCKS + block) * BLOCK_N, k], full.index(place), to, here)
+
+
+@gluon.jit
+def _store(out_ptr, acc, block, part, first_row, rows, N, SILU: gl.constexpr):
+    """Write the sums of a block of weight rows, [BLOCK_N, BLOCK_M]."""
+    if SILU:  # a thread holds the sums of gate row r and of up row r, which is row r + 8 of the tile
+        gate, up = acc.reshape([acc.shape[0] // 16, 2, 8, acc.shape[1]]).permute((0, 2, 3, 1)).split()
+        acc = (gate / (1.0 + gl.exp(-gate)) * up).reshape([acc.shape[0] // 2, acc.shape[1]])
+    LAYOUT: gl.constexpr = acc.type.layout
+    n = block * acc.shape[0] + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    m = first_row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    at = (part.to(gl.int64) * rows + m) * N + n
+    gl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m < rows) & (n < N))
+
+
+@gluon.jit
+def _multiply(w_smem, x_tile, sums, place):
+    """Start the product of a tile, block by block, without waiting for the results."""
+    added = sums[:0]
+    for block in gl.static_range(len(sums)):
+        w_tile = w_smem.index(place * len(sums) + block).reshape([sums[block].shape[0], x_tile.shape[0]])
+        added = added + (warpgroup_mma(w_tile, x_tile, sums[block], is_async=True),)
+    return added
+
+
+@gluon.jit
+def _wait(sums, pending: gl.constexpr):
+    """The sums, once at most `pending` products are still running."""
+    if len(sums) == 1:
+        sums = (warpgroup_mma_wait(pending, deps=sums),)
+    else:
+        sums = warpgroup_mma_wait(pending, deps=sums)
+    return sums
+
+
+@gluon.jit(do_not_specialize=["rows", "items"])
+def _stream_kernel(
+    w_desc,
+    x_desc,
+    out_ptr,
+    rows,
+    N,
+    items,
+    tiles,
+    K: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SILU: gl.constexpr,
+    STAGES: gl.constexpr,
+    BESIDE: gl.constexpr,
+    TURN: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    first_row = gl.program_id(1) * BLOCK_M
+    STEPS: gl.constexpr = K // (BLOCK_K * SPLIT)
+    LOADED: gl.constexpr = (BLOCKS * BLOCK_N + BLOCK_M) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES * BLOCKS] + w_desc.block_shape, w_desc.layout)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    if not BESIDE:
+        gdc_launch_dependents()
+    steps = (items - program + programs - 1) // programs * STEPS
+    for stage in gl.static_range(STAGES - 2):
+        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, TURN)
+        mbarrier.expect(full.index(stage), LOADED, stage < steps)
+        _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, BLOCKS, SILU)
+    gdc_wait()
+    if BESIDE:
+        gdc_launch_dependents()
+    for stage in gl.static_range(STAGES - 2):
+        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, TURN)
+        _copy(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
+    for turn in range(steps // STEPS):
+        zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+        sums = (zero,) if BLOCKS == 1 else (zero, zero, zero)
+        for step in range(turn * STEPS, turn * STEPS + STEPS):
+            place = step % STAGES
+            mbarrier.wait(full.index(place), step // STAGES & 1)
+            x_tile = x_smem.index(place).permute((1, 0))
+            sums = _multiply(w_smem, x_tile, sums, place)
+            # The product of step - 1 may still run. That of step - 2 has ended in all warps, so refill its stage.
+            ahead = step + STAGES - 2
+            free = ahead % STAGES
+            tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, TURN)
+            mbarrier.expect(full.index(free), LOADED, ahead < steps)
+            _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, BLOCKS, SILU)
+            _copy(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
+            sums = _wait(sums, BLOCKS)
+        sums = _wait(sums, 0)
+        item = program + turn * programs
+        for block in gl.static_range(BLOCKS):
+            _store(out_ptr, sums[block], item % tiles * BLOCKS + block, item // tiles, first_row, rows, N, SILU)
+
+
+def stages(block_n: int, block_m: int, block_k: int, most: int, element_bytes: int = 2) -> int:
+    """Stages of the ring: at most `most`, and no more than fit shared memory while the previous kernel still runs."""
+    return max(3, min(most, 220_000 // ((block_n + block_m) * block_k * element_bytes)))
+
+
+def takes(x_MK: torch.Tensor, w_NK: torch.Tensor, silu: bool) -> bool:
+    """True if the kernel can run: 16-bit operands on Hopper, in rows that the copy engine can address."""
+    if silu and w_NK.shape[0] % 16:  # gate and up rows are loaded eight at a time
+        return False
+    if x_MK.device.type != "cuda" or torch.cuda.get_device_capability(x_MK.device)[0] != 9:
+        return False
+    return x_MK.dtype in (torch.bfloat16, torch.float16) and all(
+        t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) == 1 for t in (x_MK, w_NK)
+    )
+
+
+def stream(
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    out: torch.Tensor,
+    outputs: int,
+    block_n: int,
+    block_k: int,
+    split: int,
+    num_warps: int,
+    num_stages: int,
+    programs: int,
+    silu: bool,
+    beside: bool = False,
+    turn: bool = False,
+) -> None:
+    """Write a product to `out`, as `triton_linear.multiply_into` does, in tiles of `block_n` weight rows.
+
+    `block_n` is a power of two or three times one; three blocks then share a tile of x, each with its own sums. So 128
+    programs of 192 rows cover 24,576 outputs, where tiles of 256 would leave a quarter of 132 programs idle. With
+    `turn`, programs are at different columns at any time, so they do not all read the same part of x at once.
+    """
+    rows, inputs = x_MK.shape
+    block_m = min(128, max(8, triton.next_power_of_2(rows)))
+    tiles = triton.cdiv(w_NK.shape[0], block_n)
+    items = tiles * split
+    blocks = 3 if block_n % 3 == 0 else 1
+    block = block_n // blocks
+    flat, paired = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 4))
+    if silu:
+        row = w_NK.stride(0)
+        shape, strides = [outputs // 8, 2, 8, inputs], [8 * row, outputs * row, row, 1]
+        weights = TensorDescriptor(w_NK, shape, strides, [block // 16, 2, 8, block_k], paired)
+    else:
+        weights = TensorDescriptor.from_tensor(w_NK, [block, block_k], flat)
+    _stream_kernel[(min(items, programs), triton.cdiv(rows, block_m))](
+        weights,
+        TensorDescriptor.from_tensor(x_MK, [block_m, block_k], flat),
+        out,
+        rows,
+        outputs,
+        items,
+        tiles,
+        K=inputs,
+        BLOCK_M=block_m,
+        BLOCK_N=block,
+        BLOCKS=blocks,
+        BLOCK_K=block_k,
+        SPLIT=split,
+        SILU=silu,
+        STAGES=stages(block_n, block_m, block_k, num_stages),
+        BESIDE=beside,
+        TURN=turn,
+        num_warps=num_warps,
+        **follow_options(x_MK.device),
+    )

@@ -1,0 +1,178 @@
+"""Which kernel and configuration a product with few rows uses: a table measured on an H200 by `scripts/tune/linear.py`.
+
+An entry is a list of bands: a number of rows, and the configuration for products with up to that many rows. Above the
+last band cuBLAS computes the product. There are two columns:
+
+    fast           for each band the configuration with which whole decode steps were fastest: `triton_gemv` for one
+                   row, otherwise tiles, mostly streamed (`gluon_linear`)
+    deterministic  all configurations of an entry split K in the same way, so the order in which the products of a row
+                   are added does not depend on the batch
+
+A shape that is not in a column gets the configuration that was best for most measured shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rollout_kernels.linear.triton_gemv import GemvConfig
+from rollout_kernels.linear.triton_linear import LinearConfig
+
+Kind = Literal["parts", "whole", "silu"]
+Config = LinearConfig | GemvConfig
+Bands = tuple[tuple[int, Config], ...]
+
+#: Above this many rows cuBLAS computes every product.
+MOST_ROWS = 128
+_PROGRAMS = 132
+_MOST_SPLITS = 8
+#: Loads of a warp of `triton_gemv`. They are unrolled, and more of them take long to compile.
+_MOST_LOADS = 64
+
+
+def _pipelined(split: int, block_n: int = 64, block_k: int = 128) -> Bands:
+    """One program a multiprocessor. With more rows, tiles have fewer inputs, since x needs shared memory too."""
+    few = LinearConfig(block_n, block_k, split, 4, 6, _PROGRAMS)
+    many = LinearConfig(block_n, min(block_k, 64), split, 4, 8, _PROGRAMS)
+    return (32, few), (MOST_ROWS, many)
+
+
+def _streamed(split: int, *bands: tuple[int, int, int, int, int], turn: bool = False) -> Bands:
+    """Streamed bands; each is given as rows, BLOCK_N, BLOCK_K, stages, programs."""
+    return tuple(
+        (rows, LinearConfig(n, k, split, 4, stages, programs, True, turn)) for rows, n, k, stages, programs in bands
+    )
+
+
+_HEAD: Bands = ((64, LinearConfig(128, 128, 1, 4, 4, _PROGRAMS)),)  # above, cuBLAS is faster
+#: The columns: bands by outputs, inputs and kind.
+FAST: dict[tuple[int, int, Kind], Bands] = {
+    # Qwen3-8B
+    (6144, 4096, "parts"): (
+        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
+        *_streamed(1, (8, 64, 128, 11, 132), (32, 64, 128, 8, 132)),
+        *_streamed(2, (MOST_ROWS, 128, 64, 6, 96)),
+    ),
+    (4096, 4096, "parts"): (
+        (1, GemvConfig(1, neurons=1, at_once=16, num_warps=4)),
+        *_streamed(2, (8, 64, 128, 11, 132), (32, 64, 128, 8, 128), (MOST_ROWS, 64, 64, 8, 132)),
+    ),
+    (24576, 4096, "silu"): (
+        (1, GemvConfig(1, neurons=1, at_once=8, num_warps=4)),
+        *_streamed(1, (8, 64, 256, 5, 132), (32, 64, 128, 8, 132), turn=True),
+        *_streamed(1, (MOST_ROWS, 192, 64, 5, 132)),
+    ),
+    (4096, 12288, "parts"): (
+        (1, GemvConfig(3, neurons=2, at_once=4, num_warps=8)),
+        *_streamed(2, (8, 64, 128, 11, 132), (32, 64, 128, 8, 128), (MOST_ROWS, 64, 64, 8, 132)),
+    ),
+    (151936, 4096, "whole"): (
+        (2, GemvConfig(1, neurons=1, at_once=16, num_warps=4)),
+        *_streamed(1, (8, 192, 128, 4, 132), (64, 128, 128, 5, 132)),
+    ),
+    # Qwen3-30B-A3B
+    (5120, 2048, "parts"): (
+        (1, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
+        (4, LinearConfig(64, 128, 1, 4, 6, _PROGRAMS)),
+        *_streamed(4, (8, 128, 128, 6, 96)),
+        *_streamed(2, (32, 64, 128, 8, 128)),
+        (MOST_ROWS, LinearConfig(128, 64, 2, 8, 6, 132, True)),
+    ),
+    (2048, 4096, "parts"): (
+        *_streamed(2, (1, 64, 128, 11, 132)),
+        *_streamed(4, (32, 64, 128, 8, 132), (MOST_ROWS, 64, 64, 6, 128)),
+    ),
+    (128, 2048, "parts"): ((MOST_ROWS, LinearConfig(64, 128, 16, 4, 2, _PROGRAMS)),),  # the router
+    (151936, 2048, "whole"): (
+        (2, GemvConfig(1, neurons=2, at_once=4, num_warps=8)),
+        *_streamed(1, (8, 192, 128, 4, 132), (32, 64, 128, 4, 264), (64, 128, 128, 5, 132)),
+    ),
+}
+DETERMINISTIC: dict[tuple[int, int, Kind], Bands] = {
+    # Qwen3-8B
+    (6144, 4096, "parts"): _pipelined(1),
+    (4096, 4096, "parts"): _pipelined(2),
+    (24576, 4096, "silu"): (
+        (64, LinearConfig(64, 128, 1, 4, 6, 132)),
+        (MOST_ROWS, LinearConfig(128, 64, 1, 4, 4, 192)),
+    ),
+    (4096, 12288, "parts"): _pipelined(2),
+    (151936, 4096, "whole"): _HEAD,
+    # Qwen3-1.7B
+    (12288, 2048, "silu"): (
+        (32, LinearConfig(128, 64, 1, 4, 6, _PROGRAMS)),
+        (MOST_ROWS, LinearConfig(64, 64, 1, 4, 4, 192)),
+    ),
+    # Qwen3-30B-A3B
+    (151936, 2048, "whole"): _HEAD,
+}
+
+
+def linear_config(outputs: int, inputs: int, kind: Kind, rows: int, deterministic: bool = False) -> Config | None:
+    """The configuration for a product with weights [outputs, inputs] and `rows` rows, or None to use cuBLAS.
+
+    cuBLAS is used above the last band, and if no tile size divides the inputs. With `deterministic`, the last band has
+    no upper end: the products of a row are added in one order for every number of rows, in prefill too.
+
+    Args:
+        outputs: rows of the weights; for `silu`, gate rows plus up rows.
+        inputs: columns of the weights.
+        kind: `parts` may split K (`linear_parts`); `whole` (`linear`) and `silu` (`gate_up_silu`) may not.
+        rows: tokens of the product.
+        deterministic: use the deterministic column.
+    """
+    shape = (outputs, inputs, kind)
+    column, unmeasured = (DETERMINISTIC, _other_order) if deterministic else (FAST, _other)
+    bands = column.get(shape) or unmeasured(*shape)
+    return next((config for most, config in bands if rows <= most), bands[-1][1] if deterministic and bands else None)
+
+
+def last_rows() -> list[int]:
+    """The numbers of rows after which a product may change its kernel, ascending; start-up compiles for these sizes.
+
+    They are the powers of two up to `MOST_ROWS`: bands end there, and rows are padded to such tiles.
+    """
+    return [1 << bit for bit in range(MOST_ROWS.bit_length())]
+
+
+def _cut(outputs: int, inputs: int, kind: Kind) -> tuple[int, int] | None:
+    """Split of K and inputs of a tile for a shape that is not in the table; None if no tile size divides the inputs."""
+    block_k = next((size for size in (128, 64, 32) if inputs % size == 0), None)
+    if block_k is None:
+        return None
+    tiles, split = -(-outputs // 64), 1
+    if kind == "parts":
+        while tiles * split < _PROGRAMS // 2 and split < _MOST_SPLITS and inputs % (block_k * split * 2) == 0:
+            split *= 2
+    return split, block_k
+
+
+def _other_order(outputs: int, inputs: int, kind: Kind) -> Bands:
+    """The deterministic bands of a shape that is not in the table."""
+    cut = _cut(outputs, inputs, kind)
+    if cut is None:
+        return ()
+    if kind == "whole":
+        return ((64, LinearConfig(128, cut[1], 1, 4, 4, _PROGRAMS)),)
+    return _pipelined(cut[0], block_k=cut[1])
+
+
+def _other(outputs: int, inputs: int, kind: Kind) -> Bands:
+    """The fast bands of a shape that is not in the table: one row by output, more rows streamed."""
+    cut = _cut(outputs, inputs, kind)
+    if cut is None or cut[1] < 64:  # tiles that are too narrow for the copy engine
+        return _other_order(outputs, inputs, kind)
+    split, block_k = cut
+    streamed = ((32, 64, block_k, 8, _PROGRAMS), (64 if kind == "whole" else MOST_ROWS, 64, 64, 8, _PROGRAMS))
+    return *_alone(inputs, kind), *_streamed(split, *streamed, turn=kind == "silu")
+
+
+def _alone(inputs: int, kind: Kind) -> Bands:
+    """The band of one row by output, if whole loads divide the inputs and a warp does not need too many; else none."""
+    for at_once in (8, 4) if kind == "silu" else (16, 8, 4):
+        neurons = 2 if at_once == 4 and kind != "silu" else 1
+        rows = 2 if kind == "silu" else neurons
+        for split in range(1, _MOST_SPLITS + 1) if kind == "parts" else (1,):
+            if inputs % (256 * at_once * split) == 0 and inputs // (256 * split) * rows <= _MOST_LOADS:
+                return ((1, GemvConfig(split, neurons, at_once)),)
+    return ()

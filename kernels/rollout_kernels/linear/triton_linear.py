@@ -1,0 +1,254 @@
+"""Matrix products with few rows, limited only by how fast the weights can be read: `x_MK @ w_NK.T` for decode steps.
+
+    linear        out = x w^T            bf16 or float32 out, SPLIT = 1
+    linear_parts  parts[s] = x_s w_s^T   float32 [SPLIT, M, N], summed by the consumer
+    gate_up_silu  out = silu(x g^T) * (x u^T) for w = [g; u]; half the rows of a tile are gate rows, half up rows
+
+An item is a tile of BLOCK_N weight rows and one of SPLIT parts of K. A fixed number of programs share the items. A
+program computes its items in one loop, so the loads of an item overlap with the product of the item before, and the
+chip never waits for a new program to start. The weights are the first operand of the tensor cores; the M tokens, padded
+to BLOCK_M, are the second (swap AB). More than 128 tokens are computed 128 at a time and read all weights each time.
+This pays only where a result must not depend on the number of tokens.
+
+A split product leaves float32 partial sums, which the consuming kernel adds up in a fixed order. So a row's result
+depends on the configuration, but never on timing or on the other rows. With `beside`, the next kernel may read x before
+it waits for this product.
+
+Legend: M tokens, N outputs, K inputs, S parts of K, I intermediate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
+from rollout_kernels.linear import gluon_linear, triton_gemv
+from rollout_kernels.linear.triton_gemv import GemvConfig
+
+#: Shared memory of a Hopper multiprocessor that programs may use, in bytes, and the multiprocessors of an H200.
+_SHARED_BYTES = 220_000
+_MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Launch configuration of a product; `table` chooses it.
+
+    A program that uses more than half of the shared memory has a multiprocessor to itself. With one program for each
+    multiprocessor, the work is spread evenly, even while the previous kernel still runs on some of them.
+    """
+
+    block_n: int  # weight rows of a tile
+    block_k: int  # inputs of a tile
+    split: int  # parts of K
+    num_warps: int
+    num_stages: int
+    programs: int
+    streamed: bool = False  # use `gluon_linear` where it can run
+    turn: bool = False  # streamed: every item starts at another column of K
+
+
+@triton.jit
+def _store_tile(
+    out_ptr,
+    acc,
+    tile,
+    split,
+    m,
+    rows,
+    N,
+    BLOCK_M: tl.constexpr,
+    OUT: tl.constexpr,
+    SILU: tl.constexpr,
+    EVEN_N: tl.constexpr,
+):
+    """Write the finished sums of an item, [BLOCK_N, BLOCK_M]; a tile has OUT outputs."""
+    if SILU:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, OUT, BLOCK_M]), [1, 2, 0]))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    n = tile * OUT + tl.arange(0, OUT)
+    here = m[None, :] < rows
+    if not EVEN_N:
+        here = here & (n[:, None] < N)
+    at = (split.to(tl.int64) * rows + m[None, :]) * N + n[:, None]
+    tl.store(out_ptr + at, narrow(acc, out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _tile(w_ptr, tile, begin, row, offset, N, K: tl.constexpr, OUT: tl.constexpr, EVEN_N: tl.constexpr):
+    """Addresses of a tile's weights, [BLOCK_N, BLOCK_K], from column `begin`. Rows past the end repeat the last row."""
+    first = tile * OUT
+    if not EVEN_N:
+        offset -= tl.maximum(row + first - (N - 1), 0).to(tl.int64)[:, None] * K
+    return w_ptr + (first.to(tl.int64) * K + begin) + offset
+
+
+@triton.jit(do_not_specialize=["rows", "items"])
+def _linear_kernel(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    rows,
+    N,
+    stride_x,
+    items,
+    tiles,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SILU: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    ONE_ITEM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    OUT: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    STEPS: tl.constexpr = K // (BLOCK_K * SPLIT)
+    n = tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    live = m[None, :] < rows
+    x = x_ptr + m[None, :] * stride_x + k[:, None]
+    # Rows of a tile, relative to its first: OUT rows, or OUT gate rows and their OUT up rows.
+    row = n % OUT
+    offset = row[:, None].to(tl.int64) * K + k[None, :]
+    if SILU:
+        offset += (n // OUT).to(tl.int64)[:, None] * N * K
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    follow()
+    if ONE_ITEM:
+        tile = program % tiles
+        split = program // tiles
+        begin = split * STEPS * BLOCK_K
+        w = _tile(w_ptr, tile, begin, row, offset, N, K, OUT, EVEN_N)
+        for step in tl.range(0, STEPS, num_stages=STAGES):
+            w_tile = tl.load(w + step * BLOCK_K, eviction_policy="evict_first")
+            x_tile = tl.load(x + begin + step * BLOCK_K, mask=live, other=0.0)
+            acc = dot(w_tile, x_tile, acc)
+        _store_tile(out_ptr, acc, tile, split, m, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
+    else:
+        own_items = (items - program + programs - 1) // programs
+        for i in tl.range(0, own_items * STEPS, num_stages=STAGES):
+            item = program + i // STEPS * programs
+            tile = item % tiles
+            split = item // tiles
+            begin = (split * STEPS + i % STEPS) * BLOCK_K
+            w = _tile(w_ptr, tile, begin, row, offset, N, K, OUT, EVEN_N)
+            w_tile = tl.load(w, eviction_policy="evict_first")
+            x_tile = tl.load(x + begin, mask=live, other=0.0)
+            acc = dot(w_tile, x_tile, acc)
+            if i % STEPS == STEPS - 1:
+                _store_tile(out_ptr, acc, tile, split, m, rows, N, BLOCK_M, OUT, SILU, EVEN_N)
+                acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+
+
+def _block_m(rows: int) -> int:
+    return min(128, max(16, triton.next_power_of_2(rows)))
+
+
+def _stages(config: LinearConfig, block_m: int, element_bytes: int) -> int:
+    """The configured number of stages, or fewer if shared memory is too small. Results do not depend on it."""
+    tile_bytes = config.block_k * (config.block_n + block_m) * element_bytes
+    on_one = min(2, triton.cdiv(config.programs, _MULTIPROCESSORS))
+    return max(1, min(config.num_stages, _SHARED_BYTES // on_one // tile_bytes))
+
+
+def multiply_into(
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    out: torch.Tensor,
+    outputs: int,
+    config: LinearConfig | GemvConfig,
+    silu: bool,
+    beside: bool = False,
+) -> None:
+    """Launch the kernel that `config` names; the ops below allocate its output.
+
+    Args:
+        x_MK: float32, bf16 or f16, contiguous in K.
+        w_NK: contiguous, in the dtype of x; with `silu` gate rows, then up rows.
+        out: [M, outputs] in any of these dtypes, or float32 [split, M, outputs].
+        outputs: number of outputs; with `silu` half the rows of `w_NK`.
+        config: launch configuration; the fallback is `triton_linear`'s own kernel where the named one cannot run.
+        silu: write `silu(gate) * up`.
+        beside: the kernel that is launched next may read x before it waits for this product.
+    """
+    rows, inputs = x_MK.shape
+    if isinstance(config, GemvConfig):
+        if triton_gemv.takes(x_MK, w_NK, config):
+            triton_gemv.gemv(x_MK, w_NK, out, outputs, config, silu)
+            return
+        config = LinearConfig(64, 64, config.split, 4, 8, _MULTIPROCESSORS)  # runs for every dtype
+    assert inputs % (config.block_k * config.split) == 0, f"K = {inputs} is no multiple of {config}"
+    block_m = _block_m(rows)
+    if config.streamed:
+        if gluon_linear.takes(x_MK, w_NK, silu):
+            shape = (config.block_n, config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
+            gluon_linear.stream(x_MK, w_NK, out, outputs, *shape, silu, beside, config.turn)
+            return
+        config = replace(config, block_n=config.block_n & -config.block_n)  # `_linear_kernel` needs a power of two
+    outputs_a_tile = config.block_n // 2 if silu else config.block_n
+    tiles = triton.cdiv(outputs, outputs_a_tile)
+    items = tiles * config.split
+    _linear_kernel[(min(items, config.programs), triton.cdiv(rows, block_m))](
+        x_MK,
+        w_NK,
+        out,
+        rows,
+        outputs,
+        x_MK.stride(0),
+        items,
+        tiles,
+        K=inputs,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLIT=config.split,
+        SILU=silu,
+        EVEN_N=outputs % outputs_a_tile == 0,
+        ONE_ITEM=items <= config.programs,
+        STAGES=_stages(config, block_m, x_MK.element_size()),
+        num_warps=config.num_warps,
+        **follow_options(x_MK.device),
+    )
+
+
+def linear(
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    config: LinearConfig | GemvConfig,
+    out_dtype: torch.dtype | None = None,
+    beside: bool = False,
+) -> torch.Tensor:
+    """`x @ w.T`, summed in float32; returns [M, N] in `out_dtype` (x's by default). `config.split` must be 1."""
+    assert config.split == 1
+    outputs = w_NK.shape[0]
+    out_MN = torch.empty(x_MK.shape[0], outputs, dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+    multiply_into(x_MK, w_NK, out_MN, outputs, config, silu=False, beside=beside)
+    return out_MN
+
+
+def linear_parts(
+    x_MK: torch.Tensor, w_NK: torch.Tensor, config: LinearConfig | GemvConfig, beside: bool = False
+) -> torch.Tensor:
+    """Partial sums of `x @ w.T` over the `config.split` parts of K, float32 [S, M, N]."""
+    outputs = w_NK.shape[0]
+    parts_SMN = torch.empty(config.split, x_MK.shape[0], outputs, dtype=torch.float32, device=x_MK.device)
+    multiply_into(x_MK, w_NK, parts_SMN, outputs, config, silu=False, beside=beside)
+    return parts_SMN
+
+
+def gate_up_silu(x_MK: torch.Tensor, w_2IK: torch.Tensor, config: LinearConfig | GemvConfig) -> torch.Tensor:
+    """`silu(x @ g.T) * (x @ u.T)`, where `w_2IK` holds the rows of g, then those of u. Returns [M, I] in x's dtype."""
+    assert config.split == 1
+    outputs = w_2IK.shape[0] // 2
+    out_MI = torch.empty(x_MK.shape[0], outputs, dtype=x_MK.dtype, device=x_MK.device)
+    multiply_into(x_MK, w_2IK, out_MI, outputs, config, silu=True)
+    return out_MI

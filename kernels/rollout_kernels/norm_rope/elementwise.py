@@ -1,0 +1,75 @@
+"""Norms, rotary position embedding and the gated activation, in torch.
+
+These are the CPU path and the twins of the fused kernels in `triton_elementwise`.
+
+The rotary embedding has the half-split layout of Hugging Face checkpoints: a head becomes
+`x * cos + rotate_half(x) * sin`. The sine carries the sign of `rotate_half`, so a rotation is a roll, a product and a
+fused multiply-add over query and key heads together.
+
+Legend: T tokens, H heads, D head or hidden dimension.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise `x` [..., D] to unit root mean square and scale it by `weight_D`; returns x's dtype.
+
+    Computed in float32. Source: B. Zhang, R. Sennrich, "Root mean square layer normalization", NeurIPS 2019.
+    """
+    if x.dtype != torch.float32:
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+    return _unit_rms(x, eps).mul_(weight_D)
+
+
+def head_rms_norm(x_THD: torch.Tensor, weight_HD: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise each head of `x_THD` on its own and scale it by its row of `weight_HD`; returns x's dtype."""
+    if x_THD.dtype != torch.float32:
+        return F.rms_norm(x_THD, x_THD.shape[-1:], None, eps) * weight_HD
+    return _unit_rms(x_THD, eps).mul_(weight_HD)
+
+
+def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """F.rms_norm without a weight, in fewer torch operations: their number dominates the time of a small model."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(_constant(eps, x.device), norm, norm, value=1.0 / x.shape[-1]).rsqrt_().mul(x)
+
+
+@lru_cache(maxsize=16)
+def _constant(value: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor(value, device=device)
+
+
+def rope_cos_sin(
+    positions_T: torch.Tensor, inv_freq_D: torch.Tensor, sign_D: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and signed sines of a step's positions, float32 [T, 1, D] each.
+
+    Source: J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021.
+
+    Args:
+        positions_T: positions, any integer dtype.
+        inv_freq_D: float32, the D / 2 inverse frequencies, twice.
+        sign_D: float32, minus the attention factor in the first half, plus the attention factor in the second.
+    """
+    angles_T1D = positions_T.to(torch.float32)[:, None, None] * inv_freq_D
+    # The second half of the sign vector is the attention factor itself.
+    return angles_T1D.cos() * sign_D[-1:], angles_T1D.sin_() * sign_D
+
+
+def apply_rope(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+    """Rotate every head of `x_THD` by the result of `rope_cos_sin`; computed in float32, returned in x's dtype."""
+    float_THD = x_THD.float()
+    rolled_THD = float_THD.roll(float_THD.shape[-1] // 2, -1)
+    return torch.addcmul(float_THD * cos_T1D, rolled_THD, sin_T1D).to(x_THD.dtype)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` for `gate_up` [..., 2 I], where gate comes first; returns [..., I] in the same dtype."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,452 @@
+"""What lies between the matrix products of a decode step: one Triton kernel between two products.
+
+    add_rms_norm   residual += sum of partial products; returns the norm of the residual
+    finish_qkv     sum of partial products [+ bias], q/k norm, rope; writes keys and values, returns queries
+    silu_mul       silu(gate) * up
+    embed_rope     the first layer's input: embeddings of the tokens, cosines and sines of the positions
+
+For caches of e4m3 codes, `finish_qkv` quantises the keys and values that it would have stored.
+
+The first three also add the corrections of low-rank adapters to the product that they read, if
+`triton_lora.shrink_beside` was launched for it.
+
+Partial sums come from `triton_linear.linear_parts`; they are added here in float32, in a fixed order. A product that is
+not split is one part, of any dtype.
+
+Legend: M tokens, S parts, H hidden, D head dimension, I intermediate, W width of the q/k/v product, P pages, G KV
+heads, V vocabulary, B rows of a step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+from rollout_kernels.common.triton_fp8 import e4m3_code, head_scale
+from rollout_kernels.common.triton_math import (
+    INTERPRETED,
+    follow,
+    follow_options,
+    let_next_begin,
+    narrow,
+    wait_for_last,
+)
+from rollout_kernels.lora.buffers import Correction
+from rollout_kernels.lora.triton_lora import begin_expand, correction_arguments, expand_row
+
+_BLOCK_HEADS = 8  # heads of a program of `finish_qkv`
+_EMBED_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_rms_norm_kernel(
+    parts_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    low_ptr,
+    b_ptr,
+    adapters_ptr,
+    rows,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    R: tl.constexpr,
+    LOW_PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    live = h < H
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + h, mask=live, other=0.0).to(tl.float32)
+    if R > 0:
+        adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
+        b = b_ptr + ((adapter - 1).to(tl.int64) * H + h[:, None]) * R
+        takes = h[:, None] < tl.where(adapter > 0, H, 0)
+        first = begin_expand(b, takes, AT_ONCE)
+    # The next product prefetches its first weights while this kernel and its predecessor still run.
+    let_next_begin()
+    wait_for_last()
+    x = tl.load(residual_ptr + row * H + h, mask=live, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        added = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            added += tl.load(parts_ptr + (part * rows + row) * H + h, mask=live, other=0.0)
+        if R > 0:
+            added += expand_row(
+                first, b, takes, low_ptr + row * R, rows * R, tl.where(adapter > 0, R, 0), R, LOW_PARTS, AT_ONCE
+            )
+        # Round as the unfused ops do: first the result of the product, then the residual.
+        stored = narrow(x + narrow(added, dtype).to(tl.float32), dtype)
+        tl.store(residual_ptr + row * H + h, stored, mask=live)
+        x = stored.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x) / H + eps)
+    unit = narrow(x * scale, dtype).to(tl.float32)
+    tl.store(out_ptr + row * H + h, narrow(unit * weight, dtype), mask=live)
+
+
+def add_rms_norm(
+    residual_MH: torch.Tensor,
+    parts_SMH: torch.Tensor | None,
+    weight_H: torch.Tensor,
+    eps: float,
+    correction: Correction | None = None,
+) -> torch.Tensor:
+    """Add partial products and their correction to the residual stream, and normalise it.
+
+    Args:
+        residual_MH: changed in place; contiguous, in the model's dtype.
+        parts_SMH: partial sums of a product, contiguous, or None to only normalise.
+        weight_H: weights of the norm.
+        eps: of the norm.
+        correction: corrections that adapters add to the product, or None.
+
+    Returns:
+        The norm of the new residual, [M, H] in its dtype.
+    """
+    rows, hidden = residual_MH.shape
+    assert correction is None or parts_SMH is not None
+    block = triton.next_power_of_2(hidden)
+    # At most four values of a part a thread. With more, the compiler serialises the loads of parts to save registers.
+    warps = min(block // 128, 16) if correction is None else 4 if hidden <= 1024 else 8 if hidden <= 2048 else 16
+    # No more lanes than values. Otherwise two warps own the same value, and one may read what the other has stored.
+    warps = max(min(warps, block // 32), 1)
+    out_MH = torch.empty_like(residual_MH)
+    _add_rms_norm_kernel[(rows,)](
+        parts_SMH,
+        residual_MH,
+        weight_H,
+        out_MH,
+        rows=rows,
+        eps=eps,
+        H=hidden,
+        BLOCK=block,
+        PARTS=0 if parts_SMH is None else parts_SMH.shape[0],
+        num_warps=warps,
+        **correction_arguments(correction, block),
+        **follow_options(residual_MH.device),
+    )
+    return out_MH
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _finish_qkv_kernel(
+    parts_ptr,
+    bias_ptr,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    scales_ptr,
+    low_ptr,
+    b_ptr,
+    adapters_ptr,
+    rows,
+    eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FP8: tl.constexpr,
+    R: tl.constexpr,
+    LOW_PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    d = tl.arange(0, HALF)[None, :]
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    heads: tl.constexpr = Q_HEADS + 2 * KV_HEADS
+    live = (d < D // 2) & (head < heads)
+    is_q = head < Q_HEADS
+    is_v = head >= Q_HEADS + KV_HEADS
+    if R > 0:
+        adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
+        b = b_ptr + ((adapter - 1).to(tl.int64) * (heads * D) + (head * D + d)[:, :, None]) * R
+        takes = ((d < D // 2) & (head < tl.where(adapter > 0, heads, 0)))[:, :, None]
+        first_low = begin_expand(b, takes, AT_ONCE)
+        first_high = begin_expand(b + D // 2 * R, takes, AT_ONCE)
+    if NORM:
+        weight = norm_ptr + tl.where(is_q, 0, D) + d
+        weight_low = tl.load(weight, mask=live, other=0.0).to(tl.float32)
+        weight_high = tl.load(weight + D // 2, mask=live, other=0.0).to(tl.float32)
+    follow()
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    low = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
+    high = tl.zeros([BLOCK_HEADS, HALF], tl.float32)
+    for part in tl.static_range(PARTS):
+        here = parts_ptr + ((part * rows + row) * heads + head) * D + d
+        low += tl.load(here, mask=live, other=0.0)
+        high += tl.load(here + D // 2, mask=live, other=0.0)
+    if R > 0:
+        module = (head >= Q_HEADS).to(tl.int32) + is_v.to(tl.int32)
+        sums = low_ptr + (row * 3 + module[:, :, None]) * R
+        ranks = tl.where(head < tl.where(adapter > 0, heads, 0), R, 0)[:, :, None]
+        low += expand_row(first_low, b, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
+        high += expand_row(first_high, b + D // 2 * R, takes, sums, rows * 3 * R, ranks, R, LOW_PARTS, AT_ONCE)
+    if BIAS:
+        low += tl.load(bias_ptr + head * D + d, mask=live, other=0.0).to(tl.float32)
+        high += tl.load(bias_ptr + head * D + D // 2 + d, mask=live, other=0.0).to(tl.float32)
+    # Round as the result of the unfused product is rounded.
+    low = narrow(low, dtype).to(tl.float32)
+    high = narrow(high, dtype).to(tl.float32)
+    x_low, x_high = low, high
+    if NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+        x_low = narrow(low * scale, dtype).to(tl.float32) * weight_low
+        x_high = narrow(high * scale, dtype).to(tl.float32) * weight_high
+        x_low = narrow(x_low, dtype).to(tl.float32)
+        x_high = narrow(x_high, dtype).to(tl.float32)
+    in_head = d < D // 2
+    cos = tl.load(cos_ptr + row * D + d, mask=in_head, other=0.0)
+    # The sine carries the sign of the rotation: minus in the first half, plus in the second.
+    sin_low = tl.load(sin_ptr + row * D + d, mask=in_head, other=0.0)
+    sin_high = tl.load(sin_ptr + row * D + D // 2 + d, mask=in_head, other=0.0)
+    low = narrow(tl.where(is_v, low, x_low * cos + x_high * sin_low), dtype)
+    high = narrow(tl.where(is_v, high, x_high * cos + x_low * sin_high), dtype)
+    at_q = q_ptr + (row * Q_HEADS + head) * D + d
+    tl.store(at_q, low, mask=live & is_q)
+    tl.store(at_q + D // 2, high, mask=live & is_q)
+    token = slot * KV_HEADS
+    at_k = k_cache_ptr + (token + head - Q_HEADS) * D + d
+    is_k = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
+    if FP8:
+        low = low.to(tl.float32)
+        high = high.to(tl.float32)
+        most_low = tl.max(tl.where(low == low, tl.abs(low), 0.0), 1)
+        most_high = tl.max(tl.where(high == high, tl.abs(high), 0.0), 1)
+        scale = head_scale(tl.maximum(most_low, most_high))[:, None]
+        low = e4m3_code(tl.div_rn(low, tl.broadcast_to(scale, low.shape)))
+        high = e4m3_code(tl.div_rn(high, tl.broadcast_to(scale, high.shape)))
+        # Scales are [P, 2, G, page size]. Heads of values follow heads of keys, in the scales as in `head`.
+        page = slot // PAGE_SIZE * (2 * KV_HEADS) + head - Q_HEADS
+        tl.store(scales_ptr + page * PAGE_SIZE + slot % PAGE_SIZE, scale, mask=(head >= Q_HEADS) & (head < heads))
+    tl.store(at_k, low, mask=live & is_k)
+    tl.store(at_k + D // 2, high, mask=live & is_k)
+    at_v = v_cache_ptr + (token + head - Q_HEADS - KV_HEADS) * D + d
+    tl.store(at_v, low, mask=live & is_v)
+    tl.store(at_v + D // 2, high, mask=live & is_v)
+
+
+def finish_qkv(
+    parts_SMW: torch.Tensor,
+    bias_W: torch.Tensor | None,
+    norm_2D: torch.Tensor | None,
+    eps: float,
+    cos_M1D: torch.Tensor,
+    sin_M1D: torch.Tensor,
+    slots_M: torch.Tensor,
+    k_cache_PSGD: torch.Tensor,
+    v_cache_PSGD: torch.Tensor,
+    q_heads: int,
+    scales_P2GS: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    correction: Correction | None = None,
+) -> torch.Tensor:
+    """Finish the fused q/k/v product of M tokens: sum, bias, norms, rope. Write keys and values, return the queries.
+
+    Args:
+        parts_SMW: partial sums, contiguous; W = (q_heads + 2 G) D.
+        bias_W: bias of the projection, or None.
+        norm_2D: weights of the query norm and the key norm over a head, or None.
+        eps: of these norms.
+        cos_M1D: float32, from `rope_cos_sin` or `embed_rope`.
+        sin_M1D: likewise, with the sign of the rotation.
+        slots_M: int64, page * page_size + offset of each token.
+        k_cache_PSGD: keys, written in place; contiguous, in the model's dtype, or uint8 for e4m3 codes.
+        v_cache_PSGD: values, likewise.
+        q_heads: query heads.
+        scales_P2GS: float32 scales of keys, then values, contiguous and written in place; only with e4m3 codes.
+        dtype: the model's dtype, for the queries; required with e4m3 codes.
+        correction: corrections that adapters add to the product, or None.
+
+    Returns:
+        The queries, [M, q_heads, D].
+    """
+    parts, rows, _ = parts_SMW.shape
+    kv_heads, dim = k_cache_PSGD.shape[2:]
+    assert (k_cache_PSGD.dtype == torch.uint8) == (scales_P2GS is not None) and (
+        scales_P2GS is None or dtype is not None
+    )
+    assert scales_P2GS is None or scales_P2GS.is_contiguous()
+    half = triton.next_power_of_2(dim // 2)
+    q_MHD = torch.empty(rows, q_heads, dim, dtype=dtype or k_cache_PSGD.dtype, device=parts_SMW.device)
+    _finish_qkv_kernel[(rows, triton.cdiv(q_heads + 2 * kv_heads, _BLOCK_HEADS))](
+        parts_SMW,
+        bias_W,
+        norm_2D,
+        cos_M1D,
+        sin_M1D,
+        slots_M,
+        q_MHD,
+        k_cache_PSGD,
+        v_cache_PSGD,
+        scales_P2GS,
+        rows=rows,
+        eps=eps,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        D=dim,
+        BLOCK_HEADS=_BLOCK_HEADS,
+        HALF=half,
+        PARTS=parts,
+        BIAS=bias_W is not None,
+        NORM=norm_2D is not None,
+        PAGE_SIZE=k_cache_PSGD.shape[1],
+        FP8=scales_P2GS is not None,
+        num_warps=8,
+        **correction_arguments(correction, _BLOCK_HEADS * 2 * half),
+        **follow_options(parts_SMW.device),
+    )
+    return q_MHD
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _silu_mul_kernel(
+    gate_up_ptr,
+    out_ptr,
+    low_ptr,
+    b_ptr,
+    adapters_ptr,
+    rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+    LOW_PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = i < WIDTH
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if R > 0:
+        adapter = tl.load(adapters_ptr + row, cache_modifier=".cg")
+        b = b_ptr + ((adapter - 1).to(tl.int64) * (2 * WIDTH) + i[:, None]) * R
+        takes = i[:, None] < tl.where(adapter > 0, WIDTH, 0)
+        first_gate = begin_expand(b, takes, AT_ONCE)
+        first_up = begin_expand(b + WIDTH * R, takes, AT_ONCE)
+    follow()
+    gate = tl.load(gate_up_ptr + row * 2 * WIDTH + i, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + i, mask=live, other=0.0).to(tl.float32)
+    if R > 0:
+        low, part, ranks = low_ptr + row * 2 * R, rows * 2 * R, tl.where(adapter > 0, R, 0)
+        gate += expand_row(first_gate, b, takes, low, part, ranks, R, LOW_PARTS, AT_ONCE)
+        up += expand_row(first_up, b + WIDTH * R, takes, low + R, part, ranks, R, LOW_PARTS, AT_ONCE)
+        gate, up = narrow(gate, dtype).to(tl.float32), narrow(up, dtype).to(tl.float32)
+    gate = narrow(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + i, narrow(gate * up, dtype), mask=live)
+
+
+def silu_mul(gate_up_M2I: torch.Tensor, correction: Correction | None = None) -> torch.Tensor:
+    """`silu(gate) * up` of the corrected product, where gate comes first; returns [M, I] in the same dtype."""
+    rows, width = gate_up_M2I.shape
+    assert gate_up_M2I.is_contiguous()
+    out_MI = torch.empty(rows, width // 2, dtype=gate_up_M2I.dtype, device=gate_up_M2I.device)
+    block = 1024 if correction is None else 512
+    _silu_mul_kernel[(rows, triton.cdiv(width // 2, block))](
+        gate_up_M2I,
+        out_MI,
+        rows=rows,
+        WIDTH=width // 2,
+        BLOCK=block,
+        num_warps=4,
+        **correction_arguments(correction, 2 * block),
+        **follow_options(out_MI.device),
+    )
+    return out_MI
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _embed_rope_kernel(
+    token_ids_ptr,
+    positions_ptr,
+    embed_ptr,
+    inv_freq_ptr,
+    sign_ptr,
+    residual_ptr,
+    cos_sin_ptr,
+    rows,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    if part == 0:
+        d = tl.arange(0, BLOCK_D)
+        live = d < D
+        inv_freq = tl.load(inv_freq_ptr + d, mask=live, other=0.0)
+        sign = tl.load(sign_ptr + d, mask=live, other=0.0)
+        factor = tl.load(sign_ptr + D - 1)
+        follow()
+        angle = tl.load(positions_ptr + b).to(tl.float32) * inv_freq
+        if INTERPRETED:
+            cos = tl.cos(angle)
+            sin = tl.sin(angle)
+        else:
+            # Triton's own functions are approximate instructions, which are off by whole turns at large angles.
+            cos = libdevice.cos(angle)
+            sin = libdevice.sin(angle)
+        tl.store(cos_sin_ptr + b * D + d, cos * factor, mask=live)
+        tl.store(cos_sin_ptr + (rows + b) * D + d, sin * sign, mask=live)
+    else:
+        h = (part - 1) * BLOCK + tl.arange(0, BLOCK)
+        follow()
+        token = tl.load(token_ids_ptr + b)
+        tl.store(residual_ptr + b * H + h, tl.load(embed_ptr + token * H + h, mask=h < H), mask=h < H)
+
+
+def embed_rope(
+    token_ids_B: torch.Tensor,
+    positions_B: torch.Tensor,
+    embed_VH: torch.Tensor,
+    inv_freq_D: torch.Tensor,
+    sign_D: torch.Tensor,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """The embeddings of a step's tokens, and the cosines and sines of their positions, in one launch.
+
+    Args:
+        token_ids_B: int64.
+        positions_B: int64.
+        embed_VH: the embedding table, contiguous.
+        inv_freq_D: see `rope_cos_sin`; D is even.
+        sign_D: likewise.
+
+    Returns:
+        The embeddings [B, H], newly allocated in the dtype of `embed_VH`, and the result of `rope_cos_sin`.
+    """
+    count, hidden, dim = len(token_ids_B), embed_VH.shape[1], len(inv_freq_D)
+    assert token_ids_B.is_contiguous() and positions_B.is_contiguous() and embed_VH.is_contiguous()
+    residual_BH = torch.empty(count, hidden, dtype=embed_VH.dtype, device=embed_VH.device)
+    cos_sin_2B1D = torch.empty(2, count, 1, dim, dtype=torch.float32, device=embed_VH.device)
+    _embed_rope_kernel[(count, 1 + triton.cdiv(hidden, _EMBED_BLOCK))](
+        token_ids_B,
+        positions_B,
+        embed_VH,
+        inv_freq_D,
+        sign_D,
+        residual_BH,
+        cos_sin_2B1D,
+        count,
+        H=hidden,
+        D=dim,
+        BLOCK=_EMBED_BLOCK,
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=4,
+        **follow_options(embed_VH.device),
+    )
+    cos_B1D, sin_B1D = cos_sin_2B1D.unbind(0)
+    return residual_BH, (cos_B1D, sin_B1D)

@@ -1,0 +1,31 @@
+"""Drawing tokens from logits.
+
+reference        the torch path: penalties, bans, constraints, truncation, the draw and its log-probabilities
+philox           the random numbers of a draw: a function of seed and position
+triton_draw      the draw on a GPU, without materialised noise
+triton_truncate  top-k, top-p and min-p on a GPU, without a sort
+triton_allow     the mask of a constraint on a GPU
+"""
+
+from rollout_kernels.sampling.philox import gumbel_noise, philox_4x32
+from rollout_kernels.sampling.reference import (
+    PROMPT_BIT,
+    Sampled,
+    SamplingRows,
+    allow_only,
+    change_logits,
+    sample,
+    truncate,
+)
+
+__all__ = [
+    "PROMPT_BIT",
+    "Sampled",
+    "SamplingRows",
+    "allow_only",
+    "change_logits",
+    "gumbel_noise",
+    "philox_4x32",
+    "sample",
+    "truncate",
+]

@@ -1,0 +1,232 @@
+"""Draw tokens on a GPU: one pass over the logits, then a small one over the partial results.
+
+    pass 1   a program for each row and block of the vocabulary: Gumbel noise, the best noisy logit, and log-sum-exps of
+             the raw, the tempered and the drawn logits
+    pass 2   a program for each row: the best of all blocks, and three log-probs. The token goes to the output and
+             to the row's state, where the next step reads it
+
+The noise and the order of operations are those of `rollout_kernels.sampling.sample`: same counter, same words. The
+logarithm is the GPU's approximate instruction, so noise differs by about 3e-6. Pass 1 is bound by arithmetic, not by
+memory.
+
+Legend: S rows that sample, V vocabulary, P planes of partial results, B blocks, R rows of the state, I and F columns of
+its integers and floats.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout_kernels.common.triton_math import INTERPRETED
+
+_BLOCK = 2048
+#: Pass 1 writes five planes: best noisy logit, its token, and the log-sums of raw, tempered and drawn logits.
+_PLANES = 5
+
+
+@triton.jit
+def _fast_log(x):
+    """Natural logarithm of positive normal float32 in two instructions; absolute or relative error up to 2e-7."""
+    if INTERPRETED:
+        return tl.log(x)
+    else:
+        log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return log2 * 0.6931471805599453
+
+
+@triton.jit
+def _gumbel(seed, index, first, BLOCK: tl.constexpr):
+    """Standard Gumbel noise of tokens first .. first + BLOCK - 1, as `philox.gumbel_noise`; `first` divides by 4."""
+    counter = first // 4 + tl.arange(0, BLOCK // 4)
+    zero = tl.zeros([BLOCK // 4], tl.int32)
+    block = counter.to(tl.uint32, bitcast=True)
+    zeros = zero.to(tl.uint32, bitcast=True)
+    low = zeros + seed.to(tl.uint32)  # the low word: the conversion truncates
+    high = zeros + (seed >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox_impl(block, zeros + index.to(tl.uint32), zeros, zeros, low, high)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
+    u = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # -log(1 - u). For small u, where the winners are and 1 - u loses digits, by its power series.
+    series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5 + u * (1 / 6))))))
+    return -_fast_log(tl.where(u < 0.0625, series, -_fast_log(1.0 - u)))
+
+
+@triton.jit
+def _log_sum(logs):
+    """Log of the sum of exp(logs); -inf if all of them are."""
+    most = tl.max(logs)
+    safe = tl.where(most > -float("inf"), most, 0.0)
+    return safe + tl.log(tl.sum(tl.exp(logs - safe)))
+
+
+@triton.jit
+def _pass_1(
+    logits_ptr,
+    drawn_ptr,
+    floats_ptr,
+    ints_ptr,
+    rows_ptr,
+    partial_ptr,
+    V,
+    blocks,
+    INTS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PROMPT: tl.constexpr,
+    SEED: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    NOISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DRAWN: tl.constexpr,
+):
+    sampled = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    row = tl.load(rows_ptr + sampled)
+    seed = tl.load(ints_ptr + row * INTS + SEED)
+    index = tl.load(ints_ptr + row * INTS + LENGTH) + 1 - tl.load(ints_ptr + row * INTS + PROMPT)
+    temperature = tl.load(floats_ptr + row * FLOATS + TEMPERATURE)
+    noise_scale = tl.load(floats_ptr + row * FLOATS + NOISE)
+    v = block * BLOCK + tl.arange(0, BLOCK)
+    live = v < V
+    logits = tl.load(logits_ptr + sampled * V + v, mask=live, other=-float("inf"))
+    out = partial_ptr + sampled * blocks + block
+    plane = tl.num_programs(0).to(tl.int64) * blocks
+    plain_sum = _log_sum(logits)
+    tempered = logits
+    tempered_sum = plain_sum
+    if temperature != 1.0:
+        tempered = logits / temperature
+        tempered_sum = _log_sum(tempered)
+    drawn = tempered
+    drawn_sum = tempered_sum
+    if DRAWN:
+        drawn = tl.load(drawn_ptr + sampled * V + v, mask=live, other=-float("inf"))
+        drawn_sum = _log_sum(drawn)
+    noisy = drawn
+    if noise_scale != 0.0:
+        noisy = drawn + _gumbel(seed, index, block * BLOCK, BLOCK) * noise_scale
+    # A NaN is never the best. The host notices it, because the log-probs become NaN.
+    noisy = tl.where(live & (noisy == noisy), noisy, -float("inf"))
+    best = tl.max(noisy)
+    token = tl.min(tl.where(live & (noisy == best), v, 2147483647))
+    tl.store(out, best)
+    tl.store(out + plane, token.to(tl.float32, bitcast=True))
+    tl.store(out + 2 * plane, plain_sum)
+    tl.store(out + 3 * plane, tempered_sum)
+    tl.store(out + 4 * plane, drawn_sum)
+
+
+@triton.jit
+def _pass_2(
+    logits_ptr,
+    drawn_ptr,
+    floats_ptr,
+    ints_ptr,
+    rows_ptr,
+    partial_ptr,
+    output_ptr,
+    output_stride,
+    V,
+    blocks,
+    INTS: tl.constexpr,
+    FLOATS: tl.constexpr,
+    LAST: tl.constexpr,
+    LENGTH: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DRAWN: tl.constexpr,
+):
+    sampled = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + sampled)
+    b = tl.arange(0, BLOCKS)
+    live = b < blocks
+    at = partial_ptr + sampled * blocks + b
+    plane = tl.num_programs(0).to(tl.int64) * blocks
+    noisy = tl.load(at, mask=live, other=-float("inf"))
+    tokens = tl.load(at + plane, mask=live, other=0.0).to(tl.int32, bitcast=True)
+    best = tl.max(noisy)
+    token = tl.min(tl.where(live & (noisy == best), tokens, 2147483647))
+    logit = tl.load(logits_ptr + sampled * V + token)
+    temperature = tl.load(floats_ptr + row * FLOATS + TEMPERATURE)
+    tempered = logit / temperature
+    drawn = tempered
+    if DRAWN:
+        drawn = tl.load(drawn_ptr + sampled * V + token)
+    plain = logit - _log_sum(tl.load(at + 2 * plane, mask=live, other=-float("inf")))
+    tempered -= _log_sum(tl.load(at + 3 * plane, mask=live, other=-float("inf")))
+    drawn -= _log_sum(tl.load(at + 4 * plane, mask=live, other=-float("inf")))
+    tl.store(output_ptr + sampled, token)
+    tl.store(output_ptr + output_stride + sampled, tempered.to(tl.int32, bitcast=True))
+    tl.store(output_ptr + 2 * output_stride + sampled, plain.to(tl.int32, bitcast=True))
+    tl.store(output_ptr + 3 * output_stride + sampled, drawn.to(tl.int32, bitcast=True))
+    if row != 0:  # row 0 is padding
+        length = tl.load(ints_ptr + row * INTS + LENGTH)
+        tl.store(ints_ptr + row * INTS + LAST, token.to(tl.int64))
+        tl.store(ints_ptr + row * INTS + LENGTH, length + 1)
+
+
+def draw_and_advance(
+    logits_SV: torch.Tensor,
+    drawn_SV: torch.Tensor | None,
+    rows_S: torch.Tensor,
+    ints_RI: torch.Tensor,
+    floats_RF: torch.Tensor,
+    output_4S: torch.Tensor,
+    columns: dict[str, int],
+) -> None:
+    """Draw a token for each row, write it and its log-probs to the output, and advance the row's state by one token.
+
+    Args:
+        logits_SV: float32, contiguous.
+        drawn_SV: float32 logits to draw from, already tempered; None to draw from `logits / temperature`.
+        rows_S: int64 row of each; distinct, except for the padding row 0.
+        ints_RI: int64 row state, changed in place: LAST becomes the token, and LENGTH (the number of tokens before this
+            step's own) grows by one.
+        floats_RF: float32 row state.
+        output_4S: int32 [4, >= S]: token ids, then log-probs, raw log-probs and drawn log-probs as float32 bits.
+        columns: columns of LAST, LENGTH, PROMPT, SEED in `ints_RI`, and of TEMPERATURE, NOISE in `floats_RF`.
+    """
+    count, vocab = logits_SV.shape
+    blocks = triton.cdiv(vocab, _BLOCK)
+    partial_PSB = torch.empty(_PLANES, count, blocks, dtype=torch.float32, device=logits_SV.device)
+    sizes = {"INTS": ints_RI.shape[1], "FLOATS": floats_RF.shape[1]}
+    _pass_1[(count, blocks)](
+        logits_SV,
+        drawn_SV,
+        floats_RF,
+        ints_RI,
+        rows_S,
+        partial_PSB,
+        vocab,
+        blocks,
+        LENGTH=columns["LENGTH"],
+        PROMPT=columns["PROMPT"],
+        SEED=columns["SEED"],
+        TEMPERATURE=columns["TEMPERATURE"],
+        NOISE=columns["NOISE"],
+        BLOCK=_BLOCK,
+        DRAWN=drawn_SV is not None,
+        num_warps=8,
+        **sizes,
+    )
+    _pass_2[(count,)](
+        logits_SV,
+        drawn_SV,
+        floats_RF,
+        ints_RI,
+        rows_S,
+        partial_PSB,
+        output_4S,
+        output_4S.stride(0),
+        vocab,
+        blocks,
+        LAST=columns["LAST"],
+        LENGTH=columns["LENGTH"],
+        TEMPERATURE=columns["TEMPERATURE"],
+        BLOCKS=triton.next_power_of_2(blocks),
+        DRAWN=drawn_SV is not None,
+        num_warps=1,
+        **sizes,
+    )

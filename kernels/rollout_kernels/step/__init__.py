@@ -1,0 +1,9 @@
+"""The begin of a decode step: from the state of its rows to the input of the model.
+
+begin         `begin_step`: the op and its torch twin
+triton_begin  the same on a GPU
+"""
+
+from rollout_kernels.step.begin import StepInput, begin_step
+
+__all__ = ["StepInput", "begin_step"]

@@ -1,0 +1,89 @@
+"""The kernels between the matrix products of a decode step, against float64 and their torch twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rollout_kernels import rope_cos_sin
+from rollout_kernels import silu_mul as silu_mul_twin
+from rollout_kernels.norm_rope import triton_elementwise
+from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, finish_qkv, silu_mul
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (5, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_rms_norm(parts, rows, hidden, dtype):
+    residual = torch.randn(rows, hidden).to(DEVICE, dtype)
+    weight = torch.rand(hidden).to(DEVICE, dtype)
+    partial = torch.randn(parts, rows, hidden, device=DEVICE) if parts else None
+    added = residual.double() + (partial.double().sum(0) if parts else 0)
+    got = add_rms_norm(residual, partial, weight, 1e-6)
+    exact = 1e-6 if dtype == torch.float32 else 6e-3
+    assert relative(residual, added) < exact
+    expected = residual.double() * (residual.double().pow(2).mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    assert relative(got, expected) < exact
+
+
+def test_no_two_warps_of_a_norm_have_the_same_values(monkeypatch):
+    launches = []
+    kernel = {(1,): lambda *_, num_warps, BLOCK, **__: launches.append((BLOCK, num_warps))}  # noqa: N803
+    monkeypatch.setattr(triton_elementwise, "_add_rms_norm_kernel", kernel)
+    for hidden in (24, 64, 96, 1024, 2048, 8192):
+        add_rms_norm(torch.zeros(1, hidden), None, torch.ones(hidden), 1e-6)
+    assert [warps for _, warps in launches] == [1, 1, 1, 8, 16, 16]
+    assert all(32 * warps <= max(32, block) for block, warps in launches)
+
+
+@pytest.mark.parametrize("width", [64, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_mul(width, dtype):
+    gate_up = (torch.randn(3, 2 * width) * 4).to(DEVICE, dtype)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    got = silu_mul(gate_up)
+    assert got.dtype == dtype
+    assert relative(got, torch.nn.functional.silu(gate) * up) < (1e-6 if dtype == torch.float32 else 6e-3)
+    assert relative(got, silu_mul_twin(gate_up)) < (1e-6 if dtype == torch.float32 else 2e-3)
+
+
+def test_a_whole_product_in_the_models_dtype_is_one_part():
+    parts = torch.randn(1, 4, 96, device=DEVICE).bfloat16()
+    residual, weight = torch.randn(4, 96, device=DEVICE).bfloat16(), torch.rand(96, device=DEVICE).bfloat16()
+    other = residual.clone()
+    assert torch.equal(add_rms_norm(residual, parts, weight, 1e-6), add_rms_norm(other, parts.float(), weight, 1e-6))
+    assert torch.equal(residual, other)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dim", [16, 24])
+def test_finish_qkv_is_norm_rope_and_a_write_to_the_cache(norm, bias, dim):
+    rows, q_heads, kv_heads, parts = 3, 4, 2, 2
+    partial = torch.randn(parts, rows, (q_heads + 2 * kv_heads) * dim, device=DEVICE)
+    bias_W = torch.randn(partial.shape[2], device=DEVICE) if bias else None
+    norm_2D = torch.rand(2, dim, device=DEVICE) if norm else None
+    half = dim // 2
+    inv_freq = (10_000.0 ** (-torch.arange(half) / half)).repeat(2).to(DEVICE)
+    sign = torch.cat([-torch.ones(half), torch.ones(half)]).to(DEVICE)
+    cos, sin = rope_cos_sin(torch.tensor([0, 5, 77], device=DEVICE), inv_freq, sign)
+    k_cache, v_cache = (torch.full((4, 4, kv_heads, dim), float("nan"), device=DEVICE) for _ in range(2))
+    slots = torch.tensor([3, 14, 8], device=DEVICE)
+    got = finish_qkv(partial, bias_W, norm_2D, 1e-6, cos, sin, slots, k_cache, v_cache, q_heads)
+    qkv = (partial.double().sum(0) + (bias_W.double() if bias else 0)).view(rows, -1, dim)
+    qk, v = qkv[:, : q_heads + kv_heads], qkv[:, q_heads + kv_heads :]
+    if norm:
+        weights = torch.cat([norm_2D[:1].expand(q_heads, -1), norm_2D[1:].expand(kv_heads, -1)]).double()
+        qk = qk * (qk.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weights
+    first, second = qk.chunk(2, dim=-1)
+    angles = torch.tensor([0, 5, 77], device=DEVICE).double()[:, None] * inv_freq.double()
+    qk = qk * angles.cos()[:, None] + torch.cat([-second, first], -1) * angles.sin()[:, None]
+    assert relative(got, qk[:, :q_heads]) < 1e-5
+    assert relative(k_cache.flatten(0, 1)[slots], qk[:, q_heads:]) < 1e-5
+    assert relative(v_cache.flatten(0, 1)[slots], v) < 1e-6
+    assert k_cache.flatten(0, 1).isnan().all(dim=(1, 2)).sum() == 16 - rows, "nothing else was written"
