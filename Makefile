@@ -58,12 +58,12 @@ test-gpu: ## the GPU tests, with the machine's own torch and the wheels of the f
 fuzz: $(DEV_READY) ## search for messages that break their readers, for FUZZ_SECONDS
 	$(BIN)/python -m scripts.check.fuzz_codec --seconds $(FUZZ_SECONDS) $(ARGS)
 
-lint: $(DEV_READY) ## ruff, import layers, mypy, and whether docs/reference is current
+lint: $(DEV_READY) ## ruff, import layers and circles, mypy, and whether docs/reference is current
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYTHONPATH=.:kernels $(BIN)/lint-imports
-	$(BIN)/mypy
 	$(BIN)/python -m scripts.reference_docs --check
+	$(BIN)/mypy
 
 format: $(DEV_READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
@@ -75,8 +75,7 @@ bench: $(DEMO_READY) ## measure bookkeeping, pipeline, memory and service load; 
 	$(BIN)/python -m scripts.bench.memory $(ARGS)
 	$(BIN)/python -m scripts.bench.service_load $(ARGS)
 
-docs: $(DEV_READY) ## renew docs/reference and the settings in docs/operating.md
-	$(BIN)/python scripts/settings_table.py --write
+docs: $(DEV_READY) ## write docs/reference from the code
 	$(BIN)/python -m scripts.reference_docs --write
 
 clean: ## remove .venv and caches

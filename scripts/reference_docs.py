@@ -9,12 +9,37 @@ A page is one function in `PAGES`.
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
+import trainer_bridge
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.metrics.prometheus import prometheus_name
+from rollout.service.errors import ErrorCode
+from rollout.settings_sources import Key, setting_keys
+from trainer_bridge.wire.errors import RolloutError
+
+_SETTINGS_INTRODUCTION = """\
+# Settings
+
+A setting comes from the TOML file of `--config`, then from the environment variable `ROLLOUT_<SECTION>__<KEY>`
+(`ROLLOUT_ENGINE__MAX_ROWS=64`; without a section `ROLLOUT_<KEY>`), then from a flag; the later one wins. A setting that is
+true or false has a second flag, `--no-...`. In the environment and in flags, `none` leaves an optional setting out. An
+unknown name is an error in all three."""
+
+_ERRORS_INTRODUCTION = """\
+# Errors
+
+A worker answers a wrong message with `code`, `message` (says what to change), `field` and, with `overloaded`,
+`retry_after_s`. The Python client raises the exception; all are subclasses of `RolloutError`."""
+
+_API_INTRODUCTION = """\
+# Python API
+
+Everything that `trainer_bridge` exports, from the docstrings. How to use it: [client.md](client.md)."""
 
 _METRICS_INTRODUCTION = """\
 # Metrics
@@ -66,6 +91,78 @@ def metrics_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def settings_page() -> str:
+    """Every setting, by section."""
+    lines = [_SETTINGS_INTRODUCTION]
+    sections = dict.fromkeys(key.section for key in setting_keys())
+    for section in sorted(sections, key=lambda name: name is None):  # stable; settings without a section come last
+        rows = [_setting(key) for key in setting_keys() if key.section == section]
+        heads = ("setting", "flag", "values", "default", "meaning")
+        lines += ["", f"## {section}" if section else "## Without a section", "", *_table(heads, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _setting(key: Key) -> tuple[str, ...]:
+    default = "none" if key.field.default is None else str(key.field.default).lower()
+    shown = f"`{default}`" if default else ""
+    return f"`{key.name}`", f"`{key.flag}`", _values(key), shown, key.field.description or ""
+
+
+def _values(key: Key) -> str:
+    annotation = key.field.annotation
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(annotation))
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    name = {int: "integer", float: "number", str: "text", bool: "`true`, `false`"}[kinds[0]]
+    bounds = [
+        f"{sign} {getattr(rule, attribute)}"
+        for rule in key.field.metadata
+        for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        if getattr(rule, attribute, None) is not None
+    ]
+    return " ".join([name, ", ".join(bounds)]).strip() + (", or none" if key.optional else "")
+
+
+def errors_page() -> str:
+    """Every error code with its exception."""
+    classes = [kind for kind in _subclasses(RolloutError) if kind.__doc__]
+    of_protocol = [kind for kind in classes if kind.code in get_args(ErrorCode)]
+    others = [kind for kind in classes if kind.code not in get_args(ErrorCode)]
+    lines = [_ERRORS_INTRODUCTION]
+    for title, kinds in (("Codes of the protocol", of_protocol), ("Errors of the client itself", others)):
+        rows = [(f"`{kind.code}`", f"`{kind.__name__}`", " ".join((kind.__doc__ or "").split())) for kind in kinds]
+        lines += ["", f"## {title}", "", *_table(("code", "exception", "meaning"), rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _subclasses(kind: type[RolloutError]) -> list[type[RolloutError]]:
+    return [each for sub in kind.__subclasses__() for each in (sub, *_subclasses(sub))]
+
+
+def api_page() -> str:
+    """Signatures and docstrings of everything that `trainer_bridge` exports."""
+    lines = [_API_INTRODUCTION]
+    for name in sorted(trainer_bridge.__all__):
+        thing: Any = getattr(trainer_bridge, name)
+        lines += ["", f"## {name}", "", f"`{name}{_signature(thing)}`", "", inspect.getdoc(thing) or ""]
+        methods = inspect.getmembers(thing, inspect.isfunction) if inspect.isclass(thing) else []
+        for method, function in methods:
+            if not method.startswith("_") and function.__doc__:
+                lines += ["", f"**`{method}{_signature(function)}`**", "", inspect.getdoc(function) or ""]
+    return "\n".join(lines) + "\n"
+
+
+def _signature(thing: Any) -> str:
+    """The parameters without annotations, which would fill the page."""
+    try:
+        signature = inspect.signature(thing)
+    except (TypeError, ValueError):  # no Python function
+        return ""
+    empty = inspect.Parameter.empty
+    parameters = [each.replace(annotation=empty) for name, each in signature.parameters.items() if name != "self"]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
 def _section(metric: Metric) -> str:
     """The metric's section of the dashboard. Without a panel: the section of a metric with the same first word."""
     if metric.panel is not None:
@@ -81,7 +178,12 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 #: File name: the function that makes its text.
-PAGES: Mapping[str, Callable[[], str]] = {"metrics.md": metrics_page}
+PAGES: Mapping[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "metrics.md": metrics_page,
+    "errors.md": errors_page,
+    "api.md": api_page,
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -152,23 +151,3 @@ def test_shipped_configs_load_and_say_of_every_setting_what_it_is(config):
 
 def test_the_three_configs_are_shipped():
     assert [path.stem for path in CONFIGS] == ["cpu_tiny", "qwen3_30b_a3b_h200", "qwen3_8b_h200"]
-
-
-def load_table_script():
-    spec = importlib.util.spec_from_file_location("settings_table", ROOT / "scripts" / "settings_table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_tables_in_the_docs_are_current():
-    script = load_table_script()
-    page = script.PAGE.read_text()
-    assert page == script.renewed(page), "python scripts/settings_table.py --write"
-
-
-def test_a_table_that_is_out_of_date_is_noticed():
-    script = load_table_script()
-    page = script.PAGE.read_text().replace("| `max_rows` |", "| `max_lines` |")
-    assert script.renewed(page) != page
