@@ -26,9 +26,9 @@ _SETTINGS_INTRODUCTION = """\
 # Settings
 
 A setting comes from the TOML file of `--config`, then from the environment variable `ROLLOUT_<SECTION>__<KEY>`
-(`ROLLOUT_ENGINE__MAX_ROWS=64`; without a section `ROLLOUT_<KEY>`), then from a flag; the later one wins. A setting that is
-true or false has a second flag, `--no-...`. In the environment and in flags, `none` leaves an optional setting out. An
-unknown name is an error in all three."""
+(`ROLLOUT_ENGINE__MAX_ROWS=64`; without a section `ROLLOUT_<KEY>`), then from a flag; the later one wins. A setting
+that is true or false has a second flag, `--no-...`. In the environment and in flags, `none` leaves an optional setting
+out. An unknown name is an error in all three."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
