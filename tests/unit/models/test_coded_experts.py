@@ -13,11 +13,10 @@ from rollout_kernels.moe.quantize import quantize
 
 from rollout.config import ModelSettings
 from rollout.models import Decoder, fused_experts, load_model
-from rollout.models.fused import FusedDecoder
 from rollout.models.layers import SparseMLP
 from tests.unit.models.families import make_checkpoint
 from tests.unit.models.paged import PagedRunner
-from tests.unit.models.test_fused import LONG, MODELS, coarse, error, expected, steps, tokens
+from tests.unit.models.test_fused import MODELS, SEEDS, coarse, errors, save_rounded, side_by_side, tokens
 
 CPU = torch.device("cpu")
 #: A family a format: with a dense layer in between, with other names, with all heads normalised together.
@@ -67,19 +66,14 @@ def test_fused_steps_are_as_close_to_float32_as_generic_ones(family, format, tmp
     """Many, some and few tokens: the kernels by expert and by output read the model's own codes and scales."""
     monkeypatch.setattr(fused_experts, "MOST_TOKENS", 2)
     monkeypatch.setattr(fused_experts, "moe_plan", coarse)
-    reference = make_checkpoint(family, tmp_path, **MODELS[family][1])
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.copy_(parameter.bfloat16())
-    reference.save_pretrained(tmp_path)
-    coded, wide = load(tmp_path, "bfloat16", format), decode_into(load(tmp_path, "float32"), format)
-    with torch.no_grad():
-        for name, parameter in reference.state_dict().items():
-            parameter.copy_(wide.hf_views()[name])
-    fused, _, ids = steps(coded, FusedDecoder(coded), LONG)
-    generic, _, _ = steps(coded, coded, LONG)
-    exact = expected(reference, ids)
-    assert error(fused, exact) < 1.25 * error(generic, exact) + 1e-4
+    runs = []
+    for seed in SEEDS:
+        folder = tmp_path / str(seed)
+        save_rounded(family, folder, seed)
+        coded, wide = load(folder, "bfloat16", format), decode_into(load(folder, "float32"), format)
+        runs.append(side_by_side(coded, wide))
+    by_kernels, by_modules = errors(runs)
+    assert by_kernels < 1.25 * by_modules + 1e-4
 
 
 @pytest.mark.parametrize(("family", "format"), CODED)
