@@ -29,17 +29,22 @@ class Case(NamedTuple):
 NORM = ["8 rows: norm"]
 NORM_KERNELS = {"_add_rms_norm_kernel", "_norm_router_kernel"}
 CASES = {
-    "norms": Case([*NORM, "dense, 8 rows: adapters later, rank 16, qkv"], 8, 90, NORM_KERNELS | {"_finish_qkv_kernel"}),
+    "norms": Case(
+        [*NORM, "dense, 8 rows: adapters later, rank 16, qkv"],
+        8,
+        90,
+        NORM_KERNELS | {"_shrink_kernel", "_finish_qkv_kernel"},
+    ),
     "steps": Case(
-        [f"dense, 32 rows: {what}" for what in ("sampling", "adapters, rank 16, qkv", "decode attention, fp8 KV")],
+        ["dense, 32 rows: sampling", "dense, 32 rows: decode attention, fp8 KV"],
         32,
         90,
-        {"_search_kernel", "_cut_kernel", "_pass_1", "_pass_2", "_allow_kernel"}
-        | {"_shrink_kernel", "_expand_kernel", "decode_codes_kernel", "_plan_kernel"},
+        {"_search_kernel", "_cut_kernel", "_pass_1", "_pass_2", "_allow_kernel", "decode_codes_kernel", "_plan_kernel"},
     ),
 }
 MORE_CASES = {
     "norms before Hopper": Case(NORM, 8, 80, NORM_KERNELS),
+    "adapters": Case(["dense, 32 rows: adapters, rank 16, qkv"], 32, 90, {"_shrink_kernel", "_expand_kernel"}),
     "product": Case(["dense, 32 rows: adapters, product"], 32, 90, {"_stream_kernel"}),
     "experts": Case(
         ["2 rows: experts, fp8_row"], 2, 90, {"_gate_up_kernel", "_down_kernel", "_group_kernel", "_combine_kernel"}

@@ -80,7 +80,7 @@ def test_mxfp8_with_f16_activations_uses_the_warp_path():
 
 def test_an_unmeasured_shape_warns_once():
     shape = MoEShape(7, 2, 64, 32)
-    with pytest.warns(RuntimeWarning, match="tune_moe"):
+    with pytest.warns(RuntimeWarning, match="no measured plan"):
         plan = moe_plan(shape, "plain", torch.bfloat16, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
