@@ -148,7 +148,7 @@ def slow(codec, monkeypatch, caplog):
         client = bench.client()
         client.socket.close(0)
         client.socket = bench.context.socket(zmq.DEALER)
-        for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096), (zmq.RCVTIMEO, 10_000), (zmq.LINGER, 0)):
+        for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096), (zmq.RCVTIMEO, 60_000), (zmq.LINGER, 0)):
             client.socket.setsockopt(option, value)
         client.socket.connect(bench.server.endpoint)
         yield bench, client
@@ -160,7 +160,7 @@ def test_stream_of_a_client_that_does_not_read_is_dropped_but_its_result_comes(s
     client.send("generate", prompt=[1], max_tokens=10_000_000, stream="tokens", stream_every=PART)
     request = bench.submitted()
     parts = 0
-    while "does not read" not in caplog.text:
+    while not caplog.records:  # it warns when it drops a stream
         assert parts < 500, "nothing bounds what is kept for a client that does not read"
         bench.put(delta(request.key, 0, parts * PART, [parts % 300] * PART))
         assert other.ask("ping")["op"] == "ok", "another client is served meanwhile"

@@ -306,13 +306,13 @@ def test_stream_that_was_dropped_can_be_taken_up_where_it_ended(codec, monkeypat
         slow, other = bench.client(), bench.client()
         slow.socket.close(0)
         slow.socket = bench.context.socket(zmq.DEALER)
-        for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096), (zmq.RCVTIMEO, 10_000), (zmq.LINGER, 0)):
+        for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096), (zmq.RCVTIMEO, 60_000), (zmq.LINGER, 0)):
             slow.socket.setsockopt(option, value)
         slow.socket.connect(bench.server.endpoint)
         slow.send("generate", "r", client="job", prompt=[1], max_tokens=10_000_000, stream="tokens", stream_every=part)
         request = bench.submitted()
         parts = 0
-        while "does not read" not in caplog.text:
+        while not caplog.records:  # it warns when it drops a stream
             assert parts < 500
             put_tokens(bench, request, 0, parts * part, [parts % 300] * part)
             assert other.ask("ping", "p", client="job")["op"] == "ok"

@@ -69,8 +69,9 @@ class WeightPublisher:
     others what they own, a bucket at a time. `held` and `applied` mean the same on all ranks. The default group is left
     alone.
 
-    Closing ends what is unfinished: wait for `applied` first. Workers keep what they serve. A publisher that is open
-    when Python ends is closed then, and waits up to `begin_s` for a rank that never published what this one did.
+    Closing ends what is unfinished: wait for `applied` first. Workers keep what they serve; one that still checks the
+    manifest is waited for, 5 s at most, so that it can be told. A publisher that is open when Python ends is closed
+    then, and waits up to `begin_s` for a rank that never published what this one did.
     """
 
     def __init__(

