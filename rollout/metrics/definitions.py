@@ -226,7 +226,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         _COMPLETION_LENGTH, lambda stretch: stretch.samples.length_quantiles.value(0.99),
     ),
     *(
-        Metric(
+        Metric[Stretch](
             f"completion/finish_reason/{reason}", "counter", "count",
             f"completions that ended as `{reason}`, since start", Panel("Completions", "Ends"),
         )
