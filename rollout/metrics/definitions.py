@@ -176,7 +176,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         Panel("Rollout", "Tokens of a row"), lambda stretch: stretch.samples.tokens_per_s_per_row(stretch.wall_s),
     ),
     Metric("rollout/rows", "gauge", "rows", "sequences that hold a row now", _ROWS),
-    Metric("queue/waiting", "gauge", "requests", "requests that wait for a row now", _ROWS),
+    Metric("queue/waiting", "gauge", "completions", "completions that wait for a row now", _ROWS),
     Metric(
         "rollout/zombie_rows_pct", "gauge", "%",
         "share of launched rows whose sequence had ended before their step was committed",
@@ -226,7 +226,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         _COMPLETION_LENGTH, lambda stretch: stretch.samples.length_quantiles.value(0.99),
     ),
     *(
-        Metric(
+        Metric[Stretch](
             f"completion/finish_reason/{reason}", "counter", "count",
             f"completions that ended as `{reason}`, since start", Panel("Completions", "Ends"),
         )
