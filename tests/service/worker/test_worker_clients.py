@@ -118,7 +118,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 def test_status_command(worker: WorkerProcess) -> None:
     shown = run("status", worker.endpoint)
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "serving" in shown.stdout and worker.weights_endpoint in shown.stdout
+    assert "serving" in shown.stdout
+    whole = run("status", worker.endpoint, "--all")
+    assert whole.returncode == 0 and worker.weights_endpoint in whole.stdout
     told = run("status", worker.endpoint, "--json")
     assert json.loads(told.stdout)["rows"] == {"running": 0, "max": 8} and told.stdout.count("\n") == 1
 
@@ -126,7 +128,8 @@ def test_status_command(worker: WorkerProcess) -> None:
 def test_generate_command(worker: WorkerProcess, tmp_path: Path) -> None:
     plain = run("generate", worker.endpoint, "--prompt", "17:", "--max-tokens", "12")
     assert (plain.returncode, plain.stdout) == (0, " 18 19 20 21\n")
-    assert plain.stderr == "[completion 0: 12 tokens, length, weights version 0]\n"
+    said = plain.stderr.splitlines()[-1]  # on a busy machine there is progress to tell, too
+    assert said == "[completion 0: 12 tokens, length, weights version 0]"
     streamed = run("generate", worker.endpoint, "--prompt", "17:", "--stop", " 22", "--stream", "--seed", "3")
     assert (streamed.returncode, streamed.stdout) == (0, " 18 19 20 21\n")
     (tmp_path / "chat.json").write_text('[{"role": "user", "content": "17:"}]')
