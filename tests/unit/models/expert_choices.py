@@ -2,8 +2,8 @@
 
 Products in 16 bits round differently on different CPUs. Where two experts of a token are nearly equally likely, one
 computation takes the one and another the other, and all that follows differs by far more than rounding. So the steps
-under test choose, and those beside them take the same experts; `ExpertChoices.regret` says how much worse than its own
-a choice is in the eyes of the computation that takes it.
+under test choose, and those beside them take the same experts; `ExpertChoices.taken` gives the regrets: how much
+worse than its own a choice is in the eyes of the computation that takes it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import torch
 from rollout_kernels import route
 
 from rollout.models import fused_experts, layers
+
+#: By how much the logit of an expert that was left out may exceed that of one that was taken; logits spread over 1.
+NEARLY_EQUAL = 0.1
 
 
 class ExpertChoices:

@@ -19,7 +19,7 @@ from rollout.config import ModelSettings
 from rollout.models import Decoder, fused_experts, load_model
 from rollout.models.fused import FusedDecoder, kernels_take, supports
 from rollout.models.layers import Linear
-from tests.unit.models.expert_choices import ExpertChoices
+from tests.unit.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.unit.models.families import make_checkpoint
 from tests.unit.models.paged import PagedRunner
 
@@ -55,8 +55,6 @@ SPARSE = ["qwen3_moe", "qwen3_moe-odd", "mixtral", "olmoe"]
 CPU = torch.device("cpu")
 #: Of the weights that errors in 16 bits are pooled over: those of one model alone differ by a tenth between CPU types.
 SEEDS = (1, 2)
-#: By how much the logit of an expert that was left out may exceed that of one that was taken; logits spread over 1.
-NEARLY_EQUAL = 0.1
 
 
 def load(folder: Path, dtype: str) -> Decoder:

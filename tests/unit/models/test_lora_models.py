@@ -17,6 +17,7 @@ from rollout.models.adapters import AdapterSlots
 from rollout.models.fused import FusedDecoder
 from rollout.models.peft_tensors import load_peft_folder
 from tests.peft_adapters import ALL, ATTENTION, make_adapter, merged
+from tests.unit.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.unit.models.families import make_checkpoint
 from tests.unit.models.paged import PagedRunner
 
@@ -104,27 +105,34 @@ def test_sixteen_bits_are_as_near_as_merged_weights_are(tmp_path: Path) -> None:
 def test_attention_before_experts_is_corrected_too(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In 16 bits, which the kernels of experts take alone: held against the generic path in 16 bits."""
+    """In 16 bits, which the kernels of experts take alone: held against the generic path in 16 bits and in 32."""
     monkeypatch.setattr(fused_experts, "moe_plan", lambda *asked, **how: TALL)
     sizes = {"moe_intermediate_size": 32, "attention_bias": False, "mlp_only_layers": [1]}
     reference = make_checkpoint(family, tmp_path / "base", **(EVEN | (sizes if family == "qwen3_moe" else {})))
-    model = load_model(ModelSettings(path=str(tmp_path / "base"), dtype="bfloat16"), CPU).model
-    slots = AdapterSlots(model.spec, 2, 16, torch.bfloat16, CPU)
-    exact = [exact_logits(reference)]
+    model, wide = (
+        load_model(ModelSettings(path=str(tmp_path / "base"), dtype=dtype), CPU).model
+        for dtype in ("bfloat16", "float32")
+    )
+    slots, wide_slots = (AdapterSlots(model.spec, 2, 16, dtype, CPU) for dtype in (torch.bfloat16, torch.float32))
+    merged_logits = [exact_logits(reference)]
     for i in range(2):
         folder = make_adapter(reference, tmp_path / str(i), i, ATTENTION)
         slots.write(i + 1, load_peft_folder(folder, model.spec, 16, torch.bfloat16))
-        exact.append(exact_logits(merged(reference, folder)))
-    adapter_of = [2, 0, 1]
-    errors = {
-        name: [
-            ((got - exact[slot]).norm() / exact[slot].norm()).item()
-            for slot, got in zip(adapter_of, logits_of(model, forward, slots, adapter_of), strict=True)
-        ]
-        for name, forward in (("fused", FusedDecoder(model)), ("generic", model))
-    }
-    for fused, generic in zip(errors["fused"], errors["generic"], strict=True):
-        assert fused < 1.5 * generic + 2e-3
+        wide_slots.write(i + 1, load_peft_folder(folder, model.spec, 16, torch.float32))
+        merged_logits.append(exact_logits(merged(reference, folder)))
+    adapter_of, choices = [2, 0, 1], ExpertChoices()
+    for slot, got in zip(adapter_of, logits_of(wide, wide, wide_slots, adapter_of), strict=True):
+        assert (got - merged_logits[slot]).abs().max() < 2e-4
+    with choices.noted():
+        fused = logits_of(model, FusedDecoder(model), slots, adapter_of)
+    with choices.taken() as regrets:
+        generic = logits_of(model, model, slots, adapter_of)
+    with choices.taken() as wide_regrets:
+        exact = logits_of(wide, wide, wide_slots, adapter_of)
+    assert max(regrets + wide_regrets) < NEARLY_EQUAL
+    for row, expected in enumerate(exact):
+        off = [((got[row] - expected).norm() / expected.norm()).item() for got in (fused, generic)]
+        assert off[0] < 1.5 * off[1] + 2e-3
 
 
 def test_a_slot_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
