@@ -1,7 +1,7 @@
 """What a worker reports about itself: the engine's last snapshot, corrected by what is true now, and its problems.
 
-loop       tick, refresh, log_new_problems
-service    latest, also while the loop hangs
+The loop calls `tick` and `refresh`. The service and `/health` read `latest` and `not_serving` from their own threads,
+also while the loop hangs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from rollout.engine.inspect import Inspector
 from rollout.engine.loop import Engine
 from rollout.engine.messages import EngineStatus
 from rollout.engine.parts import Links
-from rollout.metrics import MetricsThread
+from rollout.metrics.definitions import TOP_METRICS
+from rollout.metrics.sinks import MetricsThread
 from rollout.service.text.process import TextProcess
 from rollout.weights.receiver import WeightReceiver
 
@@ -70,6 +71,7 @@ class Vitals:
     def latest(self) -> EngineStatus:
         """The last snapshot, with the state, version and adapters of now: a client that got `ok` sees the effect."""
         silent_s, gate, adapters = time.perf_counter() - self.last_tick_s, self._links.gate, self._links.adapters
+        reported = self._metrics.latest
         return replace(
             self.status,
             state="stalled" if silent_s > self._stall_s else gate.state,
@@ -82,7 +84,20 @@ class Vitals:
             restarts=self._restarts,
             prompt_faults=0 if self._prompts is None else self._prompts.deaths,
             problems=self.problems(),
+            metrics={} if reported is None else {m.name: reported.metrics[m.name] for m in TOP_METRICS},
         )
+
+    def not_serving(self) -> str:
+        """Why the worker does not serve, for `/health`; empty if it does."""
+        status = self.latest()
+        return {
+            "serving": "",
+            "paused": "generation is paused until `resume`",
+            "draining": "the worker is shutting down and takes no new requests",
+            "asleep": "the worker sleeps until `wake`",
+            "stale": status.stale,
+            "stalled": f"the loop has hung for {status.last_tick_s:.0f} s",
+        }[status.state]
 
     def problems(self) -> tuple[str, ...]:
         """What has failed although generation goes on without it, a sentence each."""

@@ -1,8 +1,10 @@
 """Commands of the service, carried out by the loop between two steps.
 
-inbox --> pause, resume, shutdown   the gate
-sleep, wake               the sleeper
-everything else           the scheduler
+    inbox --> pause, resume, shutdown   the gate
+              sleep, wake               the sleeper
+              everything else           the scheduler
+
+Each command is carried out at once, except that a sleep takes several ticks.
 """
 
 from __future__ import annotations

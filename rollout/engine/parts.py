@@ -1,8 +1,10 @@
 """What an engine is made of: parts that a fault may leave half-way, and links to other threads that outlive it.
 
-Links         made first, in the worker: inbox, emit, gate, receiver, adapter registry
-EngineParts   built from settings, model and links (`build.py`); built anew after a fault
-Engine        turns the parts (`loop.py`); `Swapper`, `Sleeper` and `Commands` act on the parts between two steps
+    Links         made first, in the worker: inbox, emit, gate, receiver, adapter registry
+    EngineParts   built from settings, model and links (`build.py`); built anew after a fault
+    Engine        turns the parts (`loop.py`)
+
+`Swapper`, `Sleeper` and `Commands` act on the parts between two steps. They outlive a fault, as the engine does.
 """
 
 from __future__ import annotations

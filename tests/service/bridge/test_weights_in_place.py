@@ -96,7 +96,7 @@ def test_an_update_ends_with_its_publisher_though_the_answer_to_begin_is_still_o
         closing.join(0.5)  # a publisher that gives the answer up has ended by then
         reply(answer)
         wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
-        assert not worker.receiver.hold.wanted and not worker.receiver.hold.stale
+        assert worker.engine_gate.hold == "free" and not worker.engine_gate.stale
         closing.join(60)
         with pytest.raises(RolloutError, match="closed"):
             handle.applied(0)
