@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from rollout_kernels.lora import LEAST_RANK
 
 from rollout.config import EngineSettings
-from rollout.engine.adapter_table import AdapterTable
+from rollout.engine.adapter_table import AdapterRegistry
 from rollout.models.adapters import AdapterSlots, AdapterWeights, places
 from rollout.models.decoder import Decoder
 from rollout.models.peft_config import read_peft_config
@@ -22,7 +22,7 @@ _MODULES_A_PLACE = 3
 
 
 def adapter_folders(engine: EngineSettings, model: Decoder) -> AdapterFolders | None:
-    """Where adapters may come from by path, if any are served."""
+    """The folders that adapters may be loaded from by path; None without adapter slots."""
     if not engine.adapter_slots:
         return None
     rank, dtype, pinned = engine.adapter_rank, model.embed.dtype, model.embed.is_cuda
@@ -31,54 +31,42 @@ def adapter_folders(engine: EngineSettings, model: Decoder) -> AdapterFolders | 
 
 
 def read_adapters(engine: EngineSettings, model: Decoder) -> dict[str, AdapterWeights]:
-    """The adapters to serve from the start, by name. Raises ValueError for a folder that holds none."""
+    """The adapters to serve from the start, by name. Raises ValueError for a folder without an adapter."""
     folders = adapter_folders(engine, model)
     if folders is None:
         return {}
     return {name: folders.read(Path(folder).expanduser()) for name, folder in engine.adapter_folders.items()}
 
 
-def adapter_target(
-    engine: EngineSettings, model: Decoder, table: Callable[[], AdapterTable | None]
-) -> AdapterTarget | None:
-    """What adapters that come over the weight bridge must fit, if any are served."""
-    if not engine.adapter_slots:
+def adapter_target(engine: EngineSettings, model: Decoder, registry: AdapterRegistry | None) -> AdapterTarget | None:
+    """The checks for adapters that arrive over the weight bridge; None if this worker serves no adapters."""
+    if registry is None:
         return None
-    return AdapterTarget(model.spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda, table)
+    return AdapterTarget(model.spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda, registry)
 
 
 class AdapterTarget:
-    """Checks adapters against a model, the rank of its slots and those that are known. May be called from any thread.
-
-    `table` gives those that are known, None as long as there is no engine.
-    """
+    """Checks adapters against a model, the rank of its slots and the known adapters. Any thread may call it."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        most_rank: int,
-        dtype: torch.dtype,
-        pinned: bool,
-        table: Callable[[], AdapterTable | None],
+        self, spec: ModelSpec, most_rank: int, dtype: torch.dtype, pinned: bool, registry: AdapterRegistry
     ) -> None:
         self.pinned = pinned
         self.max_tensors = 2 * _MODULES_A_PLACE * len(places(spec))
         self.max_bytes = AdapterSlots.bytes_for(spec, 1, max(most_rank, LEAST_RANK), torch.float32)
         self._spec, self._most_rank, self._dtype = spec, most_rank, dtype
-        self._table = table
+        self._registry = registry
 
     def version_of(self, name: str) -> int | None:
-        """Of an adapter that is known; None for others."""
-        table = self._table()
-        adapter = None if table is None else table.known.get(name)
+        """The version of a known adapter; None for other names."""
+        adapter = self._registry.known.get(name)
         return None if adapter is None else adapter.version
 
     def check(self, name: str, version: int) -> None:
-        """Raise ValueError for an adapter that could not be taken now: one too many, or an older version."""
-        if (table := self._table()) is not None:
-            table.check(name, version)
+        """Raise ValueError for an adapter that cannot be taken now: one too many, or an older version."""
+        self._registry.check(name, version)
 
     def plan(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> AdapterPlan:
-        """Where the tensors go. Raises ValueError that names what does not fit."""
+        """Where the tensors go. Raises ValueError that names the tensor or the option that does not fit."""
         where = f"adapter {name!r}"
         return plan_adapter(read_peft_config(config, where), shapes, self._spec, self._most_rank, self._dtype, where)

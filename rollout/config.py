@@ -54,12 +54,12 @@ class EngineSettings(_Section):
         description="type of the KV cache. auto: the model's type. fp8_e4m3: half the bytes of bf16, relative error "
         "of up to 1/16 a value; needs a GPU of compute capability 8.9 or later",
     )
-    kv_memory_fraction: float = Field(
-        0.85,
+    kv_memory_fraction: float | None = Field(
+        None,
         gt=0.0,
         le=0.98,
         description="share of the memory left by the weights that KV and (on a GPU) the largest steps may take; "
-        "unused with kv_pages",
+        "none: 0.85 on a GPU, 0.25 on a CPU; unused with kv_pages",
     )
     kv_memory_max_gib: float | None = Field(None, gt=0, description="upper bound on the KV pool, GiB")
     max_context_tokens: int | None = Field(

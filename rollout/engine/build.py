@@ -11,9 +11,11 @@ from queue import SimpleQueue
 import torch
 
 from rollout.config import EngineSettings, Settings
-from rollout.engine.adapter_table import AdapterTable
-from rollout.engine.device.capacity import (
+from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
+from rollout.engine.device.releasable import ReleasableMemory
+from rollout.engine.device.sizing import (
     DeviceMemory,
+    PoolSize,
     adapter_host_bytes,
     check_row_state,
     host_kv_pages,
@@ -23,21 +25,22 @@ from rollout.engine.device.capacity import (
     staging_bytes,
     weight_bytes,
 )
-from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.device.streams import CpuDevice, Device
+from rollout.engine.gate import Gate
 from rollout.engine.kv.memory import SequenceMemory, pages_for
 from rollout.engine.kv.offload import Offload
 from rollout.engine.kv.page_mover import HostRoom, PageMover
-from rollout.engine.kv.parking import Parking
+from rollout.engine.kv.parking import OffloadCounts, Parking
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.loop import Engine, EngineParts
-from rollout.engine.messages import Command, Event, RoutingShape
+from rollout.engine.kv.sessions import SessionCounts, Sessions
+from rollout.engine.loop import Engine
+from rollout.engine.messages import Event, RoutingShape
+from rollout.engine.parts import EngineParts, Links, Receiver
 from rollout.engine.schedule.admission import SchedulerLimits
+from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.scheduler import Scheduler
-from rollout.engine.sleep import Sleeper
 from rollout.engine.step.expert_trace import ExpertPages
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
-from rollout.engine.step.masks import usual_threads
 from rollout.engine.step.packing import PADDING_WORDS, slot_words, upload_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
@@ -51,7 +54,6 @@ from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
-from rollout.weights.updates import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -60,54 +62,55 @@ _LEAST_PAGES = 2  # of a KV cache for steps on padding
 
 
 def context_limit(settings: Settings, model: Decoder) -> int:
-    """Prompt plus completion that a sequence may have, tokens. Raises ValueError when more is asked for than fits."""
+    """The longest prompt plus completion, tokens. Raises ValueError if the settings ask for more than the model has."""
     asked, made_for = settings.engine.max_context_tokens, model.spec.max_positions
     if asked is not None and asked > made_for:
-        raise ValueError(f"max_context_tokens is {asked}, the model was made for {made_for}: lower it")
+        raise ValueError(f"max_context_tokens is {asked}, the model allows {made_for}: lower it")
     return asked or made_for
 
 
 def longest_sequence(settings: Settings, model: Decoder, engine: Engine) -> int:
-    """Tokens, prompt and completion, that one sequence may have: what the model, the settings and the pool allow."""
-    return min(context_limit(settings, model), engine.scheduler.memory.pool.total * settings.engine.page_size)
+    """The longest prompt plus completion that the model, the settings and the pool allow, tokens."""
+    pages = engine.scheduler.memory.pool.total + 1
+    return PoolSize(pages, settings.engine.page_size, context_limit(settings, model), settings.engine.max_rows).longest
+
+
+def local_links(settings: Settings, emit: Callable[[list[Event]], None], receiver: Receiver | None = None) -> Links:
+    """Links of an engine without a worker around it, for benchmarks and tests."""
+    gate = Gate(settings.service.drain_s, takes_weights=receiver is not None)
+    return Links(SimpleQueue(), emit, gate, receiver, adapter_registry(settings.engine))
+
+
+def adapter_registry(engine: EngineSettings) -> AdapterRegistry | None:
+    """An empty registry of adapters, if the settings have slots for any."""
+    return AdapterRegistry(engine.max_adapters) if engine.adapter_slots else None
 
 
 def build_engine(
     settings: Settings,
     device: Device,
     model: Decoder,
-    inbox: SimpleQueue[Command],
-    emit: Callable[[list[Event]], None],
-    receiver: Receiver | None = None,
-    progress: Progress | None = None,
+    links: Links,
+    *,
     memory: ReleasableMemory | None = None,
+    progress: Progress | None = None,
 ) -> Engine:
-    """An engine that is ready to tick. `emit` takes the events of a tick, on the loop's thread, and must not block.
+    """An engine that is ready to tick.
 
-    `progress` is told (done, in all) while decode steps are captured as CUDA graphs. `memory` is what `sleeping_memory`
-    gave; without it that is called here. Raises ValueError with the numbers when rows, steps or KV don't fit into the
-    device's memory beside the weights.
+    `memory` is the result of `sleeping_memory`, which is called here if it is absent. `progress` is called with (done,
+    total) while decode steps are captured as CUDA graphs. Raises ValueError with the numbers when rows, steps or KV do
+    not fit into the device's memory beside the weights.
     """
-    version, engine = settings.weights.initial_version, settings.engine
-    memory = memory or sleeping_memory(settings, device, model)
-    return Engine(
-        _build_parts(settings, device, model, version, progress=progress, memory=memory),
-        Meter(version=version),
-        inbox,
-        emit,
-        receiver,
-        recompute_on_swap=engine.kv_on_swap == "recompute",
-        drain_s=settings.service.drain_s,
-        mask_s=engine.mask_s,
-        mask_threads=engine.mask_threads or usual_threads(),
-        sleeper=Sleeper(memory, engine.sleep_rows, engine.sleep_requests, engine.sleep_kv_s),
-    )
+    version = settings.weights.initial_version
+    site = _Site(settings, device, model, links.adapters, memory or sleeping_memory(settings, device, model))
+    parts = _build_parts(site, version, None, progress)
+    return Engine(parts, links, Meter(version=version), site.memory, settings.engine)
 
 
 def sleeping_memory(settings: Settings, device: Device, model: Decoder) -> ReleasableMemory | None:
-    """Memory that goes when the worker sleeps, with the model's weights in it; None for one that cannot sleep.
+    """Memory that is given back in a sleep, with the model's weights in it; None for a worker that cannot sleep.
 
-    Views of the weights that were taken before are of other memory.
+    Views of the weights that were taken before still refer to the old memory.
     """
     if not settings.engine.sleep:
         return None
@@ -117,50 +120,68 @@ def sleeping_memory(settings: Settings, device: Device, model: Decoder) -> Relea
 
 
 def rebuild_engine(engine: Engine, settings: Settings) -> None:
-    """Make a failed engine whole: new streams, slots, row state and books, an empty KV pool, the weights as they are.
+    """Make a failed engine whole: new streams, slots, row state and books, an empty KV pool, the same weights.
 
-    Weights are written by swaps alone, so without one under way they are whole. Raises RuntimeError (of CUDA, too)
+    Only swaps write to the weights, so without a swap under way they are whole. Raises RuntimeError (also of CUDA)
     when the weights or the device are not.
     """
-    if engine.swapping:
+    if engine.gate.swapping:
         raise RuntimeError("the weights were being changed; only a new process has whole ones")
-    if engine.sleeper.memory is not None and engine.sleeper.memory.released:
+    memory = engine.sleeper.memory
+    if memory is not None and memory.released:
         raise RuntimeError("the memory is given back; only a new process has some")
-    runner = engine.runner
-    runner.close()  # what was launched has ended: nothing writes to the KV any more
+    runner, books = engine.runner, engine.scheduler.memory
+    runner.close()  # all launched work has ended: nothing writes to the KV any more
     runner.device.synchronize()  # a broken CUDA context raises here
     runner.graphs = None  # their memory goes with them
     if runner.device.torch_device.type == "cuda":
         torch.cuda.empty_cache()
     with torch.inference_mode():
         for cache in runner.kv.tensors:
-            cache.zero_()  # a page may hold NaN, which masks don't hold back
-    room = None if runner.mover is None else runner.mover.room
-    lasting = _Lasting(runner.kv, runner.adapters, room)
-    parts = _build_parts(settings, runner.device, runner.model, engine.scheduler.version, lasting)
-    if (old := engine.scheduler.memory.adapters) is not None and (new := parts.scheduler.memory.adapters) is not None:
-        new.inherit(old)
-    engine.adopt(parts)
+            cache.zero_()  # a page may hold NaN, and masks do not hide NaN
+    registry = None if books.adapters is None else books.adapters.registry
+    site = _Site(settings, runner.device, runner.model, registry, memory)
+    engine.restart(_build_parts(site, engine.scheduler.version, _Lasting.of(engine.parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """What every generation of an engine is built from."""
+
+    settings: Settings
+    device: Device
+    model: Decoder
+    registry: AdapterRegistry | None
+    memory: ReleasableMemory | None  # for what a sleep gives back
 
 
 @dataclass(frozen=True, slots=True)
 class _Lasting:
-    """Memory that a fault leaves as it is: large, and nothing in it is counted on."""
+    """What outlives a fault: large memory whose content is dropped, and the totals since start."""
 
     kv: KVCache
     adapters: AdapterSlots | None
     room: HostRoom | None
+    counters: Counters
+    session_counts: SessionCounts
+    offload_counts: OffloadCounts | None
+
+    @classmethod
+    def of(cls, parts: EngineParts) -> _Lasting:
+        """The lasting things of parts that a fault ended."""
+        runner, scheduler, offload = parts.runner, parts.scheduler, parts.offload
+        return cls(
+            runner.kv,
+            runner.adapters,
+            None if runner.mover is None else runner.mover.room,
+            scheduler.counters,
+            scheduler.memory.sessions.counts,
+            None if offload is None else offload.parking.counts,
+        )
 
 
-def _build_parts(
-    settings: Settings,
-    device: Device,
-    model: Decoder,
-    version: int,
-    lasting: _Lasting | None = None,
-    progress: Progress | None = None,
-    memory: ReleasableMemory | None = None,
-) -> EngineParts:
+def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: Progress | None = None) -> EngineParts:
+    settings, device, model = site.settings, site.device, site.model
     engine, vocab = settings.engine, model.spec.vocab
     _check_experts(engine, model)
     _check_deterministic(engine, model)
@@ -168,7 +189,7 @@ def _build_parts(
     context = context_limit(settings, model)
     most_pages = pages_for(context, engine.page_size)
     check_row_state(engine, most_pages, model, device.free_bytes())
-    adapters = _adapter_slots(engine, model, device, memory) if lasting is None else lasting.adapters
+    adapters = _adapter_slots(site) if lasting is None else lasting.adapters
     rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device, adapters is not None)
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
     slots = [Slot(device, words, engine.max_rows, vocab, engine.prefill_chunk_tokens, routing) for _ in range(_SLOTS)]
@@ -179,7 +200,7 @@ def _build_parts(
     try:
         graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
         if lasting is None:
-            runner.kv = _planned_kv(settings, runner, slots, graph_rows, memory)
+            runner.kv = _planned_kv(site, runner, slots, graph_rows)
             device.synchronize()
         runner.mover = _mover(settings, runner, None if lasting is None else lasting.room)
         if graph_rows is not None:
@@ -204,16 +225,22 @@ def _build_parts(
         log.info("experts of tokens are kept", extra={"host_bytes": experts.nbytes})
     table = None
     if adapters is not None and runner.loads is not None:
-        table = AdapterTable(adapters, device, runner.loads, runner.compute, engine.max_adapters)
-    parking = None if mover is None else Parking(pool, engine.page_size, room_pages, page_bytes)
-    books = SequenceMemory(pool, engine.page_size, engine.prefix_cache, experts, session_pages, table, parking)
-    scheduler = Scheduler(limits, books, version, time.perf_counter, upload_words)
+        assert site.registry is not None, "adapters have slots but no registry"
+        table = AdapterTable(site.registry, adapters, device, runner.loads, runner.compute)
+    sessions = Sessions(pool, engine.page_size, session_pages, None if lasting is None else lasting.session_counts)
+    parking = None
+    if mover is not None:
+        counts = None if lasting is None else lasting.offload_counts
+        parking = Parking(pool, engine.page_size, room_pages, page_bytes, counts)
+    books = SequenceMemory(pool, engine.page_size, engine.prefix_cache, sessions, experts, table, parking)
+    counters = Counters() if lasting is None else lasting.counters
+    scheduler = Scheduler(limits, books, version, time.perf_counter, upload_words, counters)
     offload = None if mover is None or parking is None else Offload(scheduler, parking, mover)
     return EngineParts(scheduler, Pipeline(slots, engine.pipeline_depth), runner, offload)
 
 
 def _mover(settings: Settings, runner: Runner, room: HostRoom | None) -> PageMover | None:
-    """What takes pages to the host, with the memory for them there (`room`, if there is some already)."""
+    """Moves pages to the host, into `room` or into new host memory. None without offloading."""
     engine, device = settings.engine, runner.device
     if room is None:
         page_bytes = sum(tensor[0].nbytes for tensor in runner.kv.tensors)
@@ -228,10 +255,9 @@ def _mover(settings: Settings, runner: Runner, room: HostRoom | None) -> PageMov
     return PageMover(device, runner.kv, room, int(engine.host_kv_piece_mib * 2**20), runner.compute)
 
 
-def _adapter_slots(
-    engine: EngineSettings, model: Decoder, device: Device, memory: ReleasableMemory | None
-) -> AdapterSlots | None:
-    """Device memory for adapters, if any are served. Raises ValueError with the numbers where there is too little."""
+def _adapter_slots(site: _Site) -> AdapterSlots | None:
+    """Device memory for adapters, if any are served. Raises ValueError with the numbers if there is too little."""
+    engine, model, device, memory = site.settings.engine, site.model, site.device, site.memory
     if not engine.adapter_slots:
         return None
     needed = AdapterSlots.bytes_for(model.spec, engine.adapter_slots, engine.adapter_rank, model.embed.dtype)
@@ -259,7 +285,7 @@ def _check_experts(engine: EngineSettings, model: Decoder) -> None:
 
 
 def kept_routing(engine: EngineSettings, model: Decoder) -> RoutingShape | None:
-    """What is kept of the experts that tokens take. Raises ValueError where that is asked of a model without any."""
+    """The shape of the routing that is recorded; None if none is. Raises ValueError for a model without experts."""
     if not engine.routing:
         return None
     shape = routing_shape(model.spec)
@@ -271,7 +297,7 @@ def kept_routing(engine: EngineSettings, model: Decoder) -> RoutingShape | None:
 
 
 def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
-    """Raise ValueError where steps can't be made deterministic: only the fused kernels' can."""
+    """Raise ValueError if steps cannot be made deterministic: only steps of the fused kernels can."""
     if not engine.deterministic:
         return
     if not supports(model, engine.fused_experts):
@@ -283,25 +309,22 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
     check_deterministic(model.spec)
 
 
-def _planned_kv(
-    settings: Settings, runner: Runner, slots: list[Slot], graph_rows: int | None, memory: ReleasableMemory | None
-) -> KVCache:
-    """The KV pool, of what memory the largest steps leave; on a GPU these are run to find out."""
-    engine, model, device = settings.engine, runner.model, runner.device
-    context, needs = context_limit(settings, model), StepNeeds()
+def _planned_kv(site: _Site, runner: Runner, slots: list[Slot], graph_rows: int | None) -> KVCache:
+    """The KV pool, in the memory that the largest steps leave; on a GPU these are run to find out."""
+    settings, model, device = site.settings, site.model, site.device
+    engine, context, needs = settings.engine, context_limit(settings, model), StepNeeds()
     free_bytes = device.free_bytes() - staging_bytes(engine)
-    on_gpu = device.torch_device.type == "cuda"
     try:
-        if on_gpu:
+        if device.torch_device.type == "cuda":
             chunk_tokens = engine.prefill_chunk_tokens
             needs = measure_steps(runner, slots, engine.max_rows, chunk_tokens, context, graph_rows)
     except torch.OutOfMemoryError as error:
         raise no_room_for_steps(engine, model, free_bytes) from error
     there = DeviceMemory(weight_bytes(model), free_bytes, needs)
     pages = kv_pages(engine, model, kv_dtype(engine, model), context, there)
-    if on_gpu:
-        log.info("%s", there, extra={"kv_pages": pages, "page_size": engine.page_size})
-    return _allocate_kv(model, pages, engine, memory)
+    size = PoolSize(pages, engine.page_size, context, engine.max_rows)
+    log.info("%s; %s", size, there, extra=size.facts)
+    return _allocate_kv(model, pages, engine, site.memory)
 
 
 def _allocate_kv(model: Decoder, pages: int, engine: EngineSettings, memory: ReleasableMemory | None = None) -> KVCache:

@@ -1,14 +1,39 @@
-"""Generation held while weights are overwritten in place, and after that went wrong or they were dropped.
+"""The gate: may a step be launched, an update be applied, a request be admitted? If not, why, and who waits for it.
 
-    free --request--> wanted --grant--> granted --clear--> free          a whole update is in the parameters
-      ^                  |                 |
-      +----- clear ------+                 +-- fail --> stale            they are of no version; only an update cures it
-    free --lost--> stale                                                 dropped in a sleep: the same
+The loop, the weight receiver and the service all ask this one object. Its state has five parts. Each part changes on
+its own, and the answers follow from all five:
 
-The weight receiver asks (`request`, `clear`, `fail`), from its thread; the engine's loop grants once no step is in
-flight, and clears when it takes a whole update. Reading a field takes no lock: the loop looks at every tick.
+    life     serving --drain--> draining --settle: no request, no step--> stopped
+    pause    open --pause--> paused --resume, drain--> open
+    sleep    awake --fall_asleep--> falling --slept--> asleep --wake_up--> awake
+                                       '-------- wake_up (refused) --------^
+    hold     free --request_hold--> wanted --grant_hold: no step in flight--> granted --clear_hold--> free
+                                       '---------- clear_hold (given up) ------------------------------^
+             granted --fail_hold--> stale         an update in place failed half-way: the weights have no version
+             free --lose_weights--> stale         a sleep of level 2 dropped the weights
+             stale --clear_hold--> free           only a whole update does this
+    swap     none --swap_begins--> swapping --swap_ends--> none
 
-The `door` keeps updates out while the memory that they would be written to is given back.
+    state       launch a step   apply an update   admit a request   begin an update
+    draining    yes             yes               no                yes
+    paused      no              yes               yes               yes
+    falling     no              yes               as ordered        no
+    asleep      no              no                as ordered        no
+    wanted      no              yes               yes               yes
+    granted     no              yes               yes               yes
+    stale       no              yes               yes               yes
+    swapping    yes             no                yes               yes
+
+"As ordered" is `Sleep.requests`: requests wait, or are refused. A step that is launched during a swap runs after the
+copy, because both use the compute stream.
+
+Who waits: a `pause` and a `drain` wait with their tokens, and `settle` returns the answers. The receiver waits for the
+hold with a callback. A sleep waits for `update_inside` and `swapping` to become false (`sleep.py` polls them).
+
+Threads. Only the loop calls the methods of the first section. The methods of the section "weight receiver" may be
+called from any thread. A lock protects the hold and `update_inside`, because both threads change them. Every public
+attribute is one reference that is replaced as a whole, so any thread may read it without the lock; it may then be one
+change old. No method waits, and no callback is called while the lock is held.
 """
 
 from __future__ import annotations
@@ -16,94 +41,226 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rollout.engine.messages import Done, EngineState, Rejected, Request, SleepStatus
+
+#: Why no step may be launched.
+Blocked = Literal["asleep", "paused", "stale", "held"]
 
 
-class Door:
-    """Where updates come in, one at a time: the receiver's thread enters and leaves, the loop shuts and opens."""
+@dataclass(frozen=True, slots=True)
+class SleepState:
+    """A sleep that has been ordered (falling) or has been reached (asleep)."""
 
-    def __init__(self) -> None:
-        self.closed = False
-        self.on_shut: Callable[[], object] = _nothing  # called from the loop: it must not wait
-        self._inside = False
+    level: int  # 1: weights are kept in host memory; 2: they are dropped
+    requests: Literal["wait", "refuse"]  # what happens to requests that arrive meanwhile
+    freed_bytes: int = 0  # device memory given back; 0 while falling
+    since_s: float | None = None  # asleep since, `time.perf_counter()`; None while falling
+
+
+class Gate:
+    """All states that open and close an engine. One gate lives as long as its worker, also when the engine is rebuilt.
+
+    Args:
+        drain_s: seconds that a drain gives to running requests.
+        takes_weights: whether a weight receiver is attached, so that a newer version can arrive at all.
+    """
+
+    def __init__(self, drain_s: float = 30.0, takes_weights: bool = False) -> None:
+        self.takes_weights = takes_weights
+        self.draining = False
+        self.stopped = False
+        self.paused = False
+        self.sleep: SleepState | None = None  # None: awake
+        self.hold: Literal["free", "wanted", "granted"] = "free"
+        self.stale = ""  # why the weights cannot be used, and what cures that; empty while they can
+        self.dropped = False  # a sleep dropped the weights, and no whole update has arrived since
+        self.failed = False  # stale because an update failed, not because a sleep was ordered
+        self.held_since_s: float | None = None  # held for an update since, `time.perf_counter()`
+        self.swapping = False
+        self.update_inside = False  # an update is being received, waits to be applied, or is being applied
+        self._drain_s = drain_s
+        self._drain_until_s = float("inf")
+        self._pause_tokens: list[int] = []
+        self._end_tokens: list[int] = []
+        self._on_grant: Callable[[], object] = _no_asker
         self._lock = threading.Lock()
 
-    def enter(self) -> bool:
-        """An update begins; False if it must not."""
-        with self._lock:
-            self._inside |= not self.closed
-            return not self.closed
-
-    def leave(self) -> None:
-        """No update is being received, waits to be applied or is being applied."""
-        self._inside = False
-
-    def shut(self) -> None:
-        """Let no update begin."""
-        with self._lock:
-            self.closed = True
-        self.on_shut()
-
-    def open(self) -> None:
-        """Let updates begin again."""
-        self.closed = False
+    # --- the questions; any thread ------------------------------------------------------------------------------------
 
     @property
-    def empty(self) -> bool:
-        """True if no update is inside; where the door is shut it stays so."""
-        return not self._inside
+    def blocked(self) -> Blocked | None:
+        """Why no step may be launched; None if one may be."""
+        if self.sleep is not None:
+            return "asleep"
+        if self.paused:
+            return "paused"
+        if self.hold != "free":
+            return "stale" if self.stale else "held"
+        return None
 
+    @property
+    def at_rest(self) -> bool:
+        """True if launches are blocked from outside. A hold is different: it ends by itself and counts as a swap."""
+        return self.blocked not in (None, "held")
 
-class Hold:
-    """Whether the loop may launch. `stale` says why the weights are of no use, and is empty while they are."""
+    @property
+    def may_apply(self) -> bool:
+        """True if a ready update may be applied now."""
+        return not (self.asleep or self.swapping)
 
-    def __init__(self) -> None:
-        self.door = Door()
-        self.dropped = False  # since a sleep dropped the weights no whole update came: none of their version is left
-        self.failed = False  # stale because something went wrong, not because somebody wanted it
-        self.wanted = False
-        self.granted = False
-        self.granted_s = 0.0  # since when it holds for an update, `time.perf_counter()`; 0 while there is none
-        self.stale = ""
-        self._on_grant: Callable[[], object] = _nothing
-        self._lock = threading.Lock()
+    def refusal(self, request: Request, version: int) -> Rejected | None:
+        """Why this request is not admitted while weights of `version` are served; None if it is admitted."""
+        if self.draining:
+            return Rejected(request.key, "unavailable", "the worker is draining: send the request to another one")
+        if self.sleep is not None and self.sleep.requests == "refuse":
+            message = "this worker is asleep: wake it, or send the request to another one"
+            return Rejected(request.key, "unavailable", message)
+        if request.min_version > version and not self.takes_weights:
+            message = f"this worker takes no weights: version {request.min_version} can never come"
+            return Rejected(request.key, "unavailable", message, "min_version")
+        return None
 
-    def request(self, on_grant: Callable[[], object]) -> None:
-        """Ask that nothing be launched; `on_grant` is called, from any thread, once nothing runs."""
+    @property
+    def asleep(self) -> bool:
+        """True while the device's memory is given back."""
+        return self.sleep is not None and self.sleep.since_s is not None
+
+    @property
+    def state(self) -> EngineState:
+        """The state that a status shows."""
+        blocked = self.blocked
+        if self.draining:
+            return "draining"
+        return "serving" if blocked is None or blocked == "held" else blocked
+
+    def sleep_status(self) -> SleepStatus | None:
+        """The sleep that a status shows; None while awake."""
+        sleep = self.sleep
+        if sleep is None:
+            return None
+        age_s = 0.0 if sleep.since_s is None else time.perf_counter() - sleep.since_s
+        return SleepStatus(sleep.level, sleep.requests, sleep.freed_bytes, age_s)
+
+    # --- the loop's changes -------------------------------------------------------------------------------------------
+
+    def pause(self, token: int) -> None:
+        """Launch nothing until `resume`; `token` is confirmed once no step is in flight. A drain goes on regardless."""
+        self.paused = not self.draining  # a paused request could never finish
+        self._pause_tokens.append(token)
+
+    def resume(self, token: int) -> list[Done]:
+        """Launch again. Returns the answers: pauses that still wait, then this."""
+        self.paused = False
+        tokens, self._pause_tokens = [*self._pause_tokens, token], []
+        return [Done(each) for each in tokens]
+
+    def drain(self, token: int | None) -> None:
+        """Admit nothing more; stop when no request is left. `token` is confirmed then."""
+        self.draining, self.paused = True, False  # a paused request could never finish
+        self._drain_until_s = min(self._drain_until_s, time.perf_counter() + self._drain_s)
+        if token is not None:
+            self._end_tokens.append(token)
+
+    @property
+    def drain_overdue(self) -> bool:
+        """True when a drain has taken longer than `drain_s`: end what is left."""
+        return self.draining and time.perf_counter() >= self._drain_until_s
+
+    def settle(self, in_flight: int, unfinished: int) -> list[Done]:
+        """The answers that are due with so many steps in flight and requests unfinished; stop if drained."""
+        if in_flight:
+            return []
+        tokens, self._pause_tokens = self._pause_tokens, []
+        if self.draining and not unfinished:
+            self.stopped = True
+            tokens, self._end_tokens = tokens + self._end_tokens, []
+        return [Done(token) for token in tokens]
+
+    def fail(self) -> list[Done]:
+        """The answers that are due after a fault: a worker that drains ends, so its drains are confirmed."""
+        return [Done(token) for token in self._end_tokens] if self.draining else []
+
+    def fall_asleep(self, level: int, requests: Literal["wait", "refuse"]) -> None:
+        """A sleep is ordered: launch nothing, begin no update. A deeper sleep may be ordered while asleep."""
+        with self._lock:  # an update is inside or the gate is shut: never neither
+            if self.sleep is None:
+                self.sleep = SleepState(level, requests)
+            else:
+                self.sleep = replace(self.sleep, level=max(self.sleep.level, level), requests=requests)
+
+    def slept(self, freed_bytes: int) -> None:
+        """The memory is given back."""
+        assert self.sleep is not None and not (self.swapping or self.update_inside)
+        self.sleep = replace(self.sleep, freed_bytes=freed_bytes, since_s=time.perf_counter())
+
+    def wake_up(self) -> None:
+        """The memory is back, or a sleep was refused."""
+        self.sleep = None
+
+    def grant_hold(self) -> None:
+        """No step is in flight: grant the hold if one is wanted. The receiver may write from now on."""
+        if self.hold != "wanted" or self.swapping:
+            return
         with self._lock:
-            self._on_grant = on_grant
-            self.wanted = True
-            at_once = self.granted  # stale: nothing has run since
-            self.granted_s = time.perf_counter()
-        if at_once:
-            on_grant()
-
-    def grant(self) -> None:
-        """The loop has launched nothing that is unfinished, and will not; unless nobody wants it any more."""
-        with self._lock:
-            if not self.wanted or self.granted:
+            if self.hold != "wanted":  # the receiver has given up meanwhile
                 return
-            self.granted_s, self.granted = time.perf_counter(), True
+            self.held_since_s, self.hold = time.perf_counter(), "granted"
             on_grant = self._on_grant
         on_grant()
 
-    def fail(self, why: str) -> None:
-        """The parameters are a mixture; the hold stays."""
+    def lose_weights(self, why: str) -> None:
+        """No step is in flight, and the parameters hold no version: hold until a whole update has arrived."""
         with self._lock:
-            self.stale, self._on_grant, self.failed = why, _nothing, True
+            self.hold, self.held_since_s, self._on_grant = "granted", None, _no_asker
+            self.stale, self.dropped, self.failed = why, True, False
 
-    def lost(self, why: str) -> None:
-        """The loop, which runs nothing, has weights that mean nothing: it holds until a whole update came."""
+    def swap_begins(self) -> None:
+        """The copy of an update is on the compute stream."""
+        assert not self.swapping
+        self.swapping = True
+
+    def swap_ends(self) -> None:
+        """The copy is done. After a fault during a swap this is never called: the weights are lost."""
+        self.swapping = False
+
+    # --- the weight receiver; any thread ------------------------------------------------------------------------------
+
+    def admit_update(self) -> bool:
+        """An update begins. Returns False if it must not, because a sleep has been ordered."""
         with self._lock:
-            self.granted_s = 0.0
-            self.wanted = self.granted = self.dropped = True
-            self.stale, self._on_grant, self.failed = why, _nothing, False
+            if self.sleep is not None:
+                return False
+            self.update_inside = True
+            return True
 
-    def clear(self) -> None:
-        """The parameters are whole: generation goes on."""
+    def updates_done(self) -> None:
+        """No update is received, waits to be applied or is being applied."""
+        self.update_inside = False
+
+    def request_hold(self, on_grant: Callable[[], object]) -> None:
+        """Ask that no step be launched; `on_grant` is called, from any thread, once none is in flight."""
         with self._lock:
-            self.granted = self.wanted = self.dropped = self.failed = False
-            self.stale, self._on_grant = "", _nothing  # it holds the update that asked, and that its memory
+            at_once = self.hold == "granted"  # stale: no step has run since
+            self._on_grant, self.held_since_s = on_grant, time.perf_counter()
+            if not at_once:
+                self.hold = "wanted"
+        if at_once:
+            on_grant()
+
+    def fail_hold(self, why: str) -> None:
+        """The parameters are a mixture of versions: the hold stays until a whole update has arrived."""
+        with self._lock:
+            self.stale, self.failed, self._on_grant = why, True, _no_asker
+
+    def clear_hold(self) -> None:
+        """The parameters are whole: generation goes on. The loop calls this when it takes a whole update."""
+        with self._lock:
+            self.hold, self.stale, self.dropped, self.failed = "free", "", False, False
+            self.held_since_s, self._on_grant = None, _no_asker  # the callback refers to the update and its memory
 
 
-def _nothing() -> None:
-    """Nobody is to be told."""
+def _no_asker() -> None:
+    """No-op: no update waits for the hold."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from rollout.constraints.matcher import Constraint
-from rollout.engine.orders import Sleep, SleepStatus, Wake
 
 if TYPE_CHECKING:
     from rollout.models.adapters import AdapterWeights
@@ -214,6 +213,26 @@ class DropAdapter:
     token: int
 
 
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Give the device's memory back until `Wake`. Answered by `Done(token)` or `Failed`.
+
+    Level 1 keeps the weights in host memory, level 2 drops them. None means the default of the settings.
+    """
+
+    level: int
+    token: int
+    mode: Literal["keep", "abort"] | None = None  # what happens to running requests
+    requests: Literal["wait", "refuse"] | None = None  # what happens to requests that arrive meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Take the memory back and go on. Answered by `Done(token)`; after `Failed` the worker sleeps on."""
+
+    token: int
+
+
 Command = Submit | Cancel | StopAt | Pause | Resume | Shutdown | EndSession | PutAdapter | DropAdapter | Sleep | Wake
 
 
@@ -366,6 +385,16 @@ class OffloadStatus:
     refused: int = 0  # preempted sequences for whose KV there was no room
     bytes_out: int = 0  # copied to the host
     bytes_in: int = 0  # copied back
+
+
+@dataclass(frozen=True, slots=True)
+class SleepStatus:
+    """A worker that is asleep, or about to be."""
+
+    level: int
+    requests: Literal["wait", "refuse"]  # what happens to requests that arrive meanwhile
+    freed_bytes: int  # device memory given back; 0 while it falls asleep
+    age_s: float  # time asleep
 
 
 EngineState = Literal["serving", "paused", "draining", "asleep", "stale", "stalled"]

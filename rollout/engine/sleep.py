@@ -1,22 +1,23 @@
-"""Sleep and wake: the device's memory given back to whoever shares it, and had again.
+"""Sleep and wake: the device's memory is given back to other processes, and taken back later.
 
     awake --Sleep--> falling --> emptying --> asleep --Wake--> awake; after level 2 stale
                                `-- refused: awake again
 
-    falling    nothing is launched, no update begins; until no step is in flight and no update inside
-    emptying   rows are preempted: at level 1 their KV is parked (`parking`), as far as the host has room for it, and
-               they take it back when they are admitted again; the rest is computed again. Until no page is in use
-    asleep     the memory is given back; a wake that finds too little changes nothing
+    falling    no step is launched, no update begins; until no step is in flight and no update is inside
+    emptying   rows are preempted. At level 1 their KV is parked (`parking`) as far as the host has room for it, and
+               they get it back when they are admitted again; other KV is computed again. Until no page is in use
+    asleep     the memory is given back; a wake that finds too little memory changes nothing
 
-Commands are obeyed one after the other, in the order in which they came; each gets one answer, when it has taken
-effect. Asleep, a sleep of a higher level drops what was kept; any other changes nothing. Awake, so does a wake.
+The gate knows falling (emptying included) and asleep; this module does the work. Orders are carried out one after the
+other, as they arrive. Each gets one answer, when it has taken effect. While asleep, a sleep of a higher level drops
+what was kept, and any other sleep changes nothing. While awake, a wake changes nothing.
 
 Invariants:
 
-- While memory is given back nothing is launched, no update is received and nothing is copied to a slot of an adapter.
-- No KV outlives a sleep but what is parked on the host, of weights that come back as they were: cache, sessions and
-  shares are empty.
-- What was parked for a sleep that is refused is taken back from wherever it is by then.
+- While memory is given back, no step is launched, no update is received and nothing is copied to an adapter slot.
+- The only KV that outlives a sleep is parked on the host and belongs to weights that return unchanged. Cache, sessions
+  and shares are empty.
+- A sleep that is refused loses no parked KV: rows get it back from the host or from the pool.
 """
 
 from __future__ import annotations
@@ -25,224 +26,193 @@ import logging
 import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from rollout.config import EngineSettings
 from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
-from rollout.engine.messages import Done, Event, Failed
-from rollout.engine.orders import Sleep, SleepStatus, Wake
-
-if TYPE_CHECKING:
-    from rollout.engine.loop import Engine
-    from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.messages import Done, Event, Failed, Sleep, Wake
+from rollout.engine.parts import EngineParts, Links
+from rollout.engine.schedule.scheduler import Scheduler
+from rollout.metrics.meter import Meter
 
 log = logging.getLogger(__name__)
 
 _DROPPED = "the weights were dropped in a sleep of level 2: publish a whole update"
 _ENDING = "the worker is draining: it ends soon"
-#: While it falls asleep, the longest wait for a copy before the loop turns: copies may hang.
+#: The longest wait for a copy of KV in one tick while the engine falls asleep: copies may hang.
 _TURN_S = 0.05
 
 
 class Sleeper:
-    """The sleeps of one engine, whose loop calls everything here. Without `memory` it cannot sleep.
+    """The sleeps of one engine; only the loop calls it. Without `memory` the engine cannot sleep.
 
-    `mode` and `requests` hold for sleeps that do not say it; KV has to be on the host within `kv_s`.
+    `settings` give the defaults of a sleep (`sleep_rows`, `sleep_requests`) and the time limit for moving KV
+    (`sleep_kv_s`).
     """
 
-    def __init__(
-        self,
-        memory: ReleasableMemory | None = None,
-        mode: Literal["keep", "abort"] = "keep",
-        requests: Literal["wait", "refuse"] = "wait",
-        kv_s: float = 60.0,
-    ) -> None:
+    def __init__(self, links: Links, meter: Meter, memory: ReleasableMemory | None, settings: EngineSettings) -> None:
         self.memory = memory
-        self.wanted = False  # nothing may be launched: asleep, or falling
-        self.asleep = False  # the memory is given back
-        self._mode, self._requests, self._kv_s = mode, requests, kv_s
-        self._level = 0  # of the sleep that there is, or that is wanted
-        self._takes: Literal["wait", "refuse"] = requests
+        self._gate, self._receiver, self._meter = links.gate, links.receiver, meter
+        self._mode: Literal["keep", "abort"] = settings.sleep_rows
+        self._requests: Literal["wait", "refuse"] = settings.sleep_requests
+        self._kv_s = settings.sleep_kv_s
         self._orders: deque[Sleep | Wake] = deque()
-        self._begun = False  # the first of them is under way
-        self._freed_bytes = 0
-        self._since_s = 0.0
-        self._emptying_s: float | None = None  # since when KV leaves the pool, while it does
+        self._begun = False  # the first order is under way
+        self._emptying_s: float | None = None  # emptying the pool since, `time.perf_counter()`
 
-    def obey(self, order: Sleep | Wake, engine: Engine) -> None:
+    def take(self, order: Sleep | Wake, parts: EngineParts) -> None:
         """Take an order; `turn` carries it out."""
+        refused: Failed | None = None
         if self.memory is None:
-            message = "this worker cannot sleep: start it with 'engine.sleep'"
-            engine.scheduler.events.append(Failed(order.token, message, "op"))
-        elif engine.state == "draining":
-            engine.scheduler.events.append(Failed(order.token, _ENDING, code="unavailable"))
-        elif isinstance(order, Sleep) and order.level == 2 and not engine.takes_weights:
-            message = "this worker takes no weights, so none could come after a sleep of level 2: use level 1"
-            engine.scheduler.events.append(Failed(order.token, message, "level"))
-        else:
-            self._orders.append(order)
-            self._begin(engine)
-            if not self.wanted:
-                self.turn(engine)
+            refused = Failed(order.token, "this worker cannot sleep: start it with 'engine.sleep'", "op")
+        elif self._gate.draining:
+            refused = Failed(order.token, _ENDING, code="unavailable")
+        elif isinstance(order, Sleep) and order.level == 2 and not self._gate.takes_weights:
+            message = "this worker takes no weights, so it could not wake from a sleep of level 2: use level 1"
+            refused = Failed(order.token, message, "level")
+        if refused is not None:
+            parts.scheduler.events.append(refused)
+            return
+        self._orders.append(order)
+        self._begin(parts)
+        if self._gate.sleep is None:  # a wake of an engine that is awake; all others wait for the end of the tick
+            self.turn(parts)
 
     @property
-    def refuses(self) -> bool:
-        """True if requests that come now are not taken."""
-        return self.wanted and self._takes == "refuse"
-
-    @property
-    def patience_s(self) -> float:
+    def copy_wait_s(self) -> float:
         """How long the loop may wait for a copy of KV."""
-        return _TURN_S if self.wanted else math.inf
+        return math.inf if self._gate.sleep is None else _TURN_S
 
-    def turn(self, engine: Engine) -> None:
-        """Carry out what can be. Called at the end of a tick, while something is wanted."""
-        while self._orders and self._carry_out(self._orders[0], engine):
+    def turn(self, parts: EngineParts) -> None:
+        """Carry out the orders that can be carried out now; at the end of a tick, while a sleep is ordered."""
+        while self._orders and (answer := self._carry_out(self._orders[0], parts)) is not None:
+            parts.scheduler.events.append(answer)
             self._orders.popleft()
             self._begun = False
-            self._begin(engine)
+            self._begin(parts)
 
-    def end(self, engine: Engine) -> None:
-        """The worker ends: orders that wait are not carried out."""
-        for order in self._orders:
-            engine.scheduler.events.append(Failed(order.token, _ENDING, code="unavailable"))
-        self._orders.clear()
-        self._begun = False
-        if not self.asleep:
-            self._awake(engine)
+    def end(self, parts: EngineParts) -> None:
+        """The worker drains: refuse the orders that wait; wake up unless asleep."""
+        parts.scheduler.events += [Failed(order.token, _ENDING, code="unavailable") for order in self._orders]
+        self._drop_orders()
 
-    def fail(self, engine: Engine, message: str) -> list[Event]:
-        """After a fault: the answers to orders that wait."""
+    def fail(self, message: str) -> list[Event]:
+        """After a fault: the answers to the orders that wait. The engine is awake then, unless it was asleep."""
         answers: list[Event] = [Failed(order.token, message, code="internal") for order in self._orders]
-        self._orders.clear()
-        self._begun = False
-        if not self.asleep:
-            self._awake(engine)
+        self._drop_orders()
         return answers
 
-    def status(self) -> SleepStatus | None:
-        """What a status says of it."""
-        if not self.wanted:
-            return None
-        age_s = time.perf_counter() - self._since_s if self.asleep else 0.0
-        return SleepStatus(self._level, self._takes, self._freed_bytes, age_s)
+    def _drop_orders(self) -> None:
+        self._orders.clear()
+        self._begun = False
+        if not self._gate.asleep:
+            self._stay_awake()
 
-    def _begin(self, engine: Engine) -> None:
-        """Do at once what the first order needs no quiet for."""
+    def _begin(self, parts: EngineParts) -> None:
+        """Start the first order: what needs no quiet device is done at once."""
         if self._begun or not self._orders:
             return
         self._begun, order = True, self._orders[0]
         if isinstance(order, Sleep):
-            self.wanted = True
-            self._level = max(self._level, order.level)
-            self._takes = order.requests or self._requests
-            engine.hold.door.shut()
+            self._gate.fall_asleep(order.level, order.requests or self._requests)
+            if self._receiver is not None:
+                self._receiver.rest()
             if (order.mode or self._mode) == "abort":
-                engine.scheduler.end_all("cancelled")
+                parts.scheduler.end_all("cancelled")
 
-    def _carry_out(self, order: Sleep | Wake, engine: Engine) -> bool:
-        """Try to; True if the order is answered."""
-        began_s = time.perf_counter()
-        answer: Done | Failed | None
+    def _carry_out(self, order: Sleep | Wake, parts: EngineParts) -> Done | Failed | None:
+        """Try to carry out an order; the answer, or None while it waits."""
+        now_s, gate = time.perf_counter(), self._gate
         if isinstance(order, Wake):
-            answer = self._wake(order, engine) if self.asleep else self._told(order, 0, began_s, engine)
-        elif self.asleep:
-            assert self.memory is not None
-            if self._level == 2:
+            return self._wake(order, parts) if gate.asleep else self._done(order, 0, now_s, parts)
+        if gate.asleep:
+            assert self.memory is not None and gate.sleep is not None
+            if gate.sleep.level == 2:
                 self.memory.forget()
-                engine.scheduler.forget_parked()
-            answer = self._told(order, self._freed_bytes, began_s, engine)
-        elif _quiet(engine):
-            answer = self._fall_asleep(order, engine)
-        else:
-            return False
-        if answer is not None:
-            engine.scheduler.events.append(answer)
-        return answer is not None
+                parts.scheduler.forget_parked()
+            return self._done(order, gate.sleep.freed_bytes, now_s, parts)
+        if parts.pipeline.in_flight == 0 and not gate.swapping and not gate.update_inside:
+            return self._fall_asleep(order, parts)
+        return None
 
-    def _fall_asleep(self, order: Sleep, engine: Engine) -> Done | Failed | None:
-        """The answer, or None while KV is on its way to the host."""
-        assert self.memory is not None
+    def _fall_asleep(self, order: Sleep, parts: EngineParts) -> Done | Failed | None:
+        """The device is quiet. Returns the answer, or None while KV is on its way to the host."""
+        assert self.memory is not None and self._gate.sleep is not None
+        keep = self._gate.sleep.level == 1
         if self._emptying_s is None:
             self._emptying_s = time.perf_counter()
-            engine.runner.finish()
+            parts.runner.finish()
             try:
-                if self._level == 1:
-                    self.memory.save()  # before anything is dropped: where it fails, all goes on as it was
+                if keep:
+                    self.memory.save()  # first: if this fails, nothing has been dropped
             except MemoryShortError as error:
-                return self._refuse(order, engine, str(error))
-            engine.scheduler.leave_pool(keep=self._level == 1)
+                return self._refuse(order, str(error))
+            parts.scheduler.leave_pool(keep)
         began_s = self._emptying_s
-        if not _emptied(engine):
+        if not _emptied(parts.scheduler):
             late = time.perf_counter() - began_s >= self._kv_s
-            return self._refuse(order, engine, self._too_late()) if late else None
-        _forget_device(engine.scheduler)
-        engine.runner.finish()  # an adapter may have been written meanwhile
-        self._freed_bytes = self.memory.release()
-        self.asleep, self._since_s, self._emptying_s = True, time.perf_counter(), None
-        engine.meter.offload(began_s, self._since_s)
-        answer = self._told(order, self._freed_bytes, began_s, engine)
+            return self._refuse(order, self._too_late()) if late else None
+        _forget_device_state(parts.scheduler)
+        parts.runner.finish()  # an adapter may have been copied to its slot meanwhile
+        freed_bytes, self._emptying_s = self.memory.release(), None
+        self._gate.slept(freed_bytes)
+        self._meter.offload(began_s, time.perf_counter())
+        answer = self._done(order, freed_bytes, began_s, parts)
         log.info("asleep", extra=dict(answer.facts))
         return answer
 
-    def _refuse(self, order: Sleep, engine: Engine, why: str) -> Failed:
-        """All goes on; rows that were preempted for it have their KV where it is by now."""
+    def _refuse(self, order: Sleep, why: str) -> Failed:
+        """Generation goes on; preempted rows get their KV back from wherever it is now."""
         assert self._emptying_s is not None
         log.warning("this worker cannot sleep", extra={"reason": why})
-        engine.meter.offload(self._emptying_s, time.perf_counter())
-        self._awake(engine)
+        self._meter.offload(self._emptying_s, time.perf_counter())
+        self._stay_awake()
         return Failed(order.token, why, code="unavailable")
 
     def _too_late(self) -> str:
         return (
-            f"the KV of completions was not on the host within engine.sleep_kv_s = {self._kv_s:g} s, and generation "
+            f"the KV of completions did not reach the host within engine.sleep_kv_s = {self._kv_s:g} s, so generation "
             "goes on: raise it, lower engine.host_kv_gib, or sleep with mode 'abort'"
         )
 
-    def _wake(self, order: Wake, engine: Engine) -> Done | Failed:
-        assert self.memory is not None
+    def _wake(self, order: Wake, parts: EngineParts) -> Done | Failed:
+        assert self.memory is not None and self._gate.sleep is not None
         began_s = time.perf_counter()
         try:
             self.memory.restore()
         except MemoryShortError as error:
             log.warning("this worker stays asleep", extra={"reason": str(error)})
             return Failed(order.token, str(error), code="unavailable")
-        if self._level == 2:
-            engine.hold.lost(_DROPPED)
-        engine.meter.offload(began_s, time.perf_counter())
-        answer = self._told(order, self.memory.nbytes, began_s, engine)
+        if self._gate.sleep.level == 2:
+            self._gate.lose_weights(_DROPPED)
+        self._meter.offload(began_s, time.perf_counter())
+        answer = self._done(order, self.memory.nbytes, began_s, parts)
         log.info("awake again", extra=dict(answer.facts))
-        self._awake(engine)
+        self._stay_awake()
         return answer
 
-    def _awake(self, engine: Engine) -> None:
-        self.wanted = self.asleep = False
-        self._level = self._freed_bytes = 0
+    def _stay_awake(self) -> None:
         self._emptying_s = None
         if self.memory is not None:
-            self.memory.forget()  # what a sleep saved that was not to be
-        engine.hold.door.open()
+            self.memory.forget()  # saved for a sleep that was refused
+        self._gate.wake_up()
 
-    def _told(self, order: Sleep | Wake, nbytes: int, began_s: float, engine: Engine) -> Done:
-        parked = 0 if engine.offload is None else engine.offload.parking.status().sequences
+    def _done(self, order: Sleep | Wake, nbytes: int, began_s: float, parts: EngineParts) -> Done:
+        level = 0 if self._gate.sleep is None else self._gate.sleep.level
+        parked = 0 if parts.offload is None else parts.offload.parking.status().sequences
         seconds = time.perf_counter() - began_s
-        return Done(order.token, {"level": self._level, "bytes": nbytes, "seconds": seconds, "parked": parked})
+        return Done(order.token, {"level": level, "bytes": nbytes, "seconds": seconds, "parked": parked})
 
 
-def _quiet(engine: Engine) -> bool:
-    """True while no step is in flight and no update is received or applied."""
-    return engine.pipeline.in_flight == 0 and not engine.swapping and engine.hold.door.empty
-
-
-def _emptied(engine: Engine) -> bool:
-    """True once no page is in use; until then have those sent that only parked sequences use by now."""
-    scheduler = engine.scheduler
+def _emptied(scheduler: Scheduler) -> bool:
+    """True once no page is in use. Until then, pages that only parked sequences still use are sent to the host."""
     if scheduler.memory.parking is not None:
         scheduler.memory.parking.sweep()
     return scheduler.memory.pool.used == 0
 
 
-def _forget_device(scheduler: Scheduler) -> None:
-    """What the cache and the slots of adapters hold is lost."""
+def _forget_device_state(scheduler: Scheduler) -> None:
+    """Empty the prefix cache and the adapter slots."""
     assert not (scheduler.prefilling or scheduler.decoding or scheduler.leaving), "a row has no pages"
     scheduler.memory.weights_changed()
     if scheduler.memory.adapters is not None:

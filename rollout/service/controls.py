@@ -14,8 +14,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
-from rollout.engine.messages import Command, Done, DropAdapter, Failed, Pause, PutAdapter, Resume
-from rollout.engine.orders import Sleep, Wake
+from rollout.engine.messages import Command, Done, DropAdapter, Failed, Pause, PutAdapter, Resume, Sleep, Wake
 from rollout.models.adapters import AdapterWeights
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
 from rollout.service.capabilities import WeightControl

@@ -59,9 +59,9 @@ _LINGER_S = 2.0
 class Server:
     """Serves the protocol on a thread of its own between `start` and `stop`.
 
-    The engine's loop takes commands from `inbox` and hands events to `outbox.put`. `status` returns the engine's latest
-    snapshot; it is called on the service thread. `prompts` tokenizes on a background thread; without it that thread
-    uses `text`. Without `constraints` only allow lists are offered.
+    The engine's loop takes commands from `inbox` and hands events to `outbox.put`; without an `outbox` the server makes
+    one. `status` returns the engine's latest snapshot; it is called on the service thread. `prompts` tokenizes on a
+    background thread; without it that thread uses `text`. Without `constraints` only allow lists are offered.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Server:
         model: ServedModel,
         *,
         inbox: SimpleQueue[Command],
+        outbox: Outbox | None = None,
         status: Callable[[], EngineStatus],
         text: TextCodec | None = None,
         prompts: PromptSource | None = None,
@@ -82,7 +83,7 @@ class Server:
         stop_check_every: int = 4,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
     ) -> None:
-        self.outbox = Outbox()
+        self.outbox = outbox or Outbox()
         self.endpoint = ""
         self.failed = False  # the thread ended by a fault; the log has the trace
         self._settings = settings

@@ -21,7 +21,7 @@ import zmq
 
 from rollout.config import SecuritySettings, WeightsSettings
 from rollout.engine.adapter_table import AdapterUpdate
-from rollout.engine.gate import Hold
+from rollout.engine.gate import Gate
 from rollout.service.access import Access
 from rollout.weights.apply_mode import ApplyMode, Update
 from rollout.weights.parameter_map import ParameterMap
@@ -41,7 +41,8 @@ _log = logging.getLogger(__name__)
 class WeightReceiver:
     """Receives updates for `views`, a map of Hugging Face names to views of the model's parameters.
 
-    `version` is the version of the weights that `views` hold now. The socket is bound on return (`endpoint`); raises
+    `version` is the version of the weights that `views` hold now. `gate` lets updates in and holds generation while one
+    is written in place. The socket is bound on return (`endpoint`); raises
     ValueError when it cannot be, or must not be without CURVE, or when updates have no room where they shall wait.
     `allocate` makes memory of the device for updates that wait there.
     """
@@ -51,6 +52,7 @@ class WeightReceiver:
         views: Mapping[str, torch.Tensor],
         version: int,
         settings: WeightsSettings,
+        gate: Gate,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
         adapters: AdapterTarget | None = None,
         allocate: Allocate | None = None,
@@ -66,12 +68,11 @@ class WeightReceiver:
             wake=lambda: self._post(lambda: None),
         )
         self.endpoint: str = self._receivers["zmq"].endpoint  # type: ignore[attr-defined]
-        self.hold = Hold()  # asked for while an update is written in place
         self._reception = Reception(
             parameters,
             version,
             self._mode,
-            self.hold,
+            gate,
             self._receivers,
             adapters,  # what they must fit, where they are served
             idle_s=settings.idle_s,
@@ -79,7 +80,6 @@ class WeightReceiver:
             post=self._post,
         )
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.hold.door.on_shut = lambda: self._post(lambda: None)  # it looks what it need not keep
         self._ended = False
         self._post_lock = threading.Lock()
         self._wake = Wake()
@@ -129,6 +129,10 @@ class WeightReceiver:
     def failed(self, update: Update | AdapterUpdate, message: str) -> None:
         """The engine could not apply `update`; the publisher gets `message` as an `internal` error."""
         self._give_up(update, InternalError(f"the worker could not apply the update: {message}"))
+
+    def rest(self) -> None:
+        """No update can begin: the thread frees what it keeps for the next one."""
+        self._post(lambda: None)
 
     def close(self) -> None:
         """End the thread and answer whoever waits. Idempotent."""

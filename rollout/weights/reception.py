@@ -13,7 +13,8 @@ Invariants:
   update that is whole.
 - A `begin` that comes while an update is ready or being applied waits: the staging memory holds one update at a time,
   is allocated once, and is not written while it may be read.
-- An update begins only while the door is open (`Hold.door`), and is inside until nothing of it is left to be done.
+- An update begins only while the gate admits updates (no sleep is ordered), and is inside until nothing of it is left
+  to be done.
 - Every control message gets exactly one reply.
 """
 
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine.adapter_table import AdapterUpdate
-from rollout.engine.gate import Hold
+from rollout.engine.gate import Gate
 from rollout.weights.adapter_updates import IncomingAdapter, read_adapter
 from rollout.weights.apply_mode import ApplyMode, Landed, Update
 from rollout.weights.begin import Begin, read_begin
@@ -74,7 +75,7 @@ class Reception:
         parameters: ParameterMap,
         version: int,
         mode: ApplyMode,
-        hold: Hold,
+        gate: Gate,
         receivers: Mapping[str, TransportReceiver],
         adapters: AdapterTarget | None,
         *,
@@ -92,7 +93,7 @@ class Reception:
         self.failure: tuple[bytes, RolloutError] | None = None  # the token of what was rejected last, and why
         self._parameters = parameters
         self._mode = mode
-        self._hold = hold
+        self._gate = gate
         self._receivers = receivers
         self._adapters = adapters
         self._idle_s = idle_s
@@ -134,10 +135,10 @@ class Reception:
     def leave_door(self) -> None:
         """Nothing is inside unless an update is received, ready or applied; behind a shut door nothing is kept, too."""
         if self.current is None and self.committed is None:
-            if self._hold.door.closed:
+            if self._gate.sleep is not None:
                 for receiver in self._receivers.values():
                     receiver.rest()
-            self._hold.door.leave()
+            self._gate.updates_done()
 
     def reject(self, error: RolloutError) -> None:
         """Drop the update that is being received, if there is one, and tell everyone who waits for it."""
@@ -154,13 +155,13 @@ class Reception:
         except Exception:  # of a device or a publisher that is gone; whoever waits must be told all the same
             _log.exception("letting go of weights version %d failed", incoming.manifest.version)
         if landing.dirty:
-            self._hold.fail(
+            self._gate.fail_hold(
                 f"version {incoming.manifest.version} of the weights was written in place, in part: {error}. "
                 "Publish a whole update"
             )
-            _log.error("this worker is stale: %s", self._hold.stale)
-        elif self._mode.in_place and current.adapter is None and not self._hold.stale:
-            self._hold.clear()
+            _log.error("this worker is stale: %s", self._gate.stale)
+        elif self._mode.in_place and current.adapter is None and not self._gate.stale:
+            self._gate.clear_hold()
         if current.commit is not None:
             current.commit.reply(error_reply(error))
 
@@ -199,7 +200,7 @@ class Reception:
                 raise Unavailable("too many updates wait for their turn; publish this one again later")
             self.waiting[name] = (header, reply)
             return
-        if not self._hold.door.enter():
+        if not self._gate.admit_update():
             raise Unavailable("this worker is asleep, or about to be: wake it, then publish")
         begun_s = time.monotonic()
         begin = self._read_begin(header, adapter)
@@ -207,7 +208,7 @@ class Reception:
             self.reject(WeightsRejected(f"version {begin.manifest.version} was begun before this update was complete"))
         incoming, grant = self._open(begin, begun_s)
         if self._mode.in_place and adapter is None:
-            self._hold.request(lambda: self._post(lambda: _let_land(incoming)))
+            self._gate.request_hold(lambda: self._post(lambda: _let_land(incoming)))
         else:
             _let_land(incoming)
         reply({"op": "ok", "version": begin.manifest.version, "token": incoming.token.hex(), "grant": grant})
@@ -215,7 +216,7 @@ class Reception:
     def _read_begin(self, header: Mapping[str, Any], adapter: IncomingAdapter | None) -> Begin:
         served = self.version if adapter is None else adapter.version
         # Where the weights are half written or were dropped, the version that it had is as good as a newer one.
-        again = adapter is None and bool(self._hold.stale)
+        again = adapter is None and bool(self._gate.stale)
         return read_begin(header, adapter, self._parameters, self._receivers, served, again)
 
     def _open(self, begin: Begin, begun_s: float) -> tuple[Incoming, dict[str, Any]]:
@@ -272,8 +273,8 @@ class Reception:
         reply({"op": "ok"})
 
     def _status(self, header: Mapping[str, Any], reply: Reply) -> None:
-        hold, current = self._hold, self.current
-        state = "asleep" if hold.door.closed else "stale" if hold.stale else "idle"
+        gate, current = self._gate, self.current
+        state = "asleep" if gate.sleep is not None else "stale" if gate.stale else "idle"
         state = "receiving" if current else "ready" if self.ready else "applying" if self.committed else state
         reply(
             {
@@ -284,8 +285,8 @@ class Reception:
                 "last": self.last and self.last.reply(),
                 "transports": list(self._receivers),
                 "apply": self._mode.name,
-                "stale": hold.stale or None,
-                "dropped": hold.dropped,
+                "stale": gate.stale or None,
+                "dropped": gate.dropped,
                 "endpoint": self._endpoint,
             }
         )

@@ -12,15 +12,15 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 
 from rollout.config import EngineSettings, Settings
-from rollout.engine.build import build_engine
+from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.kv.memory import pages_for
 from rollout.engine.loop import Engine
@@ -80,9 +80,10 @@ def make_engine(rows: int, length: int) -> tuple[Engine, StepTimes]:
     model = Decoder(spec, torch.float32, device.torch_device)
     pages = rows * (pages_for(_PROMPT + length, 16) + 1) + 1
     engine_settings = EngineSettings(max_rows=rows, kv_pages=pages, max_context_tokens=_PROMPT + length + 16)
-    engine = build_engine(Settings(engine=engine_settings), device, model, SimpleQueue(), lambda events: None)
+    settings = Settings(engine=engine_settings)
+    engine = build_engine(settings, device, model, local_links(settings, lambda events: None))
     engine.runner.close()
-    engine.runner = FreeRunner(device, model, engine.runner.kv, engine.runner.rows)
+    engine.restart(replace(engine.parts, runner=FreeRunner(device, model, engine.runner.kv, engine.runner.rows)))
     engine.meter = times = StepTimes(rows)
     return engine, times
 

@@ -34,7 +34,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from rollout.config import EngineSettings, Settings
 from rollout.constraints.compiler import ConstraintCompiler
 from rollout.constraints.spec import ConstraintSpec
-from rollout.engine.build import build_engine
+from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Request, SamplingParams, StopParams, Submit
@@ -106,7 +106,7 @@ class Bench:
     def engine(self, rows: int, tokens: int, waiting: bool) -> Engine:
         """One engine; its KV holds all rows to the end."""
         pages = rows * (-(-tokens // 16) + 1) + 2
-        engine = EngineSettings(
+        chosen = EngineSettings(
             max_rows=rows,
             max_context_tokens=tokens,
             kv_pages=pages,
@@ -114,8 +114,8 @@ class Bench:
             prefix_cache=False,
             mask_s=30.0,
         )
-        emit = SimpleQueue[Any]().put
-        built = build_engine(Settings(engine=engine), self.device, self.loaded.model, SimpleQueue(), emit)
+        settings, emit = Settings(engine=chosen), SimpleQueue[Any]().put
+        built = build_engine(settings, self.device, self.loaded.model, local_links(settings, emit))
         if waiting:
             masks_first(built)
         return built

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 
 import numpy as np
 
 from rollout.config import Settings
-from rollout.engine.build import build_engine
+from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import Device
-from rollout.engine.loop import Engine, Receiver
+from rollout.engine.loop import Engine
 from rollout.engine.messages import (
     Cancel,
     Delta,
@@ -25,6 +24,7 @@ from rollout.engine.messages import (
     StopParams,
     Submit,
 )
+from rollout.engine.parts import Receiver
 from rollout.models.decoder import Decoder
 from rollout.progress import stage
 
@@ -51,7 +51,7 @@ class Driver:
     def __init__(self, settings: Settings, device: Device, model: Decoder, receiver: Receiver | None = None) -> None:
         with stage("preparing decode steps") as advance:
             self.engine: Engine = build_engine(
-                settings, device, model, SimpleQueue(), self._take, receiver, progress=advance
+                settings, device, model, local_links(settings, self._take, receiver), progress=advance
             )
         self.completions: dict[str, Completion] = defaultdict(Completion)
 

@@ -26,6 +26,7 @@ import torch
 
 from rollout.config import EngineSettings, Settings
 from rollout.engine.device.streams import make_device
+from rollout.engine.inspect import Inspector
 from rollout.engine.kv.memory import pages_for
 from rollout.engine.kv.offload import MoveRecord
 from rollout.engine.messages import SamplingParams
@@ -115,8 +116,8 @@ def run(mode: str, model: Decoder, args: argparse.Namespace) -> dict[str, Any]:
     driver = Driver(Settings(engine=settings_of(mode, model, args)), make_device(args.device), model)
     engine, meter = driver.engine, AllSteps()
     engine.meter = meter
-    if engine.offload is not None:
-        engine.offload.recent = deque()  # all of them
+    if engine.parts.offload is not None:
+        engine.parts.offload.recent = deque()  # all of them
     for i in range(args.rows):
         prompt = random_prompt(model.spec.vocab, args.prompt, i)
         driver.submit(f"r{i}", prompt, args.tokens, SamplingParams(seed=i))
@@ -129,8 +130,8 @@ def run(mode: str, model: Decoder, args: argparse.Namespace) -> dict[str, Any]:
             tokens = engine.scheduler.counters.tokens
             print(f"{mode}: {tokens} tokens, {tokens / (now_s - began_s):.0f} a second", flush=True)
     wall_s = time.perf_counter() - began_s
-    status, counters = engine.status().offload, engine.scheduler.counters
-    moves = [] if engine.offload is None else list(engine.offload.recent)
+    status, counters = Inspector(engine).status().offload, engine.scheduler.counters
+    moves = [] if engine.parts.offload is None else list(engine.parts.offload.recent)
     tokens = sum(len(done.tokens) for done in driver.completions.values())
     assert tokens == args.rows * args.tokens, "every row has all its tokens"
     row = {

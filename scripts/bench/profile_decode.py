@@ -15,13 +15,12 @@ import dataclasses
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
 
 from rollout.config import EngineSettings, Settings
-from rollout.engine.build import build_engine
+from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Cancel, Request, SamplingParams, Submit
@@ -77,18 +76,18 @@ def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> di
         engine.inbox.put(Submit(Request(("p", f"{rows}/{i}"), tokens, 400, sampling=SamplingParams(seed=i))))
     for _ in range(60):
         engine.tick()
+    engine.gate.pause(0)
     while engine.pipeline.in_flight:
-        engine.scheduler.paused = True
         engine.tick()
-    engine.scheduler.paused = False
+    engine.gate.resume(0)
 
     def some_steps() -> None:
         for _ in range(_STEPS):
             engine.tick()
-        engine.scheduler.paused = True
+        engine.gate.pause(0)
         while engine.pipeline.in_flight:
             engine.tick()
-        engine.scheduler.paused = False
+        engine.gate.resume(0)
 
     events = profile_steps(some_steps)
     spent: dict[str, list[float]] = defaultdict(list)
@@ -132,7 +131,7 @@ def main() -> None:
         )
     )
     with stage("preparing decode steps") as advance:
-        engine = build_engine(settings, device, model, SimpleQueue(), lambda events: None, progress=advance)
+        engine = build_engine(settings, device, model, local_links(settings, lambda events: None), progress=advance)
     measured: list[dict[str, Any]] = []
     for rows in args.rows:
         measured.append({"shape": args.shape, **profile_rows(engine, rows, args.prompt, bandwidth)})

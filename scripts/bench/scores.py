@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rollout.config import EngineSettings, Settings
-from rollout.engine.build import build_engine
+from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Request, SamplingParams, Submit
@@ -77,10 +77,11 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     loaded = load_random(args.shape, device.torch_device)
     context = max(args.prompt + args.new, args.long + 1)
     pages = max(max(args.rows) * (-(-(args.prompt + args.new) // 16) + 1), -(-args.long // 16) + 1) + 2
-    settings = EngineSettings(
+    engine_settings = EngineSettings(
         max_rows=max(args.rows), max_context_tokens=context, kv_pages=pages, prefix_cache=False, fused_experts=True
     )
-    engine = build_engine(Settings(engine=settings), device, loaded.model, SimpleQueue(), SimpleQueue[Any]().put)
+    settings = Settings(engine=engine_settings)
+    engine = build_engine(settings, device, loaded.model, local_links(settings, SimpleQueue[Any]().put))
     vocab = loaded.spec.vocab
     for rows in args.rows:
         for asking in (0, 1, rows):

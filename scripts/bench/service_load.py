@@ -25,22 +25,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 
 from rollout.config import EngineSettings, ServiceSettings, Settings
-from rollout.engine.build import build_engine
+from rollout.engine.build import build_engine, local_links
+from rollout.engine.inspect import Inspector
 from rollout.engine.kv.memory import pages_for
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Command, Prior, Request, SamplingParams, Submit
+from rollout.engine.messages import Prior, Request, SamplingParams, Submit
+from rollout.engine.parts import Links
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
+from rollout.service.outbox import Outbox
 from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
 from rollout.service.text.codec import TextCodec
@@ -100,23 +103,25 @@ class Bench:
 
     def __init__(self, load: Load, step_s: float, folder: Path) -> None:
         self.load = load
-        inbox: SimpleQueue[Command] = SimpleQueue()
         context = len(PROMPT) + load.known + load.steps + 16
         assert load.messages * load.chars > context, "chats must be too long"
         model = ServedModel("paced", TINY_SHAPE["vocab_size"], context)
-        settings = _settings(load, context)
+        settings, outbox = _settings(load, context), Outbox()
+        links = local_links(settings, outbox.put)
         self.prompts = TextProcess(folder, settings.service)
         self.prompts.start()
         self.server = Server(
             settings.service,
             model,
-            inbox=inbox,
+            inbox=links.inbox,
             status=lambda: self.status,
             text=TextCodec(folder),
             prompts=self.prompts,
+            outbox=outbox,
         )
-        self.engine, self.commits = _make_engine(settings, inbox, self.server, step_s)
-        self.status, self._status_s = self.engine.status(), 0.0
+        self.engine, self.commits = _make_engine(settings, links, step_s)
+        self._inspector = Inspector(self.engine)
+        self.status, self._status_s = self._inspector.status(), 0.0
         self.server.start()
         self.clients = ClientProcess(self.server.endpoint, load)
 
@@ -156,7 +161,7 @@ class Bench:
             self.engine.wait(0.001)
         self.engine.tick()
         if time.perf_counter() - self._status_s >= _STATUS_EVERY_S:
-            self.status, self._status_s = self.engine.status(), time.perf_counter()
+            self.status, self._status_s = self._inspector.status(), time.perf_counter()
 
 
 def _write_text_folder(folder: Path) -> None:
@@ -180,17 +185,15 @@ def _settings(load: Load, context: int) -> Settings:
     return Settings(engine=engine, service=ServiceSettings(bind="tcp://127.0.0.1:0", max_results_bytes=64 << 20))
 
 
-def _make_engine(
-    settings: Settings, inbox: SimpleQueue[Command], server: Server, step_s: float
-) -> tuple[Engine, Commits]:
+def _make_engine(settings: Settings, links: Links, step_s: float) -> tuple[Engine, Commits]:
     from transformers import Qwen3Config
 
     device = PacedDevice()
     model = Decoder(spec_from_config(Qwen3Config(**TINY_SHAPE), "Qwen3ForCausalLM"), torch.float32, torch.device("cpu"))
-    engine = build_engine(settings, device, model, inbox, server.outbox.put)
+    engine = build_engine(settings, device, model, links)
     runner = PacedRunner(device, model, engine.runner.kv, engine.runner.rows)
     runner.step_s = step_s
-    engine.runner = runner
+    engine.restart(replace(engine.parts, runner=runner))
     engine.meter = commits = Commits()
     return engine, commits
 

@@ -29,10 +29,9 @@ from typing import Any
 import torch
 
 from rollout.config import EngineSettings, ModelSettings, Settings
-from rollout.engine.device.capacity import weight_bytes
+from rollout.engine.device.sizing import weight_bytes
 from rollout.engine.device.streams import Device, make_device
-from rollout.engine.messages import Done, Event, Failed, SamplingParams
-from rollout.engine.orders import Sleep, Wake
+from rollout.engine.messages import Done, Event, Failed, SamplingParams, Sleep, Wake
 from rollout.models import LoadedModel, load_model
 from rollout.models.decoder import Decoder
 from rollout.models.random_init import fill_random
@@ -64,6 +63,9 @@ class Updates:
 
     def __init__(self) -> None:
         self.ready: SameWeights | None = None
+
+    def rest(self) -> None:
+        """Nothing is kept for the next update."""
 
     def take_ready(self) -> SameWeights | None:
         """It, once."""

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import torch
 
 from rollout.config import EngineSettings, ModelSettings, ServiceSettings, Settings
-from rollout.engine.build import build_engine
+from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import CpuDevice, Device
+from rollout.engine.inspect import Inspector
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Delta, Event, Request, RequestDone, SamplingParams, StopParams, Submit
+from rollout.engine.messages import (
+    Delta,
+    EngineStatus,
+    Event,
+    Request,
+    RequestDone,
+    SamplingParams,
+    StopParams,
+    Submit,
+)
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
 
@@ -75,7 +84,8 @@ class Bench:
         )
         self.events: list[Event] = []
         self.device = device or CpuDevice()
-        self.engine: Engine = build_engine(self.settings, self.device, model, SimpleQueue(), self._emit, receiver)
+        self.links = local_links(self.settings, self._emit, receiver)
+        self.engine: Engine = build_engine(self.settings, self.device, model, self.links)
         self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
         self.done: dict[str, RequestDone] = {}
 
@@ -101,6 +111,9 @@ class Bench:
                 return
             self.engine.tick()
         raise AssertionError(f"the engine is still busy after {ticks} ticks")
+
+    def status(self) -> EngineStatus:
+        return Inspector(self.engine).status()
 
     def tokens(self, name: str, index: int = 0) -> list[int]:
         return self.completions[name, index].token_ids

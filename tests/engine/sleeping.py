@@ -10,8 +10,7 @@ from harness import Bench
 
 from rollout.engine.device import releasable
 from rollout.engine.device.releasable import HostPages, MemoryShortError
-from rollout.engine.messages import Done, Failed
-from rollout.engine.orders import Sleep, Wake
+from rollout.engine.messages import Done, Failed, Sleep, Wake
 
 _TOKEN = 1000
 

@@ -28,15 +28,15 @@ def test_the_meter_and_the_profiler_see_the_same_activity(depth, shape):
     while len(bench.engine.scheduler.decoding) < 8 or bench.engine.meter.steps < 40:
         bench.engine.tick()
 
-    scheduler, meter = bench.engine.scheduler, bench.engine.meter
+    gate, meter = bench.engine.gate, bench.engine.meter
 
     def come_to_rest() -> None:
-        scheduler.paused = True
+        gate.pause(0)
         while bench.engine.pipeline.in_flight:
             bench.engine.tick()
 
     def some_steps() -> None:
-        scheduler.paused = False
+        gate.resume(0)
         for _ in range(STEPS):
             bench.engine.tick()
         come_to_rest()
@@ -65,6 +65,6 @@ def test_the_meter_and_the_profiler_see_the_same_activity(depth, shape):
         # each kernel 0.1 us, of which there are too many for the points in the steps of a smaller shape.
         period_s = (alone[-1].end_s - alone[0].start_s) / STEPS
         assert abs(busy_s(alone) / STEPS - seen.step_s) / period_s * 100 <= MOST_POINTS, (busy_s(alone) / STEPS, seen)
-    scheduler.paused = False
+    gate.resume(0)
     bench.run()
     bench.close()

@@ -29,7 +29,7 @@ def test_offloaded_rows_have_transformers_tokens(folders, prompt_of, greedy, dep
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(10, i), 60)
     bench.run()
-    status = bench.engine.status().offload
+    status = bench.status().offload
     assert status.restored == status.parked > 0 and status.bytes_in > 0
     for i in range(6):
         assert bench.tokens(f"r{i}") == greedy(prompt_of(10, i), 60)
@@ -93,7 +93,7 @@ def test_offloaded_rows_come_back_with_their_adapters(tmp_path, prompt_of, captu
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(10, i), 60, adapter=f"a{i % 2}")
     bench.run()
-    status = bench.engine.status().offload
+    status = bench.status().offload
     assert status.restored == status.parked > 0 and status.bytes_in > 0
     for i in range(6):
         prompt, got = prompt_of(10, i), bench.tokens(f"r{i}")

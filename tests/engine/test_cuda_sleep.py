@@ -145,7 +145,7 @@ def test_after_level_2_a_whole_update_cures_it(folders, prompt_of):
     assert not any(parameter.any() for parameter in model.parameters())
     bench.submit("waits", prompt_of(9), 20)
     bench.ticks(5)
-    assert bench.engine.status().state == "stale" and not bench.tokens("waits")
+    assert bench.status().state == "stale" and not bench.tokens("waits")
     mailbox.ready = Update(1, load(folders[1], "cuda"), model)
     bench.run()
     other = bench_of(load(folders[1], "cuda"))
@@ -171,7 +171,7 @@ def test_a_wake_while_somebody_else_has_the_memory_leaves_all_of_it_asleep(folde
         answer = bench.wake()
         assert isinstance(answer, Failed) and answer.code == "unavailable"
         assert ("0.00 GiB are missing" in answer.message) != looks
-        assert abs(free_bytes() - asleep) < 32 * MIB and bench.sleeper.asleep
+        assert abs(free_bytes() - asleep) < 32 * MIB and bench.engine.gate.asleep
     monkeypatch.undo()
     del other
     assert isinstance(bench.wake(), Done)

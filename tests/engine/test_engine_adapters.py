@@ -107,7 +107,7 @@ def test_the_least_recently_used_adapter_loses_its_slot(model, adapters):
     for i, adapter in enumerate(("a0", "a1", "a0", "a2")):
         bench.submit(f"r{i}", prompt_of(5), 2, adapter=adapter)
         bench.run()
-    resident = {status.name for status in bench.engine.status().adapters if status.resident}
+    resident = {status.name for status in bench.status().adapters if status.resident}
     assert resident == {"a0", "a2"}
     bench.close()
 
@@ -125,7 +125,7 @@ def test_a_slot_is_not_written_while_a_step_in_flight_names_its_row(model, adapt
     slot, table = seq.adapter_slot, table_of(bench)
     bench.submit("b", prompt_of(6, 1), 5, adapter="a1")
     bench.engine.inbox.put(Cancel(("c", "a")))
-    bench.engine._take_commands()
+    bench.engine.commands.take(bench.engine.parts)
     assert seq.finalized and seq.inflight_refs > 0
     assert slot.refs == 1 and not table.ready(table.known["a1"]), "its slot is not to be had"
     assert slot.adapter is table.known["a0"]
@@ -238,7 +238,7 @@ def test_what_cannot_be_done_is_said(model, adapters):
     greedy_is(adapters[0][1], prompt_of(4), bench.tokens("runs"))
     bench.engine.inbox.put(DropAdapter("a0", 104))
     bench.run()
-    assert Done(104) in bench.events and bench.engine.status().adapters == ()
+    assert Done(104) in bench.events and bench.status().adapters == ()
     bench.close()
 
 

@@ -107,7 +107,7 @@ def test_an_adapter_that_came_after_the_last_free_place_is_refused_as_its_begin_
     bench.run()
     (told,) = recorder.told
     assert told.startswith("refused: ") and "max_adapters" in told
-    assert [status.name for status in bench.engine.status().adapters] == ["first"]
+    assert [status.name for status in bench.status().adapters] == ["first"]
     greedy_is(adapters[0][1], prompt_of(9), bench.tokens("r"))
     bench.close()
 
@@ -119,7 +119,7 @@ def test_an_engine_that_is_built_anew_knows_its_adapters(model, adapters):
         bench.engine.tick()
     bench.engine.fail("a fault")
     rebuild_engine(bench.engine, bench.settings)
-    assert [(status.name, status.resident) for status in bench.engine.status().adapters] == [
+    assert [(status.name, status.resident) for status in bench.status().adapters] == [
         ("a0", False),
         ("a1", False),
     ]

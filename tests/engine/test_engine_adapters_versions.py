@@ -90,7 +90,7 @@ def test_a_newer_version_of_an_adapter_that_rests_is_loaded_when_it_is_wanted(mo
         greedy_is(adapters[version][1], prompt_of(10), bench.tokens(f"r{version}"))
         bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
         bench.run()
-    assert bench.engine.status().adapters[0].version == 2
+    assert bench.status().adapters[0].version == 2
     bench.close()
 
 

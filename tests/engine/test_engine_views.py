@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness import Bench
 
-from rollout.engine.views import EngineViews
+from rollout.engine.inspect import Inspector
 from rollout.metrics.recording import Recording
 
 
@@ -28,12 +28,12 @@ class Swap:
 
 
 def recording(bench: Bench, steps: int = 2000) -> Recording:
-    return Recording.from_fields(EngineViews(bench.engine).recording(steps))
+    return Recording.from_fields(Inspector(bench.engine).recording(steps))
 
 
 def test_sequences_are_shown_from_prefill_to_their_last_token(model, prompt_of):
     bench = Bench(model, prefill_chunk_tokens=8)
-    views = EngineViews(bench.engine)
+    views = Inspector(bench.engine)
     bench.submit("a", prompt_of(20), 6)
     bench.engine.tick()
     (first,) = views.sequences(10)
@@ -53,7 +53,7 @@ def test_the_oldest_sequences_come_first_and_no_more_than_asked_for(model, promp
         bench.submit(name, prompt_of(5), 30)
     for _ in range(6):
         bench.engine.tick()
-    views = EngineViews(bench.engine)
+    views = Inspector(bench.engine)
     assert [entry.key[1] for entry in views.sequences(2)] == ["first", "second"]
     assert len(views.sequences(10)) == 3
     bench.run()

@@ -10,7 +10,7 @@ from rollout_kernels.moe.quantize import quantize
 from test_swap import Mailbox
 
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.device.capacity import weight_bytes
+from rollout.engine.device.sizing import weight_bytes
 from rollout.models import load_model
 from rollout.models.layers import SparseMLP
 

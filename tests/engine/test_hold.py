@@ -34,7 +34,7 @@ def test_nothing_runs_while_weights_are_written_and_rows_go_on_with_the_new_ones
     bench.submit("a", prompt, 50)
     for _ in range(20):
         engine.tick()
-    engine.hold.request(lambda: granted.append(engine.pipeline.in_flight))
+    engine.gate.request_hold(lambda: granted.append(engine.pipeline.in_flight))
     while not granted:
         engine.tick()
     assert granted == [0] and not engine.busy
@@ -47,7 +47,7 @@ def test_nothing_runs_while_weights_are_written_and_rows_go_on_with_the_new_ones
     bench.run()
     tokens = bench.tokens("a")
     k = bench.completions["a", 0].versions.index(1)
-    assert k == held and not engine.hold.wanted
+    assert k == held and engine.gate.hold == "free"
     ((version, pause_s),) = mailbox.done
     assert version == 1 and pause_s > 0
     cache, ids = DynamicCache(), torch.tensor([prompt + tokens])
@@ -65,20 +65,20 @@ def test_half_an_update_is_served_to_nobody_until_a_whole_one_came(model, other,
     bench.submit("a", prompt_of(13), 30)
     for _ in range(5):
         engine.tick()
-    engine.hold.request(lambda: None)
+    engine.gate.request_hold(lambda: None)
     for _ in range(4):
         engine.tick()
-    assert engine.hold.granted
-    engine.hold.fail("version 1 came in part")
+    assert engine.gate.hold == "granted"
+    engine.gate.fail_hold("version 1 came in part")
     bench.submit("late", prompt_of(9), 5, deadline_s=1e-9)
     for _ in range(5):
         engine.tick()
-    assert engine.status().state == "stale" and engine.status().stale == "version 1 came in part"
+    assert bench.status().state == "stale" and bench.status().stale == "version 1 came in part"
     assert "a" not in bench.done and engine.pipeline.in_flight == 0
     assert bench.completions["late", 0].finish.reason == "deadline" and bench.tokens("late") == []
     mailbox.ready = Update(2, other, model)
     bench.run()
-    assert engine.status().state == "serving" and len(bench.tokens("a")) == 30
+    assert bench.status().state == "serving" and len(bench.tokens("a")) == 30
     assert set(bench.completions["a", 0].versions) == {0, 2}
     bench.close()
 
@@ -89,10 +89,10 @@ def test_a_hold_that_is_given_up_before_it_is_granted_is_not_granted_later(model
     bench.submit("a", prompt_of(13), 30)
     for _ in range(5):
         bench.engine.tick()
-    bench.engine.hold.request(lambda: granted.append(1))
-    bench.engine.hold.clear()
+    bench.engine.gate.request_hold(lambda: granted.append(1))
+    bench.engine.gate.clear_hold()
     bench.run()
-    assert granted == [] and not bench.engine.hold.granted and len(bench.tokens("a")) == 30
+    assert granted == [] and bench.engine.gate.hold != "granted" and len(bench.tokens("a")) == 30
     bench.close()
 
 
@@ -128,7 +128,7 @@ def test_what_waits_for_a_version_ends_at_its_deadline_by_cancel_or_with_the_wor
     bench.run()
     reasons = {name: {bench.completions[name, i].finish.reason for i in range(3)} for name in bench.done}
     assert reasons == {"overdue": {"deadline"}, "unwanted": {"cancelled"}, "left": {"cancelled"}}
-    assert bench.engine.stopped and bench.engine.scheduler._room.early == {}
+    assert bench.engine.gate.stopped and bench.engine.scheduler._room.early == {}
     bench.close()
 
 

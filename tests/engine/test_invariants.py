@@ -60,7 +60,7 @@ def test_retiring_out_of_order_is_refused(model, prompt_of):
     bench.submit("a", prompt_of(9), 20)
     bench.engine.tick()
     engine = bench.engine
-    engine._launch(engine.scheduler.plan(), engine.pipeline.acquire(), 0.0)
+    engine._launch(engine.scheduler.plan(), 0.0)
     newest = engine.pipeline._in_flight[-1]
     with pytest.raises(AssertionError, match="FIFO"):
         engine.pipeline.retire(newest)

@@ -10,6 +10,7 @@ from harness import Bench
 from offloading import assert_as_if_undisturbed, counts, offloading, submit_six, watch_prefills
 from streams import LateDevice
 
+from rollout.engine.inspect import Inspector
 from rollout.engine.messages import Cancel
 
 
@@ -66,7 +67,7 @@ def test_not_waiting_for_a_copy_is_seen(model, prompt_of, direction):
         lane._spare += over
         return over
 
-    lane.landed, bench.engine.offload._note = hasty, lambda *of: None  # which asks when it ended
+    lane.landed, bench.engine.parts.offload._note = hasty, lambda *of: None  # which asks when it ended
     submit_six(bench, prompt_of)
     bench.run()
     with pytest.raises(AssertionError):
@@ -142,8 +143,8 @@ def test_without_the_setting_there_is_nothing_of_it(model, prompt_of):
     submit_six(bench, prompt_of)
     bench.run()
     engine = bench.engine
-    assert engine.offload is None and engine.runner.mover is None and engine.scheduler.memory.parking is None
-    assert engine.scheduler.counters.preemptions > 0 and engine.status().offload.pages_total == 0
+    assert engine.parts.offload is None and engine.runner.mover is None and engine.scheduler.memory.parking is None
+    assert engine.scheduler.counters.preemptions > 0 and bench.status().offload.pages_total == 0
     bench.close()
 
 
@@ -161,17 +162,17 @@ def test_status_and_gauges_count_what_was_moved(model, prompt_of):
     submit_six(bench, prompt_of)
     while not counts(bench).parked:
         bench.engine.tick()
-    status = bench.engine.status().offload
+    status = bench.status().offload
     assert status.sequences >= 1 and 0 < status.pages < status.pages_total == 512
     bench.run()
-    status, page_bytes = bench.engine.status().offload, bench.engine.runner.mover.room.page_bytes
+    status, page_bytes = bench.status().offload, bench.engine.runner.mover.room.page_bytes
     assert (status.sequences, status.pages) == (0, 0)
     assert status.parked == status.restored == bench.engine.scheduler.counters.preemptions and status.refused == 0
     assert status.bytes_out == counts(bench).pages_out * page_bytes >= status.bytes_in > 0
-    recent = bench.engine.offload.recent
+    recent = bench.engine.parts.offload.recent
     assert sum(move.pages for move in recent if move.direction == "out") == counts(bench).pages_out
     assert all(0 < move.pages <= 3 and move.start_s <= move.end_s for move in recent)
-    bench.engine.set_gauges()
+    Inspector(bench.engine).set_gauges()
     report = bench.engine.meter.report()
     assert (report["kv/restores"], report["kv/offloaded_bytes"]) == (status.restored, status.bytes_out)
     assert (report["kv/brought_back_bytes"], report["kv/host_used_pct"]) == (status.bytes_in, 0)

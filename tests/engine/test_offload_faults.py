@@ -48,7 +48,7 @@ def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, 
         lane.stream.run = failing(lane.stream.run)
     submit_six(bench, prompt_of)
     bench.run()
-    assert "the bus is broken" in bench.engine.offload.failure
+    assert "the bus is broken" in bench.engine.parts.offload.failure
     assert counts(bench).restored < bench.engine.scheduler.counters.preemptions
     bench.close()
     assert_as_if_undisturbed(bench, model, prompt_of)

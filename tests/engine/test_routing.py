@@ -86,7 +86,7 @@ def test_routing_is_that_of_transformers(family, pages, host_kv_gib):
             bench.engine.tick()  # the batch changes as they come and go
     bench.run()
     assert (bench.engine.scheduler.counters.preemptions > 0) == (pages == 75)
-    assert (bench.engine.status().offload.restored > 0) == (host_kv_gib > 0)
+    assert (bench.status().offload.restored > 0) == (host_kv_gib > 0)
     for i, (name, prompt) in enumerate(prompts.items()):
         for index in range(2 if i == 1 else 1):
             done = bench.completions[name, index]
@@ -166,7 +166,7 @@ def test_pages_that_came_back_from_the_host_have_their_experts_for_others_too(fa
     for i, prompt in enumerate(prompts):
         bench.submit(f"r{i}", prompt, 60)
     bench.run()
-    assert bench.done["r5"].preemptions > 0 and bench.engine.status().offload.bytes_in > 0
+    assert bench.done["r5"].preemptions > 0 and bench.status().offload.bytes_in > 0
     longer = prompts[5] + bench.tokens("r5")[:40]
     bench.submit("again", longer, 10, routing_from=0)
     bench.run()

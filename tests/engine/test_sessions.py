@@ -53,7 +53,7 @@ def test_turns_have_transformers_tokens_and_only_new_tokens_are_computed(
         # The last token of a completion that ends by length never goes through the model, until the next turn.
         assert sum(sizes) == new + (turn > 0)
         assert talk.reused == len(talk.said) - 9 - sum(sizes)
-    status = bench.engine.status().sessions
+    status = bench.status().sessions
     assert (status.turns, status.hits, status.reused_tokens) == (4, 3, 29 + 44 + 54)
     assert (status.holding, status.pages) == (1, -(-(len(talk.said) - 1) // page_size))
     bench.close(), plain.close()
@@ -108,7 +108,7 @@ def test_what_others_have_cached_is_taken_where_it_is_more(model, prompt_of, gre
     longer = talk.said + prompt_of(30, 7)
     other.say(0, prompt=longer)
     assert talk.say(0, prompt=[*longer, 5]) == greedy([*longer, 5], 9)
-    assert talk.reused == 48 and bench.engine.status().sessions.reused_tokens == 18
+    assert talk.reused == 48 and bench.status().sessions.reused_tokens == 18
     bench.close()
 
 
@@ -238,18 +238,18 @@ def test_a_session_that_is_ended_gives_its_pages_back(model, prompt_of, greedy, 
         bench.engine.tick()
     else:
         talk.say(10)
-        assert bench.engine.status().sessions.holding == 2
+        assert bench.status().sessions.holding == 2
     bench.engine.inbox.put(EndSession("c", "s", token=7))
     bench.run()
     assert Done(7) in bench.events
-    assert bench.engine.status().sessions.holding == 1, "the other one has its own"
+    assert bench.status().sessions.holding == 1, "the other one has its own"
     if running:
         assert talk.ended() == greedy(prompt_of(10, 1001), 9)
     talk.say(3)
     assert talk.reused == 0
     bench.engine.inbox.put(EndSession("c"))
     bench.run()
-    assert bench.engine.status().pages_used == 0
+    assert bench.status().pages_used == 0
     bench.close()
 
 
@@ -261,7 +261,7 @@ def test_a_turn_that_failed_leaves_nothing(model, prompt_of):
         bench.engine.tick()
     bench.engine.scheduler.end(("c", talk.turn), "error", "its logits are not finite")
     bench.run()
-    assert bench.engine.status().pages_used == 0
+    assert bench.status().pages_used == 0
     bench.close()
 
 
@@ -280,7 +280,7 @@ def test_a_lease_counts_from_the_end_of_the_last_turn(model, prompt_of):
     def holding(at: float) -> int:
         now[0] = at
         bench.engine.tick()
-        return bench.engine.status().sessions.holding
+        return bench.status().sessions.holding
 
     assert holding(4.9) == 3
     talks["ccc"].submit(3, 30)
@@ -289,7 +289,7 @@ def test_a_lease_counts_from_the_end_of_the_last_turn(model, prompt_of):
     now[0] = 7.0
     bench.run()
     assert [holding(at) for at in (11.0, 12.1, 49.9, 50.1)] == [2, 1, 1, 0]
-    assert bench.engine.status().pages_used == 0 and not bench.engine.scheduler.memory.sessions._leases
+    assert bench.status().pages_used == 0 and not bench.engine.scheduler.memory.sessions._leases
     bench.close()
 
 
@@ -347,7 +347,7 @@ def test_a_share_of_nothing_keeps_nothing(model, prompt_of, greedy):
     talk = Conversation(bench, "s", prompt_of)
     for _ in range(3):
         assert talk.say(9) == greedy(talk.said[:-9], 9)
-        assert talk.reused == 0 and bench.engine.status().pages_used == 0
+        assert talk.reused == 0 and bench.status().pages_used == 0
     bench.close()
 
 
@@ -366,7 +366,7 @@ def test_rows_take_idle_sessions_pages_and_run_as_if_there_were_none(model, prom
     bench.run()
     assert [bench.tokens(f"r{i}") for i in range(4)] == [greedy(prompt_of(20, i), 38) for i in range(4)]
     assert bench.engine.scheduler.counters.preemptions == 0
-    evicted = bench.engine.status().sessions.evicted
+    evicted = bench.status().sessions.evicted
     assert evicted == (4 if session_share else 0) and pages_of(bench) == 0
     assert talks[3].say(1) == greedy(talks[3].said[:-9], 9), "what was lost is computed again"
     bench.close()
@@ -433,7 +433,7 @@ def test_a_turn_that_takes_the_whole_pool_has_no_page_to_copy_from(model, prompt
     talk.submit(0, 4, prompt=prompt)
     bench.run(200)
     assert talk.ended() == greedy(prompt, 4)
-    assert talk.reused == bench.engine.status().sessions.reused_tokens == same // 4 * 4
+    assert talk.reused == bench.status().sessions.reused_tokens == same // 4 * 4
     bench.close()
 
 
@@ -465,7 +465,7 @@ def test_no_kv_of_older_weights_is_reused(model, folders, prompt_of, greedy, kv_
         bench.engine.tick()
     mailbox.ready = Update(1, other, model)
     bench.run()
-    assert bench.engine.status().sessions.holding == (kv_on_swap == "recompute"), "the idle one has nothing any more"
+    assert bench.status().sessions.holding == (kv_on_swap == "recompute"), "the idle one has nothing any more"
     straddling.ended()
     assert set(bench.completions[straddling.turn, 0].versions) == {0, 1}
     for talk in (idle, straddling):
@@ -509,7 +509,7 @@ def test_after_a_fault_the_next_turn_is_computed_as_a_whole(model, prompt_of, gr
     fail_a_step(bench)
     rebuild_engine(bench.engine, bench.settings)
     assert talk.say(4) == greedy(talk.said[:-9], 9) and talk.reused == 0
-    status = bench.engine.status().sessions
+    status = bench.status().sessions
     assert (status.turns, status.hits, status.holding) == (2, 0, 1)
     bench.close()
 
@@ -556,5 +556,5 @@ def test_any_mixture_has_the_right_tokens_and_loses_no_page(model, prompt_of, gr
                 assert tokens == greedy(prompt, len(tokens))
                 checked += 1
     bench.run()
-    assert checked > 20 and bench.engine.status().sessions.hits > 2
+    assert checked > 20 and bench.status().sessions.hits > 2
     bench.close()

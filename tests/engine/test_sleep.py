@@ -11,8 +11,7 @@ from sleeping import Sleeping, strict
 from streams import LateDevice, random_delays
 from test_swap import Mailbox, Update
 
-from rollout.engine.messages import Cancel, Done, Failed, Rejected
-from rollout.engine.orders import Sleep
+from rollout.engine.messages import Cancel, Done, Failed, Rejected, Sleep
 
 __all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")
@@ -69,7 +68,7 @@ def test_rows_whose_kv_is_on_the_host_or_on_its_way_have_the_tokens_of_a_run_tha
         bench = Sleeping(load(folders[0]), delays, kv_pages=50, host_kv_gib=0.001, host_kv_piece_mib=0.004)
         for i in range(6):
             bench.submit(f"r{i}", prompt_of(12, i), 90, sampling={"temperature": 1.0, "seed": i})
-        offload, wanted = bench.engine.offload, ["out", "back", "parked"] if sleeps else []
+        offload, wanted = bench.engine.parts.offload, ["out", "back", "parked"] if sleeps else []
         while bench.engine.busy or not bench.done:
             bench.engine.tick()
             flying = {"out": offload.mover.out.flying, "back": offload.mover.back.flying}
@@ -88,19 +87,19 @@ def test_rows_whose_kv_is_on_the_host_or_on_its_way_have_the_tokens_of_a_run_tha
 
 def test_what_a_sleep_says_of_itself(model, prompt_of):
     bench = Sleeping(model)
-    assert bench.engine.status().sleep is None
+    assert bench.status().sleep is None
     bench.submit("a", prompt_of(9), 5)
     token = bench.order(Sleep, 1)
     bench.engine.tick()
-    assert bench.engine.status().state == "asleep", "from the moment on at which it is asked to"
+    assert bench.status().state == "asleep", "from the moment on at which it is asked to"
     answer = bench.obeyed(token) if bench.answer(token) is None else bench.answer(token)
     assert set(answer.facts) == {"level", "bytes", "seconds", "parked"} and answer.facts["seconds"] > 0
-    status = bench.engine.status()
+    status = bench.status()
     assert (status.sleep.level, status.sleep.requests) == (1, "wait") and status.sleep.age_s > 0
     assert (status.state, status.queue_waiting, status.rows_running) == ("asleep", 1, 0)
     woken = bench.wake()
     assert woken.facts["level"] == 1 and woken.facts["bytes"] == bench.sleeper.memory.nbytes
-    assert bench.engine.status().sleep is None and bench.engine.status().state == "serving"
+    assert bench.status().sleep is None and bench.status().state == "serving"
     bench.run()
     bench.close()
 
@@ -178,12 +177,12 @@ def test_after_level_2_nothing_is_generated_before_a_whole_update_came(model, fo
     bench.submit("waits", prompt_of(9), 6)
     assert isinstance(bench.wake(), Done)
     bench.ticks(5)
-    status = bench.engine.status()
+    status = bench.status()
     assert status.state == "stale" and "publish a whole update" in status.stale
-    assert bench.engine.pipeline.in_flight == 0 and not bench.engine.busy and bench.engine.hold.dropped
+    assert bench.engine.pipeline.in_flight == 0 and not bench.engine.busy and bench.engine.gate.dropped
     mailbox.ready = Update(1, load(folders[1]), model)
     bench.run()
-    assert bench.engine.status().state == "serving" and not bench.engine.hold.dropped
+    assert bench.status().state == "serving" and not bench.engine.gate.dropped
     assert bench.tokens("waits") == greedy(prompt_of(9), 6, 1)
     tokens, versions = bench.tokens("row"), bench.completions["row", 0].versions
     k = versions.index(1)
@@ -228,7 +227,7 @@ def test_a_worker_that_takes_no_weights_keeps_them(model):
     bench = Sleeping(model)
     answer = bench.sleep(2)
     assert isinstance(answer, Failed) and (answer.code, answer.field) == ("bad_request", "level")
-    assert not bench.sleeper.wanted and isinstance(bench.sleep(1), Done)
+    assert bench.engine.gate.sleep is None and isinstance(bench.sleep(1), Done)
     bench.wake()
     bench.close()
 
@@ -239,7 +238,7 @@ def test_a_deeper_sleep_drops_what_was_kept_and_a_lighter_one_changes_nothing(mo
     assert bench.sleep(2).facts["level"] == 2
     again = bench.sleep(1)
     assert again.facts["level"] == 2 and again.facts["seconds"] < 1
-    assert bench.wake().facts["level"] == 2 and bench.engine.status().state == "stale"
+    assert bench.wake().facts["level"] == 2 and bench.status().state == "stale"
     assert not any(parameter.any() for parameter in model.parameters())
     bench.close()
 

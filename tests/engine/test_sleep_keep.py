@@ -12,8 +12,7 @@ from test_recomputed import replayed
 from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
-from rollout.engine.messages import Cancel, Done, Failed
-from rollout.engine.orders import Sleep
+from rollout.engine.messages import Cancel, Done, Failed, Sleep
 
 __all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")
@@ -26,7 +25,7 @@ def keeping(model, device=None, receiver=None, host_pages: int = 500, **engine) 
 
 
 def host(bench: Sleeping):
-    return bench.engine.status().offload
+    return bench.status().offload
 
 
 def four(bench: Sleeping, prompt_of, **fields) -> None:
@@ -195,24 +194,23 @@ class Stuck:
 
 def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, prompt_of, greedy):
     stuck, mailbox = Stuck(), Mailbox()
-    bench = keeping(model, stuck.device, mailbox)
+    bench = keeping(model, stuck.device, mailbox, sleep_kv_s=1.0)
     four(bench, prompt_of)
-    token, out = bench.order(Sleep, 1), bench.engine.offload.mover.out
+    token, out = bench.order(Sleep, 1), bench.engine.parts.offload.mover.out
     while not out.flying:
         bench.engine.tick()
     bench.ticks(2)
     assert bench.answer(token) is None and bench.engine.busy
-    bench.sleeper._kv_s = 0.0
-    bench.engine.tick()
+    while bench.answer(token) is None:
+        bench.engine.tick()
     assert not out.flying[0].end.query(), "the loop has waited for it"
     answer = bench.answer(token)
-    assert isinstance(answer, Failed) and answer.code == "unavailable" and "sleep_kv_s = 0 s" in answer.message
-    assert bench.engine.status().state == "serving" and bench.engine.hold.door.enter()
-    bench.engine.hold.door.leave()
+    assert isinstance(answer, Failed) and answer.code == "unavailable" and "sleep_kv_s = 1 s" in answer.message
+    assert bench.status().state == "serving" and bench.engine.gate.admit_update()
+    bench.engine.gate.updates_done()
     bench.ticks(6)
     assert len(bench.engine.scheduler.decoding) == 4, "they took back what had not left"
     stuck.free.set()
-    bench.sleeper._kv_s = 1e6
     assert bench.sleep(2).facts["parked"] == 0
     bench.wake()
     assert not any(parameter.any() for parameter in model.parameters()), "what the first one saved is forgotten"
@@ -227,10 +225,10 @@ def test_a_fault_while_kv_leaves_ends_the_sleep_and_leaves_a_whole_engine(model,
     bench = keeping(model, stuck.device)
     four(bench, prompt_of)
     token = bench.order(Sleep, 1)
-    while not bench.engine.offload.mover.out.flying:
+    while not bench.engine.parts.offload.mover.out.flying:
         bench.engine.tick()
     bench.engine.fail("broken")
-    assert bench.answer(token).code == "internal" and not bench.sleeper.wanted
+    assert bench.answer(token).code == "internal" and bench.engine.gate.sleep is None
     stuck.free.set()
     rebuild_engine(bench.engine, bench.settings)
     bench.submit("b", prompt_of(9), 20)
@@ -249,7 +247,7 @@ def test_copies_that_fail_end_in_computing_again(model, prompt_of, greedy, direc
     assert bench.sleep().facts["parked"] == (0 if direction == "out" else 4)
     assert isinstance(bench.wake(), Done)
     bench.run()
-    assert "division by zero" in bench.engine.offload.failure and host(bench).restored == 0
+    assert "division by zero" in bench.engine.parts.offload.failure and host(bench).restored == 0
     assert all(bench.completions[f"r{i}", 0].recomputed for i in range(4))
     assert all(bench.tokens(f"r{i}") == greedy(prompt_of(12, i), 40) for i in range(4))
     bench.close()

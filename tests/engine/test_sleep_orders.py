@@ -14,8 +14,7 @@ from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.messages import Cancel, Done, Failed, Pause, Resume, Shutdown
-from rollout.engine.orders import Sleep, Wake
+from rollout.engine.messages import Cancel, Done, Failed, Pause, Resume, Shutdown, Sleep, Wake
 
 __all__ = ["never_slept", "strict"]
 pytestmark = pytest.mark.usefixtures("strict")
@@ -28,7 +27,7 @@ def test_an_engine_without_such_memory_refuses(model):
     bench = Sleeping(model, sleep=False)
     for answer in (bench.sleep(), bench.wake()):
         assert isinstance(answer, Failed) and (answer.code, answer.field) == ("bad_request", "op")
-    assert bench.sleeper.memory is None and bench.sleeper.status() is None
+    assert bench.sleeper.memory is None and bench.engine.gate.sleep_status() is None
     bench.close()
 
 
@@ -52,7 +51,7 @@ def test_orders_are_obeyed_in_turn(model, prompt_of, greedy):
     tokens = [bench.order(Sleep, 1), bench.order(Wake), bench.order(Sleep, 1), bench.order(Sleep, 2)]
     levels = [bench.obeyed(token).facts["level"] if bench.answer(token) is None else bench.answer(token).facts["level"]
               for token in tokens]  # fmt: skip
-    assert levels == [1, 1, 1, 2] and bench.sleeper.asleep
+    assert levels == [1, 1, 1, 2] and bench.engine.gate.asleep
     order = [event.token for event in bench.events if isinstance(event, Done)]
     assert order == tokens
     tokens = [bench.order(Wake), bench.order(Wake)]
@@ -71,7 +70,7 @@ def test_a_wake_that_finds_too_little_leaves_all_of_it_asleep_and_a_later_one_su
     for _ in range(2):
         answer = bench.wake()
         assert isinstance(answer, Failed) and answer.code == "unavailable" and "GiB are missing" in answer.message
-        assert not bench.pages.backed and bench.sleeper.asleep and bench.engine.status().state == "asleep"
+        assert not bench.pages.backed and bench.engine.gate.asleep and bench.status().state == "asleep"
         bench.ticks(2)
     bench.pages.short_after = None
     assert isinstance(bench.wake(), Done)
@@ -89,8 +88,8 @@ def test_weights_that_the_host_cannot_keep_leave_it_awake_with_all_its_kv(model,
     monkeypatch.setattr(CpuDevice, "free_bytes", lambda self: 0)
     answer = bench.sleep()
     assert isinstance(answer, Failed) and answer.code == "unavailable" and "level 2" in answer.message
-    assert bench.engine.status().state == "serving" and bench.engine.hold.door.enter()
-    bench.engine.hold.door.leave()
+    assert bench.status().state == "serving" and bench.engine.gate.admit_update()
+    bench.engine.gate.updates_done()
     bench.submit("cached", prompt_of(33), 5)
     bench.run()
     assert bench.tokens("a") == greedy(prompt_of(9), 20) and not bench.completions["a", 0].recomputed
@@ -106,13 +105,13 @@ def test_what_is_paused_stays_so_and_a_resume_amid_the_sleep_launches_nothing(mo
     bench.sleep()
     bench.wake()
     bench.ticks(4)
-    assert bench.engine.status().state == "paused" and bench.engine.scheduler.running == 0
+    assert bench.status().state == "paused" and bench.engine.scheduler.running == 0
     bench.sleep()
     bench.engine.inbox.put(Resume(2))
     bench.ticks(4)
-    assert bench.engine.pipeline.in_flight == 0 and bench.engine.status().state == "asleep"
+    assert bench.engine.pipeline.in_flight == 0 and bench.status().state == "asleep"
     bench.wake()
-    assert bench.engine.status().state == "serving"
+    assert bench.status().state == "serving"
     bench.run()
     assert bench.tokens("a") == greedy(prompt_of(9), 20)
     bench.close()
@@ -130,7 +129,7 @@ def test_a_swap_that_is_under_way_is_over_before_it_sleeps(model, folders, promp
     mailbox.ready = Update(1, load(folders[1]), model)
     if not at_once:
         bench.engine.tick()
-        assert bench.engine.swapping
+        assert bench.engine.gate.swapping
     assert isinstance(bench.sleep(), Done)
     assert [version for version, _ in mailbox.done] == [1]
     mailbox.ready = Update(2, load(folders[0]), model)
@@ -147,25 +146,25 @@ def test_a_swap_that_is_under_way_is_over_before_it_sleeps(model, folders, promp
 def test_it_waits_for_an_update_that_is_being_received_and_lets_no_other_in(model, folders, prompt_of):
     mailbox = Mailbox()
     bench = Sleeping(model, None, mailbox)
-    hold = bench.engine.hold
+    gate = bench.engine.gate
     bench.submit("a", prompt_of(9), 40)
     bench.ticks(6)
-    assert hold.door.enter()
+    assert gate.admit_update()
     granted = []
-    hold.request(lambda: granted.append(1))  # in place
+    gate.request_hold(lambda: granted.append(1))  # in place
     token = bench.order(Sleep, 1)
     bench.ticks(10)
-    assert bench.answer(token) is None and granted and not bench.sleeper.asleep and not hold.door.enter()
+    assert bench.answer(token) is None and granted and not bench.engine.gate.asleep and not gate.admit_update()
     assert bench.engine.pipeline.in_flight == 0 and not bench.engine.busy, "it rests meanwhile"
     Update(1, load(folders[1]), model).copy_into()
     mailbox.ready = InPlace(1)
     bench.ticks(3)
     assert mailbox.done and bench.answer(token) is None
-    hold.door.leave()
+    gate.updates_done()
     assert isinstance(bench.obeyed(token), Done)
     bench.wake()
-    assert hold.door.enter()
-    hold.door.leave()
+    assert gate.admit_update()
+    gate.updates_done()
     bench.run()
     assert set(bench.completions["a", 0].versions) == {0, 1}
     bench.close()
@@ -174,12 +173,12 @@ def test_it_waits_for_an_update_that_is_being_received_and_lets_no_other_in(mode
 def test_what_was_stale_before_is_so_after_it(model, folders, prompt_of):
     mailbox = Mailbox()
     bench = Sleeping(model, None, mailbox)
-    bench.engine.hold.request(lambda: None)
+    bench.engine.gate.request_hold(lambda: None)
     bench.ticks(3)
-    bench.engine.hold.fail("version 1 came in part")
+    bench.engine.gate.fail_hold("version 1 came in part")
     bench.sleep()
     bench.wake()
-    assert bench.engine.status().stale == "version 1 came in part" and bench.engine.status().state == "stale"
+    assert bench.status().stale == "version 1 came in part" and bench.status().state == "stale"
     mailbox.ready = Update(2, load(folders[1]), model)
     bench.submit("a", prompt_of(9), 5)
     bench.run()
@@ -200,16 +199,16 @@ def test_a_worker_that_ends_hands_back_what_waited(model, prompt_of, greedy, mod
     if asleep:
         bench.obeyed(token)
     else:
-        bench.engine.hold.door.enter()  # an update that it would wait for
+        bench.engine.gate.admit_update()  # an update that it would wait for
         bench.ticks(3)
     bench.submit("waits", prompt_of(9), 5)
     bench.engine.inbox.put(Shutdown(mode, 7))
     late = bench.order(Sleep, 1)
     for _ in range(200):
         bench.engine.tick()
-        if bench.engine.stopped:
+        if bench.engine.gate.stopped:
             break
-    assert bench.engine.stopped and bench.answer(7) == Done(7)
+    assert bench.engine.gate.stopped and bench.answer(7) == Done(7)
     assert bench.answer(late).code == "unavailable"
     done = bench.completions["a", 0]
     assert done.token_ids == greedy(prompt_of(9), 20)[: len(done.token_ids)] and len(done.token_ids) > 0
@@ -224,13 +223,13 @@ def test_after_a_fault_before_it_slept_it_is_awake_and_whole(model, prompt_of, g
     bench = Sleeping(model, None, Mailbox())
     bench.submit("a", prompt_of(9), 20)
     bench.ticks(6)
-    bench.engine.hold.door.enter()
+    bench.engine.gate.admit_update()
     token = bench.order(Sleep, 1)
     bench.ticks(2)
     bench.engine.fail("broken")
     answer = bench.answer(token)
     assert isinstance(answer, Failed) and answer.code == "internal"
-    bench.engine.hold.door.leave()
+    bench.engine.gate.updates_done()
     rebuild_engine(bench.engine, bench.settings)
     bench.submit("b", prompt_of(9), 20)
     bench.run()
@@ -294,13 +293,13 @@ def test_any_mixture_of_orders_updates_and_requests_has_the_right_tokens_and_los
             tokens.append(bench.order(order, *level, **more))
         elif what == "cancel" and sent:
             bench.engine.inbox.put(Cancel(("c", rng.choice(list(sent)))))
-        elif what == "update" and mailbox.ready is None and not bench.sleeper.wanted:
+        elif what == "update" and mailbox.ready is None and bench.engine.gate.sleep is None:
             version += 1
             mailbox.ready = Update(version, same, model)
         bench.ticks(rng.randint(0, 6))
     tokens.append(bench.order(Wake))
     answers = [bench.obeyed(token) if bench.answer(token) is None else bench.answer(token) for token in tokens]
-    assert all(isinstance(answer, Done) for answer in answers) and not bench.sleeper.wanted
+    assert all(isinstance(answer, Done) for answer in answers) and bench.engine.gate.sleep is None
     mailbox.ready = Update(version + 1, same, model)
     bench.run()
     for (name, _), done in bench.completions.items():

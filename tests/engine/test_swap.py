@@ -38,6 +38,9 @@ class Mailbox:
     def applied(self, update: Update, pause_s: float) -> None:
         self.done.append((update.version, pause_s))
 
+    def rest(self) -> None:
+        """It keeps nothing."""
+
     def failed(self, update: Update, message: str) -> None:
         self.failures.append((update.version, message))
 
@@ -161,5 +164,5 @@ def test_a_fault_in_the_copy_ends_requests_with_an_error_not_in_silence(model, p
     finish = bench.completions["a", 0].finish
     assert finish.reason == "error" and "no such memory" in finish.error
     assert len(bench.tokens("a")) >= 3 and set(bench.completions["a", 0].versions) == {0}
-    assert mailbox.failures == [(1, finish.error)] and bench.engine.swapping
+    assert mailbox.failures == [(1, finish.error)] and bench.engine.gate.swapping
     bench.close(check=False)

@@ -17,6 +17,7 @@ from weights_harness import TinyModel, Worker, new_tensors, serves
 
 from rollout.cli.main import main
 from rollout.config import SecuritySettings, ServiceSettings, WeightsSettings
+from rollout.engine.gate import Gate
 from rollout.engine.messages import EngineStatus
 from rollout.service.access import Access, AllowList, is_loopback
 from rollout.service.served_model import ServedModel
@@ -180,10 +181,10 @@ def test_an_open_address_needs_curve_or_insecure(bind: str, keys: Path) -> None:
             with pytest.raises(ValueError, match=r"service.bind = .*curve_secret_key.*--insecure"):
                 server.start()
             with pytest.raises(ValueError, match=r"weights.bind = .*curve_secret_key.*--insecure"):
-                WeightReceiver(model.views, 0, WeightsSettings(bind=bind), settings)
+                WeightReceiver(model.views, 0, WeightsSettings(bind=bind), Gate(), settings)
             continue
         server.start()
-        WeightReceiver(model.views, 0, WeightsSettings(bind=bind), settings).close()
+        WeightReceiver(model.views, 0, WeightsSettings(bind=bind), Gate(), settings).close()
         server.stop()
 
 
@@ -388,7 +389,7 @@ class SecuredWorker(Worker):
     def __init__(self, settings: SecuritySettings) -> None:
         super().__init__()
         self.receiver.close()
-        self.receiver = WeightReceiver(self.model.views, 0, WeightsSettings(), settings)
+        self.receiver = WeightReceiver(self.model.views, 0, WeightsSettings(), Gate(), settings)
         self.server = make_server(settings, self.receiver)
         self.server.start()
         self.endpoint = self.server.endpoint

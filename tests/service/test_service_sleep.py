@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 from service_harness import MODEL, Bench, ServedModel, serving
 
-from rollout.engine.messages import Done, EngineStatus, Failed
-from rollout.engine.orders import Sleep, SleepStatus, Wake
+from rollout.engine.messages import Done, EngineStatus, Failed, Sleep, SleepStatus, Wake
 
 SLEEPS = ServedModel(MODEL.name, MODEL.vocab_size, MODEL.max_context_tokens, MODEL.eos_ids, sleep=True)
 

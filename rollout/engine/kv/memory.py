@@ -42,21 +42,21 @@ class Found:
 
 
 class SequenceMemory:
-    """Hands pages of one pool to sequences; at most `session_pages` of them stay with sessions between their turns."""
+    """Hands pages of one pool to sequences; `sessions` keep some of them between their turns."""
 
     def __init__(
         self,
         pool: PagePool,
         page_size: int,
         prefix_cache: bool,
+        sessions: Sessions,
         experts: ExpertPages | None = None,
-        session_pages: int = 0,
         adapters: AdapterTable | None = None,
         parking: Parking | None = None,
     ) -> None:
         self.pool = pool
         self.parking = parking  # of preempted sequences, where their KV is kept
-        self.sessions = Sessions(pool, page_size, session_pages)
+        self.sessions = sessions
         self.experts = experts  # that tokens took, where they are kept
         self.adapters = adapters
         self.page_size = page_size

@@ -96,8 +96,10 @@ class OffloadCounts:
 class Parking:
     """Places of preempted sequences, and the room for them on the host: `room` pages."""
 
-    def __init__(self, pool: PagePool, page_size: int, room: int, page_bytes: int) -> None:
-        self.counts = OffloadCounts()
+    def __init__(
+        self, pool: PagePool, page_size: int, room: int, page_bytes: int, counts: OffloadCounts | None = None
+    ) -> None:
+        self.counts = counts or OffloadCounts()
         self.closed = False  # copies fail: nothing is parked any more
         self.going = 0  # places whose page will be given back once it is copied
         self.room = room

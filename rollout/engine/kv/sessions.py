@@ -70,8 +70,8 @@ class SessionCounts:
 class Sessions:
     """All sessions of one page pool. Times are of the scheduler's clock, seconds."""
 
-    def __init__(self, pool: PagePool, page_size: int, most_pages: int) -> None:
-        self.counts = SessionCounts()
+    def __init__(self, pool: PagePool, page_size: int, most_pages: int, counts: SessionCounts | None = None) -> None:
+        self.counts = counts or SessionCounts()
         self._pool = pool
         self._page_size = page_size
         self._most_pages = most_pages

@@ -5,13 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rollout.engine.messages import Rejected, Request
 from rollout.engine.schedule.sequence import Group
-
-if TYPE_CHECKING:
-    from rollout.engine.loop import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +19,6 @@ class SchedulerLimits:
     max_context: int  # tokens, prompt plus completion
     chunk_tokens: int
     upload_words: int  # int32 words that fit in a slot's staging buffer
-
-
-def turned_away(engine: Engine, request: Request) -> Rejected | None:
-    """Why an engine takes no such request as it is now, or None if it may come in."""
-    if engine.state == "draining":
-        return Rejected(request.key, "unavailable", "the worker is draining: send the request to another one")
-    if engine.sleeper.refuses:
-        message = "this worker is asleep: wake it, or send the request to another one"
-        return Rejected(request.key, "unavailable", message)
-    if request.min_version > engine.scheduler.version and not engine.takes_weights:
-        message = f"this worker takes no weights: version {request.min_version} can never come"
-        return Rejected(request.key, "unavailable", message, "min_version")
-    return None
 
 
 def refusal(

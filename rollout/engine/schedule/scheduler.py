@@ -41,19 +41,19 @@ class Scheduler:
         version: int,
         clock: Callable[[], float],
         upload_words: Callable[[Sequence, int], int] = lambda seq, length: 0,
+        counters: Counters | None = None,
     ) -> None:
         self.limits = limits
         self.memory = memory
         self.version = version
         self.clock = clock
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self.events: list[Event] = []  # what the service has not been told yet
         self.groups: dict[RequestKey, Group] = {}
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.leaving: list[Sequence] = []
         self.waiting = 0  # sequences with no row, those that wait for their leader included
-        self.paused = False
         self._room = room = WaitingRoom(memory)
         self._free_rows = list(range(limits.max_rows, 0, -1))
         self._deadlines = Deadlines()
@@ -159,8 +159,6 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
-        if self.paused:
-            return None
         self._admit()
         if self._last_kind == "decode":
             plan = self._plan_prefill() or self._plan_decode()

@@ -28,7 +28,7 @@ from hashlib import blake2b
 import numpy as np
 
 from rollout.constraints.matcher import Matcher
-from rollout.engine.adapter_table import Adapter, Slot
+from rollout.engine.adapter_table import Adapter, AdapterSlot
 from rollout.engine.kv.parking import Parked
 from rollout.engine.kv.pool import PrefixKeys
 from rollout.engine.kv.sessions import Session
@@ -232,7 +232,7 @@ class Sequence:
         self.kv_capacity = 0  # tokens that fit in `pages`
         self.kv_len = 0
         self.prefill_tokens: np.ndarray | None = None
-        self.adapter_slot: Slot | None = None
+        self.adapter_slot: AdapterSlot | None = None
         self.adapter_marks: list[tuple[int, int]] = []  # (token, version): that token is the first by this version
         self.keys: PrefixKeys | None = None
         self.kv_version = -1

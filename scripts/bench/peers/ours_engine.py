@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ from rollout_kernels.moe.dispatch import measured_table
 from rollout_kernels.moe.formats import Format
 
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
-from rollout.engine.build import build_engine
+from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
-from rollout.engine.messages import Command, Delta, Event, PutAdapter, Rejected, Request, SamplingParams, Submit
+from rollout.engine.messages import Delta, Event, PutAdapter, Rejected, Request, SamplingParams, Submit
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
 from rollout.models.adapters import random_adapter
@@ -69,12 +68,12 @@ class OursEngine:
         self._runs = 0
         self._steps_before = 0
         self._active_pct = 0.0
-        inbox: SimpleQueue[Command] = SimpleQueue()
+        links = local_links(settings, self._take)
         with stage("preparing decode steps") as advance:
-            self._engine = build_engine(settings, device, loaded.model, inbox, self._take, progress=advance)
+            self._engine = build_engine(settings, device, loaded.model, links, progress=advance)
         for i in range(adapters):
             weights = random_adapter(loaded.spec, ADAPTER_RANK, loaded.model.embed.dtype, i)
-            inbox.put(PutAdapter(f"adapter{i}", weights))
+            links.inbox.put(PutAdapter(f"adapter{i}", weights))
         ready_s = time.perf_counter()
         self.capacity_tokens = self._engine.scheduler.memory.pool.total * settings.engine.page_size
         self._facts = {

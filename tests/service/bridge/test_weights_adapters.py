@@ -13,7 +13,7 @@ from weights_harness import Worker, new_tensors, serves, wait_for
 
 from rollout.adapter_sources import AdapterTarget
 from rollout.config import ModelSettings
-from rollout.engine.adapter_table import AdapterTable
+from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
 from rollout.models import load_model
 from rollout.models.adapters import AdapterSlots, module_shapes, random_adapter
 from rollout.models.spec import ModelSpec
@@ -33,7 +33,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 @pytest.fixture(params=["staged", "in_place"])
 def worker(request: pytest.FixtureRequest, spec: ModelSpec) -> Iterator[Worker]:
-    target = AdapterTarget(spec, 4, torch.float32, False, lambda: None)
+    target = AdapterTarget(spec, 4, torch.float32, False, AdapterRegistry(8))
     with Worker(adapters=target, apply=request.param) as worker:
         yield worker
 
@@ -43,13 +43,13 @@ def table(spec: ModelSpec) -> AdapterTable:
     """Room for one adapter."""
     device = InlineDevice()
     memory = AdapterSlots(spec, 1, 4, torch.float32, device.torch_device)
-    return AdapterTable(memory, device, device.stream("loads"), device.stream("compute"), most=1)
+    return AdapterTable(AdapterRegistry(1), memory, device, device.stream("loads"), device.stream("compute"))
 
 
 @pytest.fixture
 def full(spec: ModelSpec, table: AdapterTable) -> Iterator[Worker]:
     """Its table has room for one adapter."""
-    with Worker(adapters=AdapterTarget(spec, 4, torch.float32, False, lambda: table)) as worker:
+    with Worker(adapters=AdapterTarget(spec, 4, torch.float32, False, table.registry)) as worker:
         yield worker
 
 

@@ -25,37 +25,37 @@ def test_a_worker_that_is_asleep_refuses_an_update_and_takes_it_after_the_wake(a
         WeightPublisher(worker.endpoint, transport=transport, folder=str(tmp_path), bucket_bytes=64) as publisher,
     ):
         before = worker.model.snapshot()
-        door = worker.receiver.hold.door
-        door.shut()
-        assert door.empty
+        gate = worker.engine_gate
+        worker.sleep()
+        assert not gate.update_inside
         tensors = new_tensors(worker.model, 1)
         with pytest.raises(Unavailable, match="asleep.*wake it"):
             publisher.publish(tensors, 1).applied(20)
         assert all(torch.equal(before[name], now) for name, now in worker.model.snapshot().items())
-        assert door.empty and not worker.receiver.hold.wanted
+        assert not gate.update_inside and worker.engine_gate.hold == "free"
         assert worker.status()["state"] == "asleep"
-        door.open()
+        worker.wake()
         assert worker.status()["state"] == "idle"
         publisher.publish(tensors, 1).applied(20)
         assert serves(worker.model, tensors)
-        wait_for(lambda: door.empty, "the door to be empty")
+        wait_for(lambda: not gate.update_inside, "the door to be empty")
 
 
 def test_an_update_is_inside_from_its_begin_until_it_is_in_use() -> None:
     with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=64) as publisher:
         worker.gate.clear()
-        door = worker.receiver.hold.door
+        gate = worker.engine_gate
         handle = publisher.publish(new_tensors(worker.model, 1), 1)
         wait_for(lambda: worker.status()["state"] == "ready", "a whole update")
-        door.shut()
-        assert not door.empty
+        worker.sleep()
+        assert gate.update_inside
         with WeightPublisher(worker.endpoint) as late:
             waiting = late.publish(new_tensors(worker.model, 2), 2)  # its begin waits for the first to be applied
             worker.gate.set()
             handle.applied(20)
             with pytest.raises(Unavailable, match="asleep"):
                 waiting.applied(20)
-        wait_for(lambda: door.empty, "the door to be empty")
+        wait_for(lambda: not gate.update_inside, "the door to be empty")
         assert worker.receiver.version == 1
 
 
@@ -67,13 +67,13 @@ def test_a_group_that_is_kept_serves_the_update_inside_and_is_let_go_of_behind_i
         Worker() as worker,
         WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=64, stall_s=5.0) as publisher,
     ):
-        door, kept = worker.receiver.hold.door, worker.receiver._receivers["nccl"]._kept
+        gate, kept = worker.engine_gate, worker.receiver._receivers["nccl"]._kept
         publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
         assert kept.name
 
         def shut(*_: Any) -> None:
-            if not door.closed:
-                door.shut()
+            if gate.sleep is None:
+                worker.sleep()
                 worker.status()  # the receiver has seen it
 
         if when == "begun":  # the publisher was told that the group is kept, and has not given it out yet
@@ -81,8 +81,8 @@ def test_a_group_that_is_kept_serves_the_update_inside_and_is_let_go_of_behind_i
         else:
             monkeypatch.setattr(Payload, "start_bucket", before(shut, Payload.start_bucket))
         publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
-        assert serves(worker.model, tensors) and door.closed
-        wait_for(lambda: door.empty, "the door to be empty")
+        assert serves(worker.model, tensors) and gate.sleep is not None
+        wait_for(lambda: not gate.update_inside, "the door to be empty")
         assert not kept.name
 
 
@@ -97,16 +97,16 @@ def before(first: Callable[..., None], then: Callable[..., Any]) -> Callable[...
 @pytest.mark.parametrize("how", ["aborted", "silent", "newer"])
 def test_an_update_that_comes_to_nothing_leaves(how: str) -> None:
     with Worker(idle_s=0.2 if how == "silent" else 20.0) as worker:
-        door = worker.receiver.hold.door
+        gate = worker.engine_gate
         begin = _begin(worker, version=1)
-        assert begin["op"] == "ok" and not door.empty
+        assert begin["op"] == "ok" and gate.update_inside
         if how == "aborted":
             assert worker.control(action="abort", token=begin["token"])["op"] == "ok"
         elif how == "newer":
-            door.shut()
-            assert _begin(worker, version=2)["code"] == "unavailable" and not door.empty, "the first goes on"
+            worker.sleep()
+            assert _begin(worker, version=2)["code"] == "unavailable" and gate.update_inside, "the first goes on"
             assert worker.control(action="abort", token=begin["token"])["op"] == "ok"
-        wait_for(lambda: door.empty, "the door to be empty")
+        wait_for(lambda: not gate.update_inside, "the door to be empty")
 
 
 def _begin(worker: Worker, version: int) -> dict:
@@ -121,30 +121,30 @@ def _begin(worker: Worker, version: int) -> dict:
 
 def test_weights_that_were_dropped_are_cured_by_an_update_in_place() -> None:
     with Worker(apply="in_place") as worker, WeightPublisher(worker.endpoint, bucket_bytes=64) as publisher:
-        hold = worker.receiver.hold
-        hold.lost("dropped")
-        assert hold.granted and hold.wanted and hold.dropped and worker.status()["stale"] == "dropped"
+        gate = worker.engine_gate
+        gate.lose_weights("dropped")
+        assert gate.hold == "granted" and gate.dropped and worker.status()["stale"] == "dropped"
         with pytest.raises(WeightsRejected):
             publisher.publish({"embed.weight": new_tensors(worker.model, 1)["embed.weight"]}, 1).applied(20)
-        assert hold.dropped and hold.stale == "dropped" and hold.wanted
+        assert gate.dropped and gate.stale == "dropped" and gate.hold != "free"
         tensors = new_tensors(worker.model, 1)
         publisher.publish(tensors, 1).applied(20)
-        assert serves(worker.model, tensors) and not (hold.stale or hold.dropped or hold.wanted)
+        assert serves(worker.model, tensors) and not (gate.stale or gate.dropped or gate.hold != "free")
 
 
 def test_the_version_that_was_dropped_may_come_again_after_half_of_it_was_written_in_place() -> None:
     with Worker(apply="in_place") as worker, WeightPublisher(worker.endpoint, bucket_bytes=64) as publisher:
         tensors = new_tensors(worker.model, 1)
         publisher.publish(tensors, 1).applied(20)
-        hold = worker.receiver.hold
-        hold.lost("dropped")
-        assert not hold.failed
+        gate = worker.engine_gate
+        gate.lose_weights("dropped")
+        assert not gate.failed
         with WeightPublisher(worker.endpoint, bucket_bytes=64) as other:
             with pytest.raises(WeightsRejected, match="differ"):
                 other.publish({**tensors, "lm_head.weight": tensors["embed.weight"] + 1}, 1).applied(20)
-            assert hold.failed and "in part" in hold.stale and worker.status()["dropped"]
+            assert gate.failed and "in part" in gate.stale and worker.status()["dropped"]
             other.publish(tensors, 1).applied(20)
-        assert serves(worker.model, tensors) and not (hold.stale or hold.dropped or hold.failed)
+        assert serves(worker.model, tensors) and not (gate.stale or gate.dropped or gate.failed)
 
 
 def test_the_version_that_was_dropped_may_come_again_and_a_publisher_that_keeps_it_sends_it(
@@ -154,17 +154,17 @@ def test_the_version_that_was_dropped_may_come_again_and_a_publisher_that_keeps_
     with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=64, keep=True) as publisher:
         tensors = new_tensors(worker.model, 1)
         publisher.publish(tensors, 2).applied(20)
-        hold = worker.receiver.hold
-        hold.door.shut()
+        gate = worker.engine_gate
+        worker.sleep()
         for parameter in worker.model.parameters.values():
             parameter.fill_(float("nan"))
-        hold.lost("dropped")
+        gate.lose_weights("dropped")
         for _ in range(5):
             assert worker.status()["state"] == "asleep" and len(worker.updates) == 1
         with pytest.raises(WeightsRejected, match="not newer"), WeightPublisher(worker.endpoint) as other:
-            hold.door.open()
+            worker.wake()
             other.publish(new_tensors(worker.model, 2), 1).applied(20)
-        wait_for(lambda: not hold.stale, "the weights of before")
+        wait_for(lambda: not gate.stale, "the weights of before")
         assert serves(worker.model, tensors) and worker.receiver.version == 2
         with WeightPublisher(worker.endpoint) as other, pytest.raises(WeightsRejected, match="not newer"):
             other.publish(new_tensors(worker.model, 2), 2).applied(20)

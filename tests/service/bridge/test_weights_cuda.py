@@ -96,7 +96,7 @@ def test_in_place_on_the_device(transport: str) -> None:
             for version in range(1, 4):
                 tensors = new_tensors(TinyModel(), version, stacked=version == 2)
                 publisher.publish(tensors, version).applied(60)
-                assert serves_now(worker, tensors) and not worker.receiver.hold.wanted
+                assert serves_now(worker, tensors) and worker.engine_gate.hold == "free"
 
 
 def test_trainer_and_worker_on_one_gpu_are_no_group_and_auto_takes_another_way() -> None:
@@ -137,11 +137,11 @@ def test_a_worker_outlives_a_publisher_lost_in_mid_broadcast_between_gpus(
 
         old = publish(1)
         run_fault(faults, worker, "nccl", tmp_path, "transfer", fault, device="cuda:0")
-        hold = worker.receiver.hold
+        gate = worker.engine_gate
         assert worker.receiver.version == 1
-        assert apply == "in_place" if hold.stale else serves(worker.model, old)
+        assert apply == "in_place" if gate.stale else serves(worker.model, old)
         new = publish(3)  # in a group of its own
-        assert serves(worker.model, new) and not hold.stale and not hold.wanted
+        assert serves(worker.model, new) and not gate.stale and gate.hold == "free"
 
 
 def test_staging_is_not_released_while_a_copy_on_the_device_may_read_it() -> None:

@@ -98,7 +98,7 @@ def test_the_old_weights_serve_on_and_the_next_publish_works(
     with Worker(idle_s=idle_s(transport), apply="staged", shared=tmp_path) as worker:
         old = good(worker, transport, tmp_path, 1)
         run_fault(faults, worker, transport, tmp_path, phase, fault)
-        assert serves(worker.model, old) and worker.receiver.version == 1 and not worker.receiver.hold.wanted
+        assert serves(worker.model, old) and worker.receiver.version == 1 and worker.engine_gate.hold == "free"
         assert serves(worker.model, good(worker, transport, tmp_path, 2))
         assert [update.version for update in worker.updates] == [1, 2]
 
@@ -111,15 +111,15 @@ def test_in_place_a_worker_is_stale_until_a_whole_update_has_come(
     with Worker(idle_s=idle_s(transport), apply="in_place", shared=tmp_path) as worker:
         old = good(worker, transport, tmp_path, 1)
         run_fault(faults, worker, transport, tmp_path, "transfer", fault)
-        hold, status = worker.receiver.hold, worker.status()
-        if hold.stale:
-            assert hold.wanted and status["state"] == "stale" and "version 2" in status["stale"]
-            assert "Publish a whole update" in hold.stale and worker.receiver.version == 1
+        gate, status = worker.engine_gate, worker.status()
+        if gate.stale:
+            assert gate.hold != "free" and status["state"] == "stale" and "version 2" in status["stale"]
+            assert "Publish a whole update" in gate.stale and worker.receiver.version == 1
         else:  # nothing was written: the publisher died before it told the worker of a file
-            assert serves(worker.model, old) and not hold.wanted
-        assert bool(hold.stale) or (transport == "disk" and fault != "corrupt")
+            assert serves(worker.model, old) and gate.hold == "free"
+        assert bool(gate.stale) or (transport == "disk" and fault != "corrupt")
         new = good(worker, transport, tmp_path, 3)
-        assert serves(worker.model, new) and not hold.stale and not hold.wanted and not hold.granted
+        assert serves(worker.model, new) and not gate.stale and gate.hold == "free"
         assert worker.status()["state"] == "idle"
 
 
@@ -159,9 +159,9 @@ def test_a_connection_that_is_cut_in_the_middle_of_a_bucket_ends_the_update_ther
         assert cable.cut.is_set()
         wait_for(lambda: worker.status()["state"] in ("idle", "stale"), "the end of the update")
         assert worker.receiver.version == 1
-        assert bool(worker.receiver.hold.stale) == (apply == "in_place")
+        assert bool(worker.engine_gate.stale) == (apply == "in_place")
         assert apply == "in_place" or serves(worker.model, old)
-        assert serves(worker.model, good(worker, transport, tmp_path, 3)) and not worker.receiver.hold.wanted
+        assert serves(worker.model, good(worker, transport, tmp_path, 3)) and worker.engine_gate.hold == "free"
 
 
 @pytest.mark.parametrize("apply", ["staged", "in_place"])
@@ -181,7 +181,7 @@ def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothi
                 with pytest.raises(WeightsRejected, match=f"^begin: {worker.endpoint}: .*{text}"):
                     publisher.publish(update, version).applied(20)
         assert all(torch.equal(before[name], tensor) for name, tensor in worker.model.parameters.items())
-        assert worker.status()["state"] == "idle" and not worker.receiver.hold.wanted
+        assert worker.status()["state"] == "idle" and worker.engine_gate.hold == "free"
         assert serves(worker.model, good(worker, transport, tmp_path, 6))
 
 

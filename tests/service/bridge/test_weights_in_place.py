@@ -11,7 +11,7 @@ import pytest
 import torch
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
-from rollout.engine.gate import Hold
+from rollout.engine.gate import Gate
 from rollout.weights.apply_mode import _pin
 from rollout.weights.staging import HostStaging
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -42,9 +42,9 @@ def test_tied_tensors_that_differ_leave_the_worker_stale(first: str) -> None:
         assert serves(worker.model, tied)
         with pytest.raises(WeightsRejected, match="differ"):
             publisher.publish({**tied, names[1]: embed + 1}, 2).applied(20)
-        assert "differ" in worker.receiver.hold.stale and worker.receiver.version == 1
+        assert "differ" in worker.engine_gate.stale and worker.receiver.version == 1
         publisher.publish(tied, 2).applied(20)
-        assert serves(worker.model, tied) and not worker.receiver.hold.stale
+        assert serves(worker.model, tied) and not worker.engine_gate.stale
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq", "nccl", "disk"])
@@ -55,7 +55,7 @@ def test_nothing_lands_before_the_loop_has_granted_the_hold(transport: str, tmp_
         with WeightPublisher(worker.endpoint, transport=transport, folder=str(tmp_path), bucket_bytes=64) as publisher:
             tensors = new_tensors(worker.model, 1)
             handle = publisher.publish(tensors, 1)
-            wait_for(lambda: worker.receiver.hold.wanted, "the wish for a hold")
+            wait_for(lambda: worker.engine_gate.hold != "free", "the wish for a hold")
             for _ in range(20):
                 status = worker.status()
                 assert status["state"] == "receiving" and status["incoming"]["arrived_bytes"] == 0
@@ -71,10 +71,10 @@ def test_a_publisher_that_gives_up_before_anything_landed_costs_nothing() -> Non
         before = worker.model.snapshot()
         publisher = WeightPublisher(worker.endpoint, bucket_bytes=64)
         publisher.publish(new_tensors(worker.model, 1), 1)
-        wait_for(lambda: worker.receiver.hold.wanted, "the wish for a hold")
+        wait_for(lambda: worker.engine_gate.hold != "free", "the wish for a hold")
         publisher.close()
-        wait_for(lambda: not worker.receiver.hold.wanted, "the end of the wish")
-        assert worker.status()["state"] == "idle" and not worker.receiver.hold.stale
+        wait_for(lambda: worker.engine_gate.hold == "free", "the end of the wish")
+        assert worker.status()["state"] == "idle" and not worker.engine_gate.stale
         assert all(torch.equal(before[name], tensor) for name, tensor in worker.model.parameters.items())
 
 
@@ -96,26 +96,26 @@ def test_an_update_ends_with_its_publisher_though_the_answer_to_begin_is_still_o
         closing.join(0.5)  # a publisher that gives the answer up has ended by then
         reply(answer)
         wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
-        assert not worker.receiver.hold.wanted and not worker.receiver.hold.stale
+        assert worker.engine_gate.hold == "free" and not worker.engine_gate.stale
         closing.join(60)
         with pytest.raises(RolloutError, match="closed"):
             handle.applied(0)
 
 
 def test_a_hold_that_nobody_wants_any_more_is_not_granted() -> None:
-    hold, granted = Hold(), []
-    hold.request(lambda: granted.append(1))
-    hold.clear()
-    hold.grant()  # the loop had seen the wish
-    assert not hold.granted and granted == []
-    hold.request(lambda: granted.append(2))
+    gate, granted = Gate(), []
+    gate.request_hold(lambda: granted.append(1))
+    gate.clear_hold()
+    gate.grant_hold()  # the loop had seen the wish
+    assert gate.hold != "granted" and granted == []
+    gate.request_hold(lambda: granted.append(2))
     assert granted == []
-    hold.grant()
-    hold.grant()
+    gate.grant_hold()
+    gate.grant_hold()
     assert granted == [2]
-    hold.fail("half")
-    hold.request(lambda: granted.append(3))  # nothing runs: no need to ask
-    assert granted == [2, 3] and hold.stale == "half"
+    gate.fail_hold("half")
+    gate.request_hold(lambda: granted.append(3))  # nothing runs: no need to ask
+    assert granted == [2, 3] and gate.stale == "half"
 
 
 def test_a_model_that_fits_beside_itself_is_staged() -> None:

@@ -122,7 +122,7 @@ def test_a_stale_worker_is_brought_what_it_had(tmp_path: Path) -> None:
         wrong["lm_head.weight"] = wrong["embed.weight"] + 1  # they are one parameter: found out at the end
         with pytest.raises(WeightsRejected):
             other.publish(wrong, 4).applied(20)
-        wait_for(lambda: not worker.receiver.hold.stale and serves(worker.model, tensors), "whole weights")
+        wait_for(lambda: not worker.engine_gate.stale and serves(worker.model, tensors), "whole weights")
         assert worker.status()["state"] == "idle" and worker.receiver.version == 3
 
 
@@ -182,10 +182,10 @@ def test_a_worker_that_refuses_it_is_left_alone_and_others_get_it(monkeypatch: p
 def test_an_update_that_a_sleeping_worker_refused_is_not_kept() -> None:
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="zmq", keep=True) as publisher:
         publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
-        worker.receiver.hold.door.shut()
+        worker.sleep()
         with pytest.raises(Unavailable):
             publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
-        worker.receiver.hold.door.open()
+        worker.wake()
         publisher.publish(tensors, 2).applied(20)
         assert serves(worker.model, tensors)
 

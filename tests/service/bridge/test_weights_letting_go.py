@@ -10,7 +10,7 @@ import pytest
 from test_weights_receiver import RawPublisher, assert_rejected, publish
 from weights_harness import Worker, new_tensors, serves, wait_for
 
-from rollout.engine.gate import Hold
+from rollout.engine.gate import Gate
 from rollout.weights.landing import InPlaceLanding, StagedLanding
 
 
@@ -42,7 +42,7 @@ def test_in_place_a_worker_that_cannot_let_go_of_half_an_update_is_stale_until_a
         raw.send(0)
         assert raw.answer()[0] == b"WAK1"
         assert_rejected(raw.commit(), "not here at commit")
-        assert worker.status()["state"] == "stale" and "in part" in worker.receiver.hold.stale
+        assert worker.status()["state"] == "stale" and "in part" in worker.engine_gate.stale
         assert serves(worker.model, publish(worker, 3, 3)) and worker.status()["state"] == "idle"
 
 
@@ -75,12 +75,12 @@ class Asker:
 @pytest.mark.parametrize("end", ["clear", "fail"])
 @pytest.mark.parametrize("granted", [True, False])
 def test_a_hold_that_is_over_keeps_nothing_of_who_asked(end: str, granted: bool) -> None:
-    hold, asker = Hold(), Asker()
+    gate, asker = Gate(), Asker()
     held = weakref.ref(asker)
-    hold.request(lambda asker=asker: None)  # type: ignore[misc]
+    gate.request_hold(lambda asker=asker: None)  # type: ignore[misc]
     if granted:
-        hold.grant()
-    hold.clear() if end == "clear" else hold.fail("half an update")
+        gate.grant_hold()
+    gate.clear_hold() if end == "clear" else gate.fail_hold("half an update")
     del asker
     gc.collect()
     assert held() is None

@@ -11,6 +11,7 @@ import zmq
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
 from rollout.config import WeightsSettings
+from rollout.engine.gate import Gate
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import HostStaging
 from tests.hostile import little_memory_and_time
@@ -399,4 +400,4 @@ def test_closing_answers_everyone_who_waits() -> None:
 
 def test_a_taken_port_is_an_error_that_names_the_setting(worker: Worker) -> None:
     with pytest.raises(ValueError, match="weights.bind"):
-        WeightReceiver(worker.model.views, 0, WeightsSettings(bind=worker.receiver.endpoint))
+        WeightReceiver(worker.model.views, 0, WeightsSettings(bind=worker.receiver.endpoint), Gate())

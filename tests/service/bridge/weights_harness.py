@@ -16,6 +16,7 @@ from file_memory import share_with
 from rollout.adapter_sources import AdapterTarget
 from rollout.config import WeightsSettings
 from rollout.engine.adapter_table import AdapterUpdate
+from rollout.engine.gate import Gate
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import StagedUpdate
 from trainer_bridge.wire.codec import decode, encode, join_envelope, split_envelope
@@ -101,7 +102,9 @@ class Worker:
     ) -> None:
         """`shared`: a folder of files by which `cuda_ipc` may come."""
         self.model = model or TinyModel()
-        self.receiver = WeightReceiver(self.model.views, version, WeightsSettings(**settings), adapters=adapters)
+        self.engine_gate = Gate(takes_weights=True)
+        weights = WeightsSettings(**settings)
+        self.receiver = WeightReceiver(self.model.views, version, weights, self.engine_gate, adapters=adapters)
         if shared is not None:
             share_with(self, shared)
         self.gate = threading.Event()
@@ -126,6 +129,13 @@ class Worker:
         replies: queue.SimpleQueue = queue.SimpleQueue()
         self.receiver.control({"v": 1, "op": "weights", "id": "x", **fields}, replies.put)
         return replies
+
+    def sleep(self) -> None:
+        self.engine_gate.fall_asleep(1, "wait")
+        self.receiver.rest()
+
+    def wake(self) -> None:
+        self.engine_gate.wake_up()
 
     def status(self) -> dict[str, Any]:
         return self.control(action="status")
@@ -167,9 +177,9 @@ class Worker:
 
     def _loop(self) -> None:
         while not self._closing.is_set():
-            hold = self.receiver.hold
-            if hold.wanted and self.gate.is_set():
-                hold.grant()
+            gate = self.engine_gate
+            if self.gate.is_set():
+                gate.grant_hold()
             update = self.receiver.take_ready() if self.gate.is_set() else None
             if update is None:
                 time.sleep(0.001)
@@ -177,5 +187,5 @@ class Worker:
             self.updates.append(update)
             if not isinstance(update, AdapterUpdate):
                 update.copy_into()
-                hold.clear()
+                gate.clear_hold()
             self.receiver.applied(update, 0.001)

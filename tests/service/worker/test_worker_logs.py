@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout.engine.inspect import LAST_STEPS
 from worker_harness import launch, until
 
-from rollout.engine.last_steps import SHOWN
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.wire.errors import InternalError
@@ -72,14 +72,14 @@ def check_block(line: dict[str, Any], name: str, last_states: set[str]) -> None:
     assert line["level"] == "critical" and line["worker"].endswith(f":{line['worker'].rpartition(':')[2]}")
     assert line["requests"] == [{"client": f"client:{name}", "request": f"of#{name}"}] and line["running"] == 1
     steps = line["steps"]
-    assert len(steps) == SHOWN and all(set(step) == COLUMNS for step in steps)
-    assert [step["step"] for step in steps] == list(range(steps[0]["step"], steps[0]["step"] + SHOWN))
+    assert len(steps) == LAST_STEPS and all(set(step) == COLUMNS for step in steps)
+    assert [step["step"] for step in steps] == list(range(steps[0]["step"], steps[0]["step"] + LAST_STEPS))
     done = [step for step in steps if step["state"] == "done"]
-    assert SHOWN > len(done) >= SHOWN - 3 and {step["state"] for step in steps[len(done) :]} <= last_states
+    assert LAST_STEPS > len(done) >= LAST_STEPS - 3 and {step["state"] for step in steps[len(done) :]} <= last_states
     assert all((step["kind"], step["rows"], step["kept"], step["zombies"]) == ("decode", 3, 3, 0) for step in done)
     assert all(step["device_ms"] > 0 and step["plan_ms"] >= 0 and step["version"] == 0 for step in done)
     contexts = [step["context"] for step in steps]
-    assert contexts == list(range(contexts[0], contexts[0] + SHOWN)), "each step is a token longer"
+    assert contexts == list(range(contexts[0], contexts[0] + LAST_STEPS)), "each step is a token longer"
     assert steps[-1]["kept"] is None and steps[-1]["device_ms"] is None
 
 
@@ -130,7 +130,7 @@ def test_some_hundred_steps_leave_no_line_and_a_lost_prompt_says_whose_it_was(al
     fail(worker, folder, "device", "text")
     begin = lines().index("  requests:", before)
     assert not lines()[begin - 1].startswith(" "), "the block belongs to a line"
-    block = lines()[begin : begin + 2 + 1 + SHOWN + 2]
+    block = lines()[begin : begin + 2 + 1 + LAST_STEPS + 2]
     assert all(line.startswith("  ") for line in block)
     assert block[2].split() == ["client:text", "of#text"] and block[3] == "  steps:"
     assert block[4].split()[:4] == ["step", "state", "kind", "rows"]

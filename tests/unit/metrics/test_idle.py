@@ -238,11 +238,16 @@ class OneSwap:
         self.pause_s = pause_s
 
 
-@pytest.fixture
-def driver(tmp_path):
+def make_driver(tmp_path, receiver: OneSwap | None = None) -> Driver:
     folder = write_checkpoint("toy", tmp_path)
     model = load_model(ModelSettings(path=str(folder), load_format="random"), torch.device("cpu")).model
-    driver = Driver(Settings(engine=EngineSettings(max_rows=2, max_context_tokens=64)), CpuDevice(), model)
+    settings = Settings(engine=EngineSettings(max_rows=2, max_context_tokens=64))
+    return Driver(settings, CpuDevice(), model, receiver)
+
+
+@pytest.fixture
+def driver(tmp_path):
+    driver = make_driver(tmp_path)
     yield driver
     driver.close()
 
@@ -260,11 +265,12 @@ def test_an_engine_without_requests_says_so(driver):
     assert after_s["swap"] == 0
 
 
-def test_an_engine_that_swaps_weights_says_so(driver):
+def test_an_engine_that_swaps_weights_says_so(tmp_path):
     receiver = OneSwap()
-    driver.engine._receiver = receiver
+    driver = make_driver(tmp_path, receiver)
     driver.submit("a", [1, 2, 3], 20, SamplingParams())
     driver.finish()
     driver.engine.tick()
     swapped_s = driver.engine.meter.totals()["gpu/bubble_pct/swap"] / 100 * driver.engine.meter.totals()["total/wall_s"]
     assert receiver.pause_s > 0.015 and swapped_s == pytest.approx(receiver.pause_s, rel=0.05)
+    driver.close()

@@ -1,10 +1,11 @@
-"""How many KV pages there are: what the driver says is free, less what the largest steps were measured to take.
+"""How many KV pages there are: free memory as the driver reports it, less what the largest steps take.
 
     device memory   | weights | row state, slots | activations | graphs | KV pages | kept free |
-                                                 |<--------- free, before anything ran ------->|
+                                                 |<--------- free, before the first step ----->|
                                                  |<--------- kv_memory_fraction ---->|
 
-On a CPU steps are not measured and their share is 0.
+On a CPU steps are not measured and count as 0, and the default fraction is small: the trainer, the page cache and
+other programs share this memory.
 """
 
 from __future__ import annotations
@@ -21,24 +22,70 @@ from rollout.models.adapters import AdapterSlots
 from rollout.models.decoder import Decoder
 
 _GIB = 2**30
-#: From which on a GPU converts e4m3.
+#: `kv_memory_fraction` when it is absent.
+GPU_FRACTION, CPU_FRACTION = 0.85, 0.25
+#: The first compute capability that converts e4m3.
 _FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What the KV pool is sized from, bytes."""
+    """The figures that the KV pool is sized from, bytes."""
 
     weights: int
-    free: int  # once weights, row state and slots are there, before any step has run
-    needs: StepNeeds  # of the largest steps; nothing on a CPU, where it is not measured
+    free: int  # after weights, row state and slots were allocated, before the first step
+    needs: StepNeeds  # of the largest steps; 0 on a CPU
 
     def __str__(self) -> str:
-        """In one sentence."""
+        """One sentence for the log and for errors."""
         text = f"the weights take {_gib(self.weights)} and leave {_gib(self.free)} free"
         if self.needs.total:
             text += f", the largest steps take {_gib(self.needs.activations)}, captured ones {_gib(self.needs.graphs)}"
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """What a KV pool holds."""
+
+    pages: int  # the dump page included
+    page_size: int
+    context: int  # longest sequence that model and settings allow, tokens
+    max_rows: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of KV that fit."""
+        return (self.pages - 1) * self.page_size
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that fits, prompt and completion, tokens."""
+        return min(self.context, self.tokens)
+
+    @property
+    def full_rows(self) -> int:
+        """Rows that fit at once when all have that length."""
+        return min(self.max_rows, (self.pages - 1) // pages_for(self.longest, self.page_size))
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """The figures for a log line."""
+        return {
+            "kv_pages": self.pages,
+            "page_size": self.page_size,
+            "kv_tokens": self.tokens,
+            "longest_sequence": self.longest,
+            "rows_of_that_length": self.full_rows,
+        }
+
+    def __str__(self) -> str:
+        """One sentence for the log."""
+        limit = f" (model and settings allow {self.context})" if self.longest < self.context else ""
+        return (
+            f"KV pool: {self.pages} pages of {self.page_size} hold {self.tokens} tokens; the longest sequence is "
+            f"{self.longest} tokens{limit}, and {self.full_rows} of {self.max_rows} rows fit at that length"
+        )
 
 
 def weight_bytes(model: Decoder) -> int:
@@ -47,17 +94,17 @@ def weight_bytes(model: Decoder) -> int:
 
 
 def check_row_state(settings: EngineSettings, most_pages: int, model: Decoder, free_bytes: int) -> None:
-    """Raise ValueError with the numbers where the rows' state alone is more than there is room for."""
+    """Raise ValueError with the numbers if the rows' state alone does not fit."""
     needed = RowState.nbytes(settings.max_rows, most_pages, model.spec.vocab)
     if needed > free_bytes:
         raise ValueError(
             f"the state of max_rows = {settings.max_rows} rows takes {_gib(needed)}, and beside "
-            f"{_gib(weight_bytes(model))} of weights there are {_gib(free_bytes)}: lower max_rows or max_context_tokens"
+            f"{_gib(weight_bytes(model))} of weights {_gib(free_bytes)} are free: lower max_rows or max_context_tokens"
         )
 
 
 def no_room_for_steps(settings: EngineSettings, model: Decoder, free_bytes: int) -> ValueError:
-    """The error for steps that ran out of memory before there was a KV pool."""
+    """The error for steps that run out of memory before the KV pool is allocated."""
     return ValueError(
         f"the weights take {_gib(weight_bytes(model))} and leave {_gib(free_bytes)} free, which is too little for one "
         f"step of max_rows = {settings.max_rows} rows or prefill_chunk_tokens = {settings.prefill_chunk_tokens} "
@@ -66,9 +113,9 @@ def no_room_for_steps(settings: EngineSettings, model: Decoder, free_bytes: int)
 
 
 def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
-    """What keys and values are kept as: the model's dtype, or e4m3 codes with scales.
+    """The dtype of keys and values in the pool: the model's dtype, or e4m3 codes with scales.
 
-    Raises ValueError for codes on a GPU whose kernels cannot read them, or not of heads of that size.
+    Raises ValueError for codes that the kernels of this GPU cannot read, or not for heads of this size.
     """
     if settings.kv_dtype == "auto":
         return model.embed.dtype
@@ -81,7 +128,7 @@ def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
 
 
 def adapter_host_bytes(settings: EngineSettings, model: Decoder) -> int:
-    """Host memory that adapters may take in time: those that are known are there, with a slot or without."""
+    """The most host memory that adapters can take: every known adapter is kept there, also while it has a slot."""
     if not settings.adapter_slots:
         return 0
     each = AdapterSlots.bytes_for(model.spec, 1, settings.adapter_rank, model.embed.dtype)
@@ -89,10 +136,10 @@ def adapter_host_bytes(settings: EngineSettings, model: Decoder) -> int:
 
 
 def host_kv_pages(settings: EngineSettings, page_bytes: int, available_bytes: int, adapter_bytes: int = 0) -> int:
-    """Pages of host memory for KV of preempted sequences, 0 if there are to be none.
+    """Pages of host memory for KV of preempted sequences; 0 without offloading.
 
-    Raises ValueError with the numbers when what is asked for holds no page, or is more than the machine has left
-    beside `adapter_bytes`, which are not taken yet.
+    Raises ValueError with the numbers when `host_kv_gib` holds no page, or is more than the machine has left beside
+    `adapter_bytes`, which are reserved for adapters.
     """
     asked = int(settings.host_kv_gib * _GIB)
     if asked == 0 and settings.host_kv_gib == 0:
@@ -109,26 +156,27 @@ def host_kv_pages(settings: EngineSettings, page_bytes: int, available_bytes: in
 
 
 def staging_bytes(settings: EngineSettings) -> int:
-    """Device memory that KV passes through on its way to the host and back."""
+    """Device memory of the buffers that KV passes through on its way to the host and back."""
     return 2 * int(settings.host_kv_piece_mib * 2**20) if settings.host_kv_gib else 0
 
 
 def kv_pages(settings: EngineSettings, model: Decoder, dtype: torch.dtype, context: int, memory: DeviceMemory) -> int:
     """Pages of the KV pool, the dump page included.
 
-    From `engine.kv_pages`, or else from the memory, up to what all rows could ever use. Raises ValueError with the
-    numbers when the pages asked for don't fit, or when not even one page for each row does.
+    They are `engine.kv_pages`, or as many as fit into the memory, at most what all rows can use. Raises ValueError
+    with the numbers when `kv_pages` do not fit, or when not even one page for each row fits.
     """
     page_bytes = model.spec.kv_bytes_per_token(dtype) * settings.page_size
     if settings.kv_pages is not None:
         asked, room = settings.kv_pages * page_bytes, memory.free - memory.needs.total
         if asked > room:
             raise ValueError(
-                f"kv_pages = {settings.kv_pages} are {_gib(asked)} of KV, and there is room for {_gib(max(room, 0))}: "
+                f"kv_pages = {settings.kv_pages} take {_gib(asked)}, and {_gib(max(room, 0))} are left for KV: "
                 f"{memory}; lower kv_pages, max_rows or prefill_chunk_tokens"
             )
         return settings.kv_pages
-    budget = memory.free * settings.kv_memory_fraction - memory.needs.total
+    fraction = settings.kv_memory_fraction or (CPU_FRACTION if model.embed.device.type == "cpu" else GPU_FRACTION)
+    budget = memory.free * fraction - memory.needs.total
     if settings.kv_memory_max_gib is not None:
         budget = min(budget, settings.kv_memory_max_gib * _GIB)
     most = settings.max_rows * pages_for(context, settings.page_size) + 1
@@ -136,9 +184,9 @@ def kv_pages(settings: EngineSettings, model: Decoder, dtype: torch.dtype, conte
     if pages < settings.max_rows + 1:
         raise ValueError(
             f"{_gib(max(budget, 0))} for KV hold {pages} pages of {settings.page_size} tokens ({page_bytes} bytes "
-            f"each), fewer than max_rows = {settings.max_rows}: {memory}, and kv_memory_fraction = "
-            f"{settings.kv_memory_fraction} bounds all but the weights; lower max_rows or prefill_chunk_tokens, or "
-            "raise kv_memory_fraction"
+            f"each), fewer than max_rows = {settings.max_rows}: {memory}, and kv_memory_fraction = {fraction} is the "
+            "share of the free memory for steps and KV; lower max_rows or prefill_chunk_tokens, or raise "
+            "kv_memory_fraction"
         )
     return pages
 

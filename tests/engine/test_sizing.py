@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.device.capacity import DeviceMemory, check_row_state, kv_pages
+from rollout.engine.device.sizing import DeviceMemory, PoolSize, check_row_state, kv_pages
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.schedule.sequence import Feature
 from rollout.engine.step.graphs import forward_sizes, graph_sizes
@@ -52,8 +52,31 @@ def test_steps_take_their_share_before_kv_does(model):
     assert pages(model, 100 * page, kv_memory_fraction=0.5) == 50
     assert pages(model, 100 * page, 20 * page, 7 * page, kv_memory_fraction=0.5) == 23
     assert pages(model, 100 * page + page // 2, 20 * page, 7 * page, kv_memory_fraction=0.5) == 23
-    assert pages(model, 1000 * page) == 4 * CONTEXT // 16 + 1, "no more than all rows can use"
+    assert pages(model, 2000 * page) == 4 * CONTEXT // 16 + 1, "no more than all rows can use"
     assert pages(model, 1000 * page, kv_memory_max_gib=30 * page / GIB) == 30
+
+
+def test_on_a_cpu_most_of_the_memory_stays_free_unless_it_is_asked_for(model):
+    page = page_bytes(model)
+    assert pages(model, 400 * page) == 100
+    assert pages(model, 200 * page, kv_memory_fraction=0.85) == 170
+
+
+def test_the_log_says_at_every_start_what_the_kv_pool_holds(model, caplog):
+    caplog.set_level("INFO", logger="rollout")
+    Bench(model, kv_pages=4, page_size=16, max_rows=2).close()
+    (line,) = [record for record in caplog.records if hasattr(record, "kv_pages")]
+    facts = (line.kv_pages, line.kv_tokens, line.longest_sequence, line.rows_of_that_length)
+    assert facts == (4, 48, 48, 1) and "48 tokens" in line.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("pages", "context", "rows", "expected"),
+    [(4, 1024, 2, (48, 48, 1)), (1025, 1024, 4, (16384, 1024, 4)), (130, 1024, 4, (2064, 1024, 2))],
+)
+def test_what_a_pool_holds(pages, context, rows, expected):
+    size = PoolSize(pages, 16, context, rows)
+    assert (size.tokens, size.longest, size.full_rows) == expected
 
 
 def test_too_little_for_a_page_a_row_is_an_error_with_the_numbers(model):
@@ -85,7 +108,7 @@ def test_rows_whose_state_does_not_fit_are_refused_before_it_is_allocated(model)
 
 def test_an_engine_that_does_not_fit_leaves_no_thread_behind(model):
     before = threading.active_count()
-    with pytest.raises(ValueError, match="kv_pages = 256 are"):
+    with pytest.raises(ValueError, match="kv_pages = 256"):
         Bench(model, Small(1 << 18))
     assert threading.active_count() == before
 

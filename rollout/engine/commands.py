@@ -1,0 +1,129 @@
+"""Commands of the service, carried out by the loop between two steps.
+
+    inbox --> pause, resume, shutdown   the gate
+              sleep, wake               the sleeper
+              everything else           the scheduler
+
+Each command is carried out at once, except that a sleep takes several ticks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from queue import Empty
+
+from rollout.engine.adapter_table import AdapterError
+from rollout.engine.messages import (
+    Cancel,
+    Command,
+    Done,
+    DropAdapter,
+    EndSession,
+    Event,
+    Failed,
+    Pause,
+    PutAdapter,
+    Rejected,
+    Resume,
+    Shutdown,
+    Sleep,
+    StopAt,
+    Submit,
+    Wake,
+)
+from rollout.engine.parts import EngineParts, Links
+from rollout.engine.sleep import Sleeper
+
+log = logging.getLogger(__name__)
+
+#: The error of completions that are cancelled because the worker ends.
+WORKER_ENDS = "the worker ended before the completion did; use continue_from to finish it on another worker"
+
+
+class Commands:
+    """Takes commands out of the inbox, in order. Answers go to the scheduler's events."""
+
+    def __init__(self, links: Links, sleeper: Sleeper, recompute_on_swap: bool) -> None:
+        self._inbox, self._gate = links.inbox, links.gate
+        self._sleeper = sleeper
+        self._recompute = recompute_on_swap
+        self._current: Command | None = None
+
+    def take(self, parts: EngineParts) -> None:
+        """Carry out all commands that have arrived."""
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except Empty:
+                return
+            self._carry_out(command, parts)
+
+    def wait(self, parts: EngineParts, timeout_s: float) -> None:
+        """Wait for one command and carry it out; for a loop that has nothing else to do."""
+        try:
+            command = self._inbox.get(timeout=timeout_s)
+        except Empty:
+            return
+        self._carry_out(command, parts)
+
+    def fail(self, parts: EngineParts, message: str) -> list[Event]:
+        """After a fault: the answer to the command that was being carried out. Call it before `rescue`."""
+        command, self._current = self._current, None
+        match command:
+            case Submit(request) if request.key not in parts.scheduler.groups:
+                return [Rejected(request.key, "internal", message)]
+            case PutAdapter(token=int(token)) | DropAdapter(token=int(token)):
+                return [Failed(token, message, code="internal")]
+        return []
+
+    def _carry_out(self, command: Command, parts: EngineParts) -> None:
+        self._current = command
+        self._match(command, parts)
+        self._current = None
+
+    def _match(self, command: Command, parts: EngineParts) -> None:
+        scheduler, gate = parts.scheduler, self._gate
+        match command:
+            case Submit(request) if (rejected := gate.refusal(request, scheduler.version)) is not None:
+                scheduler.events.append(rejected)
+            case Submit(request):
+                scheduler.submit(request)
+            case Cancel(key):
+                scheduler.end(key, "cancelled")
+            case StopAt(key, index, _, string):
+                scheduler.stop_at(key, index, string)
+            case Pause(mode, token):
+                gate.pause(token)
+                if mode == "abort":
+                    scheduler.end_all("cancelled")
+            case Resume(token):
+                scheduler.events += gate.resume(token)
+            case Shutdown(mode, token):
+                self._shut_down(mode, token, parts)
+            case Sleep() | Wake():
+                self._sleeper.take(command, parts)
+            case PutAdapter(name, weights, version, token):
+                self._adapt(token, parts, lambda: scheduler.put_adapter(name, version, weights, self._recompute))
+            case DropAdapter(name, token):
+                self._adapt(token, parts, lambda: scheduler.drop_adapter(name))
+            case EndSession(client, name, token):
+                scheduler.memory.sessions.end(client, name)
+                scheduler.events += [Done(token)] if token is not None else []
+
+    def _shut_down(self, mode: str, token: int | None, parts: EngineParts) -> None:
+        self._gate.drain(token)
+        self._sleeper.end(parts)
+        if mode == "now" or self._gate.asleep:  # asleep: no request could finish
+            parts.scheduler.end_all("cancelled", WORKER_ENDS)
+        parts.scheduler.end_early("cancelled", WORKER_ENDS)  # no trainer publishes to a worker that ends
+
+    def _adapt(self, token: int | None, parts: EngineParts, change: Callable[[], None]) -> None:
+        events = parts.scheduler.events
+        try:
+            change()
+        except AdapterError as error:
+            log.warning("an adapter was not changed", extra={"reason": str(error)})
+            events += [] if token is None else [Failed(token, str(error), error.field)]
+        else:
+            events += [] if token is None else [Done(token)]

@@ -1,0 +1,196 @@
+"""An engine in numbers: its status, the gauges of its meter, its sequences, and its last steps.
+
+    status, gauges                       on the loop's thread, between two ticks
+    sequences, recording, last steps     any thread, also while the loop hangs
+
+The second group does not ask the loop and does not wait. It copies lists and deques in one go; what it reads of a
+sequence (lengths, versions) may be a step newer than the sequence next to it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rollout.engine.loop import Engine
+from rollout.engine.messages import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
+from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.sequence import Sequence, State
+from rollout.metrics.recording import Recording
+from rollout.metrics.step_timing import StepTiming
+
+#: The most steps that `last_steps` returns, steps in flight included.
+LAST_STEPS = 50
+_SWAPS_SHOWN = 8
+_STATES = {State.PREFILL: "prefill", State.DECODE: "decode"}
+
+
+class Inspector:
+    """Reads one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    # --- the loop's thread --------------------------------------------------------------------------------------------
+
+    def status(self) -> EngineStatus:
+        """A snapshot of now."""
+        engine, scheduler, gate, meter = self._engine, self._engine.scheduler, self._engine.gate, self._engine.meter
+        pool, adapters, now = scheduler.memory.pool, scheduler.memory.adapters, time.perf_counter()
+        active_pct, tokens_per_s = meter.rates(now)
+        swaps = reversed(meter.recent_swaps()[-_SWAPS_SHOWN:])
+        return EngineStatus(
+            state=gate.state,
+            stale=gate.stale,
+            weights_version=scheduler.version,
+            rows_running=scheduler.running,
+            rows_max=scheduler.limits.max_rows,
+            queue_waiting=scheduler.waiting,
+            queue_max=scheduler.limits.max_queue,
+            pages_free=pool.free,
+            pages_cached=pool.cached,
+            pages_used=pool.used,
+            pages_total=pool.total,
+            sessions=scheduler.memory.sessions.status(),
+            offload=self._offload(),
+            sleep=gate.sleep_status(),
+            slots_in_flight=engine.pipeline.in_flight,
+            adapters=None if adapters is None else tuple(adapters.registry.status()),
+            tokens_per_s=tokens_per_s,
+            gpu_active_pct=active_pct,
+            preemptions=scheduler.counters.preemptions,
+            uptime_s=now - engine.started_s,
+            tokens=scheduler.counters.tokens,
+            tokens_by_second=meter.tokens_by_second(now),
+            idle_pct=meter.idle_shares(now),
+            swaps=tuple(SwapStatus(swap.version, now - swap.end_s, swap.end_s - swap.start_s) for swap in swaps),
+        )
+
+    def set_gauges(self) -> None:
+        """Give the meter the values of metrics that the engine keeps, before a report."""
+        scheduler, offload = self._engine.scheduler, self._offload()
+        pool, counters = scheduler.memory.pool, scheduler.counters
+        self._engine.meter.set(
+            {
+                "rollout/rows": scheduler.running,
+                "queue/waiting": scheduler.waiting,
+                "kv/used_pct": _percent(pool.used, pool.total),
+                "kv/session_pct": _percent(scheduler.memory.sessions.pages, pool.total),
+                "kv/prefix_hit_pct": _percent(counters.cached_tokens, counters.prompt_tokens),
+                "kv/preemptions": counters.preemptions,
+                "kv/host_used_pct": _percent(offload.pages, offload.pages_total),
+                "kv/restores": offload.restored,
+                "kv/offloaded_bytes": offload.bytes_out,
+                "kv/brought_back_bytes": offload.bytes_in,
+            }
+        )
+
+    def _offload(self) -> OffloadStatus:
+        offload = self._engine.parts.offload
+        return OffloadStatus() if offload is None else offload.parking.status()
+
+    # --- any thread ---------------------------------------------------------------------------------------------------
+
+    def sequences(self, limit: int) -> list[SequenceStatus]:
+        """The `limit` oldest sequences that hold a row, oldest first."""
+        running = {id(seq): seq for seq in self._running()}
+        oldest = sorted(running.values(), key=lambda seq: seq.arrival)[:limit]
+        now_s = self._engine.scheduler.clock()
+        return [_sequence_status(seq, now_s) for seq in oldest]
+
+    def recording(self, steps: int) -> dict[str, Any]:
+        """The last steps and the swaps among them, as fields of a `trace` reply."""
+        meter = self._engine.meter
+        return Recording.of(meter.recent_steps(steps), meter.recent_swaps()).to_fields()
+
+    def running_requests(self) -> list[dict[str, Any]]:
+        """Client and id of each request whose completions hold rows, in order."""
+        keys = dict.fromkeys(seq.group.key for seq in self._running())
+        return [{"client": owner, "request": key.rpartition("#")[0] or key} for owner, key in keys]
+
+    def last_steps(self) -> list[dict[str, Any]]:
+        """The last steps for the log line of a fault: a map for each, oldest first, at most `LAST_STEPS`.
+
+        After the committed steps come the steps in flight, and a step that is just being launched: usually one of
+        these failed. `step` counts from 1, `input` is the number of tokens in, `kept` the number of tokens out that
+        were kept, `context` the longest context, `ago_s` the time since the step began on the device, or since it was
+        planned if it is not committed. Unknown times are None.
+        """
+        now_s, launching, meter = time.perf_counter(), self._engine.launching, self._engine.meter
+        in_flight = self._engine.pipeline.steps()
+        unfinished = [
+            _unfinished_row(step.plan, "in flight", now_s - step.planned_at_s, step.plan_s, step.launch_s)
+            for step in in_flight
+        ]
+        if launching is not None and all(step.plan is not launching for step in in_flight):
+            unfinished.append(_unfinished_row(launching, "launching", None, None, None))
+        count, records = meter.steps, meter.recent_steps(LAST_STEPS - len(unfinished))
+        rows = [_done_row(record, now_s) for record in records] + unfinished
+        return [{"step": count - len(records) + 1 + i} | row for i, row in enumerate(rows)]
+
+    def _running(self) -> tuple[Sequence, ...]:
+        scheduler = self._engine.scheduler
+        return (*scheduler.prefilling, *scheduler.decoding, *scheduler.leaving)
+
+
+def _sequence_status(seq: Sequence, now_s: float) -> SequenceStatus:
+    versions = seq.versions
+    return SequenceStatus(
+        key=seq.group.key,
+        index=seq.index,
+        state=_STATES.get(seq.state, "leaving"),  # type: ignore[arg-type]
+        prompt_tokens=seq.prompt_len,
+        tokens=len(seq.tokens),
+        max_tokens=seq.max_tokens,
+        pages=len(seq.pages),
+        age_s=now_s - seq.group.arrived_s,
+        version=versions[-1][0] if versions else None,
+        priority=seq.priority,
+    )
+
+
+def _done_row(record: StepTiming, now_s: float) -> dict[str, Any]:
+    return {
+        "state": "done",
+        "kind": record.kind,
+        "rows": record.rows,
+        "zombies": record.zombie_rows,
+        "input": record.input_tokens,
+        "kept": record.tokens,
+        "context": record.max_context,
+        "version": record.version,
+        "plan_ms": _ms(record.plan_s),
+        "launch_ms": _ms(record.launch_s),
+        "device_ms": _ms(record.end_s - record.start_s),
+        "commit_ms": _ms(record.commit_s),
+        "ago_s": round(now_s - record.start_s, 3),
+    }
+
+
+def _unfinished_row(
+    plan: Plan, state: str, ago_s: float | None, plan_s: float | None, launch_s: float | None
+) -> dict[str, Any]:
+    zombies = sum(seq.finalized for seq in plan.seqs)
+    return {
+        "state": state,
+        "kind": plan.kind,
+        "rows": len(plan.seqs),
+        "zombies": zombies,
+        "input": plan.tokens,
+        "kept": None,
+        "context": plan.max_context,
+        "version": plan.version,
+        "plan_ms": _ms(plan_s),
+        "launch_ms": _ms(launch_s),
+        "device_ms": None,
+        "commit_ms": None,
+        "ago_s": None if ago_s is None else round(ago_s, 3),
+    }
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100.0 * part / whole if whole else 0.0
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)

@@ -1,0 +1,78 @@
+"""What an engine is made of: parts that a fault may leave half-way, and links to other threads that outlive it.
+
+    Links         made first, in the worker: inbox, emit, gate, receiver, adapter registry
+    EngineParts   built from settings, model and links (`build.py`); built anew after a fault
+    Engine        turns the parts (`loop.py`)
+
+`Swapper`, `Sleeper` and `Commands` act on the parts between two steps. They outlive a fault, as the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from rollout.engine.adapter_table import AdapterRegistry, AdapterUpdate
+from rollout.engine.gate import Gate
+from rollout.engine.kv.offload import Offload
+from rollout.engine.messages import Command, Event
+from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.step.pipeline import Pipeline
+from rollout.engine.step.runner import Runner
+
+
+class StagedUpdate(Protocol):
+    """New weights, complete and checked, not yet in use."""
+
+    @property
+    def version(self) -> int:
+        """The weights version of this update."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+
+    def copy_into(self) -> object:
+        """Copy every parameter; runs on the compute stream."""
+
+
+class Receiver(Protocol):
+    """The weight receiver, as the loop sees it. No method waits."""
+
+    def take_ready(self) -> StagedUpdate | AdapterUpdate | None:
+        """An update to apply now, or None."""
+
+    def applied(self, update: Any, pause_s: float) -> None:
+        """An update from `take_ready` is in use; the compute stream was busy with it for `pause_s` seconds."""
+
+    def refused(self, update: Any, message: str) -> None:
+        """An update from `take_ready` is not in use, because it no longer fits what is served."""
+
+    def failed(self, update: Any, message: str) -> None:
+        """An update from `take_ready` is not in use, because the device failed."""
+
+    def rest(self) -> None:
+        """A sleep was ordered, so no update can begin: free the memory that is kept for the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What an engine exchanges with other threads. `emit` runs on the loop's thread and must not block."""
+
+    inbox: SimpleQueue[Command]
+    emit: Callable[[list[Event]], None]
+    gate: Gate
+    receiver: Receiver | None = None
+    adapters: AdapterRegistry | None = None  # None: this worker serves no adapters
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """One generation of an engine: its books, its slots and its device state. After a fault a new one is built."""
+
+    scheduler: Scheduler
+    pipeline: Pipeline
+    runner: Runner
+    offload: Offload | None = None  # moves KV of preempted sequences to the host and back

@@ -1,0 +1,87 @@
+"""Weights change here, between two steps, and nowhere else.
+
+    take_ready --> copy on the compute stream, between two events --> end event reached --> applied
+                   later steps run after the copy, in stream order
+
+An adapter is applied at once: its copy is part of the adapter table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout.engine.adapter_table import AdapterError, AdapterUpdate
+from rollout.engine.device.streams import Event
+from rollout.engine.gate import Gate
+from rollout.engine.parts import EngineParts, Receiver, StagedUpdate
+from rollout.metrics.meter import Meter
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """An update of the weights that is enqueued on the compute stream."""
+
+    update: StagedUpdate
+    start: Event
+    end: Event
+    held_since_s: float | None  # of an update in place: when generation was held, `time.perf_counter()`
+
+
+class Swapper:
+    """Applies the receiver's updates. Without a receiver it does nothing."""
+
+    def __init__(self, receiver: Receiver | None, gate: Gate, meter: Meter, recompute: bool) -> None:
+        self._receiver = receiver
+        self._gate = gate
+        self._meter = meter
+        self._recompute = recompute
+        self._swap: _Swap | None = None
+
+    def turn(self, parts: EngineParts) -> None:
+        """Finish the swap under way if its copy is done; apply an update if one is ready."""
+        if self._receiver is None or self._gate.asleep:
+            return
+        if self._swap is not None:
+            self._finish(self._swap, parts, self._receiver)
+        if self._gate.may_apply and (update := self._receiver.take_ready()) is not None:
+            if isinstance(update, AdapterUpdate):
+                self._put_adapter(update, parts, self._receiver)
+            else:
+                self._begin(update, parts)
+
+    def fail(self, message: str) -> None:
+        """After a fault: the weights are lost if a swap was under way. The gate stays in `swapping`."""
+        if self._swap is not None and self._receiver is not None:
+            self._receiver.failed(self._swap.update, message)
+
+    def _begin(self, update: StagedUpdate, parts: EngineParts) -> None:
+        held_since_s = self._gate.held_since_s if self._gate.hold == "granted" else None
+        device = parts.runner.device
+        self._swap = _Swap(update, device.event(), device.event(), held_since_s)
+        self._gate.swap_begins()
+        parts.runner.enqueue(update.copy_into, self._swap.start, self._swap.end)
+        parts.scheduler.weights_changed(update.version, self._recompute)
+        self._gate.clear_hold()
+
+    def _finish(self, swap: _Swap, parts: EngineParts, receiver: Receiver) -> None:
+        if parts.pipeline.in_flight == 0:
+            swap.end.synchronize()  # there is nothing else to do
+        if not swap.end.query():
+            return
+        parts.runner.check()  # first: if this raises, the weights are lost and the gate stays in `swapping`
+        self._swap = None
+        self._gate.swap_ends()
+        start_s, end_s = swap.held_since_s or swap.start.time_s, swap.end.time_s
+        self._meter.swap(start_s, end_s, swap.update.version, swap.update.nbytes)
+        receiver.applied(swap.update, end_s - start_s)
+
+    def _put_adapter(self, update: AdapterUpdate, parts: EngineParts, receiver: Receiver) -> None:
+        try:
+            parts.scheduler.put_adapter(update.name, update.version, update.weights, self._recompute)
+        except AdapterError as error:
+            receiver.refused(update, str(error))
+        except Exception as error:  # a fault ends these parts, and the receiver waits for an answer
+            receiver.failed(update, f"{type(error).__name__}: {error}")
+            raise
+        else:
+            receiver.applied(update, 0.0)

@@ -1,0 +1,113 @@
+"""What a worker reports about itself: the engine's last snapshot, corrected by what is true now, and its problems.
+
+The loop calls `tick` and `refresh`. The service and `/health` read `latest` and `not_serving` from their own threads,
+also while the loop hangs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from rollout.config import Settings
+from rollout.engine.inspect import Inspector
+from rollout.engine.loop import Engine
+from rollout.engine.messages import EngineStatus
+from rollout.engine.parts import Links
+from rollout.metrics.definitions import TOP_METRICS
+from rollout.metrics.sinks import MetricsThread
+from rollout.service.text.process import TextProcess
+from rollout.weights.receiver import WeightReceiver
+
+log = logging.getLogger(__name__)
+
+_STATUS_EVERY_S = 0.1
+
+
+class Vitals:
+    """The parts of a worker, read for its status. `restarts` counts the supervisor's restarts of this worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        links: Links,
+        receiver: WeightReceiver,
+        metrics: MetricsThread,
+        prompts: TextProcess | None,
+        restarts: int,
+    ) -> None:
+        self.faults: list[float] = []  # when the engine failed, `time.perf_counter()`
+        self.last_tick_s = time.perf_counter()
+        self.status = EngineStatus(state="serving", rows_max=settings.engine.max_rows)
+        self._engine, self._inspector, self._links = engine, Inspector(engine), links
+        self._receiver, self._metrics, self._prompts = receiver, metrics, prompts
+        self._stall_s = settings.engine.stall_s
+        self._restarts = restarts
+        self._next_status_s = 0.0
+        self._known_problems: tuple[str, ...] = ()
+
+    # --- the loop's thread --------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """The loop turns."""
+        self.last_tick_s = time.perf_counter()
+
+    def refresh(self, at_once: bool) -> None:
+        """Take a snapshot if one is due, and log the problems that are new in it."""
+        now = time.perf_counter()
+        if now < self._next_status_s and not at_once:
+            return
+        self.status, self._next_status_s = self._inspector.status(), now + _STATUS_EVERY_S
+        if (problems := self.problems()) != self._known_problems:
+            for problem in problems:
+                if problem not in self._known_problems:
+                    log.error("%s", problem)
+            self._known_problems = problems
+
+    # --- any thread ---------------------------------------------------------------------------------------------------
+
+    def latest(self) -> EngineStatus:
+        """The last snapshot, with the state, version and adapters of now: a client that got `ok` sees the effect."""
+        silent_s, gate, adapters = time.perf_counter() - self.last_tick_s, self._links.gate, self._links.adapters
+        reported = self._metrics.latest
+        return replace(
+            self.status,
+            state="stalled" if silent_s > self._stall_s else gate.state,
+            sleep=gate.sleep_status(),
+            stale=gate.stale,
+            weights_version=self._engine.scheduler.version,
+            adapters=None if adapters is None else tuple(adapters.status()),
+            last_tick_s=silent_s,
+            faults=len(self.faults),
+            restarts=self._restarts,
+            prompt_faults=0 if self._prompts is None else self._prompts.deaths,
+            problems=self.problems(),
+            metrics={} if reported is None else {m.name: reported.metrics[m.name] for m in TOP_METRICS},
+        )
+
+    def not_serving(self) -> str:
+        """Why the worker does not serve, for `/health`; empty if it does."""
+        status = self.latest()
+        return {
+            "serving": "",
+            "paused": "generation is paused until `resume`",
+            "draining": "the worker is shutting down and takes no new requests",
+            "asleep": "the worker sleeps until `wake`",
+            "stale": status.stale,
+            "stalled": f"the loop has hung for {status.last_tick_s:.0f} s",
+        }[status.state]
+
+    def problems(self) -> tuple[str, ...]:
+        """What has failed although generation goes on without it, a sentence each."""
+        threads = {"the weight receiver": self._receiver.alive, "the metrics thread": self._metrics.alive}
+        ended = tuple(f"{name} has ended" for name, alive in threads.items() if not alive)
+        gate = self._links.gate
+        stale = (gate.stale,) if gate.failed else ()
+        text = () if self._prompts is None or self._prompts.problem is None else (self._prompts.problem,)
+        hung = self._engine.masks.left_behind
+        masks = (f"{hung} constraints have hung a thread each",) if hung else ()
+        offload = self._engine.parts.offload
+        moved = (offload.failure,) if offload is not None and offload.failure else ()
+        return (*ended, *stale, *text, *masks, *moved)
