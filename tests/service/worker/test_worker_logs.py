@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout.engine.inspect import LAST_STEPS
 from worker_harness import launch, until
 
+from rollout.engine.inspect import LAST_STEPS
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.wire.errors import InternalError
