@@ -131,15 +131,10 @@ def _mismatch(read: Callable[[Stretch], float]) -> Callable[[Stretch], float | N
     return lambda stretch: read(stretch) if stretch.compared_tokens else None
 
 
-# fmt: off
-_FINISH_REASONS: tuple[Metric[Stretch], ...] = tuple(
-    Metric(
-        f"completion/finish_reason/{reason}", "counter", "count",
-        f"completions that ended as `{reason}`, since start", Panel("Completions", "Ends"),
-    )
-    for reason in FINISH_REASONS
-)
-# fmt: on
+def _ended(reason: str) -> Metric[Stretch]:
+    meaning = f"completions that ended as `{reason}`, since start"
+    return Metric(f"completion/finish_reason/{reason}", "counter", "count", meaning, Panel("Completions", "Ends"))
+
 
 #: The values of every report.
 METRICS: tuple[Metric[Stretch], ...] = (
@@ -235,7 +230,7 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "completion/length_p99", "gauge", "tokens", "length of the completions that finished, 99th percentile",
         _COMPLETION_LENGTH, lambda stretch: stretch.samples.length_quantiles.value(0.99),
     ),
-    *_FINISH_REASONS,
+    *(_ended(reason) for reason in FINISH_REASONS),
     Metric(
         "kv/preemptions", "counter", "count",
         "sequences that were preempted, since start; without `host_kv_gib` their KV is computed again",
