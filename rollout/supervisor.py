@@ -1,14 +1,14 @@
 """Several workers on one machine: one process a device, started again on the same endpoints when one dies.
 
     rollout serve MODEL --workers 2
-      supervisor              no model, no socket; prints what became of the workers as JSON lines
+      supervisor              no model, no socket; prints one JSON line for each event of a worker
         worker 0, device 0    bind + 0       a worker like any other, with --exit-with-parent
         worker 1, device 1    bind + 1
 
-A worker that dies is started again after a pause that doubles with every restart of the last hour; after too many it
-is given up and the others serve on. One that ends with status 0 was asked to, and one that never was ready would not
-be ready the next time either: the first stays away, the second ends all. SIGTERM drains all workers, a second one ends
-them at once. They are of the supervisor's process group, and end with it.
+A worker that dies is started again after a pause, which doubles with every restart of the last hour. After too many
+restarts it is given up, and the others serve on. A worker that ends with status 0 was told to end and is not started
+again. If a worker ends before it was ready, a restart would not help: all workers are ended. SIGTERM drains all
+workers, a second SIGTERM ends them at once. The workers belong to the supervisor's process group, and end with it.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _RECENT_S = 3600.0
 _MOST_BACKOFF_S = 60.0
-_AGAIN_S = 1.0  # between two signals to a worker that is to end at once
-#: Seconds that a worker may take to end beyond its drain.
+_AGAIN_S = 1.0  # between two signals to a worker that must end at once
+#: Seconds that a worker may take to end after its drain.
 KILL_GRACE_S = 30.0
 
 
 @dataclass(slots=True)
 class _Worker:
-    """One place: a device and two endpoints, and the process that is there now."""
+    """One place for a worker: a device, two endpoints, and the present process."""
 
     index: int
     bind: str
     weights_bind: str
     device: str | None
     process: subprocess.Popen[bytes] | None = None
-    told: dict[str, Any] | None = None  # its ready file, or that of the process before it
-    ready: bool = False  # the process that is there now
-    status: int | None = None  # exit status of the last process, once nobody comes after it
-    due_s: float | None = None  # when to start it again
+    announced: dict[str, Any] | None = None  # content of the last ready file, perhaps of an earlier process
+    ready: bool = False  # the present process is ready
+    status: int | None = None  # exit status of the last process, if it is not started again
+    due_s: float | None = None  # time of the next start
     restarts: int = 0
-    recent: list[float] = field(default_factory=list)  # when it was restarted, in the last hour
+    recent: list[float] = field(default_factory=list)  # times of the restarts in the last hour
 
 
 class Supervisor:
     """Starts, watches and ends the workers.
 
     Args:
-        settings: those of the command line; `supervisor.workers` places.
-        command: a worker's command line; what is a place's own is appended to it.
-        devices: one a worker, for CUDA_VISIBLE_DEVICES; None leaves that as it is.
+        settings: the settings of the command line.
+        command: the command line of a worker; the flags of its place are appended.
+        devices: for each worker its CUDA_VISIBLE_DEVICES; None leaves the variable unchanged.
     """
 
     def __init__(self, settings: Settings, command: Sequence[str], devices: Sequence[str | None]) -> None:
@@ -76,8 +76,8 @@ class Supervisor:
         self._folder = ScratchFolder("rollout-supervisor-")
         self._announced = False
         self._signals = 0
-        self._told_to_end = 0  # signals that the workers have been sent
-        self._told_s = self._kill_s = float("inf")
+        self._signals_sent = 0  # to each worker
+        self._sent_s = self._kill_s = float("inf")
         self._status = 0
 
     def run(self) -> int:
@@ -105,13 +105,13 @@ class Supervisor:
     def _start(self, worker: _Worker) -> None:
         worker.due_s, worker.ready = None, False
         self._ready_file(worker).unlink(missing_ok=True)
-        changes = {"TERM": "dumb"}  # lines instead of bars: those of several workers would overwrite each other
+        changes = {"TERM": "dumb"}  # lines instead of bars: bars of several workers would overwrite each other
         if worker.device is not None:
             changes["CUDA_VISIBLE_DEVICES"] = worker.device
         worker.process = subprocess.Popen(
             [*self._command, *self._own_flags(worker)],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # the supervisor's stdout is for what it says itself
+            stdout=2,  # the supervisor's stdout is for its own lines
             env=worker_environment(os.environ, changes),
         )
 
@@ -127,11 +127,11 @@ class Supervisor:
         for name, path in (("jsonl", metrics.jsonl), ("timeline", metrics.timeline)):
             if path is not None:
                 flags[name] = Path(path).with_stem(f"{Path(path).stem}-{worker.index}")
-        if metrics.metrics_port:  # with 0 each picks its own
+        if metrics.metrics_port:  # with 0 each worker picks a free port
             flags["metrics-port"] = metrics.metrics_port + worker.index
         if metrics.wandb_name is not None:
             flags["wandb-name"] = f"{metrics.wandb_name}-{worker.index}"
-        if metrics.wandb_group is None and not os.environ.get("WANDB_RUN_GROUP"):  # W&B's own; a flag would win
+        if metrics.wandb_group is None and not os.environ.get("WANDB_RUN_GROUP"):  # a flag would override it
             flags["wandb-group"] = f"rollout-{socket.gethostname()}-{os.getpid()}"
         return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--exit-with-parent"]
 
@@ -141,7 +141,7 @@ class Supervisor:
     def _look_at(self, worker: _Worker) -> None:
         if worker.process is None:
             if worker.status is None and self._signals:
-                worker.status = 0  # it was about to be started again
+                worker.status = 0  # it waited for its restart
             elif worker.due_s is not None and time.monotonic() >= worker.due_s:
                 self._start(worker)
             return
@@ -154,12 +154,12 @@ class Supervisor:
 
     def _look_for_ready(self, worker: _Worker) -> None:
         try:
-            worker.told = json.loads(self._ready_file(worker).read_text())
+            worker.announced = json.loads(self._ready_file(worker).read_text())
         except FileNotFoundError:
             return
-        assert worker.told is not None
+        assert worker.announced is not None
         worker.ready = True
-        worker.bind, worker.weights_bind = worker.told["endpoint"], worker.told["weights_endpoint"]
+        worker.bind, worker.weights_bind = worker.announced["endpoint"], worker.announced["weights_endpoint"]
         if self._announced:
             self._write_ready()
             say({"event": "worker_ready", **self._facts(worker)})
@@ -186,7 +186,7 @@ class Supervisor:
         fact = {"event": "worker_ended", "worker": worker.index, "status": status}
         if len(worker.recent) >= limits.max_restarts:
             facts = {"index": worker.index, "status": status, "restarts": worker.restarts}
-            log.critical("a worker ended once too often: it is given up", extra=facts)
+            log.critical("a worker ended too often: it is given up", extra=facts)
             worker.status, self._status = status, 1
             self._write_ready()
             say(fact | {"restart_in_s": None})
@@ -203,11 +203,11 @@ class Supervisor:
 
     def _pass_signals_on(self) -> None:
         now_s = time.monotonic()
-        again = self._signals > 1 and now_s >= self._told_s + _AGAIN_S  # a worker may have taken two for one
-        if min(self._signals, 2) > self._told_to_end or again:
-            if not self._told_to_end:
+        again = self._signals > 1 and now_s >= self._sent_s + _AGAIN_S  # two signals may arrive as one
+        if min(self._signals, 2) > self._signals_sent or again:
+            if not self._signals_sent:
                 self._kill_s = now_s + self._settings.service.drain_s + KILL_GRACE_S
-            self._told_to_end, self._told_s = min(self._told_to_end + 1, 2), now_s
+            self._signals_sent, self._sent_s = min(self._signals_sent + 1, 2), now_s
             self._signal_all(signal.SIGTERM)
         if now_s >= self._kill_s:
             self._kill_s = float("inf")
@@ -219,17 +219,17 @@ class Supervisor:
                 worker.process.send_signal(number)
 
     def _facts(self, worker: _Worker) -> dict[str, Any]:
-        told = worker.told or {}
-        facts = {name: told.get(name) for name in ("endpoint", "weights_endpoint", "pid", "weights_version")}
-        if "metrics_url" in told:
-            facts["metrics_url"] = told["metrics_url"]
-        if worker.status is not None:  # nobody comes after it
+        ready = worker.announced or {}
+        facts = {name: ready.get(name) for name in ("endpoint", "weights_endpoint", "pid", "weights_version")}
+        if "metrics_url" in ready:
+            facts["metrics_url"] = ready["metrics_url"]
+        if worker.status is not None:  # it is not started again
             facts |= {"pid": None, "status": worker.status}
         return {"worker": worker.index, **facts, "restarts": worker.restarts}
 
     def _write_ready(self) -> dict[str, Any]:
-        """The ready file of all: the first worker's fields, the supervisor's pid, and `workers`."""
-        first = self._workers[0].told
+        """Write the common ready file: the first worker's fields, the supervisor's pid, and `workers`."""
+        first = self._workers[0].announced
         assert first is not None
         ready = {**first, "pid": os.getpid(), "workers": [self._facts(worker) for worker in self._workers]}
         if self._settings.ready_file is not None:
@@ -238,7 +238,7 @@ class Supervisor:
 
 
 def nth_endpoint(bind: str, index: int) -> str:
-    """Where worker `index` binds: a port `index` further, or any with port 0; of other transports a name of its own."""
+    """The endpoint of worker `index`: a port `index` higher, any port for port 0, or a path with the index appended."""
     head, colon, port = bind.rpartition(":")
     if bind.startswith("tcp://") and colon and port.isdigit():
         return bind if int(port) == 0 else f"{head}:{int(port) + index}"
@@ -246,15 +246,15 @@ def nth_endpoint(bind: str, index: int) -> str:
 
 
 def assign_devices(settings: Settings, environ: Mapping[str, str]) -> list[str | None]:
-    """One entry of CUDA_VISIBLE_DEVICES a worker, or None for each on a CPU.
+    """For each worker one entry of CUDA_VISIBLE_DEVICES, or None on a CPU.
 
-    Raises ValueError when there are fewer devices than workers.
+    Raises ValueError if there are fewer devices than workers.
     """
     workers, device = settings.supervisor.workers, settings.model.device
     if device == "cpu":
         return [None] * workers
     if device not in ("auto", "cuda"):
-        raise ValueError(f"device {device!r} is one device for {workers} workers: write auto, cuda or cpu")
+        raise ValueError(f"device {device!r} is a single device for {workers} workers: write auto, cuda or cpu")
     devices = _visible_devices(environ)
     if not devices and device == "auto":
         return [None] * workers

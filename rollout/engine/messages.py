@@ -1,11 +1,11 @@
 """Plain data that passes between the service and the engine.
 
-The service turns messages into commands and events into messages; the engine turns commands into steps and steps
-into events. Neither holds a reference to the other's objects.
+The service turns messages into commands and events into messages. The engine turns commands into steps and steps into
+events. Neither has a reference to the other's objects.
 
     service --Command--> engine.inbox          engine --Event--> service.outbox
 
-Both queues are FIFO and thread-safe. Every array in here is frozen by convention: nobody writes to it once sent.
+Both queues are FIFO and thread-safe. Arrays are frozen by convention: no code writes to an array after it was sent.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from rollout.constraints.matcher import Constraint
 if TYPE_CHECKING:
     from rollout.models.adapters import AdapterWeights
 
-#: (client, request id): what identifies a request to cancel it, to find its result, to tell a duplicate.
+#: (client, request id): identifies a request, to cancel it, to find its result, to detect a duplicate.
 RequestKey = tuple[str, str]
-#: (client, name of the session).
+#: (client, name of the session)
 SessionKey = tuple[str, str]
-#: Weights versions, the model's and those of adapters, are below this.
+#: Weights versions, of the model and of adapters, are smaller than this.
 VERSION_END = 2**63
-#: Runs of (weights version, number of tokens) that add up to the number of tokens.
+#: Runs of (weights version, number of tokens); the numbers add up to all tokens.
 VersionRuns = list[tuple[int, int]]
-#: Entries of a request's logit bias, and stop token ids (eos ids included), at the most: rows hold them on the device.
+#: The most entries of a request's logit bias, and stop token ids (eos ids included): each row has room for them on
+#: the device.
 MAX_LOGIT_BIAS = 512
 MAX_STOP_IDS = 64
-#: Likeliest tokens that a request can ask for at each position: the slots' buffers are of this size.
+#: The most top tokens that a request can ask for at each position: the slots' buffers have this size.
 MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
-    """What is told of the experts that a token took: their numbers in each sparse layer, likeliest first."""
+    """The shape of a token's routing: the indices of its experts in each sparse layer, likeliest first."""
 
-    layers: int  # sparse ones
-    top_k: int  # experts of a token
-    experts: int  # of a layer
+    layers: int  # sparse layers
+    top_k: int  # experts for each token
+    experts: int  # experts in a layer
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the numbers."""
+        """The dtype of an index."""
         return np.dtype(np.uint8 if self.experts <= 256 else np.uint16)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of an entry."""
+        """Bytes of one token's entry."""
         return self.layers * self.top_k * self.dtype.itemsize
 
 
@@ -70,7 +71,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int = 0  # 63 bits; of the request, or of the row itself when `Request.prior` is set
+    seed: int = 0  # 63 bits; the request's seed, or the row's own seed when `Request.prior` is set
 
     @property
     def penalized(self) -> bool:
@@ -85,20 +86,20 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """What ends a completion before `max_tokens`."""
+    """Conditions that end a completion before `max_tokens`."""
 
     token_ids: tuple[int, ...] = ()  # eos ids included, unless ignored
     strings: tuple[str, ...] = ()
-    min_tokens: int = 0  # no stop token is drawn, and no string looked for, before this many tokens
+    min_tokens: int = 0  # before so many tokens no stop token is drawn and no stop string counts
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Tokens of an earlier partial completion that generation continues after."""
+    """Tokens of an earlier, partial completion; generation continues after them."""
 
     token_ids: np.ndarray  # int32 [k]
-    oldest_version: int | None = None  # of weights; None where it is not known
-    newest_version: int | None = None  # the same
+    oldest_version: int | None = None  # weights version; None if unknown
+    newest_version: int | None = None  # weights version; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class Request:
 
     key: RequestKey
     prompt: np.ndarray  # int32 [prompt tokens], at least one
-    max_tokens: int  # of a completion, those of `prior` included
+    max_tokens: int  # of a completion, the tokens of `prior` included
     n: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: StopParams = field(default_factory=StopParams)
@@ -115,16 +116,16 @@ class Request:
     deadline_s: float | None = None  # seconds from submission
     stream_every: int = 0  # tokens between two deltas; 0: one delta, at the end
     prior: Prior | None = None  # only with n == 1
-    min_version: int = 0  # not started under older weights
-    constraint: Constraint | None = None  # begins after `prior`
-    min_complete: int | None = None  # once so many have come to an end of their own, the others are cancelled
-    max_version_span: int | None = None  # newest less oldest version of a completion's tokens; then it ends as stale
-    session: SessionKey | None = None  # only with n == 1: this is its next turn
-    session_lease_s: float = 0.0  # how long what the turn leaves is kept
-    top_logprobs: int = 0  # likeliest tokens to tell at each position, up to MAX_TOP_LOGPROBS
-    prompt_logprobs: bool = False  # the prompt is computed as a whole, and its log-probs are told
-    adapter: str | None = None  # name of the low-rank adapter that its rows take
-    routing_from: int | None = None  # position in prompt and completion from which experts are told; None: of none
+    min_version: int = 0  # the request waits for weights of this version
+    constraint: Constraint | None = None  # applies after `prior`
+    min_complete: int | None = None  # once so many completions are complete, the others are cancelled
+    max_version_span: int | None = None  # newest less oldest version of a completion; beyond it, it ends as stale
+    session: SessionKey | None = None  # this request is the session's next turn; only with n == 1
+    session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
+    top_logprobs: int = 0  # top tokens to return at each position, up to MAX_TOP_LOGPROBS
+    prompt_logprobs: bool = False  # return log-probs of the prompt, which is then computed as a whole
+    adapter: str | None = None  # name of the low-rank adapter that its rows use
+    routing_from: int | None = None  # return routing from this position in prompt and completion on; None: no routing
 
 
 # --- commands: service -> engine -------------------------------------------------------------------------------------
@@ -132,23 +133,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Take a request. Answered by deltas and `RequestDone`, or by `Rejected`."""
+    """Start a request. Answered by deltas and `RequestDone`, or by `Rejected`."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request's sequences with what they have. A key that is unknown by now is ignored."""
+    """End a request's sequences with the tokens that they have. An unknown key is ignored: the request has ended."""
 
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
 class StopAt:
-    """The text side found a stop string: end this completion, whose text is complete after `tokens` tokens.
+    """The service found a stop string: end this completion, whose text is complete after `tokens` tokens.
 
-    The engine ends it where it is; the text side cuts at `tokens`.
+    The engine ends it at its present length; the service cuts it to `tokens`.
     """
 
     key: RequestKey
@@ -174,7 +175,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """`drain`: take nothing new, finish, end. `now`: end every request as cancelled, end. Answered by `Done(token)`."""
+    """`drain`: admit nothing more, finish, stop. `now`: cancel every request, stop. Answered by `Done(token)`."""
 
     mode: Literal["drain", "now"]
     token: int | None = None
@@ -182,9 +183,9 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class EndSession:
-    """Give back what a session holds, without a `name` all of a client's. Answered by `Done(token)`, if there is one.
+    """Free the KV of a session, or without a `name` of all sessions of a client. Answered by `Done(token)`, if given.
 
-    Of what is unknown by now nothing is held. A turn that runs goes on, and leaves nothing.
+    An unknown session has no KV. A running turn goes on and leaves no KV behind.
     """
 
     client: str
@@ -194,9 +195,9 @@ class EndSession:
 
 @dataclass(frozen=True, slots=True)
 class PutAdapter:
-    """Have an adapter, or a newer version of one. Answered by `Done(token)` or `Failed`, if there is a token.
+    """Load an adapter, or a newer version of one. Answered by `Done(token)` or `Failed`, if there is a token.
 
-    Without a `version` it is the one after the last, or 0. Rows that run with the adapter go on with the new one.
+    Without a `version` it is the last version plus 1, or 0. Running rows go on with the new version.
     """
 
     name: str
@@ -207,7 +208,7 @@ class PutAdapter:
 
 @dataclass(frozen=True, slots=True)
 class DropAdapter:
-    """Forget an adapter that no unfinished request names. Answered by `Done(token)` or `Failed`."""
+    """Unload an adapter that no unfinished request names. Answered by `Done(token)` or `Failed`."""
 
     name: str
     token: int
@@ -249,7 +250,7 @@ class Finish:
 
     @property
     def complete(self) -> bool:
-        """True for an end of its own; what was broken off may be continued."""
+        """True if the completion ended by itself; any other end may be continued."""
         return self.reason in ("stop", "length")
 
 
@@ -259,24 +260,24 @@ class Delta:
 
     key: RequestKey
     index: int
-    offset: int  # position of the first new token in the completion, `prior` counted
+    offset: int  # position of the first new token in the completion, `prior` included
     token_ids: np.ndarray  # int32 [k]
     logprobs: np.ndarray  # float32 [k]
     raw_logprobs: np.ndarray  # float32 [k]
-    drawn_logprobs: np.ndarray | None  # float32 [k], where the drawn distribution is not the plain one
+    drawn_logprobs: np.ndarray | None  # float32 [k], if the drawn distribution differs from the plain one
     versions: VersionRuns
     seed: int  # of this completion's row
     finish: Finish | None = None
-    #: All so far: (tokens, version) where KV of the prompt and so many tokens was computed again, under that version.
+    #: All so far: (tokens, version): KV of the prompt and so many tokens was computed again under that version.
     recomputed: tuple[tuple[int, int], ...] = ()
-    version_span: int = 0  # with `finish`: newest less oldest version of the tokens generated here
-    #: Experts of the forwards by which the tokens came, uint8 or uint16 [entries, sparse layers, experts a token]: of
-    #: the positions since the last delta, or since `routing_from`, up to that before the newest token.
+    version_span: int = 0  # with `finish`: newest less oldest version of the tokens that this worker generated
+    #: Experts of the forwards that produced the tokens, uint8 or uint16 [entries, sparse layers, experts of a token].
+    #: The positions begin after those of the last delta, or at `routing_from`, and end before the newest token.
     routing: np.ndarray | None = None
-    top_ids: np.ndarray | None = None  # int32 [k, tops], likeliest first, where they were asked for
-    top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's own distribution
+    top_ids: np.ndarray | None = None  # int32 [k, tops], likeliest first, if requested
+    top_logprobs: np.ndarray | None = None  # float32 [k, tops], of the model's plain distribution
     prompt_logprobs: np.ndarray | None = None  # as in `RequestDone`; with the first delta of completion 0
-    #: All so far, where the request names an adapter: (token, version): from this token on it was of that version.
+    #: All so far, if the request names an adapter: (token, version): from this token on the adapter had that version.
     adapter_versions: tuple[tuple[int, int], ...] = ()
 
 
@@ -292,12 +293,12 @@ class RequestDone:
     prefill_s: float
     decode_s: float
     total_s: float
-    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN for the first, and where never computed
+    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens]; NaN for the first and for missing ones
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A request was not taken."""
+    """A request was not admitted."""
 
     key: RequestKey
     code: Literal["too_long", "overloaded", "unavailable", "bad_request", "internal"]
@@ -310,7 +311,7 @@ class Done:
     """A control command took effect."""
 
     token: int
-    facts: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # what it came to, for the answer
+    facts: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # figures for the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +333,8 @@ class AdapterStatus:
 
     name: str
     version: int
-    resident: bool  # it lies in a slot on the device
-    rows: int  # that have taken the slot
+    resident: bool  # the adapter is in a slot on the device
+    rows: int  # rows that use the slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,8 +342,8 @@ class SwapStatus:
     """One swap of the weights."""
 
     version: int
-    age_s: float  # since it was over
-    pause_s: float  # for which it held the compute stream
+    age_s: float  # time since its end
+    pause_s: float  # time that it occupied the compute stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,36 +354,36 @@ class SequenceStatus:
     index: int
     state: Literal["prefill", "decode", "leaving"]
     prompt_tokens: int
-    tokens: int  # committed, those of `prior` included
+    tokens: int  # committed tokens, those of `prior` included
     max_tokens: int
     pages: int
-    age_s: float  # since its request was submitted
-    version: int | None  # of its newest token; None before the first
+    age_s: float  # time since its request was submitted
+    version: int | None  # of its newest token; None before the first token
     priority: int
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStatus:
-    """Sessions between their turns: now, and since start."""
+    """Sessions between their turns: now, and totals since start."""
 
-    holding: int = 0  # sessions that hold pages
-    pages: int = 0  # that they hold
-    turns: int = 0  # since start
+    holding: int = 0  # sessions with pages, now
+    pages: int = 0  # their pages, now
+    turns: int = 0
     hits: int = 0  # turns that found KV in their session
-    reused_tokens: int = 0  # tokens whose KV they found there
+    reused_tokens: int = 0  # tokens whose KV these turns found
     evicted: int = 0  # sessions that lost their pages to rows or to other sessions
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadStatus:
-    """KV of preempted sequences on the host: now, and since start."""
+    """KV of preempted sequences on the host: now, and totals since start."""
 
-    sequences: int = 0  # preempted sequences whose KV is kept
-    pages: int = 0  # pages of host memory set aside for them
-    pages_total: int = 0  # there are; 0 without offloading
-    parked: int = 0  # since start: preempted sequences whose KV was kept
-    restored: int = 0  # those that went on with it
-    refused: int = 0  # preempted sequences for whose KV there was no room
+    sequences: int = 0  # parked sequences, now
+    pages: int = 0  # pages of host memory reserved for them, now
+    pages_total: int = 0  # all pages of host memory; 0 without offloading
+    parked: int = 0  # preempted sequences whose KV was kept
+    restored: int = 0  # parked sequences that went on with their KV
+    refused: int = 0  # preempted sequences whose KV had no room on the host
     bytes_out: int = 0  # copied to the host
     bytes_in: int = 0  # copied back
 
@@ -402,7 +403,7 @@ EngineState = Literal["serving", "paused", "draining", "asleep", "stale", "stall
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A snapshot of the engine, replaced as a whole a few times a second; what `status` answers from."""
+    """A snapshot of the engine, replaced as a whole a few times a second; `status` is answered from it."""
 
     state: EngineState = "serving"
     weights_version: int = 0
@@ -416,7 +417,7 @@ class EngineStatus:
     pages_total: int = 0
     sessions: SessionStatus = SessionStatus()
     offload: OffloadStatus = OffloadStatus()
-    sleep: SleepStatus | None = None  # None: it is awake
+    sleep: SleepStatus | None = None  # None: awake
     slots_in_flight: int = 0
     adapters: tuple[AdapterStatus, ...] | None = None  # None: this worker serves none
     tokens_per_s: float = 0.0
@@ -424,14 +425,14 @@ class EngineStatus:
     reclaimed: int = 0
     preemptions: int = 0
     uptime_s: float = 0.0
-    last_tick_s: float = 0.0  # seconds since the loop turned last
-    faults: int = 0  # of the engine, after which it was built anew
-    restarts: int = 0  # of the worker, by its supervisor
-    prompt_faults: int = 0  # deaths of the process that prepares prompts, after which it was replaced
+    last_tick_s: float = 0.0  # seconds since the last tick of the loop
+    faults: int = 0  # faults of the engine, which was built anew after each
+    restarts: int = 0  # restarts of the worker by its supervisor
+    prompt_faults: int = 0  # deaths of the prompt process, which was replaced after each
     tokens: int = 0  # committed and kept since start
-    tokens_by_second: tuple[int, ...] = ()  # of the last ten seconds, oldest first
-    idle_pct: Mapping[str, float] = field(default_factory=dict)  # by cause, of about the last 10 s
+    tokens_by_second: tuple[int, ...] = ()  # in the last ten seconds, oldest first
+    idle_pct: Mapping[str, float] = field(default_factory=dict)  # share of about the last 10 s, by cause
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the last report: those that `rollout top` shows
-    swaps: tuple[SwapStatus, ...] = ()  # the last ones, newest first
-    problems: tuple[str, ...] = ()  # what has ended that should not have, a sentence each
-    stale: str = ""  # why the weights are of no use, and what cures that
+    swaps: tuple[SwapStatus, ...] = ()  # the last swaps, newest first
+    problems: tuple[str, ...] = ()  # what has failed although generation goes on, a sentence each
+    stale: str = ""  # why the weights cannot be used, and what cures that

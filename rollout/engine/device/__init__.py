@@ -1,1 +1,1 @@
-"""The device: streams and events, memory that can be released, how much of it there is."""
+"""The device: streams and events, releasable memory, the size of the KV pool."""

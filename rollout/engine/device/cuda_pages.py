@@ -1,12 +1,12 @@
-"""Memory of a GPU whose addresses outlive it, through the driver's virtual memory management.
+"""GPU memory that can be given back while its addresses stay, through the driver's virtual memory management.
 
     reserve    cuMemAddressReserve                                        addresses
-    back       cuMemCreate -> cuMemMap -> cuMemSetAccess                  memory behind them
-    give_back  cuMemUnmap -> cuMemRelease                                 the driver has it again
-    end        cuMemUnmap -> cuMemRelease -> cuMemAddressFree             once no tensor lies there any more
+    back       cuMemCreate -> cuMemMap -> cuMemSetAccess                  memory at these addresses
+    give_back  cuMemUnmap -> cuMemRelease                                 the driver has the memory again
+    end        cuMemUnmap -> cuMemRelease -> cuMemAddressFree             when the last tensor there is gone
 
-The driver's library is the one that torch has loaded, and the context is torch's own. Nothing here is ordered with
-streams: whoever unmaps has waited for the device.
+The driver's library is the one that torch has loaded, and the context is torch's own. These calls are not ordered with
+streams: wait for the device before memory is unmapped.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Driver:
         self._library = ctypes.CDLL("libcuda.so.1")
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises DriverError with the driver's own words."""
+        """Call a function of the driver. Raises DriverError with the driver's message."""
         with torch.cuda.device(self._device):
             status = getattr(self._library, name)(*arguments)
         if status:
@@ -91,21 +91,21 @@ class _Driver:
 
 
 class _Span:
-    """Addresses, and the handle of the memory behind them while there is some."""
+    """Reserved addresses, and the handle of the memory there, if there is any."""
 
     def __init__(self, driver: Driver, address: int, nbytes: int) -> None:
         self.driver, self.address, self.nbytes = driver, address, nbytes
         self.handle: int | None = None
 
     def unmap(self) -> None:
-        """Let the driver have the memory."""
+        """Give the memory back to the driver."""
         handle, self.handle = self.handle, None
         if handle is not None:
             self.driver.call("cuMemUnmap", ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
             self.driver.call("cuMemRelease", ctypes.c_uint64(handle))
 
     def __del__(self) -> None:
-        """No tensor lies here any more; a process that ends gives all back by itself."""
+        """The last tensor here is gone. At the end of the process the driver frees everything by itself."""
         if sys is None or sys.is_finalizing():
             return
         if self.handle is not None:
@@ -115,7 +115,7 @@ class _Span:
 
 
 class _Array:
-    """What torch makes a tensor of; it holds the span for as long as the tensor lives."""
+    """An array interface for torch; it keeps the span alive as long as the tensor lives."""
 
     def __init__(self, span: _Span, start: int, nbytes: int) -> None:
         self._span = span
@@ -127,7 +127,7 @@ class Driver(Protocol):
     """Calls of libcuda."""
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises DriverError."""
+        """Call a function of the driver. Raises DriverError."""
 
     def wait(self) -> None:
         """Return when nothing runs on the device."""
@@ -153,7 +153,7 @@ class CudaPages:
         self._granularity = granularity.value
 
     def reserve(self, nbytes: int) -> _Span:
-        """Addresses for `nbytes`, rounded up to what the driver maps at once."""
+        """Reserve addresses for `nbytes`, rounded up to the driver's granularity."""
         rounded = -(-nbytes // self._granularity) * self._granularity
         address, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
         self._driver.call(
@@ -162,7 +162,7 @@ class CudaPages:
         return _Span(self._driver, address.value, rounded)
 
     def back(self, span: _Span) -> None:
-        """Memory of this GPU, readable and writable by it. Raises MemoryShortError; after any error there is none."""
+        """Put memory of this GPU there, readable and writable. After an error (MemoryShortError) it has no memory."""
         assert span.handle is None
         handle, nbytes, zero = ctypes.c_uint64(), ctypes.c_size_t(span.nbytes), ctypes.c_uint64(0)
         try:
@@ -171,8 +171,8 @@ class CudaPages:
             if error.status != _OUT_OF_MEMORY:
                 raise
             raise MemoryShortError(
-                f"the driver has not {span.nbytes / _GIB:.2f} GiB more; {self.free_bytes() / _GIB:.2f} GiB are free: "
-                "free some, then try it again"
+                f"{span.nbytes / _GIB:.2f} GiB more are needed and {self.free_bytes() / _GIB:.2f} GiB are free: "
+                "free some memory of this GPU, then try again"
             ) from error
         address, access = ctypes.c_uint64(span.address), _Access(_Location(_DEVICE, self._index), _READ_WRITE)
         try:
@@ -188,7 +188,7 @@ class CudaPages:
             raise
 
     def give_back(self, span: _Span) -> None:
-        """Unmap; the device has been waited for."""
+        """Give the memory back; the device is idle."""
         span.unmap()
 
     def tensor(self, span: _Span, start: int, nbytes: int) -> torch.Tensor:
@@ -200,11 +200,11 @@ class CudaPages:
         return tensor
 
     def free_bytes(self) -> int:
-        """What the driver says, bytes."""
+        """Free memory as the driver reports it, bytes."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def trim(self) -> int:
-        """Give back what torch's allocator holds and no tensor uses; bytes."""
-        held = torch.cuda.memory_reserved(self._device)
+        """Give back memory that torch's allocator keeps unused; returns its bytes."""
+        before = torch.cuda.memory_reserved(self._device)
         torch.cuda.empty_cache()
-        return held - torch.cuda.memory_reserved(self._device)
+        return before - torch.cuda.memory_reserved(self._device)

@@ -1,15 +1,15 @@
-"""Memory that can be given back and had again while its addresses stay: what a worker lets go of when it sleeps.
+"""Releasable memory: a sleep gives it back, a wake takes it again, and its addresses stay the same.
 
-    block   |== tensor ==|== tensor ==|== tensor ==|..|      addresses, reserved for good
-    backing |##########################################|      memory behind them: there, or given back
+    block   |== tensor ==|== tensor ==|== tensor ==|..|      addresses, reserved for the life of the process
+    backing |##########################################|      memory at these addresses: present, or given back
 
-A tensor lies at one place of one block, so tensors, their views and captured graphs that hold addresses are as valid
-after a wake as before a sleep; whoever touches one in between reads nothing or, on a GPU, breaks the context.
+A tensor stays at one place of one block. So tensors, their views, and captured graphs that contain addresses are valid
+after a wake. An access during a sleep reads zeros on a CPU, and breaks the context on a GPU.
 
 Invariants:
 
-- All blocks have memory, or none has: where a wake fails half-way, what it got goes back.
-- What is `kept` is in host memory before anything is given back. What is not is zeros when it is back.
+- All blocks have memory, or no block has: a wake that fails half-way gives back the memory that it got.
+- Content that is `kept` is in host memory before any block is given back. All other content is zeros after a wake.
 """
 
 from __future__ import annotations
@@ -26,77 +26,77 @@ import torch
 from rollout.engine.device.streams import CpuDevice, Device
 
 _GIB = 2**30
-#: Where tensors begin in a block, bytes: as torch's own allocator does.
+#: Alignment of tensors in a block, bytes: the same as in torch's own allocator.
 _ALIGN = 512
-#: Tensors that are moved share blocks of about this size: while they move, both places are taken.
+#: Tensors that are moved share blocks of about this size. While a block is moved, both places take memory.
 _BLOCK_BYTES = 256 << 20
-#: Host memory is taken in pieces of powers of two, to which pinned memory is rounded up: most of this size, the rest of
-#: a block in smaller ones, down to the least.
+#: Host memory is allocated in pieces of powers of two, because pinned memory is rounded up to those: pieces of the
+#: first size, and the rest of a block in smaller pieces, down to the second size.
 _PIECE_BYTES, _LEAST_PIECE_BYTES = 256 << 20, 1 << 20
 
 
 class MemoryShortError(RuntimeError):
-    """There is too little memory, on the device or the host; the message says how much is missing."""
+    """Too little memory on the device or the host; the message says how much is missing."""
 
 
 class Backing(Protocol):
-    """Where addresses come from, and the memory behind them; a reservation ends with the last tensor in it."""
+    """Reserves addresses and puts memory there; a reservation ends with the last tensor in it."""
 
-    lazy: bool  # memory comes when it is touched, zeroed
+    lazy: bool  # memory appears, zeroed, when it is first accessed
 
     def reserve(self, nbytes: int) -> Any:
-        """Addresses for at least so many bytes, without memory."""
+        """Reserve addresses for at least `nbytes`, without memory."""
 
     def back(self, span: Any) -> None:
-        """Put memory behind a reservation. Raises MemoryShortError, and then there is none."""
+        """Put memory at the addresses of a reservation. After MemoryShortError it has no memory."""
 
     def give_back(self, span: Any) -> None:
-        """Take the memory away; nothing on the device may use it any more."""
+        """Give the memory back; nothing on the device uses it any more."""
 
     def tensor(self, span: Any, start: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] at byte `start` of a reservation that has memory; a storage of its own."""
+        """uint8 [nbytes] at byte `start` of a reservation with memory, as a storage of its own."""
 
     def free_bytes(self) -> int:
-        """What the driver, or the system, says is free."""
+        """Free memory as the driver or the system reports it, bytes."""
 
     def trim(self) -> int:
-        """Give back what torch's allocator holds and no tensor uses; bytes."""
+        """Give back memory that torch's allocator keeps unused; returns its bytes."""
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """One reservation. `nbytes` are in use."""
+    """One reservation; tensors use its first `nbytes`."""
 
     span: Any
     nbytes: int
     kept: bool  # its content outlives a sleep of level 1
-    host: list[torch.Tensor] = field(default_factory=list)  # where it is then, in pieces; stays for the next time
+    host: list[torch.Tensor] = field(default_factory=list)  # its content in a sleep, in pieces; reused
 
 
 class ReleasableMemory:
-    """All blocks of a worker. `release` and `restore` are called while nothing runs on the device."""
+    """All blocks of a worker. Call `release` and `restore` only while nothing runs on the device."""
 
     def __init__(self, device: Device, backing: Backing | None = None) -> None:
         self._device = device
         self._backing = backing or _backing(device)
         self._blocks: list[_Block] = []
         self._saved = False
-        self._headroom = 0  # what steps had made the allocator hold
+        self._headroom = 0  # memory that the allocator kept for steps, bytes
         self.released = False
 
     @property
     def nbytes(self) -> int:
-        """What the tensors take, bytes."""
+        """Bytes of all tensors."""
         return sum(block.nbytes for block in self._blocks)
 
     @property
     def kept_bytes(self) -> int:
-        """What of it is kept, bytes."""
+        """Bytes of the tensors whose content is kept."""
         return sum(block.nbytes for block in self._blocks if block.kept)
 
     @property
     def _needed(self) -> int:
-        """What must be free for a wake, bytes."""
+        """Free memory that a wake needs, bytes."""
         return self.kept_bytes if self._backing.lazy else self.nbytes + self._headroom
 
     # --- while it is built -------------------------------------------------------------------------------------------
@@ -114,11 +114,11 @@ class ReleasableMemory:
 
     @torch.no_grad()
     def take_over(self, tensors: Iterable[torch.Tensor], *, kept: bool) -> None:
-        """Move tensors here; the objects stay the same, views that others hold of them do not move along."""
+        """Move tensors into blocks. The tensor objects stay the same; earlier views still refer to the old memory."""
         for group in _grouped(tensors):
             starts, end = [], 0
             for tensor in group:
-                assert tensor.is_contiguous(), "a tensor that is moved lies in one piece"
+                assert tensor.is_contiguous(), "only contiguous tensors can be moved"
                 starts.append(end)
                 end += -(-tensor.nbytes // _ALIGN) * _ALIGN
             block = self._add(end, kept)
@@ -126,7 +126,7 @@ class ReleasableMemory:
                 there = self._backing.tensor(block.span, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
                 there.copy_(tensor)
                 tensor.data = there
-            self._backing.trim()  # so that all of it is never there twice
+            self._backing.trim()  # so that only one group at a time takes memory twice
 
     def _add(self, nbytes: int, kept: bool) -> _Block:
         assert not self.released
@@ -145,7 +145,7 @@ class ReleasableMemory:
 
     @torch.inference_mode()
     def save(self) -> None:
-        """Copy what is kept to host memory. Raises MemoryShortError where there is too little of it."""
+        """Copy kept content to host memory. Raises MemoryShortError if there is too little of it."""
         missing = self.kept_bytes - sum(block.nbytes for block in self._blocks if block.host)
         free = CpuDevice().free_bytes()
         if missing > free:
@@ -164,30 +164,30 @@ class ReleasableMemory:
     def _host_pieces(self, nbytes: int) -> list[torch.Tensor]:
         try:
             return [self._device.host_buffer((piece,), torch.uint8) for piece in _pieces(nbytes)]
-        except RuntimeError as error:  # of an allocator: the memory there is may not be had, or not be pinned
+        except RuntimeError as error:  # free memory may be unavailable to this process, or cannot be pinned
             raise MemoryShortError(
-                f"the host does not give {nbytes / _GIB:.2f} GiB of pinned memory for weights: sleep with level 2, or "
+                f"the host has no {nbytes / _GIB:.2f} GiB of pinned memory for the weights: sleep with level 2, or "
                 f"free host memory ({error!s:.200})"
             ) from error
 
     def release(self) -> int:
-        """Give all memory back; the bytes that came free by what the driver, or the system, says."""
+        """Give all memory back; returns the freed bytes as the driver or the system reports them."""
         assert not self.released
         self._device.synchronize()
         before = self._backing.free_bytes()
-        self.released = True  # first: nobody may count on any of it, should this fail half-way
+        self.released = True  # first: if this fails half-way, no memory can be relied on
         for block in self._blocks:
             self._backing.give_back(block.span)
         self._headroom = self._backing.trim()
         return max(self._backing.free_bytes() - before, 0)
 
     def forget(self) -> None:
-        """What was saved is of no use any more."""
+        """Drop the saved content."""
         self._saved = False
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Have all memory, with what was saved and zeros elsewhere. Raises MemoryShortError; then there is none."""
+        """Take all memory again: saved content, zeros elsewhere. After MemoryShortError no block has memory."""
         assert self.released
         self._backing.trim()
         if self._backing.free_bytes() < self._needed:
@@ -203,7 +203,7 @@ class ReleasableMemory:
             else:
                 self._clear(block)
         self._device.synchronize()
-        self.released = self._saved = False  # last: where the device fails, nobody may count on what is there
+        self.released = self._saved = False  # last: if the device fails before this, the memory is not valid
 
     def _back_all(self) -> None:
         with contextlib.ExitStack() as undo:
@@ -216,16 +216,16 @@ class ReleasableMemory:
         needed, free = self._needed, self._backing.free_bytes()
         return MemoryShortError(
             f"waking takes {needed / _GIB:.2f} GiB and {free / _GIB:.2f} GiB are free: "
-            f"{max(needed - free, 0) / _GIB:.2f} GiB are missing; free them, then wake it again"
+            f"{max(needed - free, 0) / _GIB:.2f} GiB are missing; free them, then wake the worker again"
         )
 
     def _clear(self, block: _Block) -> None:
-        """Make it zeros, just after it has got its memory: a page may hold NaN, which masks don't hold back."""
+        """Zero a block that has just got its memory: a KV page may contain NaN, and masks do not hide NaN."""
         if not self._backing.lazy:
             self._whole(block).zero_()
 
     def _parts(self, block: _Block) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The pieces of host memory, and what each is of."""
+        """Pairs of a piece of host memory and the part of the block that it saves."""
         return zip(block.host, self._whole(block).split([len(piece) for piece in block.host]), strict=True)
 
     def _whole(self, block: _Block) -> torch.Tensor:
@@ -252,7 +252,7 @@ def _grouped(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _pieces(nbytes: int) -> list[int]:
-    """Sizes that add up to `nbytes`."""
+    """Sizes of pieces that add up to `nbytes`."""
     sizes, piece = [], _PIECE_BYTES
     while nbytes > 0:
         if nbytes < piece and piece > _LEAST_PIECE_BYTES:
@@ -264,20 +264,20 @@ def _pieces(nbytes: int) -> list[int]:
 
 
 class HostPages:
-    """Memory of the host: the kernel takes its pages back, and gives zeroed ones when they are touched again."""
+    """Host memory: the kernel takes its pages back, and gives zeroed pages at the next access."""
 
     lazy = True
 
     def reserve(self, nbytes: int) -> mmap.mmap:
-        """Addresses; there is memory as soon as they are written to."""
-        # Private: what is shared would only be unmapped, and stay in memory.
+        """Reserve addresses; memory appears at the first access."""
+        # Private: shared pages would only be unmapped, and stay in memory.
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def back(self, span: mmap.mmap) -> None:
-        """Nothing to do: the kernel does it page by page."""
+        """No-op: the kernel adds memory page by page."""
 
     def give_back(self, span: mmap.mmap) -> None:
-        """Have the kernel take the pages."""
+        """Give the pages back to the kernel."""
         span.madvise(mmap.MADV_DONTNEED)
 
     def tensor(self, span: mmap.mmap, start: int, nbytes: int) -> torch.Tensor:
@@ -287,9 +287,9 @@ class HostPages:
         return torch.frombuffer(span, dtype=torch.uint8, offset=start, count=nbytes)
 
     def free_bytes(self) -> int:
-        """Memory that the kernel says can be had without swapping, bytes."""
+        """Memory that is available without swapping, as the kernel reports it, bytes."""
         return CpuDevice().free_bytes()
 
     def trim(self) -> int:
-        """Nothing: torch keeps no memory of a CPU."""
+        """0: torch keeps no unused CPU memory."""
         return 0

@@ -1,15 +1,15 @@
 """Streams and events with one interface on CUDA and on a CPU.
 
-A stream runs what it is given in order and returns to the caller at once. An event marks a place in a stream; other
-streams and the host can wait for it. On CUDA these are CUDA's own. On a CPU a stream is a thread that runs closures,
-so that overlap, ordering and races are as real there as on a GPU.
+A stream runs its work in order and returns to the caller at once. An event marks a place in a stream; other streams and
+the host can wait for it. On CUDA these are CUDA's own. On a CPU a stream is a thread that runs closures, so overlap,
+ordering and races are as real there as on a GPU.
 
-    event.record on stream A      everything put on A before is done once the event fires
-    B.wait(event)                 B holds back what it is given after this; the host does not wait
+    event.record on stream A      the event fires when all work that A was given before is done
+    B.wait(event)                 B delays the work that it is given after this; the host does not wait
     event.synchronize()           the host waits
 
-A closure that raises poisons its stream, as a fault poisons a CUDA context: what follows is skipped, events still fire
-so that nobody waits for ever, and `check()` raises the first fault.
+A closure that raises poisons its stream, as a fault poisons a CUDA context: later work is skipped, events still fire so
+that no thread waits forever, and `check()` raises the first fault.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 
 
 class DeviceError(RuntimeError):
-    """Work on a device stream failed; what was in flight is lost and the engine can't go on."""
+    """Work on a device stream failed: the steps in flight are lost and the engine cannot go on."""
 
 
 class Event(Protocol):
-    """A place in a stream. `record` on a stream may be called again: later waits are for the newest record."""
+    """A place in a stream. An event may be recorded again; later waits refer to the newest record."""
 
     def query(self) -> bool:
         """True once the stream has reached the newest record."""
@@ -38,7 +38,7 @@ class Event(Protocol):
 
     @property
     def time_s(self) -> float:
-        """When the newest record was reached, in `time.perf_counter()` seconds; only after it was."""
+        """When the newest record was reached, in `time.perf_counter()` seconds; only valid after it was reached."""
 
 
 class Stream(Protocol):
@@ -51,13 +51,13 @@ class Stream(Protocol):
         """Enqueue the firing of `event`."""
 
     def wait(self, event: Event) -> None:
-        """Hold back what is enqueued after this until the newest record of `event` has fired."""
+        """Delay work that is enqueued after this until the newest record of `event` has fired."""
 
     def check(self) -> None:
         """Raise DeviceError if work on this stream failed."""
 
     def close(self) -> None:
-        """Finish what is enqueued and take no more."""
+        """Finish the enqueued work and accept no more."""
 
 
 class Device(Protocol):
@@ -72,19 +72,19 @@ class Device(Protocol):
         """A new event, timed."""
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed host memory that a device can copy from and to in the background."""
+        """Zeroed host memory that the device can copy from and to in the background."""
 
     def free_bytes(self) -> int:
-        """Memory that is free for tensors now."""
+        """Memory that is free for tensors now, bytes."""
 
     def synchronize(self) -> None:
-        """Wait for all work on the device, of streams that are not ours too; for start-up only."""
+        """Wait for all work on the device, also of foreign streams; for start-up only."""
 
 
 def make_device(name: str) -> Device:
     """The device for a `model.device` setting: `auto`, `cpu`, `cuda` or `cuda:N`.
 
-    Raises ValueError when the name is none of these or names a device that is not there.
+    Raises ValueError for any other name and for a device that does not exist.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,7 +97,7 @@ def make_device(name: str) -> Device:
     if device.type != "cuda":
         raise ValueError(f"device {name!r}: write auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} is not there: {torch.cuda.device_count()} CUDA devices are visible")
+        raise ValueError(f"device {name!r} does not exist: {torch.cuda.device_count()} CUDA devices are visible")
     return CudaDevice(torch.device("cuda", device.index or 0))
 
 
@@ -105,24 +105,24 @@ def make_device(name: str) -> Device:
 
 
 class _Ticket:
-    """One record of an event: a gate that opens once."""
+    """One record of an event: a lock that opens once."""
 
-    __slots__ = ("fired", "gate", "time_s")
+    __slots__ = ("fired", "lock", "time_s")
 
     def __init__(self) -> None:
-        self.gate = threading.Lock()
-        self.gate.acquire()
+        self.lock = threading.Lock()
+        self.lock.acquire()
         self.fired = False
         self.time_s = 0.0
 
     def fire(self) -> None:
         self.time_s = time.perf_counter()
         self.fired = True
-        self.gate.release()
+        self.lock.release()
 
     def wait(self) -> None:
         if not self.fired:
-            with self.gate:  # opened by fire(); taking and giving it back lets every waiter through in turn
+            with self.lock:  # released by fire(); each waiter takes and releases it in turn
                 pass
 
 
@@ -133,7 +133,7 @@ class CpuEvent:
         self.ticket: _Ticket | None = None
 
     def query(self) -> bool:
-        """True once the newest record was reached; an event that was never recorded counts as reached."""
+        """True once the newest record was reached. An event that was never recorded counts as reached."""
         return self.ticket is None or self.ticket.fired
 
     def synchronize(self) -> None:
@@ -167,7 +167,7 @@ class CpuStream:
         self._queue.put(ticket.fire)
 
     def wait(self, event: CpuEvent) -> None:
-        """Hold back later work until the newest record of `event` has fired."""
+        """Delay later work until the newest record of `event` has fired."""
         if event.ticket is not None and not event.ticket.fired:
             self._queue.put(event.ticket.wait)
 
@@ -177,7 +177,7 @@ class CpuStream:
             raise DeviceError(f"{self._thread.name}: {self._failure}") from self._failure
 
     def close(self) -> None:
-        """Run what is enqueued, then end the thread."""
+        """Run the enqueued work, then end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -192,18 +192,18 @@ class CpuStream:
             return
         try:
             work()
-        except BaseException as error:  # reported by check(): a stream has no caller to raise to
+        except BaseException as error:  # check() raises it: a stream has no caller
             self._failure = error
 
 
 class CpuDevice:
-    """The CPU: a thread a stream."""
+    """The CPU: each stream is a thread."""
 
     torch_device = torch.device("cpu")
 
     def stream(self, name: str) -> Stream:
         """A new stream."""
-        return CpuStream(name)  # type: ignore[return-value]  # events of one device stay with its streams
+        return CpuStream(name)  # type: ignore[return-value]  # a device's streams only see its own events
 
     def event(self) -> CpuEvent:
         """A new event."""
@@ -214,7 +214,7 @@ class CpuDevice:
         return torch.zeros(shape, dtype=dtype)
 
     def free_bytes(self) -> int:
-        """Memory that the kernel says can be had without swapping, bytes."""
+        """Memory that is available without swapping, as the kernel reports it, bytes."""
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
@@ -222,7 +222,7 @@ class CpuDevice:
         raise OSError("/proc/meminfo has no MemAvailable line: set kv_pages")
 
     def synchronize(self) -> None:
-        """Nothing to wait for: what is not enqueued on a stream has happened."""
+        """No-op: work that is not on a stream is done when its call returns."""
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------
@@ -231,10 +231,10 @@ class CpuDevice:
 class _CudaClock:
     """Maps CUDA events to the host's clock.
 
-    CUDA gives the time between two events as a float32 of milliseconds, so the event that all are compared with is
-    renewed every few seconds: at 10 s the resolution is a microsecond. Nothing waits for the newer one: it is recorded
-    on a stream that runs nothing of the steps, and taken at the first question after it was reached. Only where nobody
-    asked for so long that the resolution is lost, since the device had nothing to do, the clock is set anew.
+    CUDA gives the time between two events as a float32 of milliseconds, so the reference event is renewed every few
+    seconds: at 10 s the resolution is a microsecond. No thread waits for the new reference: it is recorded on a stream
+    of its own, and used from the first question after it was reached. If the device was idle for so long that the
+    resolution is lost, the clock is set again, which waits.
     """
 
     _RENEW_MS = 10_000.0
@@ -262,7 +262,7 @@ class _CudaClock:
         self._origin_s = time.perf_counter()
 
     def _renew(self) -> None:
-        """Ask for a newer origin, or take the one that was asked for, if it was reached."""
+        """Record a newer origin, or use the recorded one if it was reached."""
         if self._newer is None:
             self._newer = self._record()
         if self._newer.query():
@@ -279,7 +279,7 @@ class CudaEvent:
     """A timed CUDA event whose times are mapped to the host's clock."""
 
     def __init__(self, clock: _CudaClock) -> None:
-        # External: recorded while a graph is captured, it is recorded by each replay.
+        # External: if it is recorded while a graph is captured, each replay records it.
         self.event = torch.cuda.Event(enable_timing=True, external=True)
         self._clock = clock
 
@@ -298,13 +298,13 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream of its own; work is enqueued by running it on the host under that stream."""
+    """A CUDA stream; work is enqueued by running it on the host with this stream current."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
 
     def run(self, work: Callable[[], object]) -> None:
-        """Run `work` on the host with this stream current, so that its kernels are enqueued here."""
+        """Run `work` on the host with this stream current, which enqueues its kernels here."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             work()
 
@@ -313,14 +313,14 @@ class CudaStream:
         event.event.record(self.stream)
 
     def wait(self, event: CudaEvent) -> None:
-        """Hold back later work until the newest record of `event` has fired."""
+        """Delay later work until the newest record of `event` has fired."""
         self.stream.wait_event(event.event)
 
     def check(self) -> None:
-        """CUDA raises at the next call by itself."""
+        """No-op: CUDA itself raises at the next call."""
 
     def close(self) -> None:
-        """Wait for what is enqueued."""
+        """Wait for the enqueued work."""
         self.stream.synchronize()
 
 
@@ -345,9 +345,9 @@ class CudaDevice:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
     def free_bytes(self) -> int:
-        """What the driver says is free, plus what the allocator holds without using it, bytes."""
-        held = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return torch.cuda.mem_get_info(self.torch_device)[0] + held
+        """Free memory as the driver reports it, plus memory that the allocator keeps unused, bytes."""
+        unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return torch.cuda.mem_get_info(self.torch_device)[0] + unused
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
