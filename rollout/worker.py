@@ -277,7 +277,7 @@ class Worker:
         self.metrics.put(meter.steps, totals, final=True, histograms=histograms, versions=versions)
         self.metrics.close(_SINK_DEADLINE_S)
         try:
-            self.engine.runner.close()
+            self.engine.executor.close()
         except RuntimeError:  # of a device that has failed
             log.debug("the streams did not end in order", exc_info=True)
         self._write_timeline()

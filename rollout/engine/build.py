@@ -25,7 +25,7 @@ from rollout.engine.device.sizing import (
     staging_bytes,
     weight_bytes,
 )
-from rollout.engine.device.streams import CpuDevice, Device
+from rollout.engine.device.streams import CpuDevice, Device, Stream
 from rollout.engine.gate import Gate
 from rollout.engine.kv.memory import SequenceMemory, pages_for
 from rollout.engine.kv.offload import Offload
@@ -39,15 +39,17 @@ from rollout.engine.parts import EngineParts, Links, Receiver
 from rollout.engine.schedule.admission import SchedulerLimits
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.scheduler import Scheduler
-from rollout.engine.step.expert_trace import ExpertPages
+from rollout.engine.step.device_step import DeviceStep, make_forward
+from rollout.engine.step.execute import Executor, Streams
+from rollout.engine.step.expert_trace import ExpertPages, routing_shape
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
-from rollout.engine.step.packing import PADDING_WORDS, slot_words, upload_words
+from rollout.engine.step.pack import PADDING_WORDS, Packer, slot_words, upload_words
 from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
 from rollout.engine.step.row_state import RowState
-from rollout.engine.step.runner import Runner
-from rollout.engine.step.slot import ALIGNMENT_WORDS, Slot
-from rollout.engine.step.step_record import routing_shape
+from rollout.engine.step.scores import scored_multiple
+from rollout.engine.step.slot import Slot
+from rollout.engine.step.upload import ALIGNMENT_WORDS
 from rollout.metrics.meter import Meter
 from rollout.models.adapters import AdapterSlots
 from rollout.models.batch import KVCache
@@ -130,17 +132,16 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     memory = engine.sleeper.memory
     if memory is not None and memory.released:
         raise RuntimeError("the memory is given back; only a new process has some")
-    runner, books = engine.runner, engine.scheduler.memory
-    runner.close()  # all launched work has ended: nothing writes to the KV any more
-    runner.device.synchronize()  # a broken CUDA context raises here
-    runner.graphs = None  # their memory goes with them
-    if runner.device.torch_device.type == "cuda":
+    executor, step, books = engine.executor, engine.executor.step, engine.scheduler.memory
+    executor.close()  # all launched work has ended: nothing writes to the KV any more
+    executor.device.synchronize()  # a broken CUDA context raises here
+    if executor.device.torch_device.type == "cuda":
         torch.cuda.empty_cache()
     with torch.inference_mode():
-        for cache in runner.kv.tensors:
+        for cache in step.kv.tensors:
             cache.zero_()  # a page may hold NaN, and masks do not hide NaN
     registry = None if books.adapters is None else books.adapters.registry
-    site = _Site(settings, runner.device, runner.model, registry, memory)
+    site = _Site(settings, executor.device, step.model, registry, memory)
     engine.restart(_build_parts(site, engine.scheduler.version, _Lasting.of(engine.parts)))
 
 
@@ -169,11 +170,11 @@ class _Lasting:
     @classmethod
     def of(cls, parts: EngineParts) -> _Lasting:
         """The lasting things of parts that a fault ended."""
-        runner, scheduler, offload = parts.runner, parts.scheduler, parts.offload
+        executor, scheduler, offload = parts.executor, parts.scheduler, parts.offload
         return cls(
-            runner.kv,
-            runner.adapters,
-            None if runner.mover is None else runner.mover.room,
+            executor.step.kv,
+            executor.step.adapters,
+            None if executor.mover is None else executor.mover.room,
             scheduler.counters,
             scheduler.memory.sessions.counts,
             None if offload is None else offload.parking.counts,
@@ -194,21 +195,8 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
     slots = [Slot(device, words, engine.max_rows, vocab, engine.prefill_chunk_tokens, routing) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
-    kv_now = _allocate_kv(model, _LEAST_PAGES, engine) if lasting is None else lasting.kv
-    runner = Runner(device, model, kv_now, rows, engine.fused_experts, engine.deterministic, adapters)
-    captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
-    try:
-        graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
-        if lasting is None:
-            runner.kv = _planned_kv(site, runner, slots, graph_rows)
-            device.synchronize()
-        runner.mover = _mover(settings, runner, None if lasting is None else lasting.room)
-        if graph_rows is not None:
-            runner.graphs = DecodeGraphs(runner, context, graph_rows)
-            runner.graphs.capture(slots, progress)
-    except BaseException:
-        runner.close()
-        raise
+    executor = _build_executor(site, rows, adapters, slots, lasting, progress)
+    step, mover, streams = executor.step, executor.mover, executor.streams
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
@@ -216,17 +204,16 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
         chunk_tokens=engine.prefill_chunk_tokens,
         upload_words=words - ALIGNMENT_WORDS - PADDING_WORDS,
     )
-    pool = PagePool(len(runner.kv.k[0]))
+    pool = PagePool(len(step.kv.k[0]))
     session_pages = int(engine.session_share * pool.total)
-    mover = runner.mover
     room_pages, page_bytes = (0, 0) if mover is None else (mover.room.pages, mover.room.page_bytes)
-    experts = None if routing is None else ExpertPages(routing, len(runner.kv.k[0]), engine.page_size, room_pages)
+    experts = None if routing is None else ExpertPages(routing, len(step.kv.k[0]), engine.page_size, room_pages)
     if experts is not None:
         log.info("experts of tokens are kept", extra={"host_bytes": experts.nbytes})
     table = None
-    if adapters is not None and runner.loads is not None:
+    if adapters is not None and streams.adapters is not None:
         assert site.registry is not None, "adapters have slots but no registry"
-        table = AdapterTable(site.registry, adapters, device, runner.loads, runner.compute)
+        table = AdapterTable(site.registry, adapters, device, streams.adapters, streams.compute)
     sessions = Sessions(pool, engine.page_size, session_pages, None if lasting is None else lasting.session_counts)
     parking = None
     if mover is not None:
@@ -236,15 +223,49 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     counters = Counters() if lasting is None else lasting.counters
     scheduler = Scheduler(limits, books, version, time.perf_counter, upload_words, counters)
     offload = None if mover is None or parking is None else Offload(scheduler, parking, mover)
-    return EngineParts(scheduler, Pipeline(slots, engine.pipeline_depth), runner, offload)
+    sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
+    packer = Packer(vocab, engine.page_size, multiple, adapters is not None, sizes)
+    return EngineParts(scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 
-def _mover(settings: Settings, runner: Runner, room: HostRoom | None) -> PageMover | None:
+def _build_executor(
+    site: _Site,
+    rows: RowState,
+    adapters: AdapterSlots | None,
+    slots: list[Slot],
+    lasting: _Lasting | None,
+    progress: Progress | None,
+) -> Executor:
+    """The device's side: streams, KV pool, captured steps. On an error the streams end."""
+    settings, device, model, engine = site.settings, site.device, site.model, site.settings.engine
+    context = context_limit(settings, model)
+    kv = _allocate_kv(model, _LEAST_PAGES, engine) if lasting is None else lasting.kv
+    forward = make_forward(model, engine.fused_experts, engine.deterministic)
+    step = DeviceStep(model, forward, kv, rows, adapters, exact_sums=engine.deterministic)
+    captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
+    graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
+    streams = Streams.make(device, adapters is not None)
+    mover, graphs = None, None
+    try:
+        if lasting is None:
+            step = step.with_kv(_planned_kv(site, Executor(device, streams, step), slots, graph_rows))
+            device.synchronize()
+        mover = _mover(site, step.kv, streams.compute, None if lasting is None else lasting.room)
+        if graph_rows is not None:
+            graphs = DecodeGraphs(step, streams.compute, context, graph_rows)
+            graphs.capture(slots, progress)
+    except BaseException:
+        Executor(device, streams, step, graphs, mover).close()
+        raise
+    return Executor(device, streams, step, graphs, mover)
+
+
+def _mover(site: _Site, kv: KVCache, compute: Stream, room: HostRoom | None) -> PageMover | None:
     """Moves pages to the host, into `room` or into new host memory. None without offloading."""
-    engine, device = settings.engine, runner.device
+    engine, device = site.settings.engine, site.device
     if room is None:
-        page_bytes = sum(tensor[0].nbytes for tensor in runner.kv.tensors)
-        adapter_bytes = adapter_host_bytes(engine, runner.model)
+        page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
+        adapter_bytes = adapter_host_bytes(engine, site.model)
         pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes)
         if pages == 0:
             return None
@@ -252,7 +273,7 @@ def _mover(settings: Settings, runner: Runner, room: HostRoom | None) -> PageMov
         room = HostRoom(device, pages, page_bytes)
         facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
         log.info("KV of preempted sequences is kept on the host", extra=facts)
-    return PageMover(device, runner.kv, room, int(engine.host_kv_piece_mib * 2**20), runner.compute)
+    return PageMover(device, kv, room, int(engine.host_kv_piece_mib * 2**20), compute)
 
 
 def _adapter_slots(site: _Site) -> AdapterSlots | None:
@@ -309,7 +330,7 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
     check_deterministic(model.spec)
 
 
-def _planned_kv(site: _Site, runner: Runner, slots: list[Slot], graph_rows: int | None) -> KVCache:
+def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: int | None) -> KVCache:
     """The KV pool, in the memory that the largest steps leave; on a GPU these are run to find out."""
     settings, model, device = site.settings, site.model, site.device
     engine, context, needs = settings.engine, context_limit(settings, model), StepNeeds()
@@ -317,7 +338,7 @@ def _planned_kv(site: _Site, runner: Runner, slots: list[Slot], graph_rows: int 
     try:
         if device.torch_device.type == "cuda":
             chunk_tokens = engine.prefill_chunk_tokens
-            needs = measure_steps(runner, slots, engine.max_rows, chunk_tokens, context, graph_rows)
+            needs = measure_steps(executor, slots, engine.max_rows, chunk_tokens, context, graph_rows)
     except torch.OutOfMemoryError as error:
         raise no_room_for_steps(engine, model, free_bytes) from error
     there = DeviceMemory(weight_bytes(model), free_bytes, needs)

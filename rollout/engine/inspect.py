@@ -170,11 +170,11 @@ def _done_row(record: StepTiming, now_s: float) -> dict[str, Any]:
 def _unfinished_row(
     plan: Plan, state: str, ago_s: float | None, plan_s: float | None, launch_s: float | None
 ) -> dict[str, Any]:
-    zombies = sum(seq.finalized for seq in plan.seqs)
+    zombies = sum(span.seq.finalized for span in plan.spans)
     return {
         "state": state,
         "kind": plan.kind,
-        "rows": len(plan.seqs),
+        "rows": plan.rows,
         "zombies": zombies,
         "input": plan.tokens,
         "kept": None,

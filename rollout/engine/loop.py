@@ -23,13 +23,12 @@ from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.messages import Delta, Event, RequestDone
 from rollout.engine.parts import EngineParts, Links
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.schedule.rescue import rescue
 from rollout.engine.schedule.scheduler import Scheduler
-from rollout.engine.schedule.sequence import Feature
 from rollout.engine.sleep import Sleeper
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.features import Feature
 from rollout.engine.step.masks import MaskBuilder, usual_threads
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
-from rollout.engine.step.runner import Runner
 from rollout.engine.swap import Swapper
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
@@ -69,7 +68,7 @@ class Engine:
         plan = None if gate.blocked else scheduler.plan()
         if plan is not None:
             self._launch(plan, planned_s)
-        committed = plan is not None and plan.held and self._commit_and_draw(plan)
+        committed = plan is not None and plan.draws_later and self._commit_and_draw(plan)
         committed |= (pipeline.full or plan is None) and self._commit_oldest()
         idle = pipeline.in_flight == 0 and (scheduler.resting or gate.at_rest)
         if pipeline.in_flight == 0:
@@ -100,10 +99,12 @@ class Engine:
         parts, slot = self.parts, self.parts.pipeline.acquire()
         launching_s = time.perf_counter()
         self.launching = plan
-        parts.runner.launch(plan, slot)
+        upload = parts.packer.pack(plan, slot.staging)
+        parts.executor.execute(upload, slot)
         parts.scheduler.launched(plan)
         done_s = time.perf_counter()
-        parts.pipeline.push(StepInFlight(plan, slot, planned_s, launching_s - planned_s, done_s - launching_s))
+        times_s = planned_s, launching_s - planned_s, done_s - launching_s
+        parts.pipeline.push(StepInFlight(plan, upload.header, slot, *times_s))
         self.launching = None
 
     def _commit_and_draw(self, plan: Plan) -> bool:
@@ -115,7 +116,7 @@ class Engine:
         places = [i for i, seq in enumerate(plan.sampled) if seq.features & Feature.CONSTRAIN and not seq.finalized]
         for seq, reason in self.masks.build([plan.sampled[i] for i in places], step.slot.masks):
             parts.scheduler.fail(seq, reason)
-        parts.runner.draw(plan, step.slot, places)
+        parts.executor.draw(step.header, step.slot, places)
         return committed
 
     def _commit_oldest(self) -> bool:
@@ -124,7 +125,7 @@ class Engine:
         step = parts.pipeline.oldest()
         if step is None:
             return False
-        output = parts.runner.read(step.plan, step.slot)
+        output = parts.executor.read(step.header, step.slot)
         counters, committing_s = parts.scheduler.counters, time.perf_counter()
         tokens, zombies = counters.tokens, counters.zombie_rows
         parts.scheduler.commit(step.plan, output)
@@ -184,7 +185,7 @@ class Engine:
         watchdog's thread calls this.
         """
         answer = self.commands.fail(self.parts, message)
-        events = rescue(self.parts.scheduler, message) + answer + self.sleeper.fail(message)
+        events = self.parts.scheduler.rescue(message) + answer + self.sleeper.fail(message)
         self._send(events + self.gate.fail())
         self.swapper.fail(message)
 
@@ -211,9 +212,9 @@ class Engine:
         return self.parts.pipeline
 
     @property
-    def runner(self) -> Runner:
+    def executor(self) -> Executor:
         """The device's side of a step."""
-        return self.parts.runner
+        return self.parts.executor
 
 
 def _record(step: StepInFlight, tokens: int, zombie_rows: int, committing_s: float, commit_s: float) -> StepTiming:
@@ -221,7 +222,7 @@ def _record(step: StepInFlight, tokens: int, zombie_rows: int, committing_s: flo
     plan, slot = step.plan, step.slot
     return StepTiming(
         kind=plan.kind,
-        rows=len(plan.seqs),
+        rows=plan.rows,
         zombie_rows=zombie_rows,
         tokens=tokens,
         plan_s=step.plan_s,
@@ -236,5 +237,5 @@ def _record(step: StepInFlight, tokens: int, zombie_rows: int, committing_s: flo
         committed_at_s=committing_s,
         input_tokens=plan.tokens,
         max_context=plan.max_context,
-        mask_wait=(slot.forward_end.time_s, slot.draw_start.time_s) if plan.held else None,
+        mask_wait=(slot.forward_end.time_s, slot.draw_start.time_s) if plan.draws_later else None,
     )

@@ -19,8 +19,9 @@ from rollout.engine.gate import Gate
 from rollout.engine.kv.offload import Offload
 from rollout.engine.messages import Command, Event
 from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.pack import Packer
 from rollout.engine.step.pipeline import Pipeline
-from rollout.engine.step.runner import Runner
 
 
 class StagedUpdate(Protocol):
@@ -74,5 +75,6 @@ class EngineParts:
 
     scheduler: Scheduler
     pipeline: Pipeline
-    runner: Runner
+    packer: Packer
+    executor: Executor
     offload: Offload | None = None  # moves KV of preempted sequences to the host and back

@@ -141,7 +141,7 @@ class Sleeper:
         keep = self._gate.sleep.level == 1
         if self._emptying_s is None:
             self._emptying_s = time.perf_counter()
-            parts.runner.finish()
+            parts.executor.finish()
             try:
                 if keep:
                     self.memory.save()  # first: if this fails, nothing has been dropped
@@ -153,7 +153,7 @@ class Sleeper:
             late = time.perf_counter() - began_s >= self._kv_s
             return self._refuse(order, self._too_late()) if late else None
         _forget_device_state(parts.scheduler)
-        parts.runner.finish()  # an adapter may have been copied to its slot meanwhile
+        parts.executor.finish()  # an adapter may have been copied to its slot meanwhile
         freed_bytes, self._emptying_s = self.memory.release(), None
         self._gate.slept(freed_bytes)
         self._meter.offload(began_s, time.perf_counter())

@@ -56,10 +56,10 @@ class Swapper:
 
     def _begin(self, update: StagedUpdate, parts: EngineParts) -> None:
         held_since_s = self._gate.held_since_s if self._gate.hold == "granted" else None
-        device = parts.runner.device
+        device = parts.executor.device
         self._swap = _Swap(update, device.event(), device.event(), held_since_s)
         self._gate.swap_begins()
-        parts.runner.enqueue(update.copy_into, self._swap.start, self._swap.end)
+        parts.executor.enqueue(update.copy_into, self._swap.start, self._swap.end)
         parts.scheduler.weights_changed(update.version, self._recompute)
         self._gate.clear_hold()
 
@@ -68,7 +68,7 @@ class Swapper:
             swap.end.synchronize()  # there is nothing else to do
         if not swap.end.query():
             return
-        parts.runner.check()  # first: if this raises, the weights are lost and the gate stays in `swapping`
+        parts.executor.check()  # first: if this raises, the weights are lost and the gate stays in `swapping`
         self._swap = None
         self._gate.swap_ends()
         start_s, end_s = swap.held_since_s or swap.start.time_s, swap.end.time_s

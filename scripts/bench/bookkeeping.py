@@ -25,9 +25,9 @@ from rollout.engine.device.streams import CpuDevice
 from rollout.engine.kv.memory import pages_for
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Request, SamplingParams, Submit
-from rollout.engine.schedule.sequence import Feature
-from rollout.engine.step.runner import Forward, Runner
-from rollout.engine.step.slot import Slot, Upload
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.slot import Slot
+from rollout.engine.step.upload import StepInput
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder
@@ -49,10 +49,11 @@ TINY_SHAPE: dict[str, Any] = {
 }
 
 
-class FreeRunner(Runner):
-    """A runner whose steps compute nothing: every sampled token is 7."""
+class FreeExecutor(Executor):
+    """An executor whose steps compute nothing: every sampled token is 7."""
 
-    def _step(self, forward: Forward, features: Feature, upload: Upload, slot: Slot) -> None:
+    def run(self, step: StepInput, slot: Slot) -> None:
+        """Sample without a forward."""
         slot.output[0] = 7
 
 
@@ -82,8 +83,8 @@ def make_engine(rows: int, length: int) -> tuple[Engine, StepTimes]:
     engine_settings = EngineSettings(max_rows=rows, kv_pages=pages, max_context_tokens=_PROMPT + length + 16)
     settings = Settings(engine=engine_settings)
     engine = build_engine(settings, device, model, local_links(settings, lambda events: None))
-    engine.runner.close()
-    engine.restart(replace(engine.parts, runner=FreeRunner(device, model, engine.runner.kv, engine.runner.rows)))
+    executor = FreeExecutor(device, engine.executor.streams, engine.executor.step)
+    engine.restart(replace(engine.parts, executor=executor))
     engine.meter = times = StepTimes(rows)
     return engine, times
 
@@ -105,7 +106,7 @@ def measure(rows: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
             shown_s = time.perf_counter()
             print(f"{rows} rows: {engine.meter.steps} of {longest} steps", file=sys.stderr, flush=True)
     engine.check_integrity()
-    engine.runner.close()
+    engine.executor.close()
     results = []
     for length in lengths:
         begin = max(0, min(length, len(times.parts_s)) - _WINDOW)

@@ -39,8 +39,10 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Request, SamplingParams, StopParams, Submit
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.schedule.sequence import Feature, Sequence
+from rollout.engine.schedule.sequence import Sequence
+from rollout.engine.step.features import Feature
 from rollout.engine.step.slot import Slot
+from rollout.engine.step.upload import Staging, Upload
 from rollout.models import LoadedModel
 from scripts.bench.output import print_table, write_results
 from scripts.bench.peers.ours_engine import load_random, steady_figures
@@ -145,16 +147,22 @@ class Bench:
 
 def masks_first(engine: Engine) -> None:
     """Have the masks of a step made before its forward is launched; for the blocking loop."""
-    build, launch = engine.masks.build, engine.runner.launch
+    build, pack, execute = engine.masks.build, engine.parts.packer.pack, engine.executor.execute
+    packed: list[Plan] = []
     made: list[list[tuple[Sequence, str]]] = []
 
-    def launched(plan: Plan, slot: Slot) -> None:
-        if plan.held:
-            made.append(build([seq for seq in plan.sampled if seq.features & Feature.CONSTRAIN], slot.masks))
-        launch(plan, slot)
+    def packing(plan: Plan, staging: Staging) -> Upload:
+        packed[:] = [plan]
+        return pack(plan, staging)
+
+    def executing(upload: Upload, slot: Slot) -> None:
+        if packed[0].draws_later:
+            made.append(build([seq for seq in packed[0].sampled if seq.features & Feature.CONSTRAIN], slot.masks))
+        execute(upload, slot)
 
     engine.masks.build = lambda seqs, masks: made.pop()  # type: ignore[method-assign]
-    engine.runner.launch = launched  # type: ignore[method-assign]
+    engine.parts.packer.pack = packing  # type: ignore[method-assign]
+    engine.executor.execute = executing  # type: ignore[method-assign]
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -171,7 +179,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             print(json.dumps(row), flush=True)
             yield row
         engine.check_integrity()
-        engine.runner.close()
+        engine.executor.close()
         del engine
 
 

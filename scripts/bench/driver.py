@@ -115,7 +115,7 @@ class Driver:
     def close(self) -> None:
         """Check that nothing leaked, and end the streams."""
         self.engine.check_integrity()
-        self.engine.runner.close()
+        self.engine.executor.close()
 
     def _take(self, events: list[Event]) -> None:
         for event in events:

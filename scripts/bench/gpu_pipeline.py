@@ -139,7 +139,7 @@ class Bench:
         self.until_half(rows)
         device = measure_device_parts(self.driver.engine)
         self.driver.drop_all()
-        with sleeping_steps(self.driver.engine.runner, device.forward_s + device.sampling_s) as asleep_s:
+        with sleeping_steps(self.driver.engine, device.forward_s + device.sampling_s) as asleep_s:
             loops = [self.run(rows, 1, self.plan.new).step_s for _ in range(min(self.plan.turns, 2))]
         return device, statistics.median(loops) - asleep_s
 
@@ -193,7 +193,7 @@ def measure(bench: Bench, shape: str, rows: int) -> tuple[dict[str, Any], dict[i
     wall_s = {depth: statistics.median(run.step_s for run in of) for depth, of in runs.items()}
     share = zombie_share(runs[1][0].steps) if stops else 0.0
     # Without a graph a step is launched kernel by kernel, by the stream itself: nothing arrives first.
-    launch_s = device.launch_s if bench.driver.engine.runner.graphs is not None else 0.0
+    launch_s = device.launch_s if bench.driver.engine.executor.graphs is not None else 0.0
     parts = StepParts(device.forward_s, device.sampling_s, loop_s + launch_s)
     predicted, observed = points(parts.speedup(share)), points(wall_s[1] / wall_s[2])
     line: dict[str, Any] = {

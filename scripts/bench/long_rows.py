@@ -68,7 +68,7 @@ def growth(marks: Sequence[dict[str, float]]) -> list[str]:
 def run_long(run: LongRun) -> dict[str, Any]:
     """All rows to their full length; prints each mark as it comes. What is not right is in `failures`."""
     driver = _driver(run)
-    scheduler, vocab = driver.engine.scheduler, driver.engine.runner.model.spec.vocab
+    scheduler, vocab = driver.engine.scheduler, driver.engine.executor.step.model.spec.vocab
     for i in range(run.rows):
         driver.submit(f"r{i}", random_prompt(vocab, _PROMPT, i), run.tokens, SamplingParams(seed=i))
     marks, start_s = [], time.perf_counter()

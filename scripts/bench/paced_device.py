@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.schedule.sequence import Feature
-from rollout.engine.step.runner import Forward, Runner
-from rollout.engine.step.slot import Slot, Upload
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.slot import Slot
+from rollout.engine.step.upload import StepInput
 
 
 class PacedEvent:
@@ -73,11 +73,12 @@ class PacedDevice(CpuDevice):
         return PacedEvent()
 
 
-class PacedRunner(Runner):
-    """A runner whose steps take `step_s` seconds of the device each and sample token 7."""
+class PacedExecutor(Executor):
+    """An executor whose steps take `step_s` seconds of the device each and sample token 7."""
 
     step_s = 0.0
 
-    def _step(self, forward: Forward, features: Feature, upload: Upload, slot: Slot) -> None:
+    def run(self, step: StepInput, slot: Slot) -> None:
+        """Take the time, and sample token 7 for every row."""
         slot.output[0] = 7
         self.compute.busy(self.step_s)  # type: ignore[attr-defined]

@@ -97,12 +97,12 @@ def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> di
     print(f"\n{rows} rows: {span / _STEPS:.0f} us a step")
     for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:16]:
         print(f"{sum(times) / _STEPS:9.1f} us {len(times) / _STEPS:7.1f} x {name}")
-    graphs = engine.runner.graphs
+    graphs = engine.executor.graphs
     assert graphs is not None
-    chosen = graphs.experts.get(graphs.size_for(rows) or 0, [])
+    chosen = graphs.experts.get(graphs.sizes.size_for(rows) or 0, [])
     distinct = statistics.mean(experts_TK[:rows].unique().numel() for experts_TK in chosen) if chosen else 0.0
     timeline = layer_timeline(events, _STEPS, _ATTENTION)
-    layer = with_floors(timeline, weight_bytes(engine.runner.model, distinct), bandwidth)
+    layer = with_floors(timeline, weight_bytes(engine.executor.step.model, distinct), bandwidth)
     layer_us = sum(kernel.adds_us for kernel in timeline)
     print(f"one layer, {layer_us:.1f} us: gap, runs, adds, floor of its weights")
     for kernel in layer:

@@ -89,7 +89,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for scored in (False, True):
         yield prefill_row(engine, vocab, scored, args)
     engine.check_integrity()
-    engine.runner.close()
+    engine.executor.close()
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ from rollout.worker import SWITCH_INTERVAL_S, settle_heap
 from scripts.bench.bookkeeping import TINY_SHAPE
 from scripts.bench.load_clients import PROMPT, TOKEN, ClientProcess, Load
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
-from scripts.bench.paced_device import PacedDevice, PacedRunner
+from scripts.bench.paced_device import PacedDevice, PacedExecutor
 
 _STATUS_EVERY_S = 0.1
 _LOOK_EVERY = 64  # turns of the loop between two looks at the clients
@@ -153,7 +153,7 @@ class Bench:
         self.server.stop()
         self.prompts.close()
         self.engine.check_integrity()
-        self.engine.runner.close()
+        self.engine.executor.close()
 
     def _turn(self) -> None:
         """As the worker's."""
@@ -191,9 +191,9 @@ def _make_engine(settings: Settings, links: Links, step_s: float) -> tuple[Engin
     device = PacedDevice()
     model = Decoder(spec_from_config(Qwen3Config(**TINY_SHAPE), "Qwen3ForCausalLM"), torch.float32, torch.device("cpu"))
     engine = build_engine(settings, device, model, links)
-    runner = PacedRunner(device, model, engine.runner.kv, engine.runner.rows)
-    runner.step_s = step_s
-    engine.restart(replace(engine.parts, runner=runner))
+    executor = PacedExecutor(device, engine.executor.streams, engine.executor.step)
+    executor.step_s = step_s
+    engine.restart(replace(engine.parts, executor=executor))
     engine.meter = commits = Commits()
     return engine, commits
 

@@ -24,11 +24,12 @@ import torch
 
 from rollout.engine.loop import Engine
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.schedule.sequence import Feature
-from rollout.engine.step.graphs import PLAIN, DecodeGraphs
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.features import PLAIN, Feature
+from rollout.engine.step.graphs import CapturedSizes, DecodeGraphs
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
-from rollout.engine.step.runner import Runner
-from rollout.engine.step.slot import Slot, Upload
+from rollout.engine.step.slot import Slot
+from rollout.engine.step.upload import Header, StepInput, put_decode
 
 _ROUNDS, _REPEATS = 5, 20
 _DRAWS = 16  # in one graph: a draw is too short to be launched one by one
@@ -54,30 +55,32 @@ def measure_device_parts(engine: Engine) -> DeviceParts:
 
     The engine is paused with no step in flight, and every row has room for `_REPEATS` tokens more.
     """
-    runner = engine.runner
-    with borrowed_slot(engine.pipeline) as slot, _rows_kept(runner) as put_back:
+    executor = engine.executor
+    with borrowed_slot(engine.pipeline) as slot, _rows_kept(executor) as put_back:
         work = _work(engine, slot)
-        forward_s = _in_a_row(runner, work.forward, put_back)
-        sampling_s = _in_a_row(runner, work.draws, put_back) / work.draws_count
-        step_s = _in_a_row(runner, work.step, put_back)
-        runner.compute.run(put_back)
-        alone_s = _alone(runner, work.step)
+        forward_s = _in_a_row(executor, work.forward, put_back)
+        sampling_s = _in_a_row(executor, work.draws, put_back) / work.draws_count
+        step_s = _in_a_row(executor, work.step, put_back)
+        executor.compute.run(put_back)
+        alone_s = _alone(executor, work.step)
     return DeviceParts(forward_s, sampling_s, step_s, alone_s)
 
 
 @contextmanager
-def sleeping_steps(runner: Runner, seconds: float) -> Iterator[float]:
+def sleeping_steps(engine: Engine, seconds: float) -> Iterator[float]:
     """Decode steps only sleep, for about `seconds`; gives what one takes on an idle device, seconds.
 
     Outputs are those of the step before. What decodes meanwhile must not decode on afterwards.
     """
-    real = runner.graphs
-    nap = _nap(runner, seconds)
-    runner.graphs = cast(DecodeGraphs, _SleepingGraphs(real, nap))
+    executor, packer = engine.executor, engine.parts.packer
+    graphs, captured = executor.graphs, packer.captured
+    nap = _nap(executor, seconds)
+    executor.graphs = cast(DecodeGraphs, _SleepingGraphs(nap))
+    packer.captured = captured or cast(CapturedSizes, _AnySize())
     try:
-        yield _alone(runner, nap)
+        yield _alone(executor, nap)
     finally:
-        runner.graphs = real
+        executor.graphs, packer.captured = graphs, captured
 
 
 @contextmanager
@@ -88,22 +91,23 @@ def borrowed_slot(pipeline: Pipeline) -> Iterator[Slot]:
     try:
         yield slot
     finally:
-        step = StepInFlight(cast(Plan, None), slot, 0.0, 0.0, 0.0)
+        step = StepInFlight(cast(Plan, None), cast(Header, None), slot, 0.0, 0.0, 0.0)
         pipeline.push(step)
         pipeline.retire(step)
 
 
-def stage_next_step(engine: Engine, slot: Slot) -> tuple[Upload, int]:
-    """Upload the next decode step of the running rows to a slot; gives the upload and its number of rows, padded."""
-    runner, seqs = engine.runner, engine.scheduler.decoding
+def stage_next_step(engine: Engine, slot: Slot) -> tuple[StepInput, int]:
+    """Upload the next decode step of the running rows to a slot; gives its input and its number of rows, padded."""
+    captured, seqs, staging = engine.parts.packer.captured, engine.scheduler.decoding, slot.staging
     assert seqs, "no row decodes"
-    size = len(seqs) if runner.graphs is None else runner.graphs.size_for(len(seqs))
-    assert size is not None, f"{len(seqs)} rows are more than are captured"
-    slot.begin()
-    runner.stage_decode(slot, seqs, size)
-    upload = slot.upload()
-    runner.compute.run(upload.copy)
-    return upload, size
+    rows, context = len(seqs), max(seq.kv_len for seq in seqs) + 1
+    size = rows if captured is None else captured.size_for(rows)
+    assert size is not None, f"{rows} rows are more than are captured"
+    staging.begin()
+    put_decode(staging, [seq.row for seq in seqs], [], size)
+    upload = staging.upload(rows, rows, rows, PLAIN.value, context, size=size)
+    engine.executor.compute.run(functools.partial(slot.receive, upload.words))
+    return StepInput(upload.header, slot.input[: len(upload.words)]), size
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,27 +119,30 @@ class _Work:
 
 
 class _SleepingGraphs:
-    """Stands in for the captured steps of a runner."""
+    """Stands in for the captured steps of an executor."""
 
-    def __init__(self, real: DecodeGraphs | None, nap: Callable[[], object]) -> None:
-        self._real = real
+    def __init__(self, nap: Callable[[], object]) -> None:
         self._nap = nap
-
-    def size_for(self, rows: int, features: Feature = PLAIN) -> int | None:
-        return rows if self._real is None else self._real.size_for(rows, features)
 
     def run(self, slot: Slot, size: int) -> None:
         self._nap()
 
 
+class _AnySize:
+    """Stands in for captured sizes: every size is one."""
+
+    def size_for(self, rows: int, features: Feature = PLAIN) -> int:
+        return rows
+
+
 @contextmanager
-def _rows_kept(runner: Runner) -> Iterator[Callable[[], None]]:
+def _rows_kept(executor: Executor) -> Iterator[Callable[[], None]]:
     """Gives what puts the rows' state on the device back, to run on the compute stream; it also runs at the end."""
-    runner.device.synchronize()
-    state = runner.rows
+    executor.device.synchronize()
+    state = executor.step.rows
     with torch.inference_mode():
         kept = [(tensor, tensor.clone()) for tensor in (state.ints, state.floats, state.pages)]
-    runner.device.synchronize()
+    executor.device.synchronize()
 
     def put_back() -> None:
         for tensor, before in kept:
@@ -144,98 +151,98 @@ def _rows_kept(runner: Runner) -> Iterator[Callable[[], None]]:
     try:
         yield put_back
     finally:
-        runner.compute.run(put_back)
-        _wait(runner)
+        executor.compute.run(put_back)
+        _wait(executor)
 
 
 def _work(engine: Engine, slot: Slot) -> _Work:
-    runner = engine.runner
+    executor = engine.executor
     upload, size = stage_next_step(engine, slot)
-    if runner.graphs is not None:
-        step = runner.graphs.captured(slot, size)
-        runner.compute.run(step.forward.replay)  # its logits are drawn from
-        draws = _captured_draws(runner, step.logits_SV, upload, slot.output)
+    if executor.graphs is not None:
+        step = executor.graphs.captured(slot, size)
+        executor.compute.run(step.forward.replay)  # its logits are drawn from
+        draws = _captured_draws(executor, step.logits_SV, upload, slot.output)
         return _Work(step.forward.replay, draws, _DRAWS, step.whole.replay)
     context = max(seq.kv_len for seq in engine.scheduler.decoding) + 2 * _REPEATS
     rows, pages = upload["rows"], upload["new_pages"]
     kept: list[torch.Tensor] = []
 
     def forward() -> None:
-        token_ids_B, batch = runner.begin_decode(rows, pages, context)
-        kept[:] = [runner.model.compute_logits(runner.model(token_ids_B, batch, runner.kv))]
+        token_ids_B, batch = executor.step.begin_decode(rows, pages, context)
+        kept[:] = [executor.step.model.compute_logits(executor.step.model(token_ids_B, batch, executor.step.kv))]
 
     def step_of_both() -> None:
         forward()
-        runner.sample(kept[0], rows, PLAIN, slot.output)
+        executor.step.sample(kept[0], rows, PLAIN, slot.output)
 
-    runner.compute.run(forward)
-    _wait(runner)
-    draw = functools.partial(runner.sample, kept[0], rows, PLAIN, slot.output)
+    executor.compute.run(forward)
+    _wait(executor)
+    draw = functools.partial(executor.step.sample, kept[0], rows, PLAIN, slot.output)
     return _Work(forward, draw, 1, step_of_both)
 
 
-def _captured_draws(runner: Runner, logits_SV: torch.Tensor, upload: Upload, output: torch.Tensor) -> Any:
-    stream = runner.compute.stream  # type: ignore[attr-defined]  # of CUDA
+def _captured_draws(executor: Executor, logits_SV: torch.Tensor, upload: StepInput, output: torch.Tensor) -> Any:
+    stream = executor.compute.stream  # type: ignore[attr-defined]  # of CUDA
     graph = torch.cuda.CUDAGraph()
-    runner.device.synchronize()
+    executor.device.synchronize()
     with torch.inference_mode(), torch.cuda.graph(graph, stream=stream):
         for _ in range(_DRAWS):
-            runner.sample(logits_SV, upload["rows"], PLAIN, output)
+            executor.step.sample(logits_SV, upload["rows"], PLAIN, output)
     return graph.replay
 
 
-def _in_a_row(runner: Runner, work: Callable[[], object], begin: Callable[[], None] = lambda: None) -> float:
+def _in_a_row(executor: Executor, work: Callable[[], object], begin: Callable[[], None] = lambda: None) -> float:
     """Seconds of one `work` among many without a gap: median of some rounds, before each of which `begin` runs."""
     times = []
     for _ in range(_ROUNDS):
-        runner.compute.run(begin)
-        start, end = runner.device.event(), runner.device.event()
-        runner.compute.run(work)
-        runner.compute.record(start)
+        executor.compute.run(begin)
+        start, end = executor.device.event(), executor.device.event()
+        executor.compute.run(work)
+        executor.compute.record(start)
         for _ in range(_REPEATS):
-            runner.compute.run(work)
-        runner.compute.record(end)
+            executor.compute.run(work)
+        executor.compute.record(end)
         end.synchronize()
-        runner.check()
+        executor.check()
         times.append((end.time_s - start.time_s) / _REPEATS)
     return statistics.median(times)
 
 
-def _alone(runner: Runner, work: Callable[[], object]) -> float:
+def _alone(executor: Executor, work: Callable[[], object]) -> float:
     """Seconds of one `work` on an idle device, from before its launch to its end: median."""
     times = []
     for _ in range(_REPEATS):
-        _wait(runner)
-        start, end = runner.device.event(), runner.device.event()
-        runner.compute.record(start)
-        runner.compute.run(work)
-        runner.compute.record(end)
+        _wait(executor)
+        start, end = executor.device.event(), executor.device.event()
+        executor.compute.record(start)
+        executor.compute.run(work)
+        executor.compute.record(end)
         end.synchronize()
         times.append(end.time_s - start.time_s)
-    runner.check()
+    executor.check()
     return statistics.median(times)
 
 
-def _wait(runner: Runner) -> None:
-    done = runner.device.event()
-    runner.compute.record(done)
+def _wait(executor: Executor) -> None:
+    done = executor.device.event()
+    executor.compute.record(done)
     done.synchronize()
-    runner.check()
+    executor.check()
 
 
-def _nap(runner: Runner, seconds: float) -> Callable[[], object]:
+def _nap(executor: Executor, seconds: float) -> Callable[[], object]:
     """Work that keeps the compute stream busy for about `seconds` and computes nothing."""
-    if runner.device.torch_device.type != "cuda":
+    if executor.device.torch_device.type != "cuda":
         return functools.partial(time.sleep, seconds)
     trial = 1_000_000
-    rate = trial / _in_a_row(runner, _spin(runner, trial))
-    return _spin(runner, round(rate * seconds))
+    rate = trial / _in_a_row(executor, _spin(executor, trial))
+    return _spin(executor, round(rate * seconds))
 
 
-def _spin(runner: Runner, cycles: int) -> Callable[[], object]:
-    stream = runner.compute.stream  # type: ignore[attr-defined]  # of CUDA
+def _spin(executor: Executor, cycles: int) -> Callable[[], object]:
+    stream = executor.compute.stream  # type: ignore[attr-defined]  # of CUDA
     graph = torch.cuda.CUDAGraph()
-    runner.device.synchronize()
+    executor.device.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         torch.cuda._sleep(cycles)
     return graph.replay

@@ -95,26 +95,26 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
 
     The engine is paused. A row whose next token needs a page that it does not have yet is left out.
     """
-    runner, seqs = engine.runner, engine.scheduler.decoding
+    executor, seqs = engine.executor, engine.scheduler.decoding
     with borrowed_slot(engine.pipeline) as slot:
         upload, size = stage_next_step(engine, slot)
         kept: list[torch.Tensor] = []
 
         def forward() -> None:
-            if runner.graphs is not None:
-                step = runner.graphs.captured(slot, size)
+            if executor.graphs is not None:
+                step = executor.graphs.captured(slot, size)
                 step.forward.replay()
                 kept.append(step.logits_SV[: len(seqs)].clone())
                 return
             context = max(seq.kv_len for seq in seqs) + 1
-            token_ids_B, batch = runner.begin_decode(upload["rows"], upload["new_pages"], context)
-            kept.append(runner.model.compute_logits(runner.model(token_ids_B, batch, runner.kv)))
+            token_ids_B, batch = executor.step.begin_decode(upload["rows"], upload["new_pages"], context)
+            kept.append(executor.step.model.compute_logits(executor.step.model(token_ids_B, batch, executor.step.kv)))
 
-        runner.compute.run(forward)
-        runner.compute.record(slot.end)
+        executor.compute.run(forward)
+        executor.compute.record(slot.end)
         slot.end.synchronize()
-        runner.check()
-    page_size = runner.kv.page_size
+        executor.check()
+    page_size = executor.step.kv.page_size
     return {
         (seq.group.key[1], seq.kv_len + 1 - seq.prompt_len): logits_V
         for seq, logits_V in zip(seqs, kept[0], strict=False)
@@ -124,10 +124,10 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
 
 def spoil_pages(engine: Engine) -> None:
     """Each running row finds its first page where its second one should be."""
-    runner = engine.runner
+    executor = engine.executor
     for seq in engine.scheduler.decoding:
         if len(seq.pages) > 2:
-            runner.compute.run(lambda seq=seq: runner.rows.pages[seq.row, 1].fill_(seq.pages[0]))
+            executor.compute.run(lambda seq=seq: executor.step.rows.pages[seq.row, 1].fill_(seq.pages[0]))
 
 
 class Checker:
@@ -143,7 +143,7 @@ class Checker:
             self.model.rope.inv_freq_D.mul_(1.01)
         self.driver = run_engine(self.model, args.device, len(self.work.prompts), self.context)
         self.failures: list[str] = []
-        self.found: dict[str, Any] = {"family": family, "captured": self.driver.engine.runner.graphs is not None}
+        self.found: dict[str, Any] = {"family": family, "captured": self.driver.engine.executor.graphs is not None}
 
     def check(self) -> dict[str, Any]:
         """Everything, in turn."""

@@ -121,7 +121,7 @@ class Bench:
     def close(self, check: bool = True) -> None:
         if check:
             self.engine.check_integrity()
-        self.engine.runner.close()
+        self.engine.executor.close()
 
 
 def load(folder: Path, device: str = "cpu") -> Decoder:

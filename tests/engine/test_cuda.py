@@ -27,7 +27,7 @@ def cuda_bench(model, **fields) -> Bench:
 def test_greedy_tokens_and_logprobs_are_transformers(family, tmp_path):
     hf_model = make_checkpoint(family, tmp_path).to("cuda")
     bench = cuda_bench(load(tmp_path, "cuda"), max_rows=4, kv_pages=75, prefill_chunk_tokens=23)
-    vocab = bench.engine.runner.model.spec.vocab
+    vocab = bench.engine.executor.step.model.spec.vocab
     prompts = {
         f"r{i}": torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(i)).tolist()
         for i, length in enumerate((3, 50, 17, 31, 4))

@@ -47,7 +47,7 @@ def checkpoint(request, tmp_path_factory):
 
 def run(folder, prompt_of, rows: int = 5, **fields) -> Bench:
     bench = Bench(load_bf16(folder), make_device("cuda"), **fields)
-    assert (bench.engine.runner.graphs is not None) == fields.get("cuda_graphs", True)
+    assert (bench.engine.executor.graphs is not None) == fields.get("cuda_graphs", True)
     for i in range(rows):
         bench.submit(f"r{i}", prompt_of(5 + 13 * i, i), 60, sampling={"temperature": 1.0, "seed": i})
     bench.run()
@@ -115,7 +115,7 @@ def test_padding_rows_disturb_nothing(checkpoint, prompt_of):
     """Seven rows run in a graph of eight: the padded row is row 0, whose state stays as it was."""
     bench = run(checkpoint[0], prompt_of, rows=7, kv_pages=512, page_size=16)
     assert 7 not in graph_sizes(8)
-    state = bench.engine.runner.rows
+    state = bench.engine.executor.step.rows
     assert not state.ints[0].any() and not state.pages[0].any()
     bench.close()
 

@@ -112,11 +112,11 @@ def test_logprobs_are_as_close_to_float32_as_those_of_the_generic_path(checkpoin
     errors = {}
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr("rollout.engine.step.runner.supports", lambda model, experts: False)
+            monkeypatch.setattr("rollout.engine.step.device_step.supports", lambda model, experts: False)
         model = load_bf16(folder)
         bench = bench_of(model, max_rows=12, prefill_chunk_tokens=300, cuda_graphs=fused)
-        assert isinstance(bench.engine.runner.forward, FusedDecoder) == fused
-        assert (bench.engine.runner.graphs is not None) == fused and capturable(model, True)
+        assert isinstance(bench.engine.executor.step.forward, FusedDecoder) == fused
+        assert (bench.engine.executor.graphs is not None) == fused and capturable(model, True)
         for i, (name, ids) in enumerate(prompts.items()):
             bench.submit(name, ids, 60 + 5 * i, sampling={"temperature": 1.0, "seed": i})
         bench.run()
@@ -187,9 +187,9 @@ def test_the_experts_of_a_captured_step_can_be_looked_at(checkpoint):
     for i in range(4):
         bench.submit(f"r{i}", prompt(9, i), 80, sampling={"temperature": 1.0, "seed": i})
     bench.run()
-    runner = bench.engine.runner
-    sparse = sum(runner.model.spec.is_sparse(layer) for layer in range(3))
-    chosen = runner.graphs.experts[4]
+    executor = bench.engine.executor
+    sparse = sum(executor.step.model.spec.is_sparse(layer) for layer in range(3))
+    chosen = executor.graphs.experts[4]
     assert len(chosen) == sparse
     for experts_TK in chosen:
         assert experts_TK.shape == (4, TOP_K)
@@ -202,7 +202,7 @@ def test_float32_takes_the_generic_path(checkpoint):
     folder, reference = checkpoint
     model = load_model(ModelSettings(path=str(folder), dtype="float32"), torch.device("cuda")).model
     bench = bench_of(model)
-    assert not capturable(model, True) and bench.engine.runner.graphs is None
+    assert not capturable(model, True) and bench.engine.executor.graphs is None
     bench.submit("a", prompt(20, 1), 30)
     bench.run()
     assert logprob_errors(bench, reference, {"a": prompt(20, 1)}).max() < 1e-3
@@ -221,10 +221,10 @@ def test_captured_steps_record_the_experts_that_they_ran(checkpoint):
     for i, (name, ids) in enumerate(prompts.items()):
         bench.submit(name, ids, 80, routing_from=0, sampling={"temperature": 1.0, "seed": i})
     bench.run()
-    runner = bench.engine.runner
+    executor = bench.engine.executor
     torch.cuda.synchronize()
-    ran = torch.stack(runner.graphs.experts[4], dim=1)  # of the slot that was captured first
-    records = [slot.record.experts.experts_TLK[:4].int() for slot in bench.engine.pipeline._free]
+    ran = torch.stack(executor.graphs.experts[4], dim=1)  # of the slot that was captured first
+    records = [slot.experts.experts.experts_TLK[:4].int() for slot in bench.engine.pipeline._free]
     assert any(torch.equal(record, ran) for record in records), "nothing ran in that slot afterwards"
     for name, ids in prompts.items():
         tokens, routing = bench.tokens(name), told(bench, name)

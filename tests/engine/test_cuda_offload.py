@@ -25,7 +25,7 @@ def test_offloaded_rows_have_transformers_tokens(folders, prompt_of, greedy, dep
     bench = cuda_bench(
         load(folders[0], "cuda"), kv_pages=40, pipeline_depth=depth, host_kv_gib=0.01, host_kv_piece_mib=piece_mib
     )
-    assert all(block.is_pinned() for block in bench.engine.runner.mover.room._blocks_HW)
+    assert all(block.is_pinned() for block in bench.engine.executor.mover.room._blocks_HW)
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(10, i), 60)
     bench.run()
@@ -40,7 +40,7 @@ def test_offloaded_rows_have_transformers_tokens(folders, prompt_of, greedy, dep
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 def test_pages_come_back_bit_for_bit(folders, kv_dtype):
     bench = cuda_bench(load(folders[0], "cuda"), kv_pages=40, kv_dtype=kv_dtype, host_kv_gib=0.001)
-    mover, tensors = bench.engine.runner.mover, bench.engine.runner.kv.tensors
+    mover, tensors = bench.engine.executor.mover, bench.engine.executor.step.kv.tensors
     for tensor in tensors:
         tensor.copy_(torch.randint(1, 100, tensor.shape, device="cuda").to(tensor.dtype))
     torch.cuda.synchronize()
@@ -58,7 +58,7 @@ def test_pages_come_back_bit_for_bit(folders, kv_dtype):
 
 def test_copying_allocates_and_synchronises_nothing(folders):
     bench = cuda_bench(load(folders[0], "cuda"), kv_pages=60, host_kv_gib=0.001)
-    mover = bench.engine.runner.mover
+    mover = bench.engine.executor.mover
 
     def round_trip() -> None:
         mover.out.start([7, 30], [3, 1], None)

@@ -20,19 +20,19 @@ def test_an_engine_that_ran_out_of_memory_is_rebuilt_and_gives_the_same_tokens(f
     bench.submit("cut", prompt_of(9), 60)
     for _ in range(20):
         bench.engine.tick()
-    launch = bench.engine.runner.launch
+    execute = bench.engine.executor.execute
 
-    def launch_and_run_out(plan, slot) -> None:
-        launch(plan, slot)
-        bench.engine.runner.compute.run(lambda: torch.empty(1 << 50, device="cuda"))
+    def execute_and_run_out(upload, slot) -> None:
+        execute(upload, slot)
+        bench.engine.executor.compute.run(lambda: torch.empty(1 << 50, device="cuda"))
 
-    bench.engine.runner.launch = launch_and_run_out
+    bench.engine.executor.execute = execute_and_run_out
     with pytest.raises(torch.OutOfMemoryError) as caught:
         bench.run()
     bench.engine.fail(str(caught.value))
     cut = bench.tokens("cut")
     assert bench.completions["cut", 0].finish.reason == "error" and 5 <= len(cut) < 60
-    for cache in bench.engine.runner.kv.k:
+    for cache in bench.engine.executor.step.kv.k:
         cache.fill_(float("nan"))
     rebuild_engine(bench.engine, bench.settings)
     bench.submit("after", prompt_of(9), 60)

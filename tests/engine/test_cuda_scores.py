@@ -72,7 +72,7 @@ def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
         bench.submit(f"r{i}", prompt(20, i), 100, top_logprobs=5 * (i % 2))
     for _ in range(20):
         bench.engine.tick()
-    bench.engine.runner.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
+    bench.engine.executor.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
     bench.engine.tick()
     newest = bench.engine.pipeline.steps()[-1].slot
     assert newest.scores.wanted and not newest.d2h_done.query()

@@ -99,16 +99,16 @@ def test_memory_is_the_drivers_once_nothing_lies_in_it(folders):
 @pytest.mark.parametrize("in_bf16", [True, False], ids=["bf16", "float32"])
 def test_captured_steps_replay_at_the_same_addresses(folders, fused, prompt_of, in_bf16, monkeypatch):
     bench = bench_of(load_bf16(fused) if in_bf16 else load(folders[0], "cuda"))
-    assert isinstance(bench.engine.runner.forward, FusedDecoder) == in_bf16
-    graphs, kv = bench.engine.runner.graphs, bench.engine.runner.kv
-    places = [tensor.data_ptr() for tensor in (*kv.tensors, *bench.engine.runner.model.parameters())]
+    assert isinstance(bench.engine.executor.step.forward, FusedDecoder) == in_bf16
+    graphs, kv = bench.engine.executor.graphs, bench.engine.executor.step.kv
+    places = [tensor.data_ptr() for tensor in (*kv.tensors, *bench.engine.executor.step.model.parameters())]
     before = some_tokens(bench, prompt_of, "before")
     for i in range(2):
         assert isinstance(bench.sleep(), Done)
         torch.empty(64 * MIB, dtype=torch.uint8, device="cuda").fill_(255)  # somebody else has it meanwhile
         assert isinstance(bench.wake(), Done)
-        assert bench.engine.runner.graphs is graphs and graphs is not None
-        now = [tensor.data_ptr() for tensor in (*kv.tensors, *bench.engine.runner.model.parameters())]
+        assert bench.engine.executor.graphs is graphs and graphs is not None
+        now = [tensor.data_ptr() for tensor in (*kv.tensors, *bench.engine.executor.step.model.parameters())]
         assert now == places and not any(cache.any() for cache in kv.tensors)
         assert some_tokens(bench, prompt_of, f"after{i}") == before
     bench.submit("steady", prompt_of(12), 300)
@@ -139,7 +139,7 @@ def test_rows_that_slept_have_the_tokens_of_rows_that_did_not(folders, prompt_of
 def test_after_level_2_a_whole_update_cures_it(folders, prompt_of):
     mailbox = Mailbox()
     bench = bench_of(load(folders[0], "cuda"), mailbox)
-    model = bench.engine.runner.model
+    model = bench.engine.executor.step.model
     bench.sleep(2)
     bench.wake()
     assert not any(parameter.any() for parameter in model.parameters())

@@ -69,7 +69,7 @@ def test_the_largest_steps_fit_into_what_was_measured_for_them(folder, caplog):
     sentence = next(message for message in caplog.messages if "the largest steps take" in message)
     measured = 2**30 * sum(float(sentence.split(words)[1].split(" GiB")[0]) for words in ("steps take ", "ones "))
     assert measured > 200 * MIB, "200 rows of 40,009 logits are changed, sorted and drawn from"
-    kv = bench.engine.runner.kv
+    kv = bench.engine.executor.step.kv
     pool = sum(cache.numel() * cache.element_size() for cache in (*kv.k, *kv.v))
     state = RowState.nbytes(rows, 2048 // 16, VOCAB)
     for i in range(rows):
@@ -107,7 +107,7 @@ def test_more_rows_than_our_own_products_take_are_captured_too(folder):
     for graphs in (True, False):
         fields = {"max_rows": rows, "page_size": 16, "kv_pages": 3 * rows, "prefill_chunk_tokens": 2048}
         bench = Bench(load_bf16(folder), make_device("cuda"), cuda_graphs=graphs, **fields)
-        assert graphs == (bench.engine.runner.graphs is not None)
+        assert graphs == (bench.engine.executor.graphs is not None)
         for i in range(rows):
             bench.submit(f"r{i}", prompt(6, i), 30, sampling={"temperature": 1.0, "seed": i})
         bench.run()
@@ -135,7 +135,9 @@ def test_a_step_begins_when_the_device_does_and_not_when_its_upload_is_there(fol
 
 def test_rows_above_the_captured_sizes_are_launched_singly(folder):
     bench = Bench(load_bf16(folder), make_device("cuda"), cuda_graph_rows=3, page_size=16)
-    assert bench.engine.runner.graphs.sizes == [1, 2, 3] and bench.engine.runner.graphs.size_for(4) is None
+    assert (
+        bench.engine.executor.graphs.sizes.whole == [1, 2, 3] and bench.engine.executor.graphs.sizes.size_for(4) is None
+    )
     for i in range(6):
         bench.submit(f"r{i}", prompt(9, i), 20 + i)
     bench.run()
@@ -148,7 +150,7 @@ def test_models_without_fused_kernels_are_captured_too(folders):
 
     model = load(folders[0], "cuda")
     bench = Bench(model, make_device("cuda"))
-    assert capturable(model, False) and bench.engine.runner.graphs is not None
+    assert capturable(model, False) and bench.engine.executor.graphs is not None
     bench.close()
 
 

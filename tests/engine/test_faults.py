@@ -14,7 +14,7 @@ def test_logits_that_are_not_finite_end_their_rows_with_an_error(model, prompt_o
     bench.submit("a", prompt_of(9), 50, sampling={"temperature": 1.0, "seed": 1})
     for _ in range(6):
         bench.engine.tick()
-    bench.engine.runner.compute.run(lambda: model.norm.weight.fill_(float("nan")))
+    bench.engine.executor.compute.run(lambda: model.norm.weight.fill_(float("nan")))
     bench.run()
     done = bench.completions["a", 0]
     assert done.finish.reason == "error" and "not finite" in done.finish.error

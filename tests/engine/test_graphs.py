@@ -19,6 +19,7 @@ from harness import Bench, load
 from rollout.engine import build
 from rollout.engine.messages import PutAdapter
 from rollout.engine.step import graphs
+from rollout.engine.step.features import Feature
 from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
 from rollout.models.adapters import random_adapter
 
@@ -52,28 +53,28 @@ class Current:
 def replays(monkeypatch) -> list[tuple[str, int]]:
     """Makes CPU engines capture; lists the replays, (kind, rows)."""
     ran: list[tuple[str, int]] = []
-    step, forward = DecodeGraphs._step, DecodeGraphs._forward
+    whole, forward = DecodeGraphs._run_whole, DecodeGraphs._run_forward
 
-    def record_step(self, upload, slot):
+    def record_whole(self, step, slot):
         recording = Recording.under_way
         if recording is None:
-            return step(self, upload, slot)
-        recording.replay = lambda: (ran.append(("whole", len(upload["rows"]))), step(self, upload, slot))
+            return whole(self, step, slot)
+        recording.replay = lambda: (ran.append(("whole", len(step["rows"]))), whole(self, step, slot))
 
-    def record_forward(self, upload, record, adapted=False):
+    def record_forward(self, step, experts, features=Feature.NONE):
         recording = Recording.under_way
         if recording is None:
-            return forward(self, upload, record, adapted)
-        logits = torch.zeros(len(upload["rows"]), self._runner.model.spec.vocab)
-        kind = "adapted" if adapted else "forward"
+            return forward(self, step, experts, features)
+        logits = torch.zeros(len(step["rows"]), self._step.model.spec.vocab)
+        kind = "adapted" if features else "forward"
         recording.replay = lambda: (
             ran.append((kind, len(logits))),
-            logits.copy_(forward(self, upload, record, adapted)),
+            logits.copy_(forward(self, step, experts, features)),
         )
         return logits
 
-    monkeypatch.setattr(DecodeGraphs, "_step", record_step)
-    monkeypatch.setattr(DecodeGraphs, "_forward", record_forward)
+    monkeypatch.setattr(DecodeGraphs, "_run_whole", record_whole)
+    monkeypatch.setattr(DecodeGraphs, "_run_forward", record_forward)
     monkeypatch.setattr(DecodeGraphs, "_stream", Current())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     handles = count()
@@ -86,7 +87,7 @@ def replays(monkeypatch) -> list[tuple[str, int]]:
 
 def run(model, prompt_of, **fields) -> list[list[int]]:
     bench = Bench(model, max_rows=11, **fields)
-    assert (bench.engine.runner.graphs is not None) == fields.get("cuda_graphs", True)
+    assert (bench.engine.executor.graphs is not None) == fields.get("cuda_graphs", True)
     for i in range(9):
         shaped = SHAPED if i == 4 else {}
         bench.submit(f"r{i}", prompt_of(5 + 3 * i, i), 12 + i, sampling={"temperature": 1.0, "seed": i, **shaped})
@@ -168,16 +169,17 @@ def test_progress_is_told_of_every_size_largest_first(model, replays, monkeypatc
     monkeypatch.setattr(
         DecodeGraphs, "_capture", lambda self, slots, size: (captured.append(size), capture(self, slots, size))
     )
-    made = DecodeGraphs(bench.engine.runner, 1024, 6)
+    executor = bench.engine.executor
+    made = DecodeGraphs(executor.step, executor.compute, 1024, 6)
     made.capture(list(bench.engine.pipeline._free), lambda done, total: told.append((done, total)))
     assert captured == [6, 4, 3, 2, 1] and told == [(i, 5) for i in range(1, 6)]
-    assert made.count == 2 * 5 + 4 and made.kept_bytes == (1 + 2 + 4) * bench.engine.runner.rows.vocab * 4
+    assert made.count == 2 * 5 + 4 and made.kept_bytes == (1 + 2 + 4) * bench.engine.executor.step.rows.vocab * 4
     bench.close()
 
 
 def test_all_captures_of_an_engine_share_one_memory_pool(model, replays):
     bench = Bench(model, max_rows=6)
-    assert len(Recording.pools) == bench.engine.runner.graphs.count and len(set(Recording.pools)) == 1
+    assert len(Recording.pools) == bench.engine.executor.graphs.count and len(set(Recording.pools)) == 1
     bench.close()
 
 
@@ -185,9 +187,9 @@ def test_a_forward_that_is_to_be_measured_reads_the_slots_input(model, replays):
     bench = Bench(model, max_rows=6)
     slot = bench.engine.pipeline._free[0]
     slot.input.fill_(1)
-    step = bench.engine.runner.graphs.captured(slot, 3)
-    forward = bench.engine.runner.graphs._forwards[3, False]
-    assert step.logits_SV.shape[0] == 3 and forward.upload.device.eq(1).all() and step.forward is forward.graph
+    step = bench.engine.executor.graphs.captured(slot, 3)
+    forward = bench.engine.executor.graphs._forwards[3, False]
+    assert step.logits_SV.shape[0] == 3 and forward.step.words.eq(1).all() and step.forward is forward.graph
     bench.close()
 
 

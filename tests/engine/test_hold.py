@@ -128,7 +128,7 @@ def test_what_waits_for_a_version_ends_at_its_deadline_by_cancel_or_with_the_wor
     bench.run()
     reasons = {name: {bench.completions[name, i].finish.reason for i in range(3)} for name in bench.done}
     assert reasons == {"overdue": {"deadline"}, "unwanted": {"cancelled"}, "left": {"cancelled"}}
-    assert bench.engine.gate.stopped and bench.engine.scheduler._room.early == {}
+    assert bench.engine.gate.stopped and bench.engine.scheduler.room.early == {}
     bench.close()
 
 

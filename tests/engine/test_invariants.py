@@ -82,12 +82,12 @@ class RefWatch:
 
     def look(self) -> None:
         scheduler = self.bench.engine.scheduler
-        in_flight = [seq for step in self.bench.engine.pipeline._in_flight for seq in step.plan.seqs]
+        in_flight = [span.seq for step in self.bench.engine.pipeline._in_flight for span in step.plan.spans]
         for seq in in_flight:
             assert seq.inflight_refs == in_flight.count(seq), "refs are the steps in flight that name the row"
             assert 0 < seq.inflight_refs <= 2
             self.most = max(self.most, seq.inflight_refs)
-            assert seq.row and seq.row not in scheduler._free_rows, "a row in flight is nobody else's"
+            assert seq.row and seq.row not in scheduler.free_rows, "a row in flight is nobody else's"
             assert all(scheduler.memory.pool.refs[page] > 0 for page in seq.pages), "pages in flight are not free"
             self.zombies_seen += seq.finalized
 
@@ -118,14 +118,14 @@ def test_an_early_stop_makes_one_zombie_whose_row_and_pages_stay_until_it_lands(
 def test_releasing_a_zombie_early_is_seen(model, prompt_of, monkeypatch):
     prompt = prompt_of(9)
     stop = stop_token(model, prompt, 12)
-    settle = Scheduler._settle
+    settle = Scheduler.settle
 
     def hasty(self, seq):
         refs, seq.inflight_refs = seq.inflight_refs, 0
         settle(self, seq)
         seq.inflight_refs = refs
 
-    monkeypatch.setattr(Scheduler, "_settle", hasty)
+    monkeypatch.setattr(Scheduler, "settle", hasty)
     bench = Bench(model)
     bench.submit("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)})
     with pytest.raises(AssertionError, match="a row in flight|pages in flight"):
@@ -149,19 +149,19 @@ def test_sending_a_zombies_token_is_seen(model, prompt_of, monkeypatch):
     """A commit that forgets `finalized` appends and sends after the end; the harness refuses that."""
     prompt = prompt_of(9)
     stop = stop_token(model, prompt, 12)
-    landed = Scheduler._landed
+    commit = Scheduler.commit
 
-    def forgetful(self, seqs, output, version):
-        dead = [seq for seq in seqs if seq.finalized]
-        landed(self, seqs, output, version)
-        for i, seq in enumerate(seqs):
+    def forgetful(self, plan, output):
+        dead = [seq for seq in plan.sampled if seq.finalized]
+        commit(self, plan, output)
+        for i, seq in enumerate(plan.sampled):
             if seq in dead:
                 seq.tokens.append(output.tokens[i])
                 seq.logprobs.append(0.0), seq.raw_logprobs.append(0.0)
                 seq.versions[-1][1] += 1
                 self.events.append(make_delta(seq))
 
-    monkeypatch.setattr(Scheduler, "_landed", forgetful)
+    monkeypatch.setattr(Scheduler, "commit", forgetful)
     bench = Bench(model)
     bench.submit("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)})
     with pytest.raises(AssertionError, match="nothing comes after the end"):

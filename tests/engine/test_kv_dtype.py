@@ -102,7 +102,7 @@ def test_logprobs_are_those_of_transformers_with_the_same_rounding(family, pages
     model, exact, coded = load(family), reference(family, fp8=False), reference(family, fp8=True)
     sparse = model.spec.moe is not None
     bench = Bench(model, max_rows=5, kv_pages=pages, prefill_chunk_tokens=23, routing=sparse, **FP8)
-    assert all(cache.dtype == torch.uint8 for cache in bench.engine.runner.kv.k)
+    assert all(cache.dtype == torch.uint8 for cache in bench.engine.executor.step.kv.k)
     prompts = {
         f"r{i}": torch.randint(0, model.spec.vocab, (length,), generator=torch.Generator().manual_seed(i)).tolist()
         for i, length in enumerate((3, 50, 17, 31, 4, 8))
@@ -182,7 +182,7 @@ def test_a_rebuilt_engine_clears_what_pages_consist_of(model, prompt_of):
     bench = Bench(model, **FP8)
     bench.submit("a", prompt_of(9), 20)
     bench.run()
-    for tensor in bench.engine.runner.kv.tensors:
+    for tensor in bench.engine.executor.step.kv.tensors:
         tensor.fill_(0x7F if tensor.dtype == torch.uint8 else float("nan"))
     rebuild_engine(bench.engine, bench.settings)
     bench.submit("b", prompt_of(9), 20)
@@ -209,9 +209,9 @@ def test_on_a_gpu_captured_steps_keep_codes_as_well_as_launched_ones(kind, tmp_p
     means = {}
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr("rollout.engine.step.runner.supports", lambda model, experts: False)
+            monkeypatch.setattr("rollout.engine.step.device_step.supports", lambda model, experts: False)
         bench = Bench(model, make_device("cuda"), page_size=16, cuda_graphs=fused, **FP8)
-        assert (bench.engine.runner.graphs is not None) == fused
+        assert (bench.engine.executor.graphs is not None) == fused
         for i, (name, prompt) in enumerate(prompts.items()):
             bench.submit(name, prompt, 60, sampling={"temperature": 1.0, "seed": i})
         bench.run()

@@ -51,7 +51,7 @@ def test_sharing_without_the_copy_is_seen(model, prompt_of, monkeypatch):
     right.submit("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
     right.run()
     wrong = Bench(model)
-    monkeypatch.setattr(wrong.engine.runner, "_copy_pages", lambda copies: None)
+    monkeypatch.setattr(wrong.engine.executor.step, "_copy_pages", lambda copies: None)
     wrong.submit("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
     wrong.run()
     assert [wrong.tokens("g", i) for i in (1, 2)] != [right.tokens("g", i) for i in (1, 2)]
@@ -131,8 +131,8 @@ def test_preempted_completions_have_the_tokens_of_an_undisturbed_run(model, prom
 def test_the_lowest_priority_then_the_youngest_is_preempted_first(model, prompt_of):
     bench = Bench(model, kv_pages=31)
     order = []
-    preempt = bench.engine.scheduler._preempt
-    bench.engine.scheduler._preempt = lambda seq: (order.append(seq.group.key[1]), preempt(seq))
+    preempt = bench.engine.scheduler.preempt
+    bench.engine.scheduler.preempt = lambda seq: (order.append(seq.group.key[1]), preempt(seq))
     for name, priority in (("low", -1), ("old", 0), ("young", 0), ("high", 1)):
         bench.submit(name, prompt_of(8, ord(name[0])), 60, priority=priority)
     bench.run()

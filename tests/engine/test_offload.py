@@ -59,7 +59,7 @@ def test_not_waiting_for_a_copy_is_seen(model, prompt_of, direction):
     """Pages that are given away before they are copied, rows that go on before their KV is there."""
     late = {"out": "kv_out", "back": "kv_in"}[direction]
     bench = offloading(model, device=LateDevice({late: lambda: 0.05}))
-    lane = getattr(bench.engine.runner.mover, direction)
+    lane = getattr(bench.engine.executor.mover, direction)
 
     def hasty():
         over = list(lane.flying)
@@ -78,7 +78,7 @@ def test_not_waiting_for_a_copy_is_seen(model, prompt_of, direction):
 def test_what_is_brought_back_waits_for_the_steps_in_flight(model):
     """A page may be given back while a step in flight still copies from it."""
     bench = offloading(model, device=LateDevice({"compute": lambda: 0.05}))
-    runner, mover, done = bench.engine.runner, bench.engine.runner.mover, []
+    runner, mover, done = bench.engine.executor, bench.engine.executor.mover, []
     runner.compute.run(lambda: done.append("step"))
     copy, mover.back._copy = mover.back._copy, lambda *of: (done.append("copy"), copy(*of))
     mover.back.start([3], [5], None, mover.compute)
@@ -92,7 +92,7 @@ def test_a_page_comes_back_as_it_was(model, kv_dtype):
     """Keys and values of all layers, scales of codes too; other pages are not touched."""
     page_bytes = model.spec.kv_bytes_per_token(torch.float8_e4m3fn if kv_dtype != "auto" else torch.float32) * 3
     bench = Bench(model, kv_pages=40, page_size=3, kv_dtype=kv_dtype, host_kv_gib=9 * page_bytes / 2**30)
-    mover, tensors = bench.engine.runner.mover, bench.engine.runner.kv.tensors
+    mover, tensors = bench.engine.executor.mover, bench.engine.executor.step.kv.tensors
     generator = torch.Generator().manual_seed(1)
     for tensor in tensors:
         noise = torch.randint(1, 100, tensor.shape, generator=generator)
@@ -143,7 +143,7 @@ def test_without_the_setting_there_is_nothing_of_it(model, prompt_of):
     submit_six(bench, prompt_of)
     bench.run()
     engine = bench.engine
-    assert engine.parts.offload is None and engine.runner.mover is None and engine.scheduler.memory.parking is None
+    assert engine.parts.offload is None and engine.executor.mover is None and engine.scheduler.memory.parking is None
     assert engine.scheduler.counters.preemptions > 0 and bench.status().offload.pages_total == 0
     bench.close()
 
@@ -165,7 +165,7 @@ def test_status_and_gauges_count_what_was_moved(model, prompt_of):
     status = bench.status().offload
     assert status.sequences >= 1 and 0 < status.pages < status.pages_total == 512
     bench.run()
-    status, page_bytes = bench.status().offload, bench.engine.runner.mover.room.page_bytes
+    status, page_bytes = bench.status().offload, bench.engine.executor.mover.room.page_bytes
     assert (status.sequences, status.pages) == (0, 0)
     assert status.parked == status.restored == bench.engine.scheduler.counters.preemptions and status.refused == 0
     assert status.bytes_out == counts(bench).pages_out * page_bytes >= status.bytes_in > 0

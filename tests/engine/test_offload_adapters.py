@@ -267,10 +267,10 @@ def test_an_engine_that_is_built_anew_has_its_adapters_and_its_room(model, adapt
     bench = bench_of(model, adapters, 2)
     six(bench, ["a0", "a1"])
     until(bench, lambda: parked(bench))
-    slots, room = bench.engine.runner.adapters, bench.engine.runner.mover.room
+    slots, room = bench.engine.executor.step.adapters, bench.engine.executor.mover.room
     bench.engine.fail("a fault")
     rebuild_engine(bench.engine, bench.settings)
-    assert bench.engine.runner.adapters is slots and bench.engine.runner.mover.room is room
+    assert bench.engine.executor.step.adapters is slots and bench.engine.executor.mover.room is room
     before = counts(bench).restored
     for i in range(6):
         bench.submit(f"again{i}", prompt_of(10, i), 60, adapter=f"a{i % 2}")

@@ -14,7 +14,7 @@ from rollout.engine.messages import Cancel, Pause, Resume
 def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_of, greedy):
     """A sequence returns while its half full page is being copied, writes to it, and gives way again meanwhile."""
     bench = offloading(model, piece_pages=1, page_size=8, kv_pages=22, prefix_cache=False)
-    out, copied, over = bench.engine.runner.mover.out, threading.Event(), threading.Event()
+    out, copied, over = bench.engine.executor.mover.out, threading.Event(), threading.Event()
     copy = out._copy
     out._copy = lambda *of: (copy(*of), copied.set(), over.wait(60))
     prompts = [prompt_of(10 + 5 * (i == 3), i) for i in range(4)]
@@ -75,7 +75,7 @@ def test_a_pause_is_not_told_as_waiting_for_pages(model, prompt_of):
         bench.engine.tick()
     for i in range(3):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
-    mover, parking = bench.engine.runner.mover, bench.engine.scheduler.memory.parking
+    mover, parking = bench.engine.executor.mover, bench.engine.scheduler.memory.parking
     while not counts(bench).pages_in:
         if mover.back.flying or parking._incoming:
             pieces.release()

@@ -31,7 +31,7 @@ def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
 @pytest.mark.parametrize("piece", [0, 2])
 def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, where, piece):
     bench = offloading(model, device=LateDevice({"kv_in": lambda: 0.001}))
-    lane, left = getattr(bench.engine.runner.mover, direction), [piece]
+    lane, left = getattr(bench.engine.executor.mover, direction), [piece]
 
     def failing(work):
         def run(*of):
@@ -61,12 +61,12 @@ def test_a_rebuilt_engine_parks_again_in_the_same_room(model, prompt_of, greedy)
     submit_six(bench, prompt_of)
     while not counts(bench).parked:
         bench.engine.tick()
-    message, room, parked = fail_a_step(bench), bench.engine.runner.mover.room, counts(bench).parked
+    message, room, parked = fail_a_step(bench), bench.engine.executor.mover.room, counts(bench).parked
     for i in range(6):
         completion = bench.completions[f"r{i}", 0]
         assert completion.finish is not None and completion.finish.error in (message, None)
     rebuild_engine(bench.engine, bench.settings)
-    assert bench.engine.runner.mover.room is room and counts(bench).parked == parked
+    assert bench.engine.executor.mover.room is room and counts(bench).parked == parked
     for i in range(6):
         bench.submit(f"again{i}", prompt_of(10, i), 60)
     bench.run()

@@ -15,7 +15,7 @@ from rollout.engine.messages import Cancel, StopAt
 def test_somebody_gives_way_before_pages_are_short(model, prompt_of, monkeypatch, early):
     """Every row that decodes has its page in time, though pages are copied before they are given to it."""
     if not early:
-        monkeypatch.setattr("rollout.engine.schedule.shortage._SOON", 0)
+        monkeypatch.setattr("rollout.engine.schedule.preemption._SOON", 0)
     bench = offloading(model, device=InlineDevice(), page_size=16, kv_pages=21, prefill_chunk_tokens=256)
     scheduler, went_without = bench.engine.scheduler, 0
     launched = scheduler.launched
@@ -24,7 +24,7 @@ def test_somebody_gives_way_before_pages_are_short(model, prompt_of, monkeypatch
         nonlocal went_without
         if plan.kind == "decode":
             due = [seq for seq in scheduler.decoding if seq.launched < seq.max_tokens]
-            went_without += len(due) - len(plan.seqs)
+            went_without += len(due) - plan.rows
         launched(plan)
 
     scheduler.launched = watched

@@ -11,7 +11,6 @@ from harness import Bench
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import DeviceError
 from rollout.engine.messages import Done, Pause, Prior, Resume, Shutdown
-from rollout.engine.schedule.rescue import rescue
 
 
 def fault(*_: object) -> None:
@@ -21,8 +20,8 @@ def fault(*_: object) -> None:
 def fail_a_step(bench: Bench) -> str:
     """Have a closure on the compute stream raise amid generation; returns what the engine was failed with."""
     over = bench.device.event()
-    bench.engine.runner.compute.run(fault)
-    bench.engine.runner.compute.record(over)
+    bench.engine.executor.compute.run(fault)
+    bench.engine.executor.compute.record(over)
     over.synchronize()
     with pytest.raises(DeviceError, match="no such kernel") as caught:
         bench.run()
@@ -43,13 +42,13 @@ def test_a_rebuilt_engine_gives_the_right_tokens_whatever_the_fault_left_in_its_
         assert bench.tokens(name) == greedy(prompt_of(9), 60)[: len(bench.tokens(name))]
         assert name in bench.done
     assert len(bench.tokens("a")) >= 5 and bench.tokens("e") == []
-    kv = bench.engine.runner.kv
+    kv = bench.engine.executor.step.kv
     for cache in (*kv.k, *kv.v):
         cache.fill_(float("nan"))
-    bench.engine.runner.rows.ints.fill_(10**9)
+    bench.engine.executor.step.rows.ints.fill_(10**9)
     counted = bench.engine.scheduler.counters.tokens
     rebuild_engine(bench.engine, bench.settings)
-    assert bench.engine.runner.kv is kv and bench.engine.scheduler.counters.tokens == counted
+    assert bench.engine.executor.step.kv is kv and bench.engine.scheduler.counters.tokens == counted
     bench.submit("again", prompt_of(9), 60)
     bench.submit("other", prompt_of(5, 1), 30, n=4)
     bench.run()
@@ -76,7 +75,7 @@ def test_half_a_token_is_not_handed_back(model, prompt_of, column):
     bench.engine.fail("torn")
     completion = bench.completions["a", 0]
     assert len(completion.token_ids) == whole - 3 == len(completion.drawn_logprobs)
-    assert isinstance(seq.tokens, array) and rescue(bench.engine.scheduler, "again") == []
+    assert isinstance(seq.tokens, array) and bench.engine.scheduler.rescue("again") == []
     bench.close(check=False)
 
 

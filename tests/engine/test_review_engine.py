@@ -105,7 +105,7 @@ def test_cancelled_requests_do_not_pile_up_behind_one_that_waits(model, prompt_o
         bench.submit(f"r{i}", prompt_of(9), 3)
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
         bench.engine.tick()
-    assert len(bench.engine.scheduler._room.queue._plain._heap) < 50
+    assert len(bench.engine.scheduler.room.queue._plain._heap) < 50
     bench.run()
     bench.close()
 

@@ -15,7 +15,6 @@ from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import EndSession, Prior
 from rollout.engine.schedule.completion import make_delta
-from rollout.engine.schedule.rescue import rescue
 
 SPARSE = ("qwen3_moe", "mixtral", "olmoe")
 
@@ -256,7 +255,7 @@ def test_a_rescued_completion_has_the_experts_of_its_tokens(family, pages):
     for _ in range(60):
         bench.engine.tick()
     assert (bench.engine.scheduler.counters.preemptions > 0) == (pages == 40)
-    bench._emit(rescue(bench.engine.scheduler, "a fault"))
+    bench._emit(bench.engine.scheduler.rescue("a fault"))
     for name, prompt in prompts.items():
         done = bench.completions[name, 0]
         assert done.finish.reason == "error" and done.token_ids
@@ -281,7 +280,7 @@ def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
     with pytest.raises(MemoryError):
         make_delta(seq, scheduler.memory.experts)
     seq.group.prompt_logprobs = None
-    bench._emit(rescue(scheduler, "a fault"))
+    bench._emit(scheduler.rescue("a fault"))
     assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
     bench.close(check=False)
 
@@ -333,7 +332,7 @@ def test_without_the_setting_nothing_is_recorded(family):
     model, _ = family
     bench = Bench(model)
     assert bench.engine.scheduler.memory.experts is None
-    assert all(slot.record is None for slot in bench.engine.pipeline._free)
+    assert all(slot.experts is None for slot in bench.engine.pipeline._free)
     bench.close()
 
 

@@ -14,8 +14,8 @@ from rollout.constraints.matcher import AllowList
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages import Cancel, Prior, StopAt
 from rollout.engine.step import scores as scores_module
-from rollout.engine.step.packing import PADDING_WORDS, upload_words
-from rollout.engine.step.slot import ALIGNMENT_WORDS
+from rollout.engine.step.pack import PADDING_WORDS, upload_words
+from rollout.engine.step.upload import ALIGNMENT_WORDS
 
 VOCAB = 97
 SAMPLED = {"temperature": 0.7, "seed": 3}
@@ -83,7 +83,7 @@ def test_tops_and_prompts_of_a_mixed_batch_are_transformers(model, prompt_of, hf
 def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_models, monkeypatch):
     monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 8)
     bench = Bench(model)
-    sizes, compute_logits = [], bench.engine.runner.forward.compute_logits
+    sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
     monkeypatch.setattr(model, "compute_logits", lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1])
     lengths = (21, 10, 3)
     for i, length in enumerate(lengths):
@@ -99,10 +99,9 @@ def test_pieces_are_filled_up_where_each_number_of_rows_may_be_another_kernel(mo
     """As on a GPU, with smaller pieces."""
     monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 16)
     bench = Bench(model, prefill_chunk_tokens=32)
-    sizes, compute_logits = [], bench.engine.runner.forward.compute_logits
+    sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
     monkeypatch.setattr(model, "compute_logits", lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1])
-    for slot in bench.engine.pipeline._free:
-        slot.scores._multiple = 16
+    bench.engine.parts.packer.scored_multiple = 16
     for i, length in enumerate((40, 21, 3)):
         bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, top_logprobs=2)
     bench.run()
@@ -114,19 +113,19 @@ def test_pieces_are_filled_up_where_each_number_of_rows_may_be_another_kernel(mo
 
 def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(model, prompt_of):
     bench = Bench(model, prefill_chunk_tokens=512, kv_pages=900)
-    limits, runner, used = bench.engine.scheduler.limits, bench.engine.runner, []
-    launch = runner.launch
-    for slot in bench.engine.pipeline._free:
-        slot.scores._multiple = scores_module.SCORED_AT_ONCE  # as on a GPU
-        assert limits.upload_words + PADDING_WORDS + ALIGNMENT_WORDS <= len(slot.input_host)
+    limits, packer, used = bench.engine.scheduler.limits, bench.engine.parts.packer, []
+    pack = packer.pack
+    packer.scored_multiple = scores_module.SCORED_AT_ONCE  # as on a GPU
 
-    def measured(plan, slot):
-        bound = sum(upload_words(chunk.seq, chunk.length) for chunk in plan.chunks)
-        launch(plan, slot)
+    def measured(plan, staging):
+        assert limits.upload_words + PADDING_WORDS + ALIGNMENT_WORDS <= len(staging.words)
+        bound = sum(upload_words(span.seq, span.tokens_in) for span in plan.spans if span.known is not None)
+        upload = pack(plan, staging)
         if bound:
-            used.append((slot._used, bound + PADDING_WORDS + ALIGNMENT_WORDS))
+            used.append((len(upload.words), bound + PADDING_WORDS + ALIGNMENT_WORDS))
+        return upload
 
-    runner.launch = measured
+    packer.pack = measured
     for i, length in enumerate((450, 300, 130, 2, 1, 400)):
         sampling = {**SAMPLED, "repetition_penalty": 1.1} if i % 2 else SAMPLED
         bench.submit(f"r{i}", prompt_of(length, i), 2, sampling=sampling, prompt_logprobs=True, top_logprobs=1)
@@ -157,7 +156,7 @@ def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, pro
         bench.engine.tick()
     (seq,) = bench.engine.scheduler.prefilling
     assert 0 < seq.kv_len < 60 and seq.scores_prompt
-    bench.engine.scheduler._preempt(seq)
+    bench.engine.scheduler.preempt(seq)
     bench.run()
     check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[0])
     assert bench.done["a"].preemptions == 1
@@ -215,7 +214,7 @@ def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
     prompt, scored = prompt_of(33), []
     launched = bench.engine.scheduler.launched
     bench.engine.scheduler.launched = lambda plan: (
-        scored.extend(chunk.scored for chunk in plan.chunks),
+        scored.extend(span.scored for span in plan.spans if span.known is not None),
         launched(plan),
     )
     bench.submit("g", prompt, 14, n=5, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
@@ -400,7 +399,7 @@ def test_logits_that_are_not_finite_leave_whole_tops(model, prompt_of):
     bench.submit("a", prompt_of(9), 50, sampling={"temperature": 1.0, "seed": 1}, top_logprobs=3)
     for _ in range(6):
         bench.engine.tick()
-    bench.engine.runner.compute.run(lambda: model.norm.weight.fill_(float("nan")))
+    bench.engine.executor.compute.run(lambda: model.norm.weight.fill_(float("nan")))
     bench.run()
     done = bench.completions["a", 0]
     assert done.finish.reason == "error"
@@ -426,9 +425,9 @@ def test_after_a_fault_tokens_are_handed_back_with_their_tops(model, prompt_of, 
 
 def test_steps_in_which_nobody_asks_have_one_upload_and_one_download(model, prompt_of):
     bench = Bench(model)
-    runner, downloads = bench.engine.runner, []
-    run = runner.d2h.run
-    runner.d2h.run = lambda work: (downloads.append(work), run(work))
+    d2h, downloads = bench.engine.executor.d2h, []
+    run = d2h.run
+    d2h.run = lambda work: (downloads.append(work), run(work))
     steps, launched = [], bench.engine.scheduler.launched
     bench.engine.scheduler.launched = lambda plan: (steps.append(plan), launched(plan))
     bench.submit("plain", prompt_of(20), 10)
@@ -450,12 +449,12 @@ def test_exact_sums_do_not_depend_on_the_order_of_additions(exact):
     told = []
     for each_SV in (logits_SV, logits_SV[:, order_V]):
         scores = scores_module.StepScores(CpuDevice(), max_rows=4, chunk_tokens=4, vocab=vocab)
-        scores.take_tops(each_SV, torch.tensor(scores.want_tops(range(4))), exact)
-        at, target = scores.want_prompt(np.arange(4), np.zeros(4))
-        targets_N = torch.tensor(target) if not told else torch.full((4,), int((order_V == 0).nonzero()))
-        scores.score_prompt(each_SV, torch.tensor(at), targets_N, lambda logits: logits.clone(), exact)
-        scores.copy()
-        told.append(scores.read())
+        at = torch.arange(4)
+        scores.take_tops(each_SV, at, exact)
+        targets_N = torch.full((4,), int((order_V == 0).nonzero()) if told else 0)
+        scores.score_prompt(each_SV, at, targets_N, lambda logits: logits.clone(), exact)
+        scores.copy(4, 4)
+        told.append(scores.read((0, 1, 2, 3), 4))
     expected_SV = logits_SV.double().log_softmax(1)
     for scores in told:
         np.testing.assert_allclose(scores.top_logprobs_CK, expected_SV.topk(20).values, atol=2e-6)
@@ -481,10 +480,8 @@ class Copies(TorchDispatchMode):
 def test_what_goes_to_the_host_has_no_gaps():
     """CUDA takes a copy with gaps through memory that is not pinned: the launch would wait until the step is over."""
     scores = scores_module.StepScores(CpuDevice(), max_rows=8, chunk_tokens=64, vocab=VOCAB)
-    at = scores.want_tops([0, 2, 5])
-    scores.want_prompt(np.arange(10), np.arange(10))
-    scores.take_tops(torch.arange(6 * VOCAB).view(6, VOCAB) / 50, torch.tensor(at))
+    scores.take_tops(torch.arange(6 * VOCAB).view(6, VOCAB) / 50, torch.tensor([0, 2, 5]))
     with Copies() as copies:
-        scores.copy()
+        scores.copy(tops=3, scored=10)
     assert copies.of_one_piece == [True, True]
-    assert scores.read().top_ids_CK[:, 0].tolist() == [VOCAB - 1] * 3
+    assert scores.read((0, 2, 5), 10).top_ids_CK[:, 0].tolist() == [VOCAB - 1] * 3

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.device.sizing import DeviceMemory, PoolSize, check_row_state, kv_pages
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.schedule.sequence import Feature
+from rollout.engine.step.device_step import DeviceStep
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.features import Feature
 from rollout.engine.step.graphs import forward_sizes, graph_sizes
-from rollout.engine.step.rehearsal import ALL_FEATURES, StepNeeds, largest_chunks, rehearse
+from rollout.engine.step.rehearsal import ALL_FEATURES, StepNeeds, largest_prompts, rehearse, steps_to_rehearse
 from rollout.engine.step.row_state import RowState
 from rollout.models import load_model
 from rollout.models.adapters import AdapterSlots, random_adapter
@@ -115,56 +117,54 @@ def test_an_engine_that_does_not_fit_leaves_no_thread_behind(model):
 
 @given(st.integers(1, 300), st.integers(1, 5000), st.integers(2, 3000))
 def test_the_largest_prefill_is_one_that_the_scheduler_can_plan(rows, chunk_tokens, context):
-    lengths = largest_chunks(rows, chunk_tokens, context)
+    lengths = largest_prompts(rows, chunk_tokens, context)
     assert len(lengths) == min(rows, chunk_tokens) and all(1 <= length <= context for length in lengths)
     assert sum(lengths) == min(chunk_tokens, len(lengths) * context)
 
 
 def test_a_rehearsal_runs_the_most_tokens_and_draws_for_every_row(model):
     bench = Bench(model, max_rows=6, prefill_chunk_tokens=50)
-    runner, tokens, draws = bench.engine.runner, [], []
-    forward, sample = runner.model.forward, runner.sample
-    runner.model.forward = lambda ids, *rest: (tokens.append(len(ids)), forward(ids, *rest))[1]
-    runner.sample = lambda logits, rows, features, *rest: (
+    executor, tokens, draws = bench.engine.executor, [], []
+    step, forward, sample = executor.step, executor.step.model.forward, executor.step.sample
+    step.model.forward = lambda ids, *rest: (tokens.append(len(ids)), forward(ids, *rest))[1]
+    step.sample = lambda logits, rows, features, *rest: (
         draws.append((len(logits), features)),
         sample(logits, rows, features, *rest),
     )
-    rehearse(runner, bench.engine.pipeline.acquire(), 6, 50, 40, graph_rows=None)
-    assert max(tokens) == 50 and draws.count((6, ALL_FEATURES)) == 2 and {1, 2, 4} <= {count for count, _ in draws}
-    assert ALL_FEATURES.reshapes and all(feature in ALL_FEATURES for feature in Feature)
-    runner.close()
+    rehearse(executor, bench.engine.pipeline.acquire(), 6, 50, 40, graph_rows=None)
+    most = ALL_FEATURES & ~Feature.ADAPTER
+    assert max(tokens) == 50 and draws.count((6, most)) == 2 and {1, 2, 4} <= {count for count, _ in draws}
+    assert most.reshapes and all(feature in ALL_FEATURES for feature in Feature)
+    executor.close()
+
+
+def rehearsed(model, max_rows: int, graph_rows: int | None) -> tuple[list[int], list[tuple[int, ...]], set[int]]:
+    """Sizes at which the kernels change, and what is rehearsed: lengths of prompts, and rows of decode steps."""
+    bench = Bench(model, max_rows=max_rows)
+    step = DeviceStep(model, FusedDecoder(model), bench.engine.executor.step.kv, bench.engine.executor.step.rows)
+    executor = Executor(bench.device, bench.engine.executor.streams, step)
+    steps = steps_to_rehearse(executor, max_rows, 700, 300, graph_rows)
+    bench.close()
+    return step.forward.kernel_sizes(), [one.prompts for one in steps if one.prompts], {one.rows for one in steps}
 
 
 @pytest.mark.filterwarnings("ignore:no measured plan")
-def test_a_rehearsal_runs_every_size_at_which_experts_take_other_kernels(tmp_path, monkeypatch):
+def test_a_rehearsal_runs_every_size_at_which_experts_take_other_kernels(tmp_path):
     make_checkpoint("mixtral", tmp_path)
     model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
-    bench = Bench(model, max_rows=40)
-    runner, prefills, decodes = bench.engine.runner, [], []
-    runner.forward = FusedDecoder(model)
-    monkeypatch.setattr(runner, "rehearse_prefill", lambda slot, lengths, *rest: prefills.append(lengths))
-    monkeypatch.setattr(runner, "rehearse_decode", lambda slot, rows, *rest: decodes.append(rows))
-    sizes = runner.forward.kernel_sizes()
+    sizes, prefills, decodes = rehearsed(model, 40, None)
     assert sizes[0] < 40 < sizes[-1]
-    rehearse(runner, bench.engine.pipeline.acquire(), 40, 700, 300, graph_rows=None)
-    assert max(max(lengths) for lengths in prefills) == 300, "no chunk is longer than a context"
+    assert max(max(lengths) for lengths in prefills) == 300, "no span is longer than a context"
     assert {sum(lengths) for lengths in prefills} >= {size for size in sizes if size <= 700}
-    assert set(decodes) >= {size for size in sizes if size <= 40}
-    runner.close()
+    assert decodes >= {size for size in sizes if size <= 40}
 
 
-def test_a_rehearsal_for_few_rows_runs_every_size_at_which_products_take_other_kernels(tmp_path, monkeypatch):
+def test_a_rehearsal_for_few_rows_runs_every_size_at_which_products_take_other_kernels(tmp_path):
     """Prompts have any number of tokens, however few rows decode steps have."""
     make_checkpoint("qwen3", tmp_path)
     model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
-    bench = Bench(model, max_rows=1)
-    runner, prefills = bench.engine.runner, []
-    runner.forward = FusedDecoder(model)
-    monkeypatch.setattr(runner, "rehearse_prefill", lambda slot, lengths, *rest: prefills.append(sum(lengths)))
-    monkeypatch.setattr(runner, "rehearse_decode", lambda *rest: None)
-    rehearse(runner, bench.engine.pipeline.acquire(), 1, 700, 300, graph_rows=1)
-    assert set(prefills) >= {1, 2, 4, 8, 16, 32, 64, 128}
-    runner.close()
+    _, prefills, _ = rehearsed(model, 1, 1)
+    assert {sum(lengths) for lengths in prefills} >= {1, 2, 4, 8, 16, 32, 64, 128}
 
 
 def test_a_rehearsal_leaves_no_trace(model, prompt_of):
@@ -173,10 +173,12 @@ def test_a_rehearsal_leaves_no_trace(model, prompt_of):
         bench = Bench(model)
         if rehearsed:
             slot = bench.engine.pipeline._free[0]
-            rehearse(bench.engine.runner, slot, 8, 64, 1024, graph_rows=None)
-            state = bench.engine.runner.rows
+            rehearse(bench.engine.executor, slot, 8, 64, 1024, graph_rows=None)
+            state = bench.engine.executor.step.rows
             assert not any(part.any() for part in (state.ints, state.counts, state.pages))
-            assert all(not cache[1:].any() for cache in (*bench.engine.runner.kv.k, *bench.engine.runner.kv.v))
+            assert all(
+                not cache[1:].any() for cache in (*bench.engine.executor.step.kv.k, *bench.engine.executor.step.kv.v)
+            )
         for i in range(5):
             bench.submit(f"r{i}", prompt_of(9 + 7 * i, i), 30, sampling=SAMPLED)
         bench.run()
@@ -223,11 +225,11 @@ def test_slots_of_adapters_and_the_buffers_of_offloading_are_not_planned_twice(m
     for fields, taken in ((both, slots + 6 * page), ({}, 0)):
         device.free = taken + 201 * page
         bench = Bench(model, device, kv_pages=None, page_size=16, max_rows=4, kv_memory_fraction=0.5, **fields)
-        assert len(bench.engine.runner.kv.k[0]) == 100
+        assert len(bench.engine.executor.step.kv.k[0]) == 100
         if fields:
-            mover = bench.engine.runner.mover
+            mover = bench.engine.executor.mover
             staged = sum(lane.staging_NW.nbytes for lane in (mover.out, mover.back))
-            assert (bench.engine.runner.adapters.nbytes, staged) == (slots, 6 * page)
+            assert (bench.engine.executor.step.adapters.nbytes, staged) == (slots, 6 * page)
         bench.close()
 
 
@@ -243,7 +245,7 @@ def test_host_memory_for_kv_leaves_room_for_adapters(model, monkeypatch):
     bench.close()
     left = 8 * page + needed
     bench = Bench(model, Small(GIB), page_size=16, **fields)
-    assert bench.engine.runner.mover.room.pages == 8
+    assert bench.engine.executor.mover.room.pages == 8
     bench.close()
     left -= 1
     with pytest.raises(ValueError, match=r"host_kv_gib = .* of which max_adapters = 5 adapters may take .* lower one"):

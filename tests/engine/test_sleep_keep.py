@@ -242,7 +242,7 @@ def test_a_fault_while_kv_leaves_ends_the_sleep_and_leaves_a_whole_engine(model,
 @pytest.mark.parametrize("direction", ["out", "back"])
 def test_copies_that_fail_end_in_computing_again(model, prompt_of, greedy, direction):
     bench = keeping(model)
-    getattr(bench.engine.runner.mover, direction)._copy = lambda *of: 1 / 0
+    getattr(bench.engine.executor.mover, direction)._copy = lambda *of: 1 / 0
     four(bench, prompt_of)
     assert bench.sleep().facts["parked"] == (0 if direction == "out" else 4)
     assert isinstance(bench.wake(), Done)

@@ -298,11 +298,11 @@ class SequenceMemory:
     def note_experts(self, plan: Plan, record: np.ndarray) -> None:
         """A step is committed: its tokens took these experts."""
         assert self.experts is not None, "slots have a record where there is a place for it"
-        for chunk in plan.chunks:
-            if chunk.copy is not None:
-                self.experts.copy(*chunk.copy)
-            if self._brought and chunk.seq in self._brought:
-                self.experts.put(*self._brought.pop(chunk.seq))
+        for span in plan.spans if plan.kind == "prefill" else ():
+            if span.copy is not None:
+                self.experts.copy(*span.copy)
+            if span.seq in self._brought:
+                self.experts.put(*self._brought.pop(span.seq))
         self.experts.take(record)
 
     # --- group shares ---

@@ -1,110 +1,123 @@
-"""A plan: what one step does, as plain data. The scheduler makes it, the runner packs it, the commit reads it back."""
+"""A plan: what one step does, as plain data. The scheduler makes it, `pack` turns it into an upload, a commit reads it.
+
+A plan is a list of spans, one for each row of the step:
+
+    row's positions    0 ................. start .......... start + tokens_in
+    decode row         [ KV is there      ][ last token ]                        1 in, 1 drawn
+    prompt chunk       [ KV is there      ][ the next L tokens of the prompt ]   L in; 1 drawn after the last, else 0
+
+Both differ in two facts only. The token that goes into a decode row was drawn on the device and is there; those of a
+prompt come from the host (`known`). And a step whose spans are all of one token takes the decode forward, whatever its
+tokens are: a prompt whose KV is there but for its last token is a decode row that the upload sets up.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from rollout.engine.schedule.sequence import Feature, Sequence, union_of
-from rollout.engine.step.top_logprobs import Scores
+from rollout.engine.schedule.sequence import Sequence
+from rollout.engine.step.features import Feature
+
+_ADAPTER = Feature.ADAPTER.value
+
+
+class Span(NamedTuple):
+    """What one row does in a step."""
+
+    seq: Sequence
+    start: int  # position of the first token that goes in
+    tokens_in: int
+    draws: int  # tokens drawn after them: 1, or 0 in the middle of a prompt
+    known: np.ndarray | None = None  # int32 [tokens_in]: what goes in; None: the token that the device drew last
+    scored: int = 0  # the first tokens whose successor's log-prob is wanted: it is the prompt's
+    copy: tuple[int, int] | None = None  # (source page, target page) to copy before anything is written
 
 
 @dataclass(frozen=True, slots=True)
-class PromptChunk:
-    """Part of a prompt: positions start..start+length-1 of a sequence."""
+class Plan:
+    """One step. All its spans are decode rows, or all are of prompts."""
 
-    seq: Sequence
-    start: int
-    length: int
-    first: bool  # the row's state is set up by this step
-    final: bool  # the prompt is complete after this chunk: a token is sampled
-    copy: tuple[int, int] | None  # (source page, target page) to copy before anything is written
-    scored: int = 0  # its first positions whose next token is scored: it is the prompt's, and its log-prob is wanted
+    spans: list[Span]
+    version: int  # of the weights that the step is launched with
+    features: Feature
+    max_context: int  # longest context in the step, this step's tokens included
+    tokens: int  # that go in
+    draws: int  # tokens that come out
+
+    @property
+    def kind(self) -> Literal["decode", "prefill"]:
+        """For the meter, and for the turns that prompts and decode rows take."""
+        return "decode" if self.spans[0].known is None else "prefill"
+
+    @property
+    def rows(self) -> int:
+        """How many rows take part."""
+        return len(self.spans)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a token, in the order of the output."""
+        return [span.seq for span in self.spans if span.draws]
+
+    @property
+    def one_token_each(self) -> bool:
+        """True if every row takes one token and draws one: the step takes the decode forward."""
+        return self.tokens == self.draws == len(self.spans)
+
+    @property
+    def draws_later(self) -> bool:
+        """True if the draw waits for the masks of constrained rows."""
+        return bool(self.features & Feature.CONSTRAIN)
 
 
-def next_chunk(seq: Sequence, length: int, page_size: int) -> PromptChunk:
-    """The next `length` tokens of a sequence that is being prefilled."""
-    assert seq.prefill_tokens is not None
-    copy = None if seq.copy_source is None else (seq.copy_source, seq.pages[seq.kv_len // page_size])
-    final = seq.kv_len + length == len(seq.prefill_tokens)
-    scored = max(0, min(length, seq.prompt_len - 1 - seq.kv_len)) if seq.scores_prompt else 0
-    return PromptChunk(seq, seq.kv_len, length, not seq.row_ready, final, copy, scored)
+def make_plan(spans: list[Span], version: int) -> Plan:
+    """The step of these spans under the weights of `version`."""
+    features = tokens = draws = longest = 0
+    for seq, start, tokens_in, drawn, _, _, _ in spans:
+        bits = int(seq.features)
+        features |= bits if drawn else bits & _ADAPTER  # the forward needs a row's adapter, the draw the rest
+        tokens += tokens_in
+        draws += drawn
+        if start + tokens_in > longest:
+            longest = start + tokens_in
+    return Plan(spans, version, Feature(features), longest, tokens, draws)
 
 
-def next_chunks(
+def decode_spans(seqs: list[Sequence]) -> list[Span]:
+    """One token for each of these rows."""
+    return [Span(seq, seq.kv_len, 1, 1) for seq in seqs]
+
+
+def prompt_spans(
     seqs: list[Sequence], tokens: int, words: int, upload_words: Callable[[Sequence, int], int], page_size: int
-) -> list[PromptChunk]:
-    """What a step takes of these prompts, in their order: so many tokens, and words of what is uploaded, at most.
+) -> list[Span]:
+    """What one step takes of these prompts, in their order: at most `tokens` tokens and `words` int32 of upload.
 
-    Those whose KV is still being brought back wait, and hold nobody up.
+    A sequence whose KV is still being copied back waits, and the others do not wait for it.
     """
-    chunks: list[PromptChunk] = []
+    spans: list[Span] = []
     for seq in seqs:
         assert seq.prefill_tokens is not None
         if seq.parked is not None and seq.parked.missing:
             continue
         length = min(len(seq.prefill_tokens) - seq.kv_len, tokens)
         needed = upload_words(seq, length)
-        if length == 0 or (chunks and needed > words):
+        if length == 0 or (spans and needed > words):
             break
         tokens, words = tokens - length, words - needed
-        chunks.append(next_chunk(seq, length, page_size))
-    return chunks
+        spans.append(prompt_span(seq, length, page_size))
+    return spans
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step. `seqs` are the rows in order; for prefill, the rows of `chunks`."""
-
-    kind: Literal["decode", "prefill"]
-    seqs: list[Sequence]
-    features: Feature
-    version: int  # weights version that the step is launched with
-    max_context: int  # longest context in the step, this step's tokens included
-    new_pages: list[int]  # decode: for each row the page that its token opens, 0 if it opens none
-    chunks: list[PromptChunk]  # prefill
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        """The rows that get a token, in the order of the output."""
-        return [chunk.seq for chunk in self.chunks if chunk.final] if self.chunks else self.seqs
-
-    @property
-    def held(self) -> bool:
-        """True if the draw waits for masks."""
-        return bool(self.features & Feature.CONSTRAIN)
-
-    @property
-    def tokens(self) -> int:
-        """Input tokens of the step."""
-        return sum(chunk.length for chunk in self.chunks) if self.chunks else len(self.seqs)
-
-
-def decode_plan(seqs: list[Sequence], version: int, page_size: int) -> Plan:
-    """One token for each of these rows."""
-    new_pages = [0 if seq.kv_len % page_size else seq.pages[seq.kv_len // page_size] for seq in seqs]
-    longest = max(seq.kv_len for seq in seqs) + 1
-    return Plan("decode", seqs, union_of(seqs), version, longest, new_pages, [])
-
-
-def prefill_plan(chunks: list[PromptChunk], version: int) -> Plan:
-    """These pieces of prompts."""
-    seqs = [chunk.seq for chunk in chunks]
-    longest = max(chunk.start + chunk.length for chunk in chunks)
-    features = union_of(chunk.seq for chunk in chunks if chunk.final)
-    return Plan("prefill", seqs, features, version, longest, [], chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step sampled, one entry a sampled row: every decode row, or every final chunk."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    raw_logprobs: list[float]
-    drawn_logprobs: list[float]
-    scores: Scores | None = None  # where the step has any
-    record: np.ndarray | None = None  # int32 [tokens, words]: experts, see `routing`; of every token of the step
+def prompt_span(seq: Sequence, length: int, page_size: int) -> Span:
+    """The next `length` tokens of a sequence that is being prefilled."""
+    assert seq.prefill_tokens is not None
+    start, end = seq.kv_len, seq.kv_len + length
+    scored = max(0, min(length, seq.prompt_len - 1 - start)) if seq.scores_prompt else 0
+    copy = None if seq.copy_source is None else (seq.copy_source, seq.pages[start // page_size])
+    known = seq.prefill_tokens[start:end]
+    return Span(seq, start, length, int(end == len(seq.prefill_tokens)), known, scored, copy)

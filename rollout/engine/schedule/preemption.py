@@ -1,106 +1,147 @@
-"""What becomes of sequences when the weights change, or the adapter that they take, or when all KV leaves the device.
+"""Preemption: which sequences lose their row, because pages run short, weights or an adapter change, or all KV leaves.
 
-A row goes on with the KV that it has, and so does a sequence that is parked, or whose KV is on its way back. With
-`recompute` they are computed again; and so is, always, a row that nothing was launched with, a prompt that is parked
-before its first token, and a prompt whose log-probs are asked for. KV of older weights, or of several versions of
-anything, is its sequence's alone: nobody else finds it.
+**Pages run short** (`grow`). Idle sessions give way first, then group shares, then the row of the lowest priority, of
+these the youngest. Where the KV of preempted sequences is kept on the host, their pages are free only after they are
+copied. So a row is preempted a little before its pages are needed, and a row whose page is not free yet is left out of
+one step.
 
-Where KV leaves the device and nothing else changes, all that has any may go on with it, a prompt half-way too.
+**Weights or an adapter change** (`change_weights`, `put_adapter`). A row goes on with the KV that it has, and so does a
+sequence whose KV is parked or on its way back. With `recompute` they are computed again; so is, always, a row that no
+step was launched with, a prompt that is parked before its first token, and a prompt whose log-probs are asked for. KV
+of older weights, or of several versions, belongs to its sequence alone: no other sequence finds it.
+
+**All KV leaves the pool** (`leave_pool`). Where nothing else changes, every sequence that has KV may go on with it, a
+half-prefilled prompt too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rollout.engine.adapter_table import AdapterError
-from rollout.engine.kv.memory import SequenceMemory
-from rollout.engine.messages import Finish, RequestKey
-from rollout.engine.schedule.queue import WaitingRoom
-from rollout.engine.schedule.sequence import Group, Sequence
+from rollout.engine.messages import Finish
+from rollout.engine.schedule.roster import Roster
+from rollout.engine.schedule.sequence import Sequence, State
 from rollout.models.adapters import AdapterWeights
 
+#: Tokens before a page is needed at which a row is preempted for it, where the page has to be copied first.
+_SOON = 4
 
-class Changes:
-    """The lists and groups are the scheduler's own; `take_off` takes a sequence out of them, `finish` ends it."""
 
-    def __init__(
-        self,
-        memory: SequenceMemory,
-        room: WaitingRoom,
-        groups: dict[RequestKey, Group],
-        decoding: list[Sequence],
-        prefilling: list[Sequence],
-        take_off: Callable[[Sequence], None],
-        finish: Callable[[Sequence, Finish], None],
-    ) -> None:
-        self._memory, self._room, self._groups = memory, room, groups
-        self._prefilling, self._decoding = prefilling, decoding
-        self._take_off, self._finish = take_off, finish
+# --- pages run short -------------------------------------------------------------------------------------------------
 
-    def weights(self, version: int, recompute: bool) -> None:
-        """Steps planned from now on run under `version`."""
-        self._room.weights_changed(version)
-        self._memory.weights_changed()
-        for seq in self._unfinished():
-            first = max(version, seq.group.request.min_version)  # that it can have a token of
-            if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight are of the old version
-                self._finish(seq, Finish("stale"))
-        self._begin_again(self._unfinished(), recompute)
 
-    def put_adapter(self, name: str, version: int | None, weights: AdapterWeights, recompute: bool) -> None:
-        """Have an adapter; steps planned from now on run with it. Raises AdapterError where it cannot be taken."""
-        assert self._memory.adapters is not None
-        old = self._memory.adapters.known.get(name)
-        adapter = self._memory.adapters.put(name, version, weights)
-        if old is None:
-            return
-        self._room.adapter_changed(adapter)
-        for seq in self._begin_again([seq for seq in self._unfinished() if seq.group.adapter is adapter], recompute):
-            seq.kv_version = -1  # of several generations: nobody else may have it
-            seq.note_adapter()
+def grow(roster: Roster, full: list[Sequence]) -> None:
+    """Get one page more for each of these rows, in the order of their rank; some may go without for this step."""
+    for seq in sorted(full, key=lambda seq: seq.rank):
+        _grow(roster, seq)
+    if roster.memory.parking is not None:
+        _make_way(roster, roster.memory.parking.going)
 
-    def drop_adapter(self, name: str) -> None:
-        """Forget an adapter. Raises AdapterError where there is none, or a request names it."""
-        table = self._memory.adapters
-        if table is None or name not in table.known:
-            raise AdapterError(f"adapter {name!r:.200} is not loaded")
-        users = sum(group.adapter is table.known[name] for group in self._groups.values())
-        if users:
-            raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
-        table.drop(name)
 
-    def leave_pool(self, keep: bool) -> None:
-        """All KV leaves the pool; with `keep` it is parked, that of the first in rank where room is short."""
-        self._room.close_shares()
-        self._memory.let_go()
-        if not keep:
-            self._begin_again(self._unfinished(), recompute=True)
-            return
-        for seq in sorted(self._prefilling + self._decoding, key=lambda seq: seq.rank):
-            seq.keeps_kv = seq.row_ready or seq.parked is not None
-            self._take_off(seq)
+def _grow(roster: Roster, seq: Sequence) -> None:
+    memory = roster.memory
+    while seq.state is State.DECODE and not memory.try_grow(seq):
+        if memory.sharing:
+            memory.close_share(memory.sharing[-1])
+        elif roster.leaving or memory.making_room:
+            return  # pages are on their way back
+        else:
+            roster.preempt(_last(roster))
 
-    def forget_parked(self) -> None:
-        """KV that was kept of preempted sequences is of no use: they are computed again."""
-        for seq in self._unfinished():
-            self._memory.forget_parked(seq)
-        for seq in [seq for seq in self._prefilling if seq.parked is not None]:
-            self._take_off(seq)
 
-    def _begin_again(self, seqs: list[Sequence], recompute: bool) -> list[Sequence]:
-        """Have those of a change computed again that are not to go on; returns the rows that go on."""
-        for seq in seqs:
-            if recompute or not seq.versions:
-                self._memory.forget_parked(seq)
-        changed, rows = set(seqs), []
-        for seq in [seq for seq in self._prefilling + self._decoding if seq in changed]:
-            # What has launched nothing takes no old KV along but its own, and log-probs of a prompt are of one version.
-            own = seq.row_ready or (seq.parked is not None and bool(seq.versions))
-            if recompute or not own or seq.scores_prompt:
-                self._take_off(seq)
-            else:
-                rows.append(seq)
-        return rows
+def _make_way(roster: Roster, going: int) -> None:
+    """Preempt a row if pages will be needed soon that are neither available nor among the `going` ones.
 
-    def _unfinished(self) -> list[Sequence]:
-        return [seq for group in self._groups.values() for seq in group.sequences if not seq.finalized]
+    But not if so many pages are available that the victim would be readmitted immediately (thrashing).
+    """
+    available, running = roster.memory.available + going, len(roster.decoding) + len(roster.prefilling)
+    if roster.leaving or running < 2 or available >= running:
+        return
+    if sum(map(_grows_soon, roster.decoding)) > available:
+        roster.preempt(_last(roster))
+
+
+def _last(roster: Roster) -> Sequence:
+    return max(roster.decoding + roster.prefilling, key=lambda seq: seq.rank)
+
+
+def _grows_soon(seq: Sequence) -> bool:
+    has_all = seq.kv_capacity >= seq.prompt_len + seq.max_tokens - 1
+    return seq.kv_capacity - seq.kv_len < _SOON and not has_all
+
+
+# --- weights or an adapter change ------------------------------------------------------------------------------------
+
+
+def change_weights(roster: Roster, version: int, recompute: bool) -> None:
+    """Steps planned from now on run under `version`."""
+    roster.version = version
+    roster.room.weights_changed(version)
+    roster.memory.weights_changed()
+    for seq in roster.unfinished():
+        first = max(version, seq.group.request.min_version)  # that it can have a token of
+        if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight are of the old version
+            roster.finish(seq, Finish("stale"))
+    _begin_again(roster, roster.unfinished(), recompute)
+
+
+def put_adapter(roster: Roster, name: str, version: int | None, weights: AdapterWeights, recompute: bool) -> None:
+    """Take an adapter; steps planned from now on run with it. Raises AdapterError where it cannot be taken."""
+    assert roster.memory.adapters is not None
+    old = roster.memory.adapters.known.get(name)
+    adapter = roster.memory.adapters.put(name, version, weights)
+    if old is None:
+        return
+    roster.room.adapter_changed(adapter)
+    users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
+    for seq in _begin_again(roster, users, recompute):
+        seq.kv_version = -1  # of several generations: no other sequence may use it
+        seq.note_adapter()
+
+
+def drop_adapter(roster: Roster, name: str) -> None:
+    """Forget an adapter. Raises AdapterError where there is none, or a request names it."""
+    table = roster.memory.adapters
+    if table is None or name not in table.known:
+        raise AdapterError(f"adapter {name!r:.200} is not loaded")
+    users = sum(group.adapter is table.known[name] for group in roster.groups.values())
+    if users:
+        raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
+    table.drop(name)
+
+
+def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> list[Sequence]:
+    """Of the sequences that a change concerns, take off the rows that have to be computed again; returns the others."""
+    for seq in seqs:
+        if recompute or not seq.versions:
+            roster.memory.forget_parked(seq)
+    changed, rows = set(seqs), []
+    for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
+        # A row that launched nothing takes no old KV along but its own, and log-probs of a prompt are of one version.
+        own = seq.row_ready or (seq.parked is not None and bool(seq.versions))
+        if recompute or not own or seq.scores_prompt:
+            roster.take_off(seq)
+        else:
+            rows.append(seq)
+    return rows
+
+
+# --- all KV leaves the pool ------------------------------------------------------------------------------------------
+
+
+def leave_pool(roster: Roster, keep: bool) -> None:
+    """All KV leaves the pool; with `keep` it is parked, in the order of rank as long as the host has room."""
+    roster.room.close_shares()
+    roster.memory.let_go()
+    if not keep:
+        _begin_again(roster, roster.unfinished(), recompute=True)
+        return
+    for seq in sorted(roster.prefilling + roster.decoding, key=lambda seq: seq.rank):
+        roster.take_off(seq, keeps_kv=True)
+
+
+def forget_parked(roster: Roster) -> None:
+    """Parked KV is of no use: its sequences are computed again."""
+    for seq in roster.unfinished():
+        roster.memory.forget_parked(seq)
+    for seq in [seq for seq in roster.prefilling if seq.parked is not None]:
+        roster.take_off(seq)

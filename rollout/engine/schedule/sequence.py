@@ -22,7 +22,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum, IntFlag, auto
+from enum import Enum, auto
 from hashlib import blake2b
 
 import numpy as np
@@ -33,8 +33,9 @@ from rollout.engine.kv.parking import Parked
 from rollout.engine.kv.pool import PrefixKeys
 from rollout.engine.kv.sessions import Session
 from rollout.engine.messages import Finish, Request, RequestKey
-from rollout.engine.step.expert_trace import Routing
-from rollout.engine.step.top_logprobs import TopTokens
+from rollout.engine.step.expert_trace import SequenceExperts
+from rollout.engine.step.features import features_of
+from rollout.engine.step.scores import TopTokens
 
 SEED_MASK = (1 << 63) - 1
 
@@ -48,51 +49,10 @@ class State(Enum):
     LEAVING = auto()  # preempted, tokens in flight still commit
 
 
-class Feature(IntFlag):
-    """What a row needs beyond a plain forward and draw; a step does the union of its rows'."""
-
-    NONE = 0
-    GREEDY = auto()
-    DRAW = auto()
-    TRUNCATE = auto()
-    PENALIZE = auto()
-    BIAS = auto()
-    MIN_TOKENS = auto()
-    CONSTRAIN = auto()
-    TOP = auto()
-    ADAPTER = auto()
-
-    @property
-    def reshapes(self) -> bool:
-        """True if the drawn distribution is not the plain one."""
-        return bool(self & ~(Feature.GREEDY | Feature.DRAW | Feature.TOP | Feature.ADAPTER))
-
-
 def row_seed(seed: int, index: int) -> int:
     """The seed of completion `index` of a request: 63 bits, independent for every (seed, index)."""
     digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") & SEED_MASK
-
-
-def features_of(request: Request) -> Feature:
-    """What the sampling of a request's rows needs."""
-    sampling = request.sampling
-    features = Feature.GREEDY if sampling.temperature == 0 else Feature.DRAW
-    if sampling.truncated:
-        features |= Feature.TRUNCATE
-    if sampling.penalized:
-        features |= Feature.PENALIZE
-    if sampling.logit_bias:
-        features |= Feature.BIAS
-    if request.stop.min_tokens > 0 and request.stop.token_ids:
-        features |= Feature.MIN_TOKENS
-    if request.constraint is not None:
-        features |= Feature.CONSTRAIN
-    if request.top_logprobs:
-        features |= Feature.TOP
-    if request.adapter is not None:
-        features |= Feature.ADAPTER
-    return features
 
 
 @dataclass(slots=True)
@@ -208,7 +168,7 @@ class Sequence:
         self.raw_logprobs = array("f", bytes(4 * known))
         self.drawn_logprobs = array("f", bytes(4 * known)) if self.features.reshapes else None
         self.tops = TopTokens(request.top_logprobs, known) if request.top_logprobs else None
-        self.routing = Routing(request.routing_from) if request.routing_from is not None else None
+        self.routing = SequenceExperts(request.routing_from) if request.routing_from is not None else None
         self.versions: list[list[int]] = []  # runs of [version, tokens], of the tokens generated here
         self.oldest_version = request.prior.oldest_version if request.prior is not None else None
         self.newest_version = request.prior.newest_version if request.prior is not None else None
@@ -315,26 +275,24 @@ class Sequence:
         one_of_prompt = [tokens for tokens, *_ in self.prefills].count(0) == 1
         return tuple((tokens, version) for tokens, version, _ in self.prefills[one_of_prompt:])
 
-    def note_kv(self, start: int, end: int, version: int) -> None:
-        """KV of positions start..end-1 is being written by a prefill under `version`."""
+    def note_prefill(self, start: int, end: int, version: int) -> None:
+        """A prefill under `version` is writing the KV of positions start..end-1."""
         mark = (len(self.tokens), version, self.generation)
-        whole = self.parked is not None and start == self.consumed  # what it got back lacks its last token alone
+        whole = self.parked is not None and start == self.consumed  # the KV that it got back lacks its last token alone
         if not whole and mark not in self.prefills[-1:]:
             self.prefills.append(mark)
         if start == 0:
             self.kv_version, self.kv_uniform = version, end
-        elif version == self.kv_version and start == self.kv_uniform:
-            self.kv_uniform = end
+
+    def drop_torn_token(self) -> None:
+        """Cut the columns to the tokens that all of them have: a fault may come between two of them."""
+        prior = self.group.request.prior
+        whole = (len(prior.token_ids) if prior is not None else 0) + sum(count for _, count in self.versions)
+        for column in (self.tokens, self.logprobs, self.raw_logprobs, self.drawn_logprobs):
+            if column is not None:
+                del column[whole:]
 
     def add_pages(self, pages: Iterable[int], page_size: int) -> None:
         """Append pages to the sequence's table."""
         self.pages.extend(pages)
         self.kv_capacity = len(self.pages) * page_size
-
-
-def union_of(seqs: Iterable[Sequence]) -> Feature:
-    """What the sampling of any of these rows needs."""
-    features = 0
-    for seq in seqs:
-        features |= seq.features.value
-    return Feature(features)

@@ -1,27 +1,40 @@
-"""Which experts each token took: where the host keeps it, beside the KV.
+"""Which experts each token took: recorded by the step, kept by the host beside the KV.
 
-    routers of a step --> StepRecord [tokens, 1 + words] int32 --D2H, with the step's outputs--> commit --> ExpertPages
+    routers of a step --> StepExperts [tokens, 1 + words] int32 --D2H, with the step's outputs--> commit --> ExpertPages
                           KV slot | experts, packed                                                        [KV slot]
 
-An entry lies where the KV of its token lies: same page, same place in it. Steps are committed in the order of their
-launch, so `ExpertPages` are a mirror of the KV pages, one commit behind: whoever shares, copies, caches or evicts a
+Packed: the numbers of a token's experts in all sparse layers, layer by layer, likeliest first, in 8 or 16 bits, padded
+to a whole word.
+
+An entry lies where the KV of its token lies: same page, same place in the page. Steps are committed in the order of
+their launch, so `ExpertPages` mirrors the KV pages, one commit late: a sequence that shares, copies, caches or evicts a
 page has the entries of its tokens with it.
 
-Entries of KV that is on the host (`parking`) lie beside it, by its number there. They are put beside the pages that it
-comes back to at the commit of the first step that is launched with these: until then an earlier step may be committed
-that copied from one of them.
+Entries of KV that is on the host (`parking`) lie beside it, by its page number there. They return to the pages of the
+pool at the commit of the first step that is launched with these pages: until then, an earlier step that copied from one
+of them may still be committed.
 
-A sequence that is preempted takes its entries along (`Routing.keep`): they are of the forwards that made its tokens.
-Its pages will have those of the forwards that compute its KV again.
+A preempted sequence takes its entries along (`SequenceExperts.keep`): they belong to the forwards that made its tokens.
+Its pages will hold the entries of the forwards that compute its KV again.
 
-Legend: N tokens, L sparse layers, K experts a token, P pages, S places in a page, W words of an entry.
+Legend: N tokens, T those of a step, L sparse layers, K experts a token, P pages, S places in a page, W words of an
+entry.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from rollout.engine.messages import RoutingShape
+from rollout.models.batch import AttentionBatch, ExpertRecord
+from rollout.models.spec import ModelSpec
+
+
+def routing_shape(spec: ModelSpec) -> RoutingShape | None:
+    """The shape of an entry; None for a model without experts."""
+    moe = spec.moe
+    return None if moe is None else RoutingShape(sum(moe.layers), moe.top_k, moe.experts)
 
 
 def entry_words(shape: RoutingShape) -> int:
@@ -32,6 +45,33 @@ def entry_words(shape: RoutingShape) -> int:
 def record_words(shape: RoutingShape | None, tokens: int) -> int:
     """int32 words of the record of a step of so many tokens."""
     return 0 if shape is None else tokens * (1 + entry_words(shape))
+
+
+class StepExperts:
+    """The record of one step on the device: a view of int32 `words` that the slot, or a graph, owns."""
+
+    def __init__(self, shape: RoutingShape, words: torch.Tensor) -> None:
+        width = 1 + entry_words(shape)
+        self._shape = shape
+        self._rows_NW = words.view(-1, width)
+        packed = self._rows_NW[:, 1:].view(torch.uint8 if shape.dtype.itemsize == 1 else torch.uint16)
+        experts_NLK = packed[:, : shape.layers * shape.top_k].unflatten(1, (shape.layers, shape.top_k))
+        rows_N = torch.arange(len(experts_NLK), dtype=torch.int64, device=words.device)
+        self.experts = ExpertRecord(experts_NLK, rows_N)
+
+    def end(self, batch: AttentionBatch) -> None:
+        """Write where the KV of each token is, after the forward of `batch`; on the compute stream."""
+        slots_T = batch.kv_slots_T
+        self._rows_NW[: len(slots_T), 0].copy_(slots_T)
+
+    def another(self, tokens: int) -> StepExperts:
+        """A record with memory of its own, for a step of so many tokens."""
+        words = torch.zeros(record_words(self._shape, tokens), dtype=torch.int32, device=self._rows_NW.device)
+        return StepExperts(self._shape, words)
+
+    def copy_from(self, other: StepExperts, tokens: int) -> None:
+        """Take the first `tokens` entries of another record. On the compute stream."""
+        self._rows_NW[:tokens].copy_(other._rows_NW[:tokens])
 
 
 class ExpertPages:
@@ -88,8 +128,8 @@ class ExpertPages:
         return np.ascontiguousarray(entries_NE).reshape(-1, shape.layers, shape.top_k)
 
 
-class Routing:
-    """What one sequence has told of its experts, and what it must not lose. Positions count from the prompt's first."""
+class SequenceExperts:
+    """The entries of one sequence that were not sent yet. Positions count from the first of the prompt."""
 
     __slots__ = ("_kept", "_told")
 

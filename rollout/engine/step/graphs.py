@@ -2,9 +2,9 @@
 
     whole     forward, draw, advance of the rows    one for each slot and size, against the slot's buffers: a step is
                                                     one upload, one replay, one download
-    forward   forward only, up to the logits        one for each size of a coarser set, with an input of its own; what
-                                                    changes the logits is sampled outside of the graph and costs more
-                                                    than the larger padding; once more for steps with adapters
+    forward   forward only, up to the logits        one for each size of a coarser set, with an input of its own; steps
+                                                    that change the logits sample outside of the graph, which costs
+                                                    more than the larger padding; once more for steps with adapters
 
 A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Nothing is compiled
 while serving.
@@ -18,30 +18,29 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from rollout.engine.schedule.sequence import Feature
-from rollout.engine.step.slot import Slot, Upload
-from rollout.engine.step.step_record import StepRecord
+from rollout.engine.device.streams import Stream
+from rollout.engine.step.device_step import DeviceStep
+from rollout.engine.step.expert_trace import StepExperts
+from rollout.engine.step.features import PLAIN, Feature
+from rollout.engine.step.slot import Slot
+from rollout.engine.step.upload import StepInput, Upload, put_decode
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, supports
 
-if TYPE_CHECKING:
-    from rollout.engine.step.runner import Runner
-
 log = logging.getLogger(__name__)
 
-#: Told (done, in all).
-Progress = Callable[[int, int], None]
+_ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
 
-#: Sampling that is inside the captured step.
-PLAIN = Feature.GREEDY | Feature.DRAW
+#: Called with (sizes captured so far, sizes in all).
+Progress = Callable[[int, int], None]
 
 
 def capturable(model: Decoder, fused_experts: bool) -> bool:
-    """True if a decode step of this model reads nothing on the host: on a GPU, dense or with fused experts.
+    """True if a decode step of this model needs no value from the device on the host: on a GPU, dense or fused experts.
 
     The generic experts ask the device how many tokens each of them has.
     """
@@ -60,6 +59,25 @@ def forward_sizes(sizes: list[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class CapturedSizes:
+    """Rows of the steps that are captured, ascending."""
+
+    whole: list[int]
+    forward: list[int]
+
+    @classmethod
+    def up_to(cls, most: int) -> CapturedSizes:
+        """Those that are captured for steps of up to `most` rows."""
+        sizes = graph_sizes(most)
+        return cls(sizes, forward_sizes(sizes))
+
+    def size_for(self, rows: int, features: Feature = PLAIN) -> int | None:
+        """The captured size that a step of `rows` rows takes; None if there is none."""
+        sizes = self.forward if features & ~PLAIN else self.whole
+        return next((size for size in sizes if size >= rows), None)
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedStep:
     """The graphs of one slot and size, and where the second leaves its logits."""
 
@@ -70,38 +88,39 @@ class CapturedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A forward of one size: its input, of the same layout as a slot's upload, and where it leaves its logits."""
+    """A forward of one size: its input, laid out as a slot's, its logits, and its own record of experts."""
 
     graph: torch.cuda.CUDAGraph
-    upload: Upload
+    step: StepInput
     logits_SV: torch.Tensor
-    record: StepRecord | None  # of its own, too
+    experts: StepExperts | None
 
 
 class DecodeGraphs:
-    """All captured decode steps of a runner, up to `most` rows."""
+    """All captured decode steps of an engine, up to `most` rows with contexts up to `max_context`."""
 
-    def __init__(self, runner: Runner, max_context: int, most: int) -> None:
-        self._runner = runner
+    def __init__(self, step: DeviceStep, compute: Stream, max_context: int, most: int) -> None:
+        self._step = step
+        self._compute = compute
         self._max_context = max_context
         self._pool = torch.cuda.graph_pool_handle()
-        self.sizes = graph_sizes(most)
-        self._forward_sizes = forward_sizes(self.sizes)
+        self.sizes = CapturedSizes.up_to(most)
         self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._kinds = (False,) if runner.adapters is None else (False, True)  # without adapters, and with
+        #: Features of the forwards that are captured: without adapters, and with.
+        self._kinds = (Feature.NONE,) if step.adapters is None else (Feature.NONE, Feature.ADAPTER)
         self._forwards: dict[tuple[int, bool], _Forward] = {}
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
         self.experts: dict[int, list[torch.Tensor]] = {}
 
     @property
     def kept_bytes(self) -> int:
-        """What graphs of all sizes but the largest keep, because it is read after them: logits."""
-        return len(self._kinds) * sum(self._forward_sizes[:-1]) * self._runner.model.spec.vocab * 4
+        """Memory of the logits that graphs of all sizes but the largest keep, since they are read after the replay."""
+        return len(self._kinds) * sum(self.sizes.forward[:-1]) * self._step.model.spec.vocab * 4
 
     def capture(self, slots: list[Slot], progress: Progress | None = None, sizes: list[int] | None = None) -> None:
-        """Capture every size, or only `sizes`, for every slot; `progress` is told (sizes done, in all)."""
+        """Capture every size, or only `sizes`, for every slot."""
         began_s, warm_up_s, before = time.perf_counter(), 0.0, self.count
-        jobs = sorted(sizes or self.sizes, reverse=True)
+        jobs = sorted(sizes or self.sizes.whole, reverse=True)
         with _no_collection(), torch.inference_mode(), torch.cuda.stream(self._stream):
             for done, size in enumerate(jobs):
                 warming_s = time.perf_counter()
@@ -119,92 +138,86 @@ class DecodeGraphs:
         """Graphs that are captured."""
         return len(self._steps) + len(self._forwards)
 
-    def size_for(self, rows: int, features: Feature = PLAIN) -> int | None:
-        """The captured size that a step of `rows` rows takes; None if there is none."""
-        sizes = self._forward_sizes if features & ~PLAIN else self.sizes
-        return next((size for size in sizes if size >= rows), None)
-
     def run(self, slot: Slot, size: int) -> None:
         """Enqueue a decode step, draw included, whose upload is padded to `size`; on the compute stream."""
         self._steps[id(slot), size].replay()
 
-    def forward(
-        self, size: int, rows: int, adapted: bool, upload: Upload, record: StepRecord | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Enqueue the forward alone; its logits, which the next one writes over, and rows. On the compute stream."""
-        forward = self._forwards[size, adapted]
-        forward.upload.device.copy_(upload.device[: len(forward.upload.device)])  # what else there is is not its own
+    def forward(self, step: StepInput, experts: StepExperts | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Enqueue the forward alone; its logits, which the next one overwrites, and rows. On the compute stream."""
+        header = step.header
+        forward = self._forwards[header.size, bool(header.features & _ADAPTER)]
+        own = forward.step.words
+        own.copy_(step.words[: len(own)])  # rows and pages, which lie first; the graph reads nothing else
         forward.graph.replay()
-        if record is not None and forward.record is not None:
-            record.copy_from(forward.record, rows)
-        return forward.logits_SV[:rows], upload["rows"][:rows]
+        if experts is not None and forward.experts is not None:
+            experts.copy_from(forward.experts, header.rows)
+        return forward.logits_SV[: header.rows], step["rows"][: header.rows]
 
     def captured(self, slot: Slot, size: int) -> CapturedStep:
         """The graphs of a slot and size, to measure them; the forward reads what the slot's input holds now.
 
-        Where no forward of this size was captured it is captured now.
+        Captures the forward of this size first if there is none.
         """
         stream = self._stream
         with torch.inference_mode(), torch.cuda.stream(stream):
             if (size, False) not in self._forwards:
-                stream.synchronize()  # what is on its way from the slot's staging buffer, which capturing writes to
-                self._capture_forward(slot, size, False)
+                stream.synchronize()  # capturing writes to the staging buffer, from which a copy may be under way
+                self._capture_forward(slot, size, Feature.NONE)
             forward = self._forwards[size, False]
-            forward.upload.device.copy_(slot.input[: len(forward.upload.device)])
+            forward.step.words.copy_(slot.input[: len(forward.step.words)])
         return CapturedStep(self._steps[id(slot), size], forward.graph, forward.logits_SV)
 
     @property
     def _stream(self) -> torch.cuda.Stream:
-        return self._runner.compute.stream  # type: ignore[attr-defined]
+        return self._compute.stream  # type: ignore[attr-defined]
 
     def _warm_up(self, slot: Slot, size: int) -> None:
         """Compile and load what the captures of this size will launch; it runs on padding."""
-        upload = self._stage(slot, size)
-        upload.device.zero_()
-        self._step(upload, slot)
-        if True in self._kinds:
-            self._forward(upload, slot.record, adapted=True)
+        step = self._on_slot(slot, size)
+        step.words.zero_()
+        self._run_whole(step, slot)
+        if Feature.ADAPTER in self._kinds:
+            self._run_forward(step, slot.experts, Feature.ADAPTER)
         self._stream.synchronize()
 
-    def _stage(self, slot: Slot, size: int) -> Upload:
-        slot.begin()
-        self._runner.stage_decode(slot, [], size)
-        return slot.upload()
+    def _upload(self, slot: Slot, size: int) -> Upload:
+        slot.staging.begin()
+        put_decode(slot.staging, [], [], size)
+        return slot.staging.upload(size, size, size, PLAIN.value, self._max_context, size=size)
+
+    def _on_slot(self, slot: Slot, size: int) -> StepInput:
+        upload = self._upload(slot, size)
+        return StepInput(upload.header, slot.input[: len(upload.words)])
 
     def _capture(self, slots: list[Slot], size: int) -> None:
-        if size in self._forward_sizes:
-            for adapted in self._kinds:
-                self._capture_forward(slots[0], size, adapted)
+        if size in self.sizes.forward:
+            for features in self._kinds:
+                self._capture_forward(slots[0], size, features)
         for slot in slots:
-            upload, graph = self._stage(slot, size), torch.cuda.CUDAGraph()
+            step, graph = self._on_slot(slot, size), torch.cuda.CUDAGraph()
             with _capturing(graph, self._pool):
-                self._runner.compute.record(slot.start)  # again, where the device begins: the replay arrives later
-                self._step(upload, slot)
+                self._compute.record(slot.start)  # again, where the device begins: the replay arrives later
+                self._run_whole(step, slot)
             self._steps[id(slot), size] = graph
-            if isinstance(self._runner.forward, FusedDecoder):
+            if isinstance(self._step.forward, FusedDecoder):
                 # Only the first slot's: they keep their memory, which the graphs captured after them can't write to.
-                self.experts.setdefault(size, self._runner.forward.take_chosen())
+                self.experts.setdefault(size, self._step.forward.take_chosen())
 
-    def _capture_forward(self, slot: Slot, size: int, adapted: bool) -> None:
-        staged, graph = self._stage(slot, size), torch.cuda.CUDAGraph()
-        upload = Upload(staged.host, torch.zeros_like(staged.device), staged.sections)
-        record = None if slot.record is None else slot.record.another(size)
+    def _capture_forward(self, slot: Slot, size: int, features: Feature) -> None:
+        upload, graph = self._upload(slot, size), torch.cuda.CUDAGraph()
+        step = StepInput(upload.header, torch.zeros_like(slot.input[: len(upload.words)]))
+        experts = None if slot.experts is None else slot.experts.another(size)
         with _capturing(graph, self._pool):
-            logits_SV = self._forward(upload, record, adapted)
-        self._forwards[size, adapted] = _Forward(graph, upload, logits_SV, record)
+            logits_SV = self._run_forward(step, experts, features)
+        self._forwards[size, bool(features)] = _Forward(graph, step, logits_SV, experts)
 
-    def _step(self, upload: Upload, slot: Slot) -> None:
-        self._runner.sample(self._forward(upload, slot.record), upload["rows"], PLAIN, slot.output)
+    def _run_whole(self, step: StepInput, slot: Slot) -> None:
+        self._step.sample(self._run_forward(step, slot.experts), step["rows"], PLAIN, slot.output)
 
-    def _forward(self, upload: Upload, record: StepRecord | None, adapted: bool = False) -> torch.Tensor:
-        runner = self._runner
-        token_ids_B, batch = runner.begin_decode(
-            upload["rows"], upload["new_pages"], self._max_context, record, adapted
-        )
-        hidden_BD = runner.forward(token_ids_B, batch, runner.kv)
-        if record is not None:
-            record.end(batch)
-        return runner.forward.compute_logits(hidden_BD)
+    def _run_forward(
+        self, step: StepInput, experts: StepExperts | None, features: Feature = Feature.NONE
+    ) -> torch.Tensor:
+        return self._step.decode_rows(step["rows"], step["new_pages"], self._max_context, features, experts)
 
 
 @contextmanager

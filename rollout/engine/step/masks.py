@@ -76,7 +76,7 @@ class StepMasks:
         fresh.copy_(self._host_RW)
         self._host_RW = fresh
 
-    def hold(self, at: Seq[int]) -> None:
+    def set_rows(self, at: Seq[int]) -> None:
         """The first masks are those of the rows at these places."""
         self._count = len(at)
         self._at_host_R[: len(at)] = torch.tensor(list(at), dtype=torch.int64)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.step.slot import Slot
+from rollout.engine.step.upload import Header
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class StepInFlight:
     """A launched step whose outputs the host has not taken yet."""
 
     plan: Plan
+    header: Header  # of its upload
     slot: Slot
     planned_at_s: float  # when planning began, `time.perf_counter()`
     plan_s: float  # host time of each phase, seconds

@@ -1,7 +1,7 @@
 """The largest steps that an engine can have, run once before it serves, on padding and a KV cache of two pages.
 
 They compile and load every kernel of prefill and of sampling, so that nothing is compiled while serving, and they take
-the memory that such steps will take. Row 0 is all rows and page 0 all pages; both are as before afterwards.
+the memory that such steps will take. All rows are row 0 and all pages page 0; both are as before afterwards.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from rollout.engine.schedule.sequence import Feature
-from rollout.engine.step.graphs import PLAIN, DecodeGraphs
-from rollout.engine.step.runner import Runner
+from rollout.engine.step.execute import Executor
+from rollout.engine.step.features import PLAIN, Feature
+from rollout.engine.step.graphs import DecodeGraphs
+from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot
+from rollout.engine.step.upload import StepInput, Upload, put_decode, put_prefill, put_scored, put_tops
 from rollout.models.fused import FusedDecoder
 
 #: All that can be asked of sampling at once.
 ALL_FEATURES = functools.reduce(lambda a, b: a | b, Feature)
-#: Lengths of the longest chunk of a prefill step at which its attention changes kernels.
-_CHUNK_LENGTHS = (1, 32, 64, 128)
+#: Lengths of the longest span of a prefill step at which its attention changes kernels.
+_SPAN_LENGTHS = (1, 32, 64, 128)
 #: Sizes whose graphs are captured to learn what one more costs.
 _MORE_SIZES = 3
-#: What steps of many sizes make the allocator hold, over what the largest alone took: up to 1.7 was seen.
+#: Steps of many sizes make the allocator hold up to 1.7 times what the largest alone took.
 _FRAGMENTATION = 2
 
 
@@ -40,61 +43,82 @@ class StepNeeds:
         return self.activations + self.graphs
 
 
-def largest_chunks(max_rows: int, chunk_tokens: int, max_context: int) -> list[int]:
-    """Lengths of the chunks of the prefill step with the most tokens and, of those, the most that sample."""
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """One step to rehearse: a prefill of whole prompts of these lengths, or a decode of so many rows."""
+
+    features: Feature
+    prompts: tuple[int, ...] = ()
+    rows: int = 0
+
+
+def largest_prompts(max_rows: int, chunk_tokens: int, max_context: int) -> list[int]:
+    """Lengths of the spans of the prefill step with the most tokens and, of those, the most that sample."""
     count = min(max_rows, chunk_tokens)
     return [min(chunk_tokens // count + (i < chunk_tokens % count), max_context) for i in range(count)]
 
 
-def rehearse(
-    runner: Runner, slot: Slot, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
-) -> None:
-    """Run the largest prefill and decode steps, with and without changed logits, and steps of every kernel.
+def steps_to_rehearse(
+    executor: Executor, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
+) -> list[Rehearsed]:
+    """The largest prefill and decode steps, with and without changed logits, and steps of every kernel.
 
     `graph_rows` are the rows up to which decode steps will be captured, None if none will be.
     """
-    largest = largest_chunks(max_rows, chunk_tokens, max_context)
+    forward = executor.step.forward
+    largest = largest_prompts(max_rows, chunk_tokens, max_context)
     one = min(chunk_tokens, max_context)
-    kernel_sizes = runner.forward.kernel_sizes() if isinstance(runner.forward, FusedDecoder) else []
+    kernel_sizes = forward.kernel_sizes() if isinstance(forward, FusedDecoder) else []
     prefills = [size for size in kernel_sizes if one < size < sum(largest)]
-    chunk_lengths = sorted({*_CHUNK_LENGTHS, *kernel_sizes})
-    steps = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in chunk_lengths)]
-    steps += [(_chunks(size, one), PLAIN) for size in prefills]
-    kinds = [Feature.NONE] if runner.adapters is None else [Feature.NONE, Feature.ADAPTER]
-    for lengths, features in steps:
-        if max(lengths) <= one and len(lengths) <= max_rows:
-            for also in kinds:
-                runner.rehearse_prefill(slot, lengths, features | also, max_context)
+    lengths = sorted({*_SPAN_LENGTHS, *kernel_sizes})
+    prompts = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in lengths)]
+    prompts += [(_spans(size, one), PLAIN) for size in prefills]
+    adapters = [Feature.NONE] if executor.step.adapters is None else [Feature.NONE, Feature.ADAPTER]
+    steps = [
+        Rehearsed(_possible(executor, features | also), prompts=tuple(lengths))
+        for lengths, features in prompts
+        if max(lengths) <= one and len(lengths) <= max_rows
+        for also in adapters
+    ]
     captured_all = graph_rows is not None and graph_rows >= max_rows
     decodes = {*_powers_of_two(max_rows), *(size for size in kernel_sizes if size < max_rows)}
-    for size in [] if captured_all else sorted(decodes):
-        for also in kinds:
-            runner.rehearse_decode(slot, size, PLAIN | also, max_context)
-    runner.rehearse_decode(slot, max_rows, ALL_FEATURES, max_context)
+    steps += [Rehearsed(PLAIN | also, rows=size) for size in sorted(decodes) if not captured_all for also in adapters]
+    return [*steps, Rehearsed(_possible(executor, ALL_FEATURES), rows=max_rows)]
+
+
+def rehearse(
+    executor: Executor, slot: Slot, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
+) -> None:
+    """Run the steps of `steps_to_rehearse`, one after the other."""
+    for step in steps_to_rehearse(executor, max_rows, chunk_tokens, max_context, graph_rows):
+        upload = (
+            _pack_prefill(executor, slot, step, max_context) if step.prompts else _pack_decode(slot, step, max_context)
+        )
+        _run(executor, slot, upload)
 
 
 def measure_steps(
-    runner: Runner, slots: list[Slot], max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
+    executor: Executor, slots: list[Slot], max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
 ) -> StepNeeds:
     """Rehearse on a GPU; returns what the steps took, by what the driver says is free before and after.
 
     With `graph_rows` the largest decode steps are captured as well, and the share of the smaller ones is estimated.
     None of the memory is kept.
     """
-    runner.device.synchronize()
+    executor.device.synchronize()
     torch.cuda.empty_cache()
     before = _free_bytes()
-    rehearse(runner, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
+    rehearse(executor, slots[0], max_rows, chunk_tokens, max_context, graph_rows)
     activations = before - _free_bytes()
-    graphs = 0 if graph_rows is None else _measure_graphs(runner, slots, max_context, graph_rows)
+    graphs = 0 if graph_rows is None else _measure_graphs(executor, slots, max_context, graph_rows)
     torch.cuda.empty_cache()
     return StepNeeds(_FRAGMENTATION * max(activations, 0), max(graphs, 0))
 
 
-def _measure_graphs(runner: Runner, slots: list[Slot], max_context: int, graph_rows: int) -> int:
+def _measure_graphs(executor: Executor, slots: list[Slot], max_context: int, graph_rows: int) -> int:
     before = _free_bytes()
-    graphs = DecodeGraphs(runner, max_context, graph_rows)
-    *smaller, largest = graphs.sizes
+    graphs = DecodeGraphs(executor.step, executor.compute, max_context, graph_rows)
+    *smaller, largest = graphs.sizes.whole
     graphs.capture(slots, sizes=[largest])
     first = before - _free_bytes()
     if not smaller:
@@ -105,8 +129,49 @@ def _measure_graphs(runner: Runner, slots: list[Slot], max_context: int, graph_r
     return first + more * len(smaller) // len(measured) + graphs.kept_bytes
 
 
-def _chunks(tokens: int, longest: int) -> list[int]:
-    """Lengths of the fewest chunks that `tokens` tokens come in."""
+def _pack_decode(slot: Slot, step: Rehearsed, max_context: int) -> Upload:
+    rows, staging = step.rows, slot.staging
+    staging.begin()
+    put_decode(staging, [], [], rows)
+    tops = put_tops(staging, range(rows)) if step.features & Feature.TOP else ()
+    return staging.upload(rows, rows, rows, step.features.value, max_context, tops=tops)
+
+
+def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: int) -> Upload:
+    """Whole prompts, each with a page to copy."""
+    rows, total, staging = len(step.prompts), sum(step.prompts), slot.staging
+    staging.begin()
+    staging.put("copies", np.zeros((rows, 2), dtype=np.int32))
+    tokens = np.arange(total, dtype=np.int64) % executor.step.rows.vocab
+    layout = put_prefill(staging, [(0, 0, length, 1) for length in step.prompts], tokens)
+    tops, scored = (), 0
+    if step.features & Feature.TOP:
+        tops = put_tops(staging, range(rows))
+        scored = put_scored(staging, np.arange(total), tokens, scored_multiple(executor.device.torch_device))
+    return staging.upload(rows, total, rows, step.features.value, max_context, layout=layout, tops=tops, scored=scored)
+
+
+def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
+    """On the compute stream alone, to its end: the next step overwrites what is uploaded."""
+    header, words = upload.header, upload.words
+    slot.masks.set_rows(range(header.draws))
+    executor.compute.run(functools.partial(slot.receive, words))
+    executor.compute.run(slot.masks.copy)
+    executor.compute.run(functools.partial(executor.run, StepInput(header, slot.input[: len(words)]), slot))
+    executor.compute.run(functools.partial(executor.run_draw, header, slot))  # where it waits for masks
+    executor.compute.run(executor.step.rows.clear_padding)
+    done = executor.device.event()
+    executor.compute.record(done)
+    done.synchronize()
+    executor.check()
+
+
+def _possible(executor: Executor, features: Feature) -> Feature:
+    return features if executor.step.adapters is not None else features & ~Feature.ADAPTER
+
+
+def _spans(tokens: int, longest: int) -> list[int]:
+    """Lengths of the fewest spans that `tokens` tokens come in."""
     return [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
 
 

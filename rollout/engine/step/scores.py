@@ -1,68 +1,86 @@
-"""What a step computes beyond its tokens, for rows that ask: the likeliest tokens, and log-probs of a prompt.
+"""Scores: what a step computes beside its tokens where a request asks for it: likeliest tokens, log-probs of a prompt.
 
               device                                     host, pinned
-    tops      [rows, 2, K] int32   ids, float bits       -D2H->     in steps in which a row asks for them
-    prompt    [chunk tokens] float32                     -D2H->     in prefill steps with a prompt to score
+    tops      [rows, 2, K] int32   ids, float bits       -D2H->     in steps where a row asks for them
+    prompt    [chunk tokens] float32                     -D2H->     in steps with a prompt to score
 
-All are log-softmax of the model's own logits: before temperature, penalties, bias, bans and masks. Which rows and
-positions these are comes with the step's upload; a step without any enqueues nothing of this. What is copied is of one
-piece: CUDA takes a copy with gaps through memory that is not pinned, and the host waits for it.
+All are log-softmax of the model's own logits: before temperature, penalties, bias, bans and masks. The upload of a step
+says which rows and positions these are; a step without any enqueues nothing of this. Each copy is one contiguous piece:
+CUDA takes a copy with gaps through memory that is not pinned, and the host would wait for it.
+
+The host keeps the likeliest tokens of each completion in `TopTokens`. They are added before the tokens of the same
+step, so a completion that ends without its newest token may have one entry too many; a reader asks for the entries of
+the tokens that exist.
 
 Legend: S rows that sample, C of them with tops, K tops, N scored positions, P of them at a time, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rollout.engine.device.streams import Device
 from rollout.engine.messages import MAX_TOP_LOGPROBS
-from rollout.engine.step.top_logprobs import Scores
 
-#: Prompt positions that go through the output layer at a time: their logits are all that is there of them. On a GPU
-#: there are always so many, since another number might be another kernel, and none is compiled while serving.
+#: Prompt positions that go through the output layer at a time; only their logits exist at once. On a GPU every piece
+#: has this size: another size may need another kernel, and nothing is compiled while serving.
 SCORED_AT_ONCE = 128
 
 
+def scored_multiple(device: torch.device) -> int:
+    """An upload pads its scored positions to a multiple of this."""
+    return SCORED_AT_ONCE if device.type == "cuda" else 1
+
+
+class TopTokens:
+    """The `k` likeliest tokens at each position of one completion; zeros at the first `known` positions."""
+
+    def __init__(self, k: int, known: int) -> None:
+        self.k = k
+        self._ids = array("i", bytes(4 * k * known))
+        self._logprobs = array("f", bytes(4 * k * known))
+
+    def __len__(self) -> int:
+        return len(self._ids) // self.k
+
+    def add(self, ids_K: np.ndarray, logprobs_K: np.ndarray) -> None:
+        """Add the next position: int32 and float32, likeliest first, at least k of each."""
+        self._ids.frombytes(ids_K[: self.k].tobytes())
+        self._logprobs.frombytes(logprobs_K[: self.k].tobytes())
+
+    def between(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions start..end-1: ids int32 and log-probs float32, [end - start, k] each."""
+        part, shape = slice(start * self.k, end * self.k), (end - start, self.k)
+        ids, logprobs = np.frombuffer(self._ids, np.int32), np.frombuffer(self._logprobs, np.float32)
+        return ids[part].reshape(shape).copy(), logprobs[part].reshape(shape).copy()
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of one step, on the host."""
+
+    places: tuple[int, ...]  # of the rows with tops, among those that sample
+    top_ids_CK: np.ndarray  # int32, likeliest first; K is MAX_TOP_LOGPROBS, or the vocabulary if that is smaller
+    top_logprobs_CK: np.ndarray  # float32
+    prompt_N: np.ndarray  # float32, of the prompt tokens that the step's spans score, in their order
+
+
 class StepScores:
-    """The scores of one step: buffers, and what of them is in use."""
+    """The buffers for the scores of one step."""
 
     def __init__(self, device: Device, max_rows: int, chunk_tokens: int, vocab: int) -> None:
-        self._multiple = SCORED_AT_ONCE if device.torch_device.type == "cuda" else 1
+        multiple = scored_multiple(device.torch_device)
         self._k = min(MAX_TOP_LOGPROBS, vocab)
-        tops, prompt = (max_rows, 2, self._k), (self._padded(chunk_tokens),)
+        tops, prompt = (max_rows, 2, self._k), (-(-chunk_tokens // multiple) * multiple,)
         self._tops = torch.zeros(tops, dtype=torch.int32, device=device.torch_device)
         self._tops_host = device.host_buffer(tops, torch.int32)
         self._prompt = torch.zeros(prompt, device=device.torch_device)
         self._prompt_host = device.host_buffer(prompt, torch.float32)
-        self._places: tuple[int, ...] = ()
-        self._scored = 0
-
-    @property
-    def wanted(self) -> bool:
-        """True if this step has any."""
-        return bool(self._places) or self._scored > 0
-
-    def begin(self) -> None:
-        """Forget the last step."""
-        self._places, self._scored = (), 0
-
-    def want_tops(self, places: Sequence[int]) -> np.ndarray:
-        """Take the tops of these of the sampling rows; what to upload as `top_at`, int64 [C]."""
-        self._places = tuple(places)
-        return np.array(places, dtype=np.int64)
-
-    def want_prompt(self, at: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Score `targets`, each after the token of the step that is `at`.
-
-        What to upload as `scored_at` and `scored_targets`: the same, int64, padded.
-        """
-        self._scored = len(at)
-        padding = (0, self._padded(len(at)) - len(at))
-        return np.pad(at, padding).astype(np.int64), np.pad(targets, padding).astype(np.int64)
 
     def take_tops(self, logits_SV: torch.Tensor, at_C: torch.Tensor, exact_sums: bool = False) -> None:
         """Find the likeliest tokens of some rows; on the compute stream. The logits are left as they are."""
@@ -90,28 +108,25 @@ class StepScores:
             chosen_P = logits_PV.gather(1, targets_N[part, None]).squeeze(1)
             self._prompt[start : start + len(chosen_P)] = chosen_P - _log_sum_exp(logits_PV, exact_sums)
 
-    def copy(self) -> None:
-        """Copy device to host what there is; on the D2H stream."""
-        if count := len(self._places):
-            self._tops_host[:count].copy_(self._tops[:count], non_blocking=True)
-        if self._scored:
-            self._prompt_host[: self._scored].copy_(self._prompt[: self._scored], non_blocking=True)
+    def copy(self, tops: int, scored: int) -> None:
+        """Copy the tops of so many rows and so many scored positions to the host; on the D2H stream."""
+        if tops:
+            self._tops_host[:tops].copy_(self._tops[:tops], non_blocking=True)
+        if scored:
+            self._prompt_host[:scored].copy_(self._prompt[:scored], non_blocking=True)
 
-    def read(self) -> Scores:
-        """What has arrived, copied: the buffers are the next step's."""
-        tops_C2K = self._tops_host[: len(self._places)].numpy().copy()
-        prompt_N = self._prompt_host[: self._scored].numpy().copy()
-        return Scores(self._places, tops_C2K[:, 0], tops_C2K[:, 1].view(np.float32), prompt_N)
-
-    def _padded(self, count: int) -> int:
-        return -(-count // self._multiple) * self._multiple
+    def read(self, places: tuple[int, ...], scored: int) -> Scores:
+        """A copy of the scores that have arrived; the next step overwrites the buffers."""
+        tops_C2K = self._tops_host[: len(places)].numpy().copy()
+        prompt_N = self._prompt_host[:scored].numpy().copy()
+        return Scores(places, tops_C2K[:, 0], tops_C2K[:, 1].view(np.float32), prompt_N)
 
 
 def _log_sum_exp(logits_RV: torch.Tensor, exact: bool) -> torch.Tensor:
     """[R]; no logit is above 0, and all are overwritten.
 
-    A GPU groups the additions by the number of rows. With `exact` they are of whole numbers, multiples of 2^-43 (of
-    which 2^19 tokens are no overflow): the same whatever the other rows, for more memory and time.
+    A GPU groups the additions by the number of rows. With `exact` the terms are whole multiples of 2^-43, so a row's
+    sum does not depend on the other rows; this takes more memory and time. 2^19 tokens cannot overflow.
     """
     probs_RV = logits_RV.exp_()
     if exact:

@@ -82,7 +82,7 @@ class OursEngine:
             "build_s": ready_s - loaded_s,
             "kv_tokens": self.capacity_tokens,
             "max_context": job.most_context,
-            "graphs": self._engine.runner.graphs is not None,
+            "graphs": self._engine.executor.graphs is not None,
         }
 
     def generate(self, work: Work) -> Finished:
@@ -139,8 +139,8 @@ class OursEngine:
         return {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
 
     def _distinct_experts(self, rows: int) -> Row:
-        graphs = self._engine.runner.graphs
-        chosen = graphs.experts.get(graphs.size_for(rows) or 0, []) if graphs is not None and rows else []
+        graphs = self._engine.executor.graphs
+        chosen = graphs.experts.get(graphs.sizes.size_for(rows) or 0, []) if graphs is not None and rows else []
         if not chosen:
             return {}
         torch.cuda.synchronize()
@@ -150,7 +150,7 @@ class OursEngine:
     def close(self) -> None:
         """Check that nothing leaked and end the streams."""
         self._engine.check_integrity()
-        self._engine.runner.close()
+        self._engine.executor.close()
 
 
 def load_random(shape: str, device: torch.device, experts: Format = "plain") -> LoadedModel:

@@ -13,35 +13,36 @@ import sys
 from typing import Any
 
 from rollout.cli.main import run
+from rollout.engine.loop import Engine
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.step.runner import Runner
-from rollout.engine.step.slot import Slot
+from rollout.models.batch import KVCache
 
 AFTER_TOKENS = 250
 
 
 def corrupt_one_page() -> None:
-    """Have every `Runner` of this process overwrite one page, once."""
-    launch = Runner.launch
+    """Have every engine of this process overwrite one page, once."""
+    launch = Engine._launch
     corrupted: list[int] = []
 
-    def corrupting_launch(self: Runner, plan: Plan, slot: Slot) -> Any:
+    def corrupting_launch(self: Engine, plan: Plan, *rest: Any) -> Any:
+        page_size = self.executor.step.kv.page_size
         if not corrupted and plan.kind == "decode":
-            for seq in plan.seqs:
-                if seq.kv_len >= AFTER_TOKENS and seq.kv_len % self.kv.page_size == self.kv.page_size - 1:
-                    page = seq.pages[seq.kv_len // self.kv.page_size]
+            for seq in plan.sampled:
+                if seq.kv_len >= AFTER_TOKENS and seq.kv_len % page_size == page_size - 1:
+                    page = seq.pages[seq.kv_len // page_size]
                     corrupted.append(page)
-                    self.compute.run(functools.partial(overwrite, self, page))
+                    self.executor.compute.run(functools.partial(overwrite, self.executor.step.kv, page))
                     break
-        return launch(self, plan, slot)
+        return launch(self, plan, *rest)
 
-    Runner.launch = corrupting_launch  # type: ignore[method-assign]
+    Engine._launch = corrupting_launch  # type: ignore[method-assign]
 
 
-def overwrite(runner: Runner, page: int) -> None:
+def overwrite(kv: KVCache, page: int) -> None:
     """Fill one page of every layer with what no model would write."""
     print(f"overwriting page {page}", file=sys.stderr, flush=True)
-    for cache in (*runner.kv.k, *runner.kv.v):
+    for cache in (*kv.k, *kv.v):
         cache[page] = 3.0
 
 

@@ -23,7 +23,7 @@ import torch
 
 from rollout.cli.main import run
 from rollout.engine.schedule.scheduler import Scheduler
-from rollout.engine.step.runner import Runner
+from rollout.engine.step.device_step import DeviceStep
 from rollout.metrics.sinks import MetricsThread
 from rollout.service.server import Server
 from rollout.weights.reception import Reception
@@ -89,8 +89,8 @@ def tear(self: Scheduler, *args: Any) -> None:
 
 
 before(
-    Runner,
-    "_decode",
+    DeviceStep,
+    "decode",
     raiser(
         {
             "memory": MemoryError("memory"),
@@ -99,7 +99,7 @@ before(
         }
     ),
 )
-before(Runner, "_decode", hang)
+before(DeviceStep, "decode", hang)
 before(Scheduler, "commit", tear)
 before(Scheduler, "end_overdue", raiser({"commit": AssertionError("commit")}))
 before(Scheduler, "submit", raiser({"submit": KeyError("submit")}))

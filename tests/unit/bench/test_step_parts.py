@@ -50,13 +50,13 @@ def test_rows_draw_the_same_tokens_whether_their_step_is_measured_or_not(model):
 
 def test_a_sleeping_device_takes_as_long_as_it_is_told_and_gives_the_model_back(model):
     driver = driver_of(model)
-    with sleeping_steps(driver.engine.runner, 0.004) as asleep_s:
+    with sleeping_steps(driver.engine, 0.004) as asleep_s:
         assert asleep_s >= 0.004
         submit(driver, new=6)
         driver.finish()
     spans = [step.end_s - step.start_s for step in driver.engine.meter.recent_steps() if step.kind == "decode"]
     assert spans and min(spans) >= 0.004
-    assert driver.engine.runner.graphs is None
+    assert driver.engine.executor.graphs is None
     driver.close()
 
 

@@ -13,8 +13,7 @@ from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 from rollout.config import ModelSettings
 from rollout.engine.messages import RoutingShape
-from rollout.engine.step.expert_trace import record_words
-from rollout.engine.step.step_record import StepRecord, routing_shape
+from rollout.engine.step.expert_trace import StepExperts, record_words, routing_shape
 from rollout.models import Decoder, fused_experts, load_model
 from rollout.models.batch import AttentionBatch, ExpertRecord
 from rollout.models.fused import FusedDecoder
@@ -99,7 +98,7 @@ def test_a_record_packs_the_kv_slot_and_the_experts(experts: int, bytes_a_token:
     shape = RoutingShape(layers=3, top_k=3, experts=experts)
     words = torch.zeros(record_words(shape, 5), dtype=torch.int32)
     assert 4 * record_words(shape, 1) == bytes_a_token
-    record = StepRecord(shape, words)
+    record = StepExperts(shape, words)
     chosen = torch.arange(18).view(2, 3, 3) + experts - 18
     record.experts.experts_TLK[:2] = chosen.to(record.experts.experts_TLK.dtype)
     ints = torch.zeros(2, dtype=torch.int32)

@@ -1,0 +1,182 @@
+"""The roster: all sequences of an engine by where they are, and the one place where a row and its pages are given back.
+
+    waiting     no row yet, or none any more: in the queue, or waits for its group's leader or for newer weights
+    prefilling  has a row; its prompt is not all launched
+    decoding    has a row; a token of it is drawn at every step
+    leaving     preempted; its tokens in flight still commit, then it waits again
+
+    finish      any state        --> finalized: no plan names it, its last delta is an event
+    take_off    prefilling, decoding --> leaving --> waiting
+    settle      finalized or leaving, and no step in flight names it: row, pages and adapter slot are free again
+
+`inflight_refs` rises and falls in the scheduler; `settle` is the only code that gives back what a sequence has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollout.engine.kv.memory import SequenceMemory
+from rollout.engine.messages import Event, Finish, FinishReason, RequestKey
+from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
+from rollout.engine.schedule.queue import WaitingRoom
+from rollout.engine.schedule.sequence import Group, Sequence, State
+
+
+class Roster:
+    """The host's state of all sequences."""
+
+    def __init__(
+        self,
+        memory: SequenceMemory,
+        max_rows: int,
+        version: int,
+        clock: Callable[[], float],
+        counters: Counters | None = None,
+    ) -> None:
+        self.memory = memory
+        self.version = version  # of the weights
+        self.clock = clock
+        self.counters = counters or Counters()
+        self.events: list[Event] = []  # what the service has not been sent yet
+        self.groups: dict[RequestKey, Group] = {}
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+        self.leaving: list[Sequence] = []
+        self.waiting = 0  # sequences with no row, those that wait for their leader included
+        self.room = WaitingRoom(memory)
+        self.free_rows = list(range(max_rows, 0, -1))
+        self.max_rows = max_rows
+
+    @property
+    def idle(self) -> bool:
+        """True when no request is unfinished."""
+        return not self.groups
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold a row."""
+        return self.max_rows - len(self.free_rows)
+
+    def unfinished(self) -> list[Sequence]:
+        """All sequences that are not finalized."""
+        return [seq for group in self.groups.values() for seq in group.sequences if not seq.finalized]
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def end(self, key: RequestKey, reason: FinishReason, error: str | None = None) -> None:
+        """End what is unfinished of a request; unknown keys are ignored (it ended by itself)."""
+        group = self.groups.get(key)
+        for seq in list(group.sequences) if group else ():
+            if not seq.finalized:
+                self.finish(seq, Finish(reason, error=error))
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """End every request."""
+        for key in list(self.groups):
+            self.end(key, reason, error)
+
+    def end_early(self, reason: FinishReason, error: str | None = None) -> None:
+        """End the requests that wait for a newer weights version."""
+        for key in list(self.room.early):
+            self.end(key, reason, error)
+
+    def fail(self, seq: Sequence, error: str) -> None:
+        """End one completion as an error, with what it has."""
+        self.finish(seq, Finish("error", error=error))
+
+    def finish(self, seq: Sequence, finish: Finish) -> None:
+        """Decide the outcome of a sequence: nothing is added to it any more."""
+        assert not seq.finalized
+        if seq.state is State.WAITING:
+            self.waiting -= 1
+        elif seq.state is not State.LEAVING:
+            self._running_list(seq).remove(seq)
+        seq.finish = finish
+        self.events.append(make_delta(seq, self.memory.experts))
+        seq.finalized = True  # after its last delta: `rescue` relies on it
+        seq.tops = None  # they are sent; its group may go on for long
+        group = seq.group
+        group.unfinished -= 1
+        group.complete += finish.complete
+        self.room.ended(seq)
+        if group.unfinished == 0:
+            self.events.append(make_request_done(group, self.clock()))
+            del self.groups[group.key]
+            self.room.early.pop(group.key, None)
+        self.settle(seq)
+        if finish.complete and group.complete == group.request.min_complete:
+            self.end(group.key, "cancelled")
+
+    def rescue(self, message: str) -> list[Event]:
+        """After a fault: the events that were due, and those that end every request as `error` with its tokens.
+
+        A fault may come anywhere, so the books may be half-way: this reads the sequences' tokens, and their experts
+        where they are asked for, and gives no row or page back. The roster is thrown away afterwards; a second call
+        gives no events. Two rules make the tokens trustworthy: a commit writes a token's version run last, so tokens
+        beyond the runs are not whole; and `finalized` is set after the last delta was made, so no client was sent the
+        end of a sequence that is not finalized.
+        """
+        events, self.events = self.events, []
+        groups, self.groups = self.groups, {}
+        now_s = self.clock()
+        for group in groups.values():
+            for seq in group.sequences:
+                if not seq.finalized:
+                    seq.drop_torn_token()
+                    seq.finish = Finish("error", error=message)
+                    events.append(make_delta(seq, self.memory.experts))
+                    seq.finalized = True
+            events.append(make_request_done(group, now_s))
+        return events
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a sequence's row, for want of pages; it goes on later, with its KV if that can be kept."""
+        self.counters.preemptions += 1
+        seq.group.preemptions += 1
+        self.take_off(seq, keeps_kv=True)
+
+    def take_off(self, seq: Sequence, keeps_kv: bool = False) -> None:
+        """No plan names the sequence any more; it waits for a row again once its tokens in flight are committed."""
+        if keeps_kv:
+            seq.keeps_kv = seq.row_ready or seq.parked is not None
+        self._running_list(seq).remove(seq)
+        seq.state = State.LEAVING
+        self.leaving.append(seq)
+        self.settle(seq)
+
+    def settle(self, seq: Sequence) -> None:
+        """Give row and pages back if nothing needs them; the only place that does."""
+        assert 0 <= seq.inflight_refs <= 2
+        if seq.inflight_refs > 0 or (seq.parked is not None and self.memory.still_arriving(seq)):
+            return
+        if seq.row:
+            self.free_rows.append(seq.row)
+            seq.row = 0
+        if seq.finalized and seq.group.session is not None:
+            self.memory.keep_turn(seq, self.version, self.clock())
+        self.memory.release(seq)
+        if seq.state is State.LEAVING:
+            self.leaving.remove(seq)
+            seq.state = State.WAITING
+            if not seq.finalized:
+                self.waiting += 1
+                self.room.queue.push(seq)
+
+    def came_back(self, seqs: list[Sequence]) -> None:
+        """No copy writes to the pages of these sequences any more."""
+        for seq in seqs:
+            if seq.finalized or seq.state is State.LEAVING:
+                self.settle(seq)
+
+    def _running_list(self, seq: Sequence) -> list[Sequence]:
+        return self.decoding if seq.state is State.DECODE else self.prefilling
+
+    def check_integrity(self) -> None:
+        """Assert that nothing leaked. Call it when no step is in flight and no request is left."""
+        self.memory.check()
+        assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
+        assert sorted(self.free_rows) == list(range(1, self.max_rows + 1)), "a row is in use"
+        assert self.waiting == 0 and not self.memory.sharing, "a queue or a share is left"

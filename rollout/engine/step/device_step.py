@@ -1,0 +1,168 @@
+"""What a step does on the device: sets rows up, runs the forward, draws. Everything here runs on the compute stream.
+
+    begin      rows that the step sets up, pages that are copied, tokens of a decode forward that the host knows
+    decode     one token for each row, the last one of the row state; logits of the next
+    prefill    the tokens of spans of any length; logits after those that draw
+    sample     from logits to the tokens, in the row state and in the output
+
+The sampled token goes from `sample` into the row state (carry-over): the next step reads it there, whether or not the
+host has seen it. Inputs are a `StepInput` and device tensors; nothing here knows a sequence or the scheduler.
+"""
+
+from __future__ import annotations
+
+import torch
+from rollout_kernels.step import begin_step
+
+from rollout.engine.step.expert_trace import StepExperts
+from rollout.engine.step.features import Feature
+from rollout.engine.step.row_state import LAST, LENGTH, RowState
+from rollout.engine.step.sampler import Sampler
+from rollout.engine.step.scores import StepScores
+from rollout.engine.step.upload import StepInput
+from rollout.models.adapters import AdapterSlots, StepAdapters
+from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.decoder import Decoder
+from rollout.models.fused import FusedDecoder, supports
+
+_ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
+
+
+def make_forward(model: Decoder, fused_experts: bool, deterministic: bool) -> Decoder | FusedDecoder:
+    """What runs the forwards of a model: the fused kernels where they support it, else the model itself."""
+    return FusedDecoder(model, deterministic) if supports(model, fused_experts) else model
+
+
+class DeviceStep:
+    """The model, its KV and the state of the rows. `forward` runs `model`; with `exact_sums` no score of a row depends
+    on the other rows.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        forward: Decoder | FusedDecoder,
+        kv: KVCache,
+        rows: RowState,
+        adapters: AdapterSlots | None = None,
+        exact_sums: bool = False,
+    ) -> None:
+        self.model = model
+        self.forward = forward
+        self.kv = kv
+        self.rows = rows
+        self.adapters = adapters
+        self.sample = Sampler(rows)
+        self.exact_sums = exact_sums
+
+    def with_kv(self, kv: KVCache) -> DeviceStep:
+        """The same over another KV cache."""
+        return DeviceStep(self.model, self.forward, kv, self.rows, self.adapters, self.exact_sums)
+
+    def begin(self, step: StepInput) -> None:
+        """Set rows up, copy pages, put tokens that the host knows where a decode forward reads them."""
+        self.rows.set_up(step)
+        if "copies" in step:
+            self._copy_pages(step["copies"].long())
+        if "known" in step:
+            self.rows.take_known(step["known"])
+
+    def decode(self, step: StepInput, experts: StepExperts | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""
+        header, rows_B = step.header, step["rows"]
+        return self.decode_rows(rows_B, step["new_pages"], header.max_context, header.features, experts), rows_B
+
+    def decode_rows(
+        self,
+        rows_B: torch.Tensor,
+        new_pages_B: torch.Tensor,
+        max_context: int,
+        features: int,
+        experts: StepExperts | None,
+    ) -> torch.Tensor:
+        """Logits after the last tokens of these rows."""
+        token_ids_B, batch = self.begin_decode(rows_B, new_pages_B, max_context, experts, bool(features & _ADAPTER))
+        hidden_BD = self.forward(token_ids_B, batch, self.kv)
+        if experts is not None:
+            experts.end(batch)
+        return self.forward.compute_logits(hidden_BD)
+
+    def begin_decode(
+        self,
+        rows_B: torch.Tensor,
+        new_pages_B: torch.Tensor,
+        max_context: int,
+        experts: StepExperts | None = None,
+        adapted: bool = False,
+    ) -> tuple[torch.Tensor, AttentionBatch]:
+        """The input of a decode forward from the row state: token ids, and where they sit; opens new pages."""
+        page_size, columns = self.kv.page_size, -(-max_context // self.kv.page_size)
+        begun = begin_step(
+            rows_B,
+            new_pages_B,
+            self.rows.ints,
+            self.rows.pages,
+            last=LAST,
+            length=LENGTH,
+            page_size=page_size,
+            columns=columns,
+            table_BP=self.rows.step_pages,
+        )
+        batch = AttentionBatch(
+            positions_T=begun.positions_B,
+            kv_slots_T=begun.kv_slots_B,
+            page_table_BP=begun.page_table_BC,
+            context_lens_B=begun.context_lens_B,
+            max_context=max_context,
+            experts=None if experts is None else experts.experts,
+            adapters=self._step_adapters(rows_B) if adapted else None,
+        )
+        return begun.token_ids_B, batch
+
+    def prefill(
+        self, step: StepInput, experts: StepExperts | None, scores: StepScores
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Spans of known tokens; logits and rows of those that draw, None if none do. Scores prompts into `scores`."""
+        header = step.header
+        rows_C, ends_C, positions_T = step["rows"], step["ends"], step["positions"]
+        page_table_CP = self._page_table(rows_C, header.max_context)
+        pages_T = page_table_CP[step["token_span"], positions_T // self.kv.page_size]
+        adapted = bool(header.features & _ADAPTER)
+        batch = AttentionBatch(
+            positions_T=positions_T,
+            kv_slots_T=pages_T * self.kv.page_size + positions_T % self.kv.page_size,
+            page_table_BP=page_table_CP,
+            context_lens_B=ends_C,
+            max_context=header.max_context,
+            chunks=tuple(Chunk(*span) for span in header.layout),
+            query_starts_C1=step["query_starts"],
+            experts=None if experts is None else experts.experts,
+            adapters=self._step_adapters(rows_C, step["token_span"]) if adapted else None,
+        )
+        hidden_TD = self.forward(step["tokens"], batch, self.kv)
+        if experts is not None:
+            experts.end(batch)
+        self.rows.ints[rows_C, LENGTH] = step["lengths"]
+        if header.scored:
+            at_N, targets_N = step["scored_at"], step["scored_targets"]
+            scores.score_prompt(hidden_TD, at_N, targets_N, self.forward.compute_logits, self.exact_sums)
+        if header.draws == 0:
+            return None
+        return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]
+
+    def _step_adapters(self, rows_B: torch.Tensor, row_of_T: torch.Tensor | None = None) -> StepAdapters:
+        """The slots of the rows, or of the tokens of their spans."""
+        assert self.adapters is not None and self.rows.adapters is not None
+        slots = self.rows.adapters.index_select(0, rows_B)
+        if row_of_T is None:
+            return StepAdapters(self.adapters, slots, segmented=False)
+        return StepAdapters(self.adapters, slots.index_select(0, row_of_T), segmented=True)
+
+    def _page_table(self, rows_B: torch.Tensor, max_context: int) -> torch.Tensor:
+        columns = -(-max_context // self.kv.page_size)
+        return self.rows.pages[:, :columns].index_select(0, rows_B)
+
+    def _copy_pages(self, copies_N2: torch.Tensor) -> None:
+        source_N, target_N = copies_N2.unbind(1)
+        for cache in self.kv.tensors:
+            cache.index_copy_(0, target_N, cache.index_select(0, source_N))

@@ -1,0 +1,171 @@
+"""Executes uploads: enqueues a step on the device's streams and reads its outputs.
+
+    host      execute: enqueue                                                   read: wait for d2h_done
+    h2d       h2d_start | copy | h2d_done
+    compute                       wait h2d_done | start | begin, forward, sample | end
+    d2h                                                                           wait end | copy | d2h_done
+
+A step with constrained rows stops after its forward, until `draw` comes with their masks. Scores are taken from the
+results of the forward before the draw, and have a copy to the host of their own.
+
+`execute` never waits. All that it knows of a step is the upload: no sequence, no plan. So a process that is sent header
+and words, and has the same model, KV and row state, computes the same tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollout.engine.device.streams import Device, Event, Stream
+from rollout.engine.kv.page_mover import PageMover
+from rollout.engine.step.device_step import DeviceStep
+from rollout.engine.step.features import PLAIN, Feature
+from rollout.engine.step.graphs import DecodeGraphs
+from rollout.engine.step.slot import Slot, StepOutput
+from rollout.engine.step.upload import Header, StepInput, Upload
+
+# Flags of an enum are slow to test.
+_CONSTRAIN = Feature.CONSTRAIN.value
+_NOT_PLAIN = ~PLAIN.value
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The streams of one engine's steps."""
+
+    h2d: Stream
+    compute: Stream
+    d2h: Stream
+    adapters: Stream | None = None  # copies adapters to slots that no row uses; where adapters are served
+
+    @classmethod
+    def make(cls, device: Device, adapters: bool = False) -> Streams:
+        """New streams."""
+        names = ("h2d", "compute", "d2h", *(["adapters"] if adapters else []))
+        return cls(*(device.stream(name) for name in names))
+
+    def all(self) -> list[Stream]:
+        """Those that there are."""
+        return [stream for stream in (self.h2d, self.compute, self.d2h, self.adapters) if stream is not None]
+
+    def close(self) -> None:
+        """Finish what is enqueued and end the streams."""
+        for stream in self.all():
+            stream.close()
+
+
+class Executor:
+    """Runs steps: `step` says what they do, `graphs` are the captured ones. `mover`, which copies KV, ends with it."""
+
+    def __init__(
+        self,
+        device: Device,
+        streams: Streams,
+        step: DeviceStep,
+        graphs: DecodeGraphs | None = None,
+        mover: PageMover | None = None,
+    ) -> None:
+        self.device = device
+        self.streams = streams
+        self.h2d, self.compute, self.d2h = streams.h2d, streams.compute, streams.d2h
+        self.step = step
+        self.graphs = graphs
+        self.mover = mover
+
+    def execute(self, upload: Upload, slot: Slot) -> None:
+        """Enqueue a step; returns without waiting for anything."""
+        header, words = upload.header, upload.words
+        self.h2d.record(slot.h2d_start)
+        self.h2d.run(functools.partial(slot.receive, words))
+        self.h2d.record(slot.h2d_done)
+
+        self.compute.wait(slot.h2d_done)
+        self.compute.record(slot.start)
+        self.compute.run(functools.partial(self.run, StepInput(header, slot.input[: len(words)]), slot))
+        if header.features & _CONSTRAIN:
+            self.compute.record(slot.forward_end)
+        else:
+            self._finish(header, slot)
+
+    def draw(self, header: Header, slot: Slot, at: Sequence[int]) -> None:
+        """Enqueue the draw of a step that waits for masks; the first masks are those of the drawing rows `at`."""
+        slot.masks.set_rows(at)
+        self.h2d.run(slot.masks.copy)
+        self.h2d.record(slot.masks.arrived)
+        self.compute.wait(slot.masks.arrived)
+        self.compute.record(slot.draw_start)
+        self.compute.run(functools.partial(self.run_draw, header, slot))
+        self._finish(header, slot)
+
+    def read(self, header: Header, slot: Slot) -> StepOutput:
+        """Wait for the outputs of a step. Raises DeviceError if anything on the device failed."""
+        slot.d2h_done.synchronize()
+        self.check()
+        return slot.read(header)
+
+    def _finish(self, header: Header, slot: Slot) -> None:
+        self.compute.record(slot.end)
+        self.d2h.wait(slot.end)
+        self.d2h.record(slot.d2h_start)
+        self.d2h.run(functools.partial(slot.download, header))
+        if header.tops or header.scored:
+            self.d2h.run(functools.partial(slot.scores.copy, len(header.tops), header.scored))
+        self.d2h.record(slot.d2h_done)
+
+    # --- on the compute stream ---------------------------------------------------------------------------------------
+
+    def run(self, step: StepInput, slot: Slot) -> None:
+        """A forward, and the draw unless that waits for masks."""
+        header = step.header
+        self.step.begin(step)
+        if header.layout:
+            forwarded = self.step.prefill(step, slot.experts, slot.scores)
+        elif not header.size:
+            forwarded = self.step.decode(step, slot.experts)
+        else:
+            assert self.graphs is not None, "a step that was packed for a graph"
+            if not header.features & _NOT_PLAIN:
+                self.graphs.run(slot, header.size)
+                return
+            forwarded = self.graphs.forward(step, slot.experts)
+        if forwarded is not None and header.tops:
+            slot.scores.take_tops(forwarded[0], step["top_at"], self.step.exact_sums)
+        slot.forwarded = forwarded
+        if not header.features & _CONSTRAIN:
+            self.run_draw(header, slot)
+
+    def run_draw(self, header: Header, slot: Slot) -> None:
+        """Draw from the logits of the slot's forward, if any row draws."""
+        forwarded, slot.forwarded = slot.forwarded, None
+        if forwarded is not None:
+            self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
+
+    # --- beside the steps --------------------------------------------------------------------------------------------
+
+    def enqueue(self, work: Callable[[], object], start: Event, end: Event) -> None:
+        """Run `work` on the compute stream between the last launched step and the next."""
+        self.compute.record(start)
+        self.compute.run(work)
+        self.compute.record(end)
+
+    def finish(self) -> None:
+        """Return when all that is enqueued is done. Raises DeviceError if any of it failed."""
+        for stream in self.streams.all():
+            done = self.device.event()
+            stream.record(done)
+            done.synchronize()
+        self.check()
+
+    def check(self) -> None:
+        """Raise DeviceError if work on a stream failed."""
+        for stream in self.streams.all():
+            stream.check()
+
+    def close(self) -> None:
+        """Finish what is enqueued, end the streams and give up the memory of the captured steps."""
+        self.streams.close()
+        self.graphs = None
+        if self.mover is not None:
+            self.mover.close()

@@ -1,0 +1,222 @@
+"""Packs plans: from the host's state of sequences to the upload of a step (`upload.py` lists its sections).
+
+    Plan of spans of one token that all draw     --> a decode: rows and the pages that they open
+    any other                                    --> a prefill: tokens, positions, and what each span does
+
+Either also carries what its rows need that have not run yet: a row is set up by the first step of its sequence.
+
+How large an upload can become is bounded here too, beside what is put: the scheduler plans by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from rollout_kernels import PROMPT_BIT
+
+from rollout.engine.messages import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from rollout.engine.schedule.plan import Plan, Span
+from rollout.engine.schedule.sequence import Sequence
+from rollout.engine.step.features import Feature
+from rollout.engine.step.graphs import CapturedSizes
+from rollout.engine.step.scores import SCORED_AT_ONCE
+from rollout.engine.step.upload import Staging, Upload, put_decode, put_prefill, put_scored, put_tops
+
+#: int32 words of an upload. A token: id, position, span. A span: rows, ends, lengths, samples, tops, copy, alignment.
+_TOKEN_WORDS = 6
+_SCORED_WORDS = 4  # of a token that is scored, more: its place and the next token's id
+_SPAN_WORDS = 22
+_INIT_WORDS = 2 * 7 + 7 + 1  # row and ints as int64, floats, adapter
+#: What padding of the scored tokens adds to an upload at most.
+PADDING_WORDS = _SCORED_WORDS * SCORED_AT_ONCE
+
+_TOP = Feature.TOP.value  # flags of an enum are slow to test
+
+
+class Packer:
+    """Packs the plans of one engine. `captured` are the sizes of its captured decode steps, None without any."""
+
+    def __init__(
+        self,
+        vocab: int,
+        page_size: int,
+        scored_multiple: int,
+        adapters: bool = False,
+        captured: CapturedSizes | None = None,
+    ) -> None:
+        self.scored_multiple = scored_multiple
+        self.captured = captured
+        self._vocab = vocab
+        self._page_size = page_size
+        self._adapters = adapters
+
+    def pack(self, plan: Plan, staging: Staging) -> Upload:
+        """Pack a step; its sequences are those of the plan's moment, before the step is noted as launched."""
+        staging.begin()
+        size, layout = 0, ()
+        if plan.one_token_each:
+            size = 0 if self.captured is None else self.captured.size_for(plan.rows, plan.features) or 0
+            self._put_decode(plan.spans, staging, size or plan.rows)
+        else:
+            layout = _put_prefill(plan.spans, staging)
+        scored = 0
+        if plan.kind == "prefill":
+            self._put_new_rows(plan.spans, staging)
+            scored = self._put_scored(plan.spans, staging)
+        tops = ()
+        if plan.features.value & _TOP:
+            tops = put_tops(staging, [i for i, seq in enumerate(plan.sampled) if seq.tops is not None])
+        return staging.upload(
+            plan.rows,
+            plan.tokens,
+            plan.draws,
+            plan.features.value,
+            plan.max_context,
+            size=size,
+            layout=layout,
+            tops=tops,
+            scored=scored,
+        )
+
+    def _put_decode(self, spans: Seq[Span], staging: Staging, size: int) -> None:
+        page_size = self._page_size
+        pages = [0 if start % page_size else seq.pages[start // page_size] for seq, start, _, _, _, _, _ in spans]
+        put_decode(staging, [span.seq.row for span in spans], pages, size)
+        known = [(seq.row, known[0], start) for seq, start, _, _, known, _, _ in spans if known is not None]
+        if known:
+            staging.put("known", np.array(known, dtype=np.int64))
+
+    def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
+        """Rows that no step has set up yet, and the pages that are copied for them."""
+        _put_setup(staging, [span.seq for span in spans if not span.seq.row_ready], self._vocab, self._adapters)
+        if copies := [span.copy for span in spans if span.copy is not None]:
+            staging.put("copies", np.array(copies, dtype=np.int32))
+
+    def _put_scored(self, spans: Seq[Span], staging: Staging) -> int:
+        at, targets, begin = [], [], 0
+        for seq, start, tokens_in, _, _, scored, _ in spans:
+            if scored:
+                at.append(np.arange(begin, begin + scored))
+                targets.append(seq.group.request.prompt[start + 1 : start + 1 + scored])
+            begin += tokens_in
+        return put_scored(staging, np.concatenate(at), np.concatenate(targets), self.scored_multiple) if at else 0
+
+
+def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, int], ...]:
+    tokens = np.concatenate([span.known for span in spans if span.known is not None]).astype(np.int64)
+    columns = [(seq.row, start, tokens_in, draws) for seq, start, tokens_in, draws, *_ in spans]
+    return put_prefill(staging, columns, tokens)
+
+
+def _put_setup(staging: Staging, seqs: Seq[Sequence], vocab: int, adapters: bool = False) -> None:
+    """Pack what `RowState.set_up` needs for sequences whose first chunk is in this step."""
+    if not seqs:
+        return
+    staging.put("init_ints", np.array([_ints(seq, vocab) for seq in seqs], dtype=np.int64))
+    staging.put("init_floats", np.array([_floats(seq) for seq in seqs], dtype=np.float32))
+    staging.put("page_updates", np.concatenate([_page_updates(seq) for seq in seqs]))
+    if adapters:
+        staging.put("init_adapters", np.array([_adapter(seq) for seq in seqs], dtype=np.int32))
+    _put_lists(staging, seqs)
+
+
+def _put_lists(staging: Staging, seqs: Seq[Sequence]) -> None:
+    if banned := [seq for seq in seqs if seq.features & Feature.MIN_TOKENS]:
+        staging.put("banned_rows", _rows(banned))
+        staging.put("banned", np.array([_repeated(seq.group.request.stop.token_ids) for seq in banned], dtype=np.int64))
+    if biased := [seq for seq in seqs if seq.features & Feature.BIAS]:
+        ids = np.zeros((len(biased), MAX_LOGIT_BIAS), dtype=np.int64)
+        values = np.zeros((len(biased), MAX_LOGIT_BIAS), dtype=np.float32)
+        for i, seq in enumerate(biased):
+            pairs = seq.group.request.sampling.logit_bias
+            ids[i, : len(pairs)] = [token for token, _ in pairs]
+            values[i, : len(pairs)] = [value for _, value in pairs]
+        staging.put("bias_rows", _rows(biased))
+        staging.put("bias_ids", ids)
+        staging.put("bias", values)
+    if counted := [seq for seq in seqs if seq.features & Feature.PENALIZE]:
+        staging.put("counts_rows", _rows(counted))
+        staging.put("counts", np.concatenate([_count_updates(seq) for seq in counted]))
+
+
+def _rows(seqs: Seq[Sequence]) -> np.ndarray:
+    return np.array([seq.row for seq in seqs], dtype=np.int64)
+
+
+def _ints(seq: Sequence, vocab: int) -> list[int]:
+    sampling = seq.group.request.sampling
+    greedy = sampling.temperature == 0
+    top_k = vocab if greedy or sampling.top_k == 0 else sampling.top_k
+    # Without stop tokens there is nothing to ban, and what the row's list holds is its predecessor's.
+    min_tokens = seq.group.request.stop.min_tokens if seq.features & Feature.MIN_TOKENS else 0
+    return [seq.row, 0, 0, seq.prompt_len, min_tokens, top_k, seq.seed]
+
+
+def _adapter(seq: Sequence) -> int:
+    return 0 if seq.adapter_slot is None else seq.adapter_slot.number
+
+
+def _floats(seq: Sequence) -> list[float]:
+    s = seq.group.request.sampling
+    greedy = s.temperature == 0
+    # Cumulative sums round: with top-p off the bound is infinite, so that no tail is cut.
+    top_p = np.inf if greedy or s.top_p >= 1.0 else s.top_p
+    temperature, min_p = (1.0, 0.0) if greedy else (s.temperature, s.min_p)
+    penalties = [s.repetition_penalty, s.presence_penalty, s.frequency_penalty]
+    return [temperature, 0.0 if greedy else 1.0, top_p, min_p, *penalties]
+
+
+def _page_updates(seq: Sequence) -> np.ndarray:
+    updates = np.empty((len(seq.pages), 3), dtype=np.int32)
+    updates[:, 0] = seq.row
+    updates[:, 1] = np.arange(len(seq.pages))
+    updates[:, 2] = seq.pages
+    return updates
+
+
+def _repeated(ids: tuple[int, ...]) -> list[int]:
+    return [*ids, *(ids[0] for _ in range(MAX_STOP_IDS - len(ids)))]
+
+
+def _count_updates(seq: Sequence) -> np.ndarray:
+    assert seq.prefill_tokens is not None
+    prompt, generated = seq.prefill_tokens[: seq.prompt_len], seq.prefill_tokens[seq.prompt_len :]
+    tokens = np.concatenate([np.unique(prompt), generated])
+    updates = np.ones((len(tokens), 3), dtype=np.int32)
+    updates[:, 0] = seq.row
+    updates[:, 1] = tokens
+    updates[: len(tokens) - len(generated), 2] = PROMPT_BIT
+    return updates
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def upload_words(seq: Sequence, length: int) -> int:
+    """Upper bound on the int32 words that the next `length` tokens of a prompt adds to an upload."""
+    words = (_TOKEN_WORDS + _SCORED_WORDS * seq.scores_prompt) * length + _SPAN_WORDS
+    if not seq.row_ready:
+        assert seq.prefill_tokens is not None
+        words += setup_words(seq, len(seq.prefill_tokens)) + 2
+    return words
+
+
+def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int) -> int:
+    """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
+    largest = (_TOKEN_WORDS + _SCORED_WORDS) * chunk_tokens + _SPAN_WORDS + most_setup_words(max_pages, max_context)
+    return max(6 * max_rows, largest) + 64 * max_rows + PADDING_WORDS + 1024
+
+
+def setup_words(seq: Sequence, history: int) -> int:
+    """Upper bound on the int32 words that setting up a row adds to an upload; `history` in tokens."""
+    words = _INIT_WORDS + 3 * len(seq.pages) + 32
+    words += (MAX_STOP_IDS + 1) * 2 if seq.features & Feature.MIN_TOKENS else 0
+    words += (MAX_LOGIT_BIAS * 3 + 2) if seq.features & Feature.BIAS else 0
+    words += 3 * history + 2 if seq.features & Feature.PENALIZE else 0
+    return words
+
+
+def most_setup_words(max_pages: int, max_context: int) -> int:
+    """What `setup_words` can be at the most."""
+    return _INIT_WORDS + 3 * max_pages + 32 + (MAX_STOP_IDS + 1) * 2 + MAX_LOGIT_BIAS * 3 + 2 + 3 * max_context + 2

@@ -1,0 +1,183 @@
+"""An upload: all that the device needs to run a step, as one packed buffer and a small header of plain data.
+
+    Plan --pack--> Upload = Header + words --execute--> the same step, in this process or in another one
+
+                +---------------------------- words: int32, one H2D copy ----------------------------+
+    a decode    | rows | new_pages |                                      | what some steps have more |
+    a prefill   | tokens | positions | token_span | rows | ends | lengths | what some steps have more |
+                | sampled_rows | sampled_at | query_starts                |                           |
+                +--------------------------------------------------------------------------------------+
+
+    rows, new_pages        int64, int32 [size]: row of each span, 0 for padding; page that its token opens, 0 for none
+    tokens, positions,     int64 [T]: token ids, where they sit in their rows, the span that each belongs to
+      token_span
+    ends, lengths          int64 [rows]: context after the step; LENGTH of the row state before the draw
+    sampled_rows, _at      int64 [draws]: rows that draw a token, and the token of the step that each draws after
+    query_starts           int32 [rows + 1]: where each span's tokens begin
+
+    init_*, page_updates, banned*, bias*, counts*   rows that the step sets up (`row_state.py`)
+    copies                 int32 [n, 2]: pages to copy, source and target
+    known                  int64 [n, 3]: row, token that goes in, its position; of rows of a decode forward whose token
+                           comes from the host
+    top_at                 int64 [n]: which of the drawing rows report their likeliest tokens
+    scored_at, _targets    int64 [n]: tokens of the step, and the token whose log-prob each gives; padded
+
+The sections of a decode lie first and at the same place in every upload of its size: captured steps read them there.
+`Header` and words say everything: `execute` needs no other state of the host, so an upload can be sent to a process
+that has a copy of the model, of the KV and of the row state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+#: Sections start at a multiple of this many int32 words: 16 bytes. Kernels are compiled anew for pointers that are less
+#: well aligned, and nothing is compiled while serving.
+_ALIGN = 4
+#: int32 words that alignment adds to an upload at most: fewer than `_ALIGN` for each of fewer than 32 sections.
+ALIGNMENT_WORDS = 32 * (_ALIGN - 1)
+_TORCH_TYPES = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
+
+
+class Section(NamedTuple):
+    """Where a named array lies in the words of an upload."""
+
+    start: int  # int32 words
+    words: int
+    dtype: str  # as numpy writes it
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a step is, beside its arrays. Integers, strings and tuples of them."""
+
+    rows: int  # that take part
+    tokens: int  # that go in
+    draws: int  # that come out
+    features: int  # bits of `Feature`
+    max_context: int  # longest context in the step, this step's tokens included
+    sections: dict[str, Section]
+    size: int = 0  # rows of the captured decode step that runs it; 0 if it is launched kernel by kernel
+    #: A prefill: (first token of the step, tokens, context) of each span. Empty: the decode forward.
+    layout: tuple[tuple[int, int, int], ...] = ()
+    tops: tuple[int, ...] = ()  # which of the drawing rows report their likeliest tokens
+    scored: int = 0  # positions of prompts that are scored
+
+    def to_fields(self) -> dict[str, Any]:
+        """A map of integers, strings and lists, for a wire."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Header:
+        """What `to_fields` gave, also where a wire made lists of its tuples."""
+        sections = {name: Section(*rest, tuple(shape)) for name, (*rest, shape) in fields["sections"].items()}
+        layout = tuple((first, tokens, context) for first, tokens, context in fields["layout"])
+        return cls(**{**fields, "sections": sections, "layout": layout, "tops": tuple(fields["tops"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A packed step on the host."""
+
+    header: Header
+    words: torch.Tensor  # int32
+
+
+class StepInput:
+    """An upload on the device: its arrays by name."""
+
+    __slots__ = ("header", "words")
+
+    def __init__(self, header: Header, words: torch.Tensor) -> None:
+        self.header = header
+        self.words = words
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.header.sections
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """A section, as a view."""
+        start, words, dtype, shape = self.header.sections[name]
+        return self.words[start : start + words].view(_TORCH_TYPES[dtype]).view(shape)
+
+
+class Staging:
+    """Host memory in which the upload of one step is packed."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = words  # int32
+        self.used = 0
+        self.sections: dict[str, Section] = {}
+        self._array = words.numpy()
+
+    def begin(self) -> None:
+        """Forget the last upload."""
+        self.used = 0
+        self.sections = {}
+
+    def put(self, name: str, array: np.ndarray) -> None:
+        """Append an int32, int64 or float32 array."""
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.int32)
+        start, words = self.used, len(flat)
+        assert start + words <= len(self._array), "the scheduler plans no step that exceeds the staging buffer"
+        self._array[start : start + words] = flat
+        self.sections[name] = Section(start, words, array.dtype.str, array.shape)
+        self.used = -(-(start + words) // _ALIGN) * _ALIGN
+
+    def upload(self, rows: int, tokens: int, draws: int, features: int, max_context: int, **more: Any) -> Upload:
+        """The upload of what was put; `more` are the other fields of its header."""
+        header = Header(rows, tokens, draws, features, max_context, self.sections, **more)
+        return Upload(header, self.words[: self.used])
+
+
+def put_decode(staging: Staging, rows: Sequence[int], pages: Sequence[int], size: int) -> None:
+    """Put the rows of a decode forward and the pages that they open, padded to `size` with row 0."""
+    rows_B = np.zeros(size, dtype=np.int64)
+    rows_B[: len(rows)] = rows
+    pages_B = np.zeros(size, dtype=np.int32)
+    pages_B[: len(pages)] = pages
+    staging.put("rows", rows_B)
+    staging.put("new_pages", pages_B)
+
+
+def put_prefill(
+    staging: Staging, spans: Sequence[tuple[int, int, int, int]], tokens: np.ndarray
+) -> tuple[tuple[int, int, int], ...]:
+    """Put a prefill: for each span (row, start, tokens, draws), and all token ids (int64). Returns the layout."""
+    rows, starts, lengths, draws = (np.array(column, dtype=np.int64) for column in zip(*spans, strict=True))
+    ends = starts + lengths
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    samples = np.flatnonzero(draws)
+    staging.put("tokens", tokens)
+    staging.put("positions", np.arange(bounds[-1]) + np.repeat(starts - bounds[:-1], lengths))
+    staging.put("token_span", np.repeat(np.arange(len(spans)), lengths))
+    staging.put("rows", rows)
+    staging.put("ends", ends)
+    staging.put("lengths", ends - draws)  # the draw advances a row by one, so a row that draws is left one short
+    staging.put("sampled_rows", rows[samples])
+    staging.put("sampled_at", bounds[1:][samples] - 1)
+    staging.put("query_starts", bounds.astype(np.int32))
+    return tuple(zip(bounds[:-1].tolist(), lengths.tolist(), ends.tolist(), strict=True))
+
+
+def put_tops(staging: Staging, places: Sequence[int]) -> tuple[int, ...]:
+    """Have the drawing rows at these places report their likeliest tokens. Returns the header's `tops`."""
+    staging.put("top_at", np.array(places, dtype=np.int64))
+    return tuple(places)
+
+
+def put_scored(staging: Staging, at: np.ndarray, targets: np.ndarray, multiple: int) -> int:
+    """Have the log-probs of `targets` (ids) given at these tokens of the step. Returns the header's `scored`.
+
+    What is put is padded to a multiple of `multiple`.
+    """
+    padding = (0, -len(at) % multiple)
+    staging.put("scored_at", np.pad(at, padding).astype(np.int64))
+    staging.put("scored_targets", np.pad(targets, padding).astype(np.int64))
+    return len(at)
