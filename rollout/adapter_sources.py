@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from rollout_kernels.lora import LEAST_RANK
 
 from rollout.config import EngineSettings
 from rollout.engine.adapter_table import AdapterRegistry
-from rollout.models.adapters import AdapterSlots, AdapterWeights, places
+from rollout.models.adapters import AdapterWeights
 from rollout.models.decoder import Decoder
-from rollout.models.peft_config import read_peft_config
-from rollout.models.peft_tensors import AdapterPlan, load_peft_folder, plan_adapter
-from rollout.models.spec import ModelSpec
+from rollout.models.peft_tensors import load_peft_folder
 from rollout.service.adapter_loading import AdapterFolders
-
-_MODULES_A_PLACE = 3
+from rollout.weights.adapter_target import AdapterTarget
 
 
 def adapter_folders(engine: EngineSettings, model: Decoder) -> AdapterFolders | None:
@@ -43,30 +35,3 @@ def adapter_target(engine: EngineSettings, model: Decoder, registry: AdapterRegi
     if registry is None:
         return None
     return AdapterTarget(model.spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda, registry)
-
-
-class AdapterTarget:
-    """Checks adapters against a model, the rank of its slots and the known adapters. Any thread may call it."""
-
-    def __init__(
-        self, spec: ModelSpec, most_rank: int, dtype: torch.dtype, pinned: bool, registry: AdapterRegistry
-    ) -> None:
-        self.pinned = pinned
-        self.max_tensors = 2 * _MODULES_A_PLACE * len(places(spec))
-        self.max_bytes = AdapterSlots.bytes_for(spec, 1, max(most_rank, LEAST_RANK), torch.float32)
-        self._spec, self._most_rank, self._dtype = spec, most_rank, dtype
-        self._registry = registry
-
-    def version_of(self, name: str) -> int | None:
-        """The version of a known adapter; None for other names."""
-        adapter = self._registry.known.get(name)
-        return None if adapter is None else adapter.version
-
-    def check(self, name: str, version: int) -> None:
-        """Raise ValueError for an adapter that cannot be taken now: one too many, or an older version."""
-        self._registry.check(name, version)
-
-    def plan(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> AdapterPlan:
-        """Where the tensors go. Raises ValueError that names the tensor or the option that does not fit."""
-        where = f"adapter {name!r}"
-        return plan_adapter(read_peft_config(config, where), shapes, self._spec, self._most_rank, self._dtype, where)

@@ -12,7 +12,8 @@ import torch
 
 from rollout.config import EngineSettings, Settings
 from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
-from rollout.engine.device.releasable import ReleasableMemory
+from rollout.engine.device.cuda_pages import CudaPages
+from rollout.engine.device.releasable import HostPages, ReleasableMemory
 from rollout.engine.device.sizing import (
     DeviceMemory,
     PoolSize,
@@ -116,7 +117,8 @@ def sleeping_memory(settings: Settings, device: Device, model: Decoder) -> Relea
     """
     if not settings.engine.sleep:
         return None
-    memory = ReleasableMemory(device)
+    on_gpu = device.torch_device.type == "cuda"
+    memory = ReleasableMemory(device, CudaPages(device.torch_device) if on_gpu else HostPages())
     memory.take_over(model.parameters(), kept=True)
     return memory
 

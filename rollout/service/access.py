@@ -83,9 +83,14 @@ class Access:
             )
 
     def check_binds(self, settings: Settings) -> None:
-        """Raise ValueError if an endpoint of the worker is wrong or open to other hosts."""
+        """Raise ValueError if an endpoint of the worker is wrong or open to other hosts; warn if no client may connect.
+
+        A process calls this once, so the warning is logged once, although each socket reads the keys.
+        """
         self.check_bind(settings.service.bind, "service.bind")
         self.check_bind(settings.weights.bind, "weights.bind")
+        if self.clients is not None:
+            self.clients.warn_if_empty()
 
     def secure(self, context: zmq.Context, socket: zmq.Socket) -> None:
         """Restrict an unbound socket to allowed clients. Call it once a context."""
@@ -118,8 +123,11 @@ class AllowList:
                 f"security.curve_client_keys = {folder} is not a folder; put the clients' .key files there"
             )
         self._load()
+
+    def warn_if_empty(self) -> None:
+        """Log a warning if no client can connect."""
         if not self._names:
-            _log.warning("%s holds no *%s files: no client can connect", folder, PUBLIC_SUFFIX)
+            _log.warning("%s holds no *%s files: no client can connect", self._folder, PUBLIC_SUFFIX)
 
     def name_of(self, public: bytes) -> str | None:
         """The name of the file that holds a key (Z85), without its suffix, or None."""

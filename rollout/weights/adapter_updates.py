@@ -19,9 +19,9 @@ from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
 if TYPE_CHECKING:
-    from rollout.adapter_sources import AdapterTarget
     from rollout.engine.adapter_table import AdapterUpdate
     from rollout.models.peft_tensors import AdapterPlan
+    from rollout.weights.adapter_target import AdapterTarget
 
 MAX_NAME_CHARS = 128
 

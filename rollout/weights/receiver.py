@@ -33,7 +33,7 @@ from trainer_bridge.wire.errors import InternalError, RolloutError, WeightsRejec
 from trainer_bridge.wire.weight_messages import Reply, error_reply
 
 if TYPE_CHECKING:
-    from rollout.adapter_sources import AdapterTarget
+    from rollout.weights.adapter_target import AdapterTarget
 
 _log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from trainer_bridge.wire.errors import BadRequest, InternalError, NotFound, Roll
 from trainer_bridge.wire.weight_messages import Applied, Commit, Reply, check_fields, error_reply, read_token
 
 if TYPE_CHECKING:
-    from rollout.adapter_sources import AdapterTarget
+    from rollout.weights.adapter_target import AdapterTarget
 
 _MOST_WAITING = 16  # begins of different adapters
 _BUSY_POLL_MS = 2  # while copies on a device still read the staging memory

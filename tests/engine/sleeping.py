@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from harness import Bench
 
-from rollout.engine.device import releasable
+from rollout.engine import build
 from rollout.engine.device.releasable import HostPages, MemoryShortError
 from rollout.engine.messages import Done, Failed, Sleep, Wake
 
@@ -54,7 +54,7 @@ class StrictPages(HostPages):
 @pytest.fixture
 def strict(monkeypatch) -> None:
     """Engines of this test have `StrictPages`."""
-    monkeypatch.setattr(releasable, "HostPages", StrictPages)
+    monkeypatch.setattr(build, "HostPages", StrictPages)
 
 
 class Sleeping(Bench):

@@ -180,7 +180,8 @@ def test_a_wake_while_somebody_else_has_the_memory_leaves_all_of_it_asleep(folde
 
 
 def test_what_is_kept_comes_back_whole_and_a_shadow_goes_on_after_it():
-    memory = ReleasableMemory(make_device("cuda"))
+    device = make_device("cuda")
+    memory = ReleasableMemory(device, CudaPages(device.torch_device))
     weights = [torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (100 * MIB, 7, 90 * MIB, 1 << 20)]
     values = [weight.clone() for weight in weights]
     memory.take_over(weights, kept=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 from rollout.engine.device import releasable
 from rollout.engine.device.cuda_pages import CudaPages, DriverError, _Access, _Properties
-from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
+from rollout.engine.device.releasable import HostPages, MemoryShortError, ReleasableMemory
 from rollout.engine.device.streams import CpuDevice
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ def resident() -> int:
 
 
 def test_the_system_has_the_memory_while_it_is_given_back():
-    memory = ReleasableMemory(CpuDevice())
+    memory = ReleasableMemory(CpuDevice(), HostPages())
     before = resident()
     big = memory.zeros((64, MIB // 4), torch.float32)
     assert not big[::7].any()

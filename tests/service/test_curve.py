@@ -16,7 +16,7 @@ import zmq.auth
 from weights_harness import TinyModel, Worker, new_tensors, serves
 
 from rollout.cli.main import main
-from rollout.config import SecuritySettings, ServiceSettings, WeightsSettings
+from rollout.config import SecuritySettings, ServiceSettings, Settings, WeightsSettings
 from rollout.engine.gate import Gate
 from rollout.engine.messages import EngineStatus
 from rollout.service.access import Access, AllowList, is_loopback
@@ -330,6 +330,14 @@ def test_a_folder_that_vanishes_or_holds_rubbish_lets_nobody_in(keys: Path, tmp_
 def test_whatever_the_list_is_asked_it_says_no(frames: list[bytes], keys: Path) -> None:
     answer = AllowList(keys / "clients")._answer(frames)
     assert len(answer) == 6 and answer[2] == b"400"
+
+
+def test_an_empty_list_is_warned_of_once_a_process(keys: Path, tmp_path: Path, caplog) -> None:
+    settings = Settings(security=security(keys, tmp_path))
+    for _ in range(2):  # as each socket does
+        Access.from_settings(settings.security)
+    Access.from_settings(settings.security).check_binds(settings)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_without_its_list_a_socket_lets_nobody_in(keys: Path) -> None:

@@ -76,9 +76,9 @@ class _Block:
 class ReleasableMemory:
     """All blocks of a worker. Call `release` and `restore` only while nothing runs on the device."""
 
-    def __init__(self, device: Device, backing: Backing | None = None) -> None:
+    def __init__(self, device: Device, backing: Backing) -> None:
         self._device = device
-        self._backing = backing or _backing(device)
+        self._backing = backing
         self._blocks: list[_Block] = []
         self._saved = False
         self._headroom = 0  # memory that the allocator kept for steps, bytes
@@ -230,14 +230,6 @@ class ReleasableMemory:
 
     def _whole(self, block: _Block) -> torch.Tensor:
         return self._backing.tensor(block.span, 0, block.nbytes)
-
-
-def _backing(device: Device) -> Backing:
-    if device.torch_device.type == "cuda":
-        from rollout.engine.device.cuda_pages import CudaPages
-
-        return CudaPages(device.torch_device)
-    return HostPages()
 
 
 def _grouped(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

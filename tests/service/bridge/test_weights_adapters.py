@@ -11,12 +11,12 @@ import torch
 from test_weights_receiver import RawPublisher, assert_rejected
 from weights_harness import Worker, new_tensors, serves, wait_for
 
-from rollout.adapter_sources import AdapterTarget
 from rollout.config import ModelSettings
 from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
 from rollout.models import load_model
 from rollout.models.adapters import AdapterSlots, module_shapes, random_adapter
 from rollout.models.spec import ModelSpec
+from rollout.weights.adapter_target import AdapterTarget
 from tests.engine.streams import InlineDevice
 from tests.unit.models.families import make_checkpoint
 

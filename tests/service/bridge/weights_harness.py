@@ -13,10 +13,10 @@ import torch
 import zmq
 from file_memory import share_with
 
-from rollout.adapter_sources import AdapterTarget
 from rollout.config import WeightsSettings
 from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.gate import Gate
+from rollout.weights.adapter_target import AdapterTarget
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import StagedUpdate
 from trainer_bridge.wire.codec import decode, encode, join_envelope, split_envelope
