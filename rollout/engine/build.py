@@ -198,7 +198,6 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     slots = [Slot(device, words, engine.max_rows, vocab, engine.prefill_chunk_tokens, routing) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
     executor = _build_executor(site, rows, adapters, slots, lasting, progress)
-    step, mover, streams = executor.step, executor.mover, executor.streams
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
@@ -206,28 +205,38 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
         chunk_tokens=engine.prefill_chunk_tokens,
         upload_words=words - ALIGNMENT_WORDS - PADDING_WORDS,
     )
-    pool = PagePool(len(step.kv.k[0]))
-    session_pages = int(engine.session_share * pool.total)
-    room_pages, page_bytes = (0, 0) if mover is None else (mover.room.pages, mover.room.page_bytes)
-    experts = None if routing is None else ExpertPages(routing, len(step.kv.k[0]), engine.page_size, room_pages)
-    if experts is not None:
-        log.info("experts of tokens are kept", extra={"host_bytes": experts.nbytes})
-    table = None
-    if adapters is not None and streams.adapters is not None:
-        assert site.registry is not None, "adapters have slots but no registry"
-        table = AdapterTable(site.registry, adapters, device, streams.adapters, streams.compute)
-    sessions = Sessions(pool, engine.page_size, session_pages, None if lasting is None else lasting.session_counts)
-    parking = None
-    if mover is not None:
-        counts = None if lasting is None else lasting.offload_counts
-        parking = Parking(pool, engine.page_size, room_pages, page_bytes, counts)
-    books = SequenceMemory(pool, engine.page_size, engine.prefix_cache, sessions, experts, table, parking)
+    memory = _build_memory(site, executor, routing, lasting)
     counters = Counters() if lasting is None else lasting.counters
-    scheduler = Scheduler(limits, books, version, time.perf_counter, upload_words, counters)
+    scheduler = Scheduler(limits, memory, version, time.perf_counter, upload_words, counters)
+    mover, parking = executor.mover, memory.parking
     offload = None if mover is None or parking is None else Offload(scheduler, parking, mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
     packer = Packer(vocab, engine.page_size, multiple, adapters is not None, sizes)
     return EngineParts(scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
+
+
+def _build_memory(
+    site: _Site, executor: Executor, routing: RoutingShape | None, lasting: _Lasting | None
+) -> SequenceMemory:
+    """The books of the KV pool: pages, sessions, adapters, parking."""
+    engine, step, mover, streams = site.settings.engine, executor.step, executor.mover, executor.streams
+    pages = len(step.kv.k[0])
+    pool = PagePool(pages)
+    room_pages, page_bytes = (0, 0) if mover is None else (mover.room.pages, mover.room.page_bytes)
+    experts = None if routing is None else ExpertPages(routing, pages, engine.page_size, room_pages)
+    if experts is not None:
+        log.info("experts of tokens are kept", extra={"host_bytes": experts.nbytes})
+    table = None
+    if step.adapters is not None and streams.adapters is not None:
+        assert site.registry is not None, "adapters have slots but no registry"
+        table = AdapterTable(site.registry, step.adapters, site.device, streams.adapters, streams.compute)
+    session_counts = None if lasting is None else lasting.session_counts
+    sessions = Sessions(pool, engine.page_size, int(engine.session_share * pool.total), session_counts)
+    parking = None
+    if mover is not None:
+        counts = None if lasting is None else lasting.offload_counts
+        parking = Parking(pool, engine.page_size, room_pages, page_bytes, counts)
+    return SequenceMemory(pool, engine.page_size, engine.prefix_cache, sessions, experts, table, parking)
 
 
 def _build_executor(
