@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollout.config import EngineSettings
 from rollout.engine.adapter_table import AdapterRegistry
-from rollout.models.adapters import AdapterWeights
+from rollout.models.lora_slots import AdapterWeights
 from rollout.models.decoder import Decoder
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.service.adapter_loading import AdapterFolders

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.messages import VERSION_END, AdapterStatus
-from rollout.models.adapters import AdapterSlots, AdapterWeights
+from rollout.models.lora_slots import AdapterSlots, AdapterWeights
 
 
 class AdapterError(ValueError):

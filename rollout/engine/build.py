@@ -52,7 +52,7 @@ from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import ALIGNMENT_WORDS
 from rollout.metrics.meter import Meter
-from rollout.models.adapters import AdapterSlots
+from rollout.models.lora_slots import AdapterSlots
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
@@ -220,7 +220,7 @@ def _build_memory(
 ) -> SequenceMemory:
     """The books of the KV pool: pages, sessions, adapters, parking."""
     engine, step, mover, streams = site.settings.engine, executor.step, executor.mover, executor.streams
-    pages = len(step.kv.k[0])
+    pages = step.kv.pages
     pool = PagePool(pages)
     room_pages, page_bytes = (0, 0) if mover is None else (mover.room.pages, mover.room.page_bytes)
     experts = None if routing is None else ExpertPages(routing, pages, engine.page_size, room_pages)

@@ -19,7 +19,7 @@ import numpy as np
 from rollout.constraints.matcher import Constraint
 
 if TYPE_CHECKING:
-    from rollout.models.adapters import AdapterWeights
+    from rollout.models.lora_slots import AdapterWeights
 
 #: (client, request id): identifies a request, to cancel it, to find its result, to detect a duplicate.
 RequestKey = tuple[str, str]

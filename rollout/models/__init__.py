@@ -1,12 +1,11 @@
 """Language models over a paged KV cache, and their loading from Hugging Face checkpoints."""
 
 from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.checkpoint_folder import CheckpointError, GenerationDefaults
 from rollout.models.decoder import Decoder
-from rollout.models.errors import CheckpointError
 from rollout.models.loader import LoadedModel, load_model
 from rollout.models.names import NameCheck, check_names
 from rollout.models.registry import supported_architectures
-from rollout.models.source import GenerationDefaults
 from rollout.models.spec import ModelSpec
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""What a step tells the model beside its tokens: where they sit in the paged KV cache.
+"""What a step passes to the model beside its tokens: their places in the paged KV cache, and the cache itself.
 
-An `AttentionBatch` describes one step and is made anew for each: what its layers share (pages to gather, masks) is
-computed by the first layer that asks and kept.
+An `AttentionBatch` describes one step and is made anew for each. What its layers share (pages to gather, masks) is
+computed by the first layer that needs it, and kept.
 
 Legend: T tokens of the step, B rows, P pages (of the cache, or of a row), S page size, G KV heads, D head dimension.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from rollout_kernels import DecodePlan, plan_paged_decode
 
-from rollout.models.adapters import StepAdapters
+from rollout.models.lora_slots import StepAdapters
 from rollout.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 class Chunk(NamedTuple):
     """A piece of one row's prompt, in host integers."""
 
-    query_start: int  # where its tokens begin in the step
-    query_len: int  # how many they are
+    query_start: int  # its first token in the step
+    query_len: int  # number of its tokens
     context_len: int  # tokens of the row in the cache, these included
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRecord:
-    """Where a step keeps which experts its tokens take: token t's in row t."""
+    """Memory for the experts of a step's tokens: token t's in row t."""
 
-    experts_TLK: torch.Tensor  # uint8 or uint16; L sparse layers, K experts; rows may be apart, and more than tokens
-    rows_T: torch.Tensor  # int64: 0, 1, 2, ...; the same as a tensor, which kernels take
+    experts_TLK: torch.Tensor  # uint8 or uint16; L sparse layers, K experts; strided, may have more rows than tokens
+    rows_T: torch.Tensor  # int64: 0, 1, 2, ...; the row numbers as a tensor, for kernels
 
     def layer(self, index: int, tokens: int) -> torch.Tensor:
-        """What the sparse layer `index` (counted among those) writes for a step of so many tokens, [T, K]."""
+        """The part of a step of `tokens` tokens that the sparse layer `index` (counted among those) writes, [T, K]."""
         return self.experts_TLK[:tokens, index]
 
 
@@ -57,13 +57,13 @@ class AttentionBatch:
     context_lens_B: torch.Tensor  # int32, this step's tokens included
     max_context: int  # host-side bound on context_lens_B
     chunks: tuple[Chunk, ...] | None = None
-    query_starts_C1: torch.Tensor | None = None  # int32: where each chunk's tokens begin, and their total; for GPUs
+    query_starts_C1: torch.Tensor | None = None  # int32: first token of each chunk, and their total; for GPUs
     experts: ExpertRecord | None = None  # written by sparse layers
-    adapters: StepAdapters | None = None  # where a row of the step has one
+    adapters: StepAdapters | None = None  # None if no row of the step has one
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What the layers of the step have in common: the first that asks for `key` has it made."""
+        """A value that the layers of the step have in common; the first layer that asks for `key` makes it."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
@@ -71,9 +71,9 @@ class AttentionBatch:
     def decode_plan(
         self, window: int | None, k_cache_PSGD: torch.Tensor, q_TQD: torch.Tensor
     ) -> DecodePlan | DecodeWork:
-        """What the decode layers of this window share; their caches, and their queries, are alike."""
+        """The plan of decode attention, shared by layers with the same window and the same shapes of heads."""
         return self.shared(
-            window,
+            (window, k_cache_PSGD.shape[2:], q_TQD.shape[1]),
             lambda: plan_paged_decode(
                 self.page_table_BP,
                 self.context_lens_B,
@@ -96,7 +96,7 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The pool of KV pages: for each layer, keys and values of shape [P, S, G, D].
+    """The pool of KV pages: for each layer, keys and values of shape [P, S, G, D] with the heads of that layer.
 
     Either in the model's dtype, or as e4m3 codes (uint8), and then with float32 scales [P, 2, G, S], keys' first.
     """
@@ -104,16 +104,21 @@ class KVCache:
     k: list[torch.Tensor]
     v: list[torch.Tensor]
     page_size: int
-    scales: list[torch.Tensor] = field(default_factory=list)  # none where there are no codes
+    scales: list[torch.Tensor] = field(default_factory=list)  # empty where there are no codes
 
     def layer(self, index: int) -> LayerKV:
-        """What a layer reads and writes."""
+        """The part that a layer reads and writes."""
         return LayerKV(self.k[index], self.v[index], self.scales[index] if self.scales else None)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Everything that a page consists of; the first dimension of each are pages."""
+        """All tensors of the pool; the first dimension of each is the page."""
         return [*self.k, *self.v, *self.scales]
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool, the dump page included."""
+        return len(self.k[0])
 
     @classmethod
     def allocate(
@@ -125,20 +130,17 @@ class KVCache:
         device: torch.device | str,
         zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
     ) -> KVCache:
-        """Allocate `pages` pages of `page_size` tokens, zeroed: what is masked still has to be finite.
+        """Allocate `pages` pages of `page_size` tokens, zeroed: attention masks hide values, but not NaN.
 
-        `dtype` is the model's, or `torch.float8_e4m3fn` for codes and scales. `zeros` makes the tensors, by default
-        torch does, on `device`.
+        `dtype` is the model's, or `torch.float8_e4m3fn` for codes and scales. `zeros` makes the tensors; by default
+        torch makes them on `device`.
         """
         coded = dtype == torch.float8_e4m3fn
-        shape = (pages, page_size, spec.kv_heads, spec.head_dim)
-
-        def pool(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-            make = zeros or functools.partial(_zeros, device)
-            return [make(shape, dtype) for _ in range(spec.layers)]
-
-        k, v = (pool(shape, torch.uint8 if coded else dtype) for _ in range(2))
-        scales = pool((pages, 2, spec.kv_heads, page_size), torch.float32) if coded else []
+        make = zeros or functools.partial(_zeros, device)
+        heads = [(layer.mixer.kv_heads, layer.mixer.head_dim) for layer in spec.layers]
+        value_dtype = torch.uint8 if coded else dtype
+        k, v = ([make((pages, page_size, g, d), value_dtype) for g, d in heads] for _ in range(2))
+        scales = [make((pages, 2, g, page_size), torch.float32) for g, _ in heads] if coded else []
         return cls(k=k, v=v, page_size=page_size, scales=scales)
 
 

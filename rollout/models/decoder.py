@@ -1,4 +1,4 @@
-"""The decoder-only transformer that every supported family is an instance of.
+"""The decoder-only transformer: embedding, the layers of a `ModelSpec`, a last norm and the output layer.
 
 Legend: T tokens of a step, S selected tokens, H hidden, V vocabulary.
 """
@@ -11,57 +11,59 @@ from rollout_kernels.moe.formats import Format
 from torch import nn
 
 from rollout.models.batch import AttentionBatch, KVCache
-from rollout.models.layers import Attention, Block, DenseMLP, RMSNorm, SparseMLP, empty_parameter
+from rollout.models.layers import (
+    Attention,
+    Block,
+    DenseFeedForward,
+    RMSNorm,
+    SparseFeedForward,
+    StepContext,
+    empty_parameter,
+)
 from rollout.models.names import Region, all_views, one_name
 from rollout.models.rope import Rope
-from rollout.models.spec import ModelSpec
+from rollout.models.spec import ModelSpec, MoESpec
 
 
 class DecoderLayer(Block):
-    """Attention and feed-forward block, each behind a norm and added to the residual stream."""
+    """A mixer and a feed-forward block, each behind a norm and added to the residual stream."""
 
     def __init__(
-        self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device, experts: Format = "plain"
+        self, spec: ModelSpec, index: int, dtype: torch.dtype, device: torch.device, experts: Format = "plain"
     ) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
-        self.attention = Attention(spec, layer, dtype, device)
-        self.post_attention_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
-        sparse = spec.is_sparse(layer)
-        self.sparse_place = sum(map(spec.is_sparse, range(layer)))  # among the sparse layers, if it is one
-        self.mlp = SparseMLP(spec, dtype, device, experts) if sparse else DenseMLP(spec, layer, dtype, device)
+        layer = spec.layers[index]
+        self.names = layer.names
+        self.mixer_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
+        rope = spec.ropes.index((layer.mixer.rope, layer.mixer.head_dim))
+        self.mixer = Attention(layer.mixer, index, rope, dtype, device)
+        self.feed_forward_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
+        self.feed_forward: DenseFeedForward | SparseFeedForward
+        if isinstance(layer.feed_forward, MoESpec):
+            sparse_index = spec.sparse_layers.index(index)
+            self.feed_forward = SparseFeedForward(layer.feed_forward, sparse_index, dtype, device, experts)
+        else:
+            self.feed_forward = DenseFeedForward(layer.feed_forward, index, dtype, device)
 
-    def forward(
-        self,
-        x_TH: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        slots_T: torch.Tensor,
-        batch: AttentionBatch,
-        kv: KVCache,
-    ) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The residual stream after this layer."""
-        x_TH = self.attention(self.input_norm(x_TH), x_TH, cos_sin, slots_T, batch, kv)
-        if isinstance(self.mlp, DenseMLP):
-            return self.mlp(self.post_attention_norm(x_TH), x_TH, batch.adapters)
-        if batch.experts is None:
-            return self.mlp(self.post_attention_norm(x_TH), x_TH)
-        kept_TK = batch.experts.layer(self.sparse_place, len(x_TH))
-        return self.mlp(self.post_attention_norm(x_TH), x_TH, kept_TK)
+        x_TH = self.mixer(self.mixer_norm(x_TH), context).add_to(x_TH)
+        return self.feed_forward(self.feed_forward_norm(x_TH), context).add_to(x_TH)
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under `prefix`."""
         return [
-            one_name(f"{prefix}input_layernorm.weight", self.input_norm.weight),
-            *self.attention.regions(f"{prefix}self_attn."),
-            one_name(f"{prefix}post_attention_layernorm.weight", self.post_attention_norm.weight),
-            *self.mlp.regions(prefix),
+            one_name(f"{prefix}{self.names.mixer_norm}.weight", self.mixer_norm.weight),
+            *self.mixer.regions(prefix),
+            one_name(f"{prefix}{self.names.feed_forward_norm}.weight", self.feed_forward_norm.weight),
+            *self.feed_forward.regions(prefix),
         ]
 
 
 class Decoder(Block):
     """A language model over a paged KV cache. Its parameters are uninitialised until a loader has filled them.
 
-    `experts` is the format in which the weights of experts are kept; all else is of `dtype`.
+    `experts` is the format of the experts' weights; everything else is of `dtype`.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, experts: Format = "plain") -> None:
@@ -69,42 +71,45 @@ class Decoder(Block):
         self.spec = spec
         self.experts = experts
         self.embed = empty_parameter(spec.vocab, spec.hidden, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(DecoderLayer(spec, layer, dtype, device, experts) for layer in range(spec.layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, index, dtype, device, experts) for index in range(len(spec.layers))
+        )
         self.norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
         # A tied output layer is the embedding itself: one parameter, one name.
         self.lm_head = self.embed if spec.tied else empty_parameter(spec.vocab, spec.hidden, dtype=dtype, device=device)
-        self.rope = Rope(spec.rope, spec.head_dim, device)
+        self.ropes = nn.ModuleList(Rope(rope, head_dim, device) for rope, head_dim in spec.ropes)
 
     @torch.inference_mode()
     def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""
         x_TH = F.embedding(token_ids_T, self.embed)
-        cos_sin = self.rope(batch.positions_T)
-        slots_T = batch.kv_slots_T.long()
+        cos_sin = tuple(rope(batch.positions_T) for rope in self.ropes)
+        context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv)
         for layer in self.layers:
-            x_TH = layer(x_TH, cos_sin, slots_T, batch, kv)
+            x_TH = layer(x_TH, context)
         return self.norm(x_TH)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Logits of selected hidden states, float32 [S, V]."""
         if hidden_SH.is_cuda and hidden_SH.dtype != torch.float32:
-            # Rounding logits to 16 bits would cost more precision in log-probs than all else.
+            # Logits rounded to 16 bits would cost log-probs more precision than everything else does.
             return torch.mm(hidden_SH, self.lm_head.t(), out_dtype=torch.float32)
         return F.linear(hidden_SH.float(), self.lm_head.float())
 
     def hf_regions(self) -> list[Region]:
         """The model's parameters, each once, under their Hugging Face names."""
-        regions = [one_name("model.embed_tokens.weight", self.embed)]
+        names = self.spec.names
+        regions = [one_name(f"{names.embed}.weight", self.embed)]
         for index, layer in enumerate(self.layers):
-            regions += layer.regions(f"model.layers.{index}.")  # type: ignore[operator]
-        regions.append(one_name("model.norm.weight", self.norm.weight))
-        return regions if self.spec.tied else [*regions, one_name("lm_head.weight", self.lm_head)]
+            regions += layer.regions(self.spec.layer_prefix(index))  # type: ignore[operator]
+        regions.append(one_name(f"{names.norm}.weight", self.norm.weight))
+        return regions if self.spec.tied else [*regions, one_name(f"{names.lm_head}.weight", self.lm_head)]
 
     def hf_views(self) -> dict[str, torch.Tensor]:
-        """Hugging Face names of all layouts and the parts of fused parameters that they stand for.
+        """Hugging Face names of all layouts, and for each name a view of its part of a fused parameter.
 
-        Names of different layouts cover the same memory; `check_names(hf_regions(), names, tied)` says whether a set
-        of names covers everything once. Copying into a view changes the model; into one of coded experts, it quantises.
+        Names of different layouts cover the same memory; `check_names(hf_regions(), names, ...)` checks whether a set
+        of names covers everything once. A copy into a view changes the model; one into coded experts is quantised.
         """
         return all_views(self.hf_regions())

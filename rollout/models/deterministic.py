@@ -1,15 +1,14 @@
-"""What keeps a token's results the same bit for bit whatever runs beside it, and however its context came about.
+"""Steps in which a token's results are the same bit for bit whatever runs beside it, and however its KV was computed.
 
     products      one order of addition for any number of tokens: the deterministic column of `linear_table`
     experts       one plan for any number of tokens: the deterministic plan of `moe.dispatch`; the router is such a
                   product, too
     attention     a row's context is cut every `CHUNK` positions, whatever the other rows are. A prompt's tokens are
-                  rows of the same kernel as those of a decode step, each with its own context: a token that is computed
-                  again after a preemption, in another chunk or beside a cached prefix, gets what it got before
+                  rows of the same kernel as those of a decode step, each with its own context. So a token that is
+                  computed again after a preemption, in another chunk or beside a cached prefix, gets the same bits
     the rest      works on one token at a time anyway
 
-The price is paid by prompts: they are multiplied 128 tokens at a time, and a chunk's tokens read its context each on
-their own.
+Prompts pay the price: they are multiplied 128 tokens at a time, and each token of a chunk reads its context alone.
 
 Legend: T tokens, Q query heads, D head dimension.
 """
@@ -25,38 +24,51 @@ from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWor
 from rollout_kernels.linear.table import Kind, linear_config
 
 from rollout.models.batch import AttentionBatch, LayerKV
-from rollout.models.spec import ModelSpec
+from rollout.models.spec import DenseSpec, LayerSpec, LinearSpec, ModelSpec
 
-#: Positions of a context that are added up before their sums are.
+#: Positions of a context whose values are summed first, before the sums are added.
 CHUNK = 1024
 #: Tokens of a prompt that attend at once, which bounds the memory for the parts of their contexts.
 _TOKENS = 256
 _CONFIG = DecodeConfig(block_n=32, num_warps=2, programs_per_sm=4, chunk=CHUNK)
 
+#: A product as the table of kernels knows it: outputs, inputs, and what is done with the result.
+KernelProduct = tuple[int, int, Kind]
 
-def products(spec: ModelSpec) -> dict[str, tuple[int, int, Kind]]:
-    """Every product of a layer, and the output layer's: (outputs, inputs, kind)."""
-    found: dict[str, tuple[int, int, Kind]] = {
-        "qkv": (spec.q_dim + 2 * spec.kv_dim, spec.hidden, "parts"),
-        "o": (spec.hidden, spec.q_dim, "parts"),
-        "head": (spec.vocab, spec.hidden, "whole"),
-    }
-    if not all(spec.is_sparse(layer) for layer in range(spec.layers)):
-        found["gate_up"] = (2 * spec.intermediate, spec.hidden, "silu")
-        found["down"] = (spec.hidden, spec.intermediate, "parts")
-    if spec.moe is not None:
-        found["router"] = (spec.moe.experts, spec.hidden, "parts")
+
+def kernel_product(linear: LinearSpec, kind: Kind) -> KernelProduct:
+    """The key of a product in the table of kernels."""
+    return linear.outputs, linear.inputs, kind
+
+
+def layer_products(layer: LayerSpec) -> dict[str, KernelProduct]:
+    """The products of a layer by name."""
+    found = {"qkv": kernel_product(layer.mixer.qkv, "parts"), "o": kernel_product(layer.mixer.o, "parts")}
+    if isinstance(layer.feed_forward, DenseSpec):
+        found["gate_up"] = kernel_product(layer.feed_forward.gate_up, "silu")
+        found["down"] = kernel_product(layer.feed_forward.down, "parts")
+    else:
+        found["router"] = (layer.feed_forward.experts, layer.feed_forward.hidden, "parts")
     return found
 
 
+def head_product(spec: ModelSpec) -> KernelProduct:
+    """The product of the output layer."""
+    return spec.vocab, spec.hidden, "whole"
+
+
 def check_deterministic(spec: ModelSpec) -> None:
-    """Raise ValueError, saying what is in the way, if a model's steps can't be made so by the kernels."""
+    """Raise ValueError with the reason if the kernels cannot make the steps of a model deterministic."""
     reason = None
-    if spec.qk_norm == "full" or spec.clip_qkv is not None:
-        reason = "its queries and keys are normalised all heads together, or clipped"
-    for name, product in products(spec).items():
-        if linear_config(*product, 1, deterministic=True) is None:
-            reason = f"the {product[1]} inputs of its product {name!r} are no multiple of 32"
+    for layer in dict.fromkeys(spec.layers):
+        mixer, dense = layer.mixer, isinstance(layer.feed_forward, DenseSpec)
+        if mixer.o_bias or (dense and layer.feed_forward.bias):  # type: ignore[union-attr]
+            reason = "its output or feed-forward products have biases"
+        if mixer.qk_norm == "full" or mixer.clip_qkv is not None:
+            reason = "its queries and keys are normalised all heads together, or clipped"
+        for name, product in (("head", head_product(spec)), *layer_products(layer).items()):
+            if linear_config(*product, 1, deterministic=True) is None:
+                reason = f"the {product[1]} inputs of its product {name!r} are no multiple of 32"
     if reason is not None:
         raise ValueError(f"deterministic is not possible for this {spec.architecture}: {reason}")
 
@@ -68,7 +80,7 @@ def attend(
     kv_heads = cache.k_PSGD.shape[2]
     out = []
     for tokens, table_TP, lens_T, most in _rows(batch):
-        work = batch.shared((window, tokens.start), partial(_plan, lens_T, kv_heads, window, most))
+        work = batch.shared((window, kv_heads, tokens.start), partial(_plan, lens_T, kv_heads, window, most))
         out.append(
             decode_attention(
                 q_TQD[tokens],
@@ -86,7 +98,7 @@ def attend(
 
 
 def _rows(batch: AttentionBatch) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, int]]:
-    """Tokens that attend at once: which, the page table and the context of each, and a bound on the contexts."""
+    """Tokens that attend at once: their slice, page tables and contexts, and a bound on the contexts."""
     if batch.chunks is None:
         yield slice(0, len(batch.context_lens_B)), batch.page_table_BP, batch.context_lens_B, batch.max_context
         return

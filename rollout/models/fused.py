@@ -4,15 +4,18 @@
     add_rms_norm -> gate/up product with SiLU -> down product       dense layers
     norm and router -> experts                                      sparse layers, see `fused_experts`
 
-Decode and prefill differ in the attention, few and many tokens in the products: those with few tokens are our own, as
-far as `rollout_kernels.linear.table` goes, the others cuBLAS's. The residual stream is kept in the model's dtype and is
-read and written by the norms alone; products whose sum is added to it come in parts, float32 where there are
-several. A step with adapters has a small kernel beside each product, and SiLU is then a kernel of its own: what reads a
-product adds its correction. With many tokens, or where experts come next, products are corrected in place. A model
-whose queries and keys are normalised all heads together, or clipped, takes the generic operations
-between the q/k/v product and attention.
+Each block of each layer is fused if the kernels take it, and otherwise run by its own generic code. What connects the
+blocks is the same for both: the residual stream, which only the norms read and write, and the output of the last block,
+not yet added to it (`Unsummed`).
 
-Legend: T tokens, S selected tokens, H hidden, W fused q/k/v width, I intermediate, V vocabulary.
+Decode and prefill differ in the attention, few and many tokens in the products: products of few tokens are our own, as
+far as `rollout_kernels.linear.table` goes, the others are cuBLAS's. The residual stream is kept in the model's dtype.
+Products whose sum is added to it come in parts, float32 where there are several. A step with adapters has a small
+kernel beside each product, and SiLU is then a kernel of its own: the kernel that reads a product adds its correction.
+With many tokens, or before experts, products are corrected in place. Where queries and keys are normalised all heads
+together, or clipped, the operations between the q/k/v product and attention are the generic ones.
+
+Legend: T tokens, S selected tokens, H hidden, K inputs, N outputs, I intermediate, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,81 +31,98 @@ from rollout_kernels.lora.triton_lora import adds_later, shrink_beside
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm, embed_rope, finish_qkv, silu_mul
 
 from rollout.models import deterministic as one_order
-from rollout.models.adapters import Product, StepAdapters
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.deterministic import products
+from rollout.models.deterministic import KernelProduct, head_product, kernel_product
 from rollout.models.fused_experts import FusedExperts
 from rollout.models.fused_experts import kernels_take as experts_take
-from rollout.models.layers import Attention, DenseMLP
-from rollout.models.spec import ModelSpec
+from rollout.models.layers import Attention, DenseFeedForward, Linear, SparseFeedForward, StepContext
+from rollout.models.lora_slots import Product, StepAdapters
+from rollout.models.spec import AttentionSpec, FeedForwardSpec, MixerSpec, MoESpec
 
 
 def supports(model: Decoder, experts: bool) -> bool:
-    """True if steps of this model are to be run by `FusedDecoder`: on a GPU, in 16 bits, and its kernels take it.
+    """True if `FusedDecoder` is to run the steps of this model: on a GPU, in 16 bits, with blocks that are fused.
 
-    `experts` says whether those of experts are to be used, too.
+    The experts of all sparse layers must be fused: the generic ones read on the host. `experts` allows that.
     """
-    dtype = model.embed.dtype
-    sixteen = model.embed.is_cuda and dtype in (torch.bfloat16, torch.float16)
-    return sixteen and kernels_take(model.spec, dtype) and (experts or model.spec.moe is None)
+    dtype, spec = model.embed.dtype, model.spec
+    if not model.embed.is_cuda or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if spec.moe is not None:
+        return experts and takes_feed_forward(spec.moe, dtype)
+    return any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers)
 
 
-def kernels_take(spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """True if the kernels can run a model, on whatever device: none of the rarer options, and experts that they take.
+def takes_mixer(spec: MixerSpec) -> bool:
+    """True if the kernels run this mixer: attention without an output bias."""
+    return isinstance(spec, AttentionSpec) and not spec.o_bias
 
-    Dense models run in float32 too: in Triton's interpreter, on a CPU.
+
+def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
+    """True if the kernels run this block: dense without biases, or experts that they take.
+
+    Dense blocks may be in float32: in Triton's interpreter, on a CPU.
     """
-    rare = spec.mlp_bias or spec.o_bias
-    return not rare and (spec.moe is None or experts_take(spec, dtype))
-
-
-def _configs(spec: ModelSpec, tokens: int, deterministic: bool) -> dict[str, Config | None]:
-    return {name: linear_config(*product, tokens, deterministic) for name, product in products(spec).items()}
+    return experts_take(spec, dtype) if isinstance(spec, MoESpec) else not spec.bias
 
 
 class Unsummed(NamedTuple):
-    """A product as the kernel that reads it takes it."""
+    """The result of a product as the kernel that reads it takes it."""
 
     parts_STN: torch.Tensor
     correction: Correction | None  # of adapters, not yet added
 
 
 class FusedDecoder:
-    """Runs steps of a `Decoder` that `kernels_take`; shares its parameters and stands in for it.
+    """Runs steps of a `Decoder` with the fused kernels; shares its parameters and stands in for it.
 
     With `deterministic` a token's results do not depend on the step that it is in; see `rollout.models.deterministic`.
     """
 
     def __init__(self, model: Decoder, deterministic: bool = False) -> None:
-        assert kernels_take(model.spec, model.embed.dtype)
         if deterministic:
             one_order.check_deterministic(model.spec)
         self._model = model
         self._deterministic = deterministic
-        self._experts = None if model.spec.moe is None else FusedExperts(model, deterministic)
-        self._plain_qkv = model.spec.qk_norm != "full" and model.spec.clip_qkv is None
-        self._configs: dict[str, Config | None] = {}  # of the step that is being launched
+        dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
+        mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec)}
+        feed_forwards = {layer.feed_forward for layer in layers if takes_feed_forward(layer.feed_forward.spec, dtype)}
+        self._fused = mixers | feed_forwards
+        self._generic_blocks = len(self._fused) < 2 * len(layers)
+        sparse = any(isinstance(block, SparseFeedForward) for block in feed_forwards)
+        self._experts = FusedExperts(model, deterministic) if sparse else None
+        self._products: dict[Linear, KernelProduct] = {}
+        for mixer in mixers:
+            self._products[mixer.qkv_proj] = kernel_product(mixer.spec.qkv, "parts")
+            self._products[mixer.o_proj] = kernel_product(mixer.spec.o, "parts")
+        for block in feed_forwards:
+            if isinstance(block, DenseFeedForward):
+                self._products[block.gate_up_proj] = kernel_product(block.spec.gate_up, "silu")
+                self._products[block.down_proj] = kernel_product(block.spec.down, "parts")
+        self._kinds = tuple(dict.fromkeys(self._products.values()))
+        self._configs: dict[KernelProduct, Config | None] = {}  # of the step that is being launched
 
     @torch.inference_mode()
     def __call__(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H]."""
-        model = self._model
-        self._configs = _configs(model.spec, len(token_ids_T), self._deterministic)
+        model, tokens = self._model, len(token_ids_T)
+        self._configs = {product: linear_config(*product, tokens, self._deterministic) for product in self._kinds}
         if self._experts is not None:
-            self._experts.begin_step(len(token_ids_T))
-        rope = model.rope
-        residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, model.embed, rope.inv_freq_D, rope.sign_D)
+            self._experts.begin_step(tokens)
+        first, *others = model.ropes
+        residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, model.embed, first.inv_freq_D, first.sign_D)
+        slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
+        context = StepContext((cos_sin, *(rope(batch.positions_T) for rope in others)), slots_T, batch, kv)
         last = None
         for layer in model.layers:
-            residual_TH, last = self._layer(cast(DecoderLayer, layer), residual_TH, last, cos_sin, batch, kv)
+            residual_TH, last = self._layer(cast(DecoderLayer, layer), residual_TH, last, context)
         return self._norm(residual_TH, last, model.norm.weight)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Logits of selected hidden states, float32 [S, V]."""
-        spec = self._model.spec
-        config = linear_config(*products(spec)["head"], len(hidden_SH), self._deterministic)
+        config = linear_config(*head_product(self._model.spec), len(hidden_SH), self._deterministic)
         if config is None:
             return self._model.compute_logits(hidden_SH)
         return linear(hidden_SH, self._model.lm_head, config, out_dtype=torch.float32)
@@ -110,7 +130,7 @@ class FusedDecoder:
     def kernel_sizes(self) -> list[int]:
         """Numbers of tokens up to which a step runs by the same products and kernels of experts, ascending.
 
-        Where no step of these sizes was run before, a kernel may be compiled while serving.
+        A step of a size between two of these may compile a kernel while serving, unless the next larger one ran before.
         """
         return sorted({*last_rows(), *([] if self._experts is None else self._experts.sizes())})
 
@@ -119,25 +139,27 @@ class FusedDecoder:
         return [] if self._experts is None else self._experts.take_chosen()
 
     def _layer(
-        self,
-        layer: DecoderLayer,
-        residual_TH: torch.Tensor,
-        last: Unsummed | None,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        kv: KVCache,
+        self, layer: DecoderLayer, residual_TH: torch.Tensor, last: Unsummed | None, context: StepContext
     ) -> tuple[torch.Tensor, Unsummed]:
-        """One layer; `last` is the last layer's output, not yet added. Returns the residual and this layer's."""
-        x_TH = self._norm(residual_TH, last, layer.input_norm.weight)
-        dense = isinstance(layer.mlp, DenseMLP)
-        attended = self._attention(layer.attention, x_TH, cos_sin, batch, kv, later=dense)
-        if not isinstance(layer.mlp, DenseMLP):
-            assert self._experts is not None
-            residual_TH, parts = self._experts.run(layer, residual_TH, attended.parts_STN, batch.experts)
+        """One layer; `last` is the last layer's output, not yet added. Returns the residual and this layer's output."""
+        mixer, feed_forward = layer.mixer, layer.feed_forward
+        fused = feed_forward in self._fused
+        experts = self._experts if fused and isinstance(feed_forward, SparseFeedForward) else None
+        x_TH = self._norm(residual_TH, last, layer.mixer_norm.weight)
+        if mixer in self._fused:
+            mixed = self._attention(mixer, x_TH, context, later=experts is None)
+        else:
+            mixed = Unsummed(mixer(x_TH, context).value()[None], None)
+        if experts is not None:
+            residual_TH, parts = experts.run(layer, residual_TH, mixed.parts_STN, context.batch.experts)
             return residual_TH, Unsummed(parts, None)
-        x_TH = self._norm(residual_TH, attended, layer.post_attention_norm.weight)
-        gated_TI = self._gated(x_TH, layer.mlp, batch.adapters)
-        return residual_TH, self._product("down", gated_TI, layer.mlp.down_proj.weight, layer.mlp.layer, batch.adapters)
+        x_TH = self._norm(residual_TH, mixed, layer.feed_forward_norm.weight)
+        if not fused:
+            return residual_TH, Unsummed(feed_forward(x_TH, context).value()[None], None)
+        assert isinstance(feed_forward, DenseFeedForward)
+        index, adapters = feed_forward.layer, context.batch.adapters
+        gated_TI = self._gated(x_TH, feed_forward, adapters)
+        return residual_TH, self._product("down", gated_TI, feed_forward.down_proj, index, adapters)
 
     def _norm(self, residual_TH: torch.Tensor, added: Unsummed | None, weight_H: torch.Tensor) -> torch.Tensor:
         parts, correction = (None, None) if added is None else added
@@ -146,43 +168,37 @@ class FusedDecoder:
     def _product(
         self,
         name: Product,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x_TK: torch.Tensor,
+        module: Linear,
         layer: int,
         adapters: StepAdapters | None,
         later: bool = True,
     ) -> Unsummed:
-        """`x weight^T` in parts. Unless the correction may be added `later`, the first part has it already."""
-        config = self._configs[name]
+        """`x W^T` in parts. Unless the correction may be added `later`, the first part contains it already."""
+        config = self._configs[self._products[module]]
         beside = later and adapters is not None and _adds_later(adapters, layer, name)
-        parts = F.linear(x, weight)[None] if config is None else linear_parts(x, weight, config, beside)
-        return Unsummed(parts, _correct(adapters, layer, name, parts[0], x, beside))
+        weight = module.weight
+        parts = F.linear(x_TK, weight)[None] if config is None else linear_parts(x_TK, weight, config, beside)
+        return Unsummed(parts, _correct(adapters, layer, name, parts[0], x_TK, beside))
 
-    def _gated(self, x_TH: torch.Tensor, mlp: DenseMLP, adapters: StepAdapters | None) -> torch.Tensor:
-        config, weight_2IH = self._configs["gate_up"], mlp.gate_up_proj.weight
-        if adapters is not None:  # they correct what goes into SiLU, so that is no part of the product
-            beside = _adds_later(adapters, mlp.layer, "gate_up")
+    def _gated(self, x_TH: torch.Tensor, block: DenseFeedForward, adapters: StepAdapters | None) -> torch.Tensor:
+        """The gated input of the down product, [T, I]."""
+        config, weight_2IH = self._configs[self._products[block.gate_up_proj]], block.gate_up_proj.weight
+        if adapters is not None:  # they correct the input of SiLU, so it cannot be a part of the product
+            beside = _adds_later(adapters, block.layer, "gate_up")
             if config is None:
                 gate_up = F.linear(x_TH, weight_2IH)
             else:
                 gate_up = linear(x_TH, weight_2IH, config, beside=beside)
-            return silu_mul(gate_up, _correct(adapters, mlp.layer, "gate_up", gate_up, x_TH, beside))
+            return silu_mul(gate_up, _correct(adapters, block.layer, "gate_up", gate_up, x_TH, beside))
         return silu_mul(F.linear(x_TH, weight_2IH)) if config is None else gate_up_silu(x_TH, weight_2IH, config)
 
-    def _attention(
-        self,
-        attention: Attention,
-        x_TH: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        kv: KVCache,
-        later: bool,
-    ) -> Unsummed:
+    def _attention(self, attention: Attention, x_TH: torch.Tensor, context: StepContext, later: bool) -> Unsummed:
         """The attention block's output; writes this layer's keys and values. For `later` see `_product`."""
-        spec = self._model.spec
-        cache = kv.layer(attention.layer)
-        if self._plain_qkv:
-            parts, correction = self._product("qkv", x_TH, attention.qkv_proj.weight, attention.layer, batch.adapters)
+        spec, batch = attention.spec, context.batch
+        cache, cos_sin = context.kv.layer(attention.layer), context.cos_sin[attention.rope]
+        if spec.qk_norm != "full" and spec.clip_qkv is None:
+            parts, correction = self._product("qkv", x_TH, attention.qkv_proj, attention.layer, batch.adapters)
             q_TQD = finish_qkv(
                 parts,
                 attention.qkv_proj.bias,
@@ -200,11 +216,10 @@ class FusedDecoder:
         else:
             q_TQD = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
         if self._deterministic:
-            out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, attention.window)
+            out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, spec.window)
         else:
             out_TQD = attention.attend(q_TQD, batch, cache)
-        out_TK = out_TQD.flatten(1)
-        return self._product("o", out_TK, attention.o_proj.weight, attention.layer, batch.adapters, later)
+        return self._product("o", out_TQD.flatten(1), attention.o_proj, attention.layer, batch.adapters, later)
 
 
 def _adds_later(adapters: StepAdapters, layer: int, name: Product) -> bool:

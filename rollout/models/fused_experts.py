@@ -3,9 +3,8 @@
     few tokens    norm_route -> experts                  one launch before the experts
     more          add_rms_norm -> moe_route -> experts   the router's weights are read once
 
-The experts read what the router wrote before the kernels between the two have ended, so nothing may be launched there
-that does not wait for the kernel before it. Weights are the parameters themselves: what is copied into these is seen by
-the next step.
+The experts read the router's results before the kernels between the two have ended. So every kernel launched there must
+wait for the one before it. The kernels read the parameters themselves: the next step sees whatever is copied into them.
 
 Legend: T tokens, S parts, H hidden, K experts a token.
 """
@@ -26,47 +25,47 @@ from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from rollout.models.batch import ExpertRecord
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.layers import SparseMLP
-from rollout.models.spec import ModelSpec
+from rollout.models.layers import SparseFeedForward
+from rollout.models.spec import MoESpec
 
 
 @dataclass(frozen=True, slots=True)
 class LayerExperts:
-    """Both projections of a layer as the kernels take them."""
+    """Both projections of a layer in the kernels' layout."""
 
     gate_up: ExpertWeights
     down: ExpertWeights
 
 
-def experts_of(mlp: SparseMLP) -> LayerExperts:
+def experts_of(block: SparseFeedForward) -> LayerExperts:
     """The experts of a layer, without a copy."""
-    return LayerExperts(mlp.weights("gate_up"), mlp.weights("down"))
+    return LayerExperts(block.weights("gate_up"), block.weights("down"))
 
 
-def kernels_take(spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """True if the kernels can run this model's sparse layers: 16 bits, and widths that come in pairs."""
-    assert spec.moe is not None
-    return dtype in (torch.bfloat16, torch.float16) and spec.hidden % 2 == 0 and spec.moe.intermediate % 2 == 0
+def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
+    """True if the kernels can run these experts: softmax over logits, 16 bits, and even widths."""
+    even = spec.hidden % 2 == 0 and spec.intermediate % 2 == 0
+    return spec.router.scoring == "softmax" and dtype in (torch.bfloat16, torch.float16) and even
 
 
 class FusedExperts:
-    """Runs the sparse layers of one model; what they need between kernels is shared, since they run one by one."""
+    """Runs the sparse layers of one model. They run one after the other and share the memory between their kernels."""
 
     def __init__(self, model: Decoder, deterministic: bool = False) -> None:
-        moe = model.spec.moe
-        assert moe is not None
-        self._moe, self._eps, self._dtype = moe, model.spec.eps, model.embed.dtype
-        self._shape = MoEShape(moe.experts, moe.top_k, model.spec.hidden, moe.intermediate)
-        layers = (cast(DecoderLayer, layer) for layer in model.layers)
-        self._experts = {layer.mlp: experts_of(layer.mlp) for layer in layers if isinstance(layer.mlp, SparseMLP)}
+        spec = model.spec.moe
+        assert spec is not None
+        self._router, self._eps, self._dtype = spec.router, model.spec.eps, model.embed.dtype
+        self._shape = MoEShape(spec.experts, spec.router.top_k, spec.hidden, spec.intermediate)
+        blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
+        self._experts = {block: experts_of(block) for block in blocks if isinstance(block, SparseFeedForward)}
         self._format = next(iter(self._experts.values())).gate_up.format
-        self._scratch = router_scratch(moe.experts, model.embed.device)
+        self._scratch = router_scratch(spec.experts, model.embed.device)
         self._deterministic = deterministic  # one plan, and one way to the router's logits, for any number of tokens
         self._plan: Plan | None = None  # of the step that is being launched
         self._chosen: list[torch.Tensor] | None = None  # its experts, if it is being captured
 
     def begin_step(self, tokens: int) -> None:
-        """Say how many tokens the step has that is about to be launched: all its layers run by one plan."""
+        """Choose the plan for a step of `tokens` tokens, which all its layers run by. Call this before its launch."""
         self._plan = moe_plan(self._shape, self._format, self._dtype, tokens, deterministic=self._deterministic)
         self._chosen = [] if self._scratch.arrived_T.is_cuda and torch.cuda.is_current_stream_capturing() else None
 
@@ -78,7 +77,7 @@ class FusedExperts:
     def sizes(self) -> list[int]:
         """Numbers of tokens up to which a step runs by the same kernels, ascending; above the last nothing changes."""
         bands = [most for most, _ in table_entry(self._shape, self._format).bands[:-1]]
-        grouping = [pairs // self._moe.top_k for pairs in last_pairs()]
+        grouping = [pairs // self._router.top_k for pairs in last_pairs()]
         if self._deterministic:
             return sorted({*grouping} - {0})
         return sorted({*bands, *grouping, MOST_TOKENS, MOST_ROWS} - {0})
@@ -90,14 +89,14 @@ class FusedExperts:
         parts_STH: torch.Tensor,
         kept: ExpertRecord | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One block. `parts_STH` is the attention's output, not yet added; the router writes to `kept`, if there.
+        """One block. `parts_STH` is the mixer's output, not yet added; the router writes to `kept` if it is given.
 
         Returns the residual stream with it (new memory, or `residual_TH` itself), and the block's output in parts.
         """
-        tokens = len(residual_TH)
-        record = None if kept is None else Record(kept.layer(layer.sparse_place, tokens), kept.rows_T[:tokens])
-        norm_H, router_EH = layer.post_attention_norm.weight, cast(SparseMLP, layer.mlp).router
-        how = (self._moe.top_k, self._moe.renormalize)
+        tokens, block = len(residual_TH), cast(SparseFeedForward, layer.feed_forward)
+        record = None if kept is None else Record(kept.layer(block.sparse_index, tokens), kept.rows_T[:tokens])
+        norm_H, router_EH = layer.feed_forward_norm.weight, block.router
+        how = (self._router.top_k, self._router.renormalize)
         if tokens <= MOST_TOKENS and not self._deterministic:
             found = norm_route(residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record)
             residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
@@ -107,5 +106,5 @@ class FusedExperts:
         if self._chosen is not None:
             self._chosen.append(routing.experts_TK)
         assert self._plan is not None
-        weights = self._experts[cast(SparseMLP, layer.mlp)]
+        weights = self._experts[block]
         return residual_TH, run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True)

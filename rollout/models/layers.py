@@ -1,14 +1,16 @@
-"""Blocks of the decoder: attention, dense and sparse feed-forward. Projections that share an input are fused.
+"""Blocks of the decoder: attention, and dense and sparse feed-forward blocks. Products that share an input are one.
 
-Parameters are created empty; the loader or the random initialisation fills them. Each block names the Hugging Face
-tensors that its parameters consist of (see `rollout.models.names`).
+A block takes the normalised hidden states and returns its output. The layer that it belongs to owns the norms and the
+residual stream. Parameters are created empty; the loader or the random initialisation fills them. Each block names the
+Hugging Face tensors that its parameters consist of (see `rollout.models.names`).
 
-Legend: T tokens, H hidden, Q query heads, G KV heads, D head dimension, I intermediate, E experts.
+Legend: T tokens, H hidden, K inputs, N outputs, Q query heads, G KV heads, D head dimension, I intermediate, E experts.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +28,14 @@ from rollout_kernels import (
 from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
 from torch import nn
 
-from rollout.models.adapters import StepAdapters
 from rollout.models.batch import AttentionBatch, KVCache, LayerKV
 from rollout.models.coded_experts import CodedView
+from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.names import Region, one_name
-from rollout.models.spec import ModelSpec
+from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, Scoring
+
+#: From router logits to weights and experts of each token; takes (logits, experts a token, renormalise).
+_ROUTES: dict[Scoring, Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]] = {"softmax": route}
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -41,7 +46,7 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 class Block(nn.Module):
     """A module that is called without `nn.Module.__call__`.
 
-    That call looks for hooks, of which there are none here, and costs as much as a small model's matrix product.
+    That call looks for hooks. There are none here, and the search costs as much as a small model's matrix product.
     """
 
     def __call__(self, *args: Any) -> Any:
@@ -49,29 +54,85 @@ class Block(nn.Module):
         return self.forward(*args)
 
 
+class StepContext(NamedTuple):
+    """What all layers of a step share."""
+
+    cos_sin: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # of each rotary embedding of the model
+    slots_T: torch.Tensor  # the batch's KV slots as int64
+    batch: AttentionBatch
+    kv: KVCache
+
+
+# --- outputs of blocks -----------------------------------------------------------------------------------------------
+
+
+class Computed(NamedTuple):
+    """The output of a block, complete."""
+
+    y_TH: torch.Tensor
+
+    def value(self) -> torch.Tensor:
+        """The output, [T, H]."""
+        return self.y_TH
+
+    def add_to(self, residual_TH: torch.Tensor) -> torch.Tensor:
+        """`residual_TH` plus the output."""
+        return residual_TH + self.y_TH
+
+
+class LastProduct(NamedTuple):
+    """The output of a block before its last product: product and residual sum can be one operation."""
+
+    linear: Linear
+    x_TK: torch.Tensor
+    adapters: StepAdapters | None
+    layer: int
+    product: Product
+
+    def value(self) -> torch.Tensor:
+        """The output, [T, H]."""
+        return self._corrected(self.linear(self.x_TK))
+
+    def add_to(self, residual_TH: torch.Tensor) -> torch.Tensor:
+        """`residual_TH` plus the output."""
+        return self._corrected(self.linear.add_to(residual_TH, self.x_TK))
+
+    def _corrected(self, y_TH: torch.Tensor) -> torch.Tensor:
+        if self.adapters is not None:
+            self.adapters.add(self.layer, self.product, y_TH, self.x_TK)
+        return y_TH
+
+
+# --- parts of blocks -------------------------------------------------------------------------------------------------
+
+
 class Linear(Block):
     """`x W^T + b`, optionally added to a residual."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: LinearSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.weight = empty_parameter(outputs, inputs, dtype=dtype, device=device)
-        self.bias = empty_parameter(outputs, dtype=dtype, device=device) if bias else None
+        self.spec = spec
+        self.weight = empty_parameter(spec.outputs, spec.inputs, dtype=dtype, device=device)
+        self.bias = empty_parameter(spec.outputs, dtype=dtype, device=device) if spec.bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, inputs] to [T, outputs]."""
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """[T, K] to [T, N]."""
+        return F.linear(x_TK, self.weight, self.bias)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """`residual` plus the result, in one operation where there is no bias."""
+    def add_to(self, residual_TN: torch.Tensor, x_TK: torch.Tensor) -> torch.Tensor:
+        """`residual_TN` plus the result, in one operation where there is no bias."""
         if self.bias is None:
-            return torch.addmm(residual, x, self.weight.t())
-        return residual + F.linear(x, self.weight, self.bias)
+            return torch.addmm(residual_TN, x_TK, self.weight.t())
+        return residual_TN + F.linear(x_TK, self.weight, self.bias)
 
-    def regions(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> list[Region]:
-        """Hugging Face modules `names` lie one after the other along the outputs."""
-        regions = [one_name(f"{n}.weight", w) for n, w in zip(names, self.weight.split(sizes), strict=True)]
+    def regions(self, prefix: str) -> list[Region]:
+        """Hugging Face tensors under the layer's `prefix`."""
+        _, modules, widths, _ = self.spec
+        weights = zip(modules, self.weight.split(widths), strict=True)
+        regions = [one_name(f"{prefix}{module}.weight", weight) for module, weight in weights]
         if self.bias is not None:
-            regions += [one_name(f"{n}.bias", b) for n, b in zip(names, self.bias.split(sizes), strict=True)]
+            biases = zip(modules, self.bias.split(widths), strict=True)
+            regions += [one_name(f"{prefix}{module}.bias", bias) for module, bias in biases]
         return regions
 
 
@@ -88,16 +149,21 @@ class RMSNorm(Block):
         return rms_norm(x, self.weight, self.eps)
 
 
-class Attention(Block):
-    """Grouped-query attention over the paged cache; writes this step's keys and values first."""
+# --- mixers ----------------------------------------------------------------------------------------------------------
 
-    def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+
+class Attention(Block):
+    """Grouped-query attention over the paged cache; writes this step's keys and values first.
+
+    `rope` is the index of its rotary embedding among those of the model.
+    """
+
+    def __init__(self, spec: AttentionSpec, layer: int, rope: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.spec, self.layer = spec, layer
-        self.window = spec.windows[layer]
+        self.spec, self.layer, self.rope = spec, layer, rope
         self.scale = spec.head_dim**-0.5
-        self.qkv_proj = Linear(spec.hidden, spec.q_dim + 2 * spec.kv_dim, spec.qkv_bias, dtype, device)
-        self.o_proj = Linear(spec.q_dim, spec.hidden, spec.o_bias, dtype, device)
+        self.qkv_proj = Linear(spec.qkv, dtype, device)
+        self.o_proj = Linear(spec.o, dtype, device)
         if spec.qk_norm == "head":
             self.qk_norm_weight = empty_parameter(2, spec.head_dim, dtype=dtype, device=device)
             kinds = torch.tensor([0] * spec.heads + [1] * spec.kv_heads, device=device)
@@ -107,23 +173,12 @@ class Attention(Block):
             self.q_norm = RMSNorm(spec.q_dim, spec.eps, dtype, device)
             self.k_norm = RMSNorm(spec.kv_dim, spec.eps, dtype, device)
 
-    def forward(
-        self,
-        x_TH: torch.Tensor,
-        residual_TH: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        slots_T: torch.Tensor,
-        batch: AttentionBatch,
-        kv: KVCache,
-    ) -> torch.Tensor:
-        """`residual_TH` plus the attention of the normalised `x_TH`; `slots_T` are the batch's, as int64."""
-        cache = kv.layer(self.layer)
-        q_TQD = self.project(x_TH, cos_sin, slots_T, cache, batch.adapters)
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
+        """Attention of the normalised `x_TH`."""
+        batch, cache = context.batch, context.kv.layer(self.layer)
+        q_TQD = self.project(x_TH, context.cos_sin[self.rope], context.slots_T, cache, batch.adapters)
         out_TK = self.attend(q_TQD, batch, cache).flatten(1)
-        y_TH = self.o_proj.add_to(residual_TH, out_TK)
-        if batch.adapters is not None:
-            batch.adapters.add(self.layer, "o", y_TH, out_TK)
-        return y_TH
+        return LastProduct(self.o_proj, out_TK, batch.adapters, self.layer, "o")
 
     def project(
         self,
@@ -142,6 +197,7 @@ class Attention(Block):
 
     def attend(self, q_TQD: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
         """Attention of a step's queries over this layer's cache, [T, Q, D]."""
+        window = self.spec.window
         if batch.chunks is not None:
             return paged_prefill_attention(
                 q_TQD,
@@ -150,7 +206,7 @@ class Attention(Block):
                 batch.page_table_BP,
                 batch.chunks,
                 scale=self.scale,
-                window=self.window,
+                window=window,
                 scales_P2GS=cache.scales_P2GS,
                 query_starts_C1=batch.query_starts_C1,
                 context_lens_B=batch.context_lens_B,
@@ -162,24 +218,24 @@ class Attention(Block):
             batch.page_table_BP,
             batch.context_lens_B,
             scale=self.scale,
-            window=self.window,
+            window=window,
             max_context=batch.max_context,
             scales_P2GS=cache.scales_P2GS,
-            plan=batch.decode_plan(self.window, cache.k_PSGD, q_TQD),
+            plan=batch.decode_plan(window, cache.k_PSGD, q_TQD),
         )
 
     def _project(self, x_TH: torch.Tensor, adapters: StepAdapters | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and key heads side by side, normalised, [T, Q + G, D]; values [T, G, D]."""
         spec = self.spec
-        qkv_TK = self.qkv_proj(x_TH)
+        qkv_TN = self.qkv_proj(x_TH)
         if adapters is not None:
-            adapters.add(self.layer, "qkv", qkv_TK, x_TH)
+            adapters.add(self.layer, "qkv", qkv_TN, x_TH)
         if spec.qk_norm == "full":
-            q, k, v = qkv_TK.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
-            qkv_TK = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+            q, k, v = qkv_TN.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
+            qkv_TN = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         if spec.clip_qkv is not None:
-            qkv_TK = qkv_TK.clamp(-spec.clip_qkv, spec.clip_qkv)
-        qkv_THD = qkv_TK.view(x_TH.shape[0], -1, spec.head_dim)
+            qkv_TN = qkv_TN.clamp(-spec.clip_qkv, spec.clip_qkv)
+        qkv_THD = qkv_TN.view(x_TH.shape[0], -1, spec.head_dim)
         qk_heads = spec.heads + spec.kv_heads
         qk_THD, v_TGD = qkv_THD[:, :qk_heads], qkv_THD[:, qk_heads:]
         if spec.qk_norm == "head":
@@ -187,64 +243,61 @@ class Attention(Block):
         return qk_THD, v_TGD
 
     def regions(self, prefix: str) -> list[Region]:
-        """Hugging Face tensors under `prefix`, the layer's `self_attn.`."""
-        spec = self.spec
-        qkv = tuple(f"{prefix}{name}_proj" for name in "qkv")
-        regions = self.qkv_proj.regions(qkv, (spec.q_dim, spec.kv_dim, spec.kv_dim))
-        regions += self.o_proj.regions((f"{prefix}o_proj",), (spec.hidden,))
-        if spec.qk_norm == "head":
-            norms = list(self.qk_norm_weight.unbind(0))
-        else:
-            norms = [] if spec.qk_norm == "none" else [self.q_norm.weight, self.k_norm.weight]
-        return regions + [one_name(f"{prefix}{n}_norm.weight", w) for n, w in zip("qk", norms, strict=False)]
+        """Hugging Face tensors under the layer's `prefix`."""
+        regions = self.qkv_proj.regions(prefix) + self.o_proj.regions(prefix)
+        if self.spec.qk_norm == "none":
+            return regions
+        per_head = self.spec.qk_norm == "head"
+        weights = self.qk_norm_weight.unbind(0) if per_head else (self.q_norm.weight, self.k_norm.weight)
+        names = zip(self.spec.names.qk_norm, weights, strict=True)
+        return regions + [one_name(f"{prefix}{name}.weight", weight) for name, weight in names]
 
 
-class DenseMLP(Block):
+# --- feed-forward blocks ---------------------------------------------------------------------------------------------
+
+
+class DenseFeedForward(Block):
     """The gated feed-forward block of a dense layer."""
 
-    def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: DenseSpec, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec, self.layer = spec, layer
-        self.gate_up_proj = Linear(spec.hidden, 2 * spec.intermediate, spec.mlp_bias, dtype, device)
-        self.down_proj = Linear(spec.intermediate, spec.hidden, spec.mlp_bias, dtype, device)
+        self.gate_up_proj = Linear(spec.gate_up, dtype, device)
+        self.down_proj = Linear(spec.down, dtype, device)
 
-    def forward(
-        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, adapters: StepAdapters | None = None
-    ) -> torch.Tensor:
-        """`residual_TH` plus the block's output."""
-        if adapters is None:
-            return self.down_proj.add_to(residual_TH, silu_mul(self.gate_up_proj(x_TH)))
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
+        """The block's output for the normalised `x_TH`."""
+        adapters = context.batch.adapters
         gate_up_T2I = self.gate_up_proj(x_TH)
-        adapters.add(self.layer, "gate_up", gate_up_T2I, x_TH)
-        gated_TI = silu_mul(gate_up_T2I)
-        y_TH = self.down_proj.add_to(residual_TH, gated_TI)
-        adapters.add(self.layer, "down", y_TH, gated_TI)
-        return y_TH
+        if adapters is not None:
+            adapters.add(self.layer, "gate_up", gate_up_T2I, x_TH)
+        return LastProduct(self.down_proj, silu_mul(gate_up_T2I), adapters, self.layer, "down")
 
     def regions(self, prefix: str) -> list[Region]:
-        """Hugging Face tensors under `prefix`, the layer's own."""
-        width = self.spec.intermediate
-        regions = self.gate_up_proj.regions((f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"), (width, width))
-        return regions + self.down_proj.regions((f"{prefix}mlp.down_proj",), (self.spec.hidden,))
+        """Hugging Face tensors under the layer's `prefix`."""
+        return self.gate_up_proj.regions(prefix) + self.down_proj.regions(prefix)
 
 
-class SparseMLP(Block):
-    """A mixture of gated feed-forward experts; their weights may be kept as e4m3 codes with scales."""
+class SparseFeedForward(Block):
+    """A mixture of gated feed-forward experts; their weights may be kept as e4m3 codes with scales.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, format: Format = "plain") -> None:
+    `sparse_index` counts the sparse layers: the record of a step has one entry for each of them.
+    """
+
+    def __init__(
+        self, spec: MoESpec, sparse_index: int, dtype: torch.dtype, device: torch.device, format: Format = "plain"
+    ) -> None:
         super().__init__()
-        assert spec.moe is not None
-        self.moe = moe = spec.moe
-        self.format = format
-        self.router = empty_parameter(moe.experts, spec.hidden, dtype=dtype, device=device)
-        self.gate_up, self.gate_up_scales = self._empty(2 * moe.intermediate, spec.hidden, 2, dtype, device)
-        self.down, self.down_scales = self._empty(spec.hidden, moe.intermediate, 1, dtype, device)
+        self.spec, self.sparse_index, self.format = spec, sparse_index, format
+        self.router = empty_parameter(spec.experts, spec.hidden, dtype=dtype, device=device)
+        self.gate_up, self.gate_up_scales = self._empty(2 * spec.intermediate, spec.hidden, 2, dtype, device)
+        self.down, self.down_scales = self._empty(spec.hidden, spec.intermediate, 1, dtype, device)
 
     def _empty(
         self, outputs: int, inputs: int, halves: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Room for a projection of all experts, [E, outputs, inputs], and for its scales, if there are any."""
-        experts, format = self.moe.experts, self.format
+        """Memory for a projection of all experts, [E, outputs, inputs], and for its scales, if the format has any."""
+        experts, format = self.spec.experts, self.format
         shape = scale_shape(experts, outputs, inputs, format, halves)
         if shape is None:
             return empty_parameter(experts, outputs, inputs, dtype=dtype, device=device), None
@@ -253,50 +306,42 @@ class SparseMLP(Block):
         return codes, empty_parameter(*shape, dtype=scale_dtype, device=device)
 
     def weights(self, projection: Literal["gate_up", "down"]) -> ExpertWeights:
-        """One projection of all experts as the kernels take it, without a copy; plain ones in 16 bits."""
+        """One projection of all experts in the kernels' layout, without a copy; plain weights must have 16 bits."""
         wide = projection == "gate_up"
         values, scales = (self.gate_up, self.gate_up_scales) if wide else (self.down, self.down_scales)
         return ExpertWeights(values.data, None if scales is None else scales.data, self.format, 2 if wide else 1)
 
-    def forward(
-        self, x_TH: torch.Tensor, residual_TH: torch.Tensor, kept_TK: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`residual_TH` plus the weighted outputs of each token's experts, which are written to `kept_TK`, if there."""
-        weights_TK, experts_TK = route(F.linear(x_TH, self.router), self.moe.top_k, self.moe.renormalize)
-        if kept_TK is not None:
-            kept_TK.copy_(experts_TK)
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
+        """The weighted outputs of each token's experts, whose numbers go to the step's record, if it has one."""
+        router, record = self.spec.router, context.batch.experts
+        weights_TK, experts_TK = _ROUTES[router.scoring](F.linear(x_TH, self.router), router.top_k, router.renormalize)
+        if record is not None:
+            record.layer(self.sparse_index, len(x_TH)).copy_(experts_TK)
         gate_up: torch.Tensor = self.gate_up
         down: torch.Tensor = self.down
-        if self.format != "plain":  # all experts in each step: for comparison on a CPU
+        if self.format != "plain":  # decodes all experts in each step: for comparison on a CPU
             both = (self.weights("gate_up"), self.weights("down"))
             gate_up, down = (weights.dequantized(torch.float32).to(x_TH.dtype) for weights in both)
-        return residual_TH + moe_experts(x_TH, weights_TK, experts_TK, gate_up, down)
+        return Computed(moe_experts(x_TH, weights_TK, experts_TK, gate_up, down))
 
     def regions(self, prefix: str) -> list[Region]:
-        """Hugging Face tensors under `prefix`, the layer's own: one tensor an expert, or all experts stacked."""
-        moe = self.moe
-        names = ("gate_proj", "up_proj", "down_proj") if moe.naming == "mlp" else ("w1", "w3", "w2")
-        gate_name, up_name, down_name = names
-        router = {f"{prefix}mlp.gate.weight": self.router.data}
+        """Hugging Face tensors under the layer's `prefix`: one tensor an expert, or all experts stacked."""
+        names = self.spec.names
         gate_up, down = {}, {}
-        for expert in range(moe.experts):
-            stem = f"{prefix}{moe.naming}.experts.{expert}."
-            gate_up[f"{stem}{gate_name}.weight"] = self._view("gate_up", expert, 0)
-            gate_up[f"{stem}{up_name}.weight"] = self._view("gate_up", expert, 1)
-            down[f"{stem}{down_name}.weight"] = self._view("down", expert)
-        routers = (
-            [router] if moe.naming == "mlp" else [{f"{prefix}block_sparse_moe.gate.weight": self.router.data}, router]
-        )
+        for expert in range(self.spec.experts):
+            gate_up[f"{prefix}{names.gate.format(expert)}.weight"] = self._view("gate_up", expert, 0)
+            gate_up[f"{prefix}{names.up.format(expert)}.weight"] = self._view("gate_up", expert, 1)
+            down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
         return [
-            Region(tuple(routers)),
-            Region((gate_up, {f"{prefix}mlp.experts.gate_up_proj": self._view("gate_up")})),
-            Region((down, {f"{prefix}mlp.experts.down_proj": self._view("down")})),
+            Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router)),
+            Region((gate_up, {f"{prefix}{names.stacked_gate_up}": self._view("gate_up")})),
+            Region((down, {f"{prefix}{names.stacked_down}": self._view("down")})),
         ]
 
     def _view(
         self, projection: Literal["gate_up", "down"], expert: int | None = None, half: int | None = None
     ) -> torch.Tensor:
-        """Where the weights of all experts go, or of one, or of one's gate or up rows."""
+        """The destination of the weights of all experts, of one, or of its gate (half 0) or up (half 1) rows."""
         view = (self.gate_up if projection == "gate_up" else self.down).data
         if expert is not None:
             view = view[expert]

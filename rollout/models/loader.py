@@ -1,4 +1,4 @@
-"""From `ModelSettings` to a model that can run: find the checkpoint, build the decoder, fill it."""
+"""From `ModelSettings` to a model that can run: find the checkpoint, build the decoder, fill its parameters."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from rollout_kernels.moe.formats import Format
 
 from rollout.config import ModelSettings
-from rollout.models.checkpoint import Progress, check_tensors, copy_tensors, list_tensors, stored_dtype
-from rollout.models.coded_experts import check_format
-from rollout.models.decoder import Decoder
-from rollout.models.errors import CheckpointError
-from rollout.models.random_init import fill_random
-from rollout.models.registry import spec_from_config
-from rollout.models.source import (
+from rollout.models.checkpoint_folder import (
+    CheckpointError,
     GenerationDefaults,
     check_links,
     read_config,
     read_generation_defaults,
     resolve_folder,
 )
+from rollout.models.checkpoint_tensors import Progress, check_tensors, copy_tensors, list_tensors, stored_dtype
+from rollout.models.coded_experts import check_format
+from rollout.models.decoder import Decoder
+from rollout.models.random_init import fill_random
+from rollout.models.registry import spec_from_config
 from rollout.models.spec import ModelSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,7 +31,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A filled model and where it came from."""
+    """A model with its weights, and the checkpoint that it came from."""
 
     model: Decoder
     spec: ModelSpec
@@ -39,10 +39,10 @@ class LoadedModel:
     generation_config: GenerationDefaults
 
     def trainer_views(self) -> dict[str, torch.Tensor]:
-        """By the names that a trainer may send: the checkpoint's, and a tied output layer, as state_dicts do."""
+        """Views by the names that a trainer may send: the checkpoint's, and a tied output layer, as in a state_dict."""
         views = self.model.hf_views()
-        if self.spec.tied:
-            views["lm_head.weight"] = views["model.embed_tokens.weight"]
+        if (alias := self.spec.tied_name) is not None:
+            views[alias] = views[f"{self.spec.names.embed}.weight"]
         return views
 
 
@@ -50,7 +50,7 @@ def fetch(settings: ModelSettings, progress: Progress | None = None) -> Path:
     """The folder of the checkpoint; one on the hub is downloaded. `progress` is called with (bytes, bytes in all).
 
     Raises:
-        CheckpointError: there is no such folder, or the hub does not give it.
+        CheckpointError: there is no such folder, or the download fails.
     """
     return resolve_folder(settings.path, settings.revision, settings.load_format != "random", progress)
 
@@ -64,13 +64,12 @@ def load_model(
 ) -> LoadedModel:
     """Load a checkpoint, or its shapes with random weights, onto `device`.
 
-    `progress` is called with (values copied, values in all); `folder` is what `fetch` gave, if it was called before.
-
-    Experts are kept in the format `experts`.
+    `progress` is called with (values copied, values in all). `folder` is the result of `fetch`, if it was called
+    before. `experts` is the format of the experts' weights.
 
     Raises:
         CheckpointError: the checkpoint cannot be found or read, or its tensors are not those of its architecture.
-        ValueError: the architecture, or something that its config asks for, is not supported.
+        ValueError: the architecture, or an option in its config, is not supported.
     """
     random = settings.load_format == "random"
     folder = fetch(settings) if folder is None else folder
@@ -79,7 +78,7 @@ def load_model(
     try:
         spec = spec_from_config(config, architecture)
     except (TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder}/config.json lacks what {architecture} needs: {error}") from error
+        raise CheckpointError(f"{folder}/config.json lacks a value that {architecture} needs: {error}") from error
     tensors = {} if random else list_tensors(folder)
     dtype = _pick_dtype(settings, getattr(config, "dtype", None) or stored_dtype(tensors), device)
     defaults = read_generation_defaults(folder, config)
@@ -88,18 +87,18 @@ def load_model(
     check_format(spec, experts)
     outline = Decoder(spec, dtype, torch.device("meta"), experts)  # shapes without memory
     if not random:
-        check_tensors(folder, tensors, outline.hf_regions(), architecture, spec.tied)
+        check_tensors(folder, tensors, outline.hf_regions(), architecture, spec.tied_name)
     _check_memory(outline, folder, device)
     model = Decoder(spec, dtype, device, experts)
     if random:
         fill_random(model, settings.random_seed)
     else:
-        copy_tensors(tensors, model.hf_views(), spec.tied, progress)
+        copy_tensors(tensors, model.hf_views(), spec.tied_name, progress)
     return LoadedModel(model.eval(), spec, folder, defaults)
 
 
 def _check_memory(outline: Decoder, folder: Path, device: torch.device) -> None:
-    """Raise CheckpointError before memory is asked for that the device does not have."""
+    """Raise CheckpointError if the model is larger than the memory of the device."""
     needed = sum(parameter.numel() * parameter.element_size() for parameter in outline.parameters())
     if device.type == "cuda":
         there, _ = torch.cuda.mem_get_info(device)

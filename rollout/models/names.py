@@ -1,8 +1,8 @@
 """The table between checkpoint names and fused parameters.
 
 A region is a part of the model's parameters. It has one or more alternatives: sets of names that each cover it
-exactly, such as one tensor an expert, or all experts stacked. A set of names is complete when it holds exactly one
-alternative of every region, whole, and nothing else.
+exactly, such as one tensor an expert, or all experts stacked. A set of names is complete when it contains exactly one
+whole alternative of every region, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class NameCheck:
-    """What keeps a set of names from being complete; all empty when it is. In the order of the model."""
+    """The names that keep a set from being complete, in the order of the model; all empty when it is complete."""
 
     missing: tuple[str, ...]
     unknown: tuple[str, ...]
-    doubled: tuple[str, ...]  # cover parameters that other names of the set cover too
+    doubled: tuple[str, ...]  # names of parameters that other names of the set cover too
 
     @property
     def complete(self) -> bool:
@@ -44,14 +44,17 @@ def all_views(regions: Iterable[Region]) -> dict[str, torch.Tensor]:
     return {name: view for region in regions for views in region.alternatives for name, view in views.items()}
 
 
-def is_redundant(name: str, tied: bool) -> bool:
-    """True for tensors that checkpoints carry although they follow from others: they are accepted and not read."""
-    return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+def is_redundant(name: str, alias: str | None) -> bool:
+    """True for a tensor that follows from others: checkpoints may contain it, and it is not read.
+
+    `alias` is the name of a tied output layer.
+    """
+    return name.endswith(".rotary_emb.inv_freq") or name == alias
 
 
-def check_names(regions: Iterable[Region], names: Iterable[str], tied: bool) -> NameCheck:
-    """Compare `names` with what the model needs; redundant names are passed over."""
-    given = dict.fromkeys(name for name in names if not is_redundant(name, tied))
+def check_names(regions: Iterable[Region], names: Iterable[str], alias: str | None = None) -> NameCheck:
+    """Compare `names` with the names that the model needs; redundant names are skipped."""
+    given = dict.fromkeys(name for name in names if not is_redundant(name, alias))
     known: set[str] = set()
     missing: list[str] = []
     doubled: list[str] = []

@@ -1,7 +1,7 @@
-"""adapter_config.json as PEFT writes it: what of it we serve, and an error that names the field for all else.
+"""adapter_config.json as PEFT writes it: the supported fields, and an error with the field for everything else.
 
-The file may come from anyone. A field that would change what the adapter computes and is not known here is refused
-unless it is empty, so an adapter is either served as PEFT runs it or not at all.
+The file is untrusted. A field that may change the results of the adapter and is not known here must be empty. So an
+adapter is either served as PEFT runs it or not at all.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.models.errors import CheckpointError
+from rollout.models.checkpoint_folder import CheckpointError
 
-#: Fields that say nothing of what is computed once the tensors are there.
+#: Fields that do not change the results once the tensors are there.
 _IGNORED = frozenset(
     (
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -24,8 +24,8 @@ _IGNORED = frozenset(
 _USED = frozenset(
     ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights")
 )
-#: Ways to begin that leave the base model as it is.
-_PLAIN_BEGINS = (True, False, None, "gaussian", "eva", "orthogonal")
+#: Initialisations that leave the base model as it is.
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _MOST_PATTERNS = 1 << 11  # each is compared with each module
 _MOST_NUMBER = 1e6
 _PATTERN = re.compile(r"[A-Za-z0-9_.]{1,300}")
@@ -33,12 +33,12 @@ _PATTERN = re.compile(r"[A-Za-z0-9_.]{1,300}")
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """What the tensors of an adapter mean."""
+    """Rank and scaling of an adapter's modules."""
 
     rank: int
     alpha: float
     rslora: bool
-    ranks: Mapping[str, int]  # for modules whose names end so
+    ranks: Mapping[str, int]  # by the end of a module's name
     alphas: Mapping[str, float]
 
     def rank_of(self, module: str) -> int:
@@ -46,21 +46,21 @@ class PeftConfig:
         return int(_for_module(self.ranks, module, self.rank))
 
     def scaling(self, module: str) -> float:
-        """What the module's correction is multiplied with."""
+        """The factor of the module's correction."""
         rank, alpha = self.rank_of(module), _for_module(self.alphas, module, self.alpha)
         return alpha / (rank**0.5 if self.rslora else rank)
 
 
 def read_peft_config(content: Mapping[str, Any], where: str) -> PeftConfig:
-    """Raises CheckpointError, naming the field, for what is of the wrong type or not supported."""
+    """The config from its JSON. Raises CheckpointError with the field that is not supported or of the wrong type."""
     if content.get("peft_type") != "LORA":
         raise _bad(where, "peft_type", content.get("peft_type"), "LORA: other adapters are not supported")
     if content.get("bias", "none") != "none":
         raise _bad(where, "bias", content["bias"], "none: biases of adapters are not supported")
-    begins = content.get("init_lora_weights")
-    if not any(begins is plain or (type(plain) is str and begins == plain) for plain in _PLAIN_BEGINS):
+    init = content.get("init_lora_weights")
+    if not any(init is plain or (type(plain) is str and init == plain) for plain in _PLAIN_INITS):
         wanted = "true, false, gaussian, eva or orthogonal: others change the base model; convert it with PEFT first"
-        raise _bad(where, "init_lora_weights", begins, wanted)
+        raise _bad(where, "init_lora_weights", init, wanted)
     for name, value in content.items():
         if name not in _IGNORED | _USED and value not in (None, False, [], {}, ""):
             raise _bad(where, f"{name!s:.100}", value, "left out: it is not supported")
@@ -84,7 +84,7 @@ def _patterns(content: Mapping[str, Any], where: str, name: str) -> list[tuple[s
     if not isinstance(value, dict) or len(value) > _MOST_PATTERNS:
         raise _bad(where, name, value, f"a map of at most {_MOST_PATTERNS} module names")
     for key in value:
-        # PEFT takes regular expressions; those of a stranger can run for ever.
+        # PEFT takes regular expressions here; an untrusted one can run for ever.
         if type(key) is not str or _PATTERN.fullmatch(key) is None:
             raise _bad(where, name, key, "names of modules; regular expressions are not supported")
     return list(value.items())
@@ -95,7 +95,7 @@ def _for_module(values: Mapping[str, float], module: str, otherwise: float) -> f
 
 
 def _matches(key: str, module: str) -> bool:
-    """Whether a module's name ends so, by whole words; as in PEFT's regular expressions, a dot is any character."""
+    """True if a module's name ends with `key`, by whole words; a dot is any character, as in PEFT's expressions."""
     start = len(module) - len(key)
     whole = start == 0 or (start > 0 and module[start - 1] == ".")
     return whole and all(wanted in (".", got) for wanted, got in zip(key, module[start:], strict=True))
@@ -103,12 +103,12 @@ def _matches(key: str, module: str) -> bool:
 
 def _rank(value: Any, where: str, name: str) -> int:
     if type(value) is not int or not 1 <= value <= _MOST_NUMBER:
-        raise _bad(where, name, value, "an integer from 1 on")
+        raise _bad(where, name, value, "an integer of at least 1")
     return value
 
 
 def _alpha(value: Any, where: str, name: str) -> float:
-    if type(value) not in (int, float) or not -_MOST_NUMBER <= value <= _MOST_NUMBER:  # NaN is not in it either
+    if type(value) not in (int, float) or not -_MOST_NUMBER <= value <= _MOST_NUMBER:  # false for NaN, too
         raise _bad(where, name, value, f"a number of at most {_MOST_NUMBER:g}")
     return float(value)
 

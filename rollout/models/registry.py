@@ -1,91 +1,285 @@
-"""The supported architectures, and how each family's config becomes a `ModelSpec`.
+"""The supported families: one declaration each, and how a transformers config becomes a `ModelSpec` by it.
 
-A family is one function from its transformers config to the fields in which it differs from Llama.
+A declaration says what differs from Llama. A value is a constant, or a `Key`: the value of that key of config.json.
+Where a value depends on the layer, the declaration names a function from the config to a tuple of values, one a layer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from rollout.models.spec import ModelSpec, MoESpec, RopeSpec
+from rollout.models.spec import (
+    AttentionNames,
+    AttentionSpec,
+    DenseNames,
+    DenseSpec,
+    LayerNames,
+    LayerSpec,
+    ModelNames,
+    ModelSpec,
+    MoENames,
+    MoESpec,
+    QKNorm,
+    RopeSpec,
+    RouterSpec,
+    Scoring,
+)
 
-Windows = tuple[int | None, ...]
+
+class Key(NamedTuple):
+    """The value of this key of config.json."""
+
+    name: str
 
 
-def spec_from_config(config: Any, architecture: str) -> ModelSpec:
-    """Resolve a transformers config.
+# --- what a value is in each layer -----------------------------------------------------------------------------------
 
-    Raises:
-        ValueError: the architecture is not supported, or the config asks for something that its family's
-            implementation here does not have; the message says what.
-    """
-    check_supported(architecture)
-    activation = getattr(config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("quantized checkpoints are not supported; use one with float32, bfloat16 or float16 weights")
-    heads = config.num_attention_heads
-    fields: dict[str, Any] = {
-        "architecture": architecture,
-        "hidden": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "heads": heads,
-        "kv_heads": config.num_key_value_heads or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "intermediate": config.intermediate_size,
-        "vocab": config.vocab_size,
-        "eps": config.rms_norm_eps,
-        "tied": bool(config.tie_word_embeddings),
-        "qkv_bias": False,
-        "o_bias": False,
-        "mlp_bias": False,
-        "qk_norm": "none",
-        "clip_qkv": None,
-        "windows": (None,) * config.num_hidden_layers,
-        "moe": None,
-    }
-    rope = _rope(config)
-    fields |= {"rope": rope, "max_positions": _max_positions(config, rope)}
-    spec = ModelSpec(**(fields | _FAMILIES[architecture](config)))
-    _check_shapes(spec)
-    return spec
+
+def _no_windows(config: Any) -> tuple[int | None, ...]:
+    return (None,) * config.num_hidden_layers
+
+
+def _same_window(config: Any) -> tuple[int | None, ...]:
+    """Mixtral: one window for all layers, or none."""
+    return (config.sliding_window,) * config.num_hidden_layers
+
+
+def _same_window_if_used(config: Any) -> tuple[int | None, ...]:
+    """Qwen3-MoE: a flag says whether the window counts."""
+    return (config.sliding_window if config.use_sliding_window else None,) * config.num_hidden_layers
+
+
+def _windows_by_type(config: Any) -> tuple[int | None, ...]:
+    """Qwen2 and Qwen3: the config names the kind of attention of each layer."""
+    windows: list[int | None] = []
+    for kind in config.layer_types:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"layer type {kind!r} is not supported; supported: full_attention, sliding_attention")
+        windows.append(config.sliding_window if kind == "sliding_attention" else None)
+    return tuple(windows)
+
+
+def _all_sparse(config: Any) -> tuple[bool, ...]:
+    return (True,) * config.num_hidden_layers
+
+
+def _sparse_by_step(config: Any) -> tuple[bool, ...]:
+    """Qwen3-MoE: every n-th layer is sparse, but for those in a list."""
+    return tuple(
+        layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+# --- the declarations ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEFamily:
+    """The mixture of experts of a family."""
+
+    experts: Key
+    intermediate: Key  # of one expert
+    renormalize: bool | Key
+    scoring: Scoring = "softmax"
+    sparse: Callable[[Any], tuple[bool, ...]] = _all_sparse
+    names: MoENames = MoENames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What differs from Llama without biases. For the fields see the specs that are built from them."""
+
+    model_type: str  # in config.json: the config class that transformers reads it with
+    qkv_bias: bool | Key = False
+    o_bias: bool | Key = False
+    mlp_bias: bool | Key = False
+    qk_norm: QKNorm = "none"
+    clip_qkv: Key | None = None
+    windows: Callable[[Any], tuple[int | None, ...]] = _no_windows
+    moe: MoEFamily | None = None
+    names: ModelNames = ModelNames()
+    layer_names: LayerNames = LayerNames()
+    attention_names: AttentionNames = AttentionNames()
+    dense_names: DenseNames = DenseNames()
+
+
+_ATTENTION_BIAS = Key("attention_bias")
+
+#: By the name that stands in the `architectures` of a config.json.
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        model_type="llama",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        mlp_bias=Key("mlp_bias"),
+    ),
+    "Qwen2ForCausalLM": Family(
+        model_type="qwen2",
+        qkv_bias=True,
+        windows=_windows_by_type,
+    ),
+    "Qwen3ForCausalLM": Family(
+        model_type="qwen3",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        windows=_windows_by_type,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        windows=_same_window_if_used,
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            sparse=_sparse_by_step,
+        ),
+    ),
+    "MixtralForCausalLM": Family(
+        model_type="mixtral",
+        windows=_same_window,
+        moe=MoEFamily(
+            experts=Key("num_local_experts"),
+            intermediate=Key("intermediate_size"),
+            renormalize=True,
+            names=MoENames(
+                router=("block_sparse_moe.gate", "mlp.gate"),
+                gate="block_sparse_moe.experts.{}.w1",
+                up="block_sparse_moe.experts.{}.w3",
+                down="block_sparse_moe.experts.{}.w2",
+            ),
+        ),
+    ),
+    "OlmoeForCausalLM": Family(
+        model_type="olmoe",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="full",
+        clip_qkv=Key("clip_qkv"),
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+        ),
+    ),
+}
 
 
 def supported_architectures() -> tuple[str, ...]:
     """Names as they stand in the `architectures` of a config.json."""
-    return tuple(_FAMILIES)
+    return tuple(FAMILIES)
 
 
 def check_supported(architecture: str) -> None:
-    """Raise ValueError, listing what is supported, for any other architecture."""
-    if architecture not in _FAMILIES:
+    """Raise ValueError for an architecture without a declaration; the message lists those that have one."""
+    if architecture not in FAMILIES:
         raise ValueError(
             f"architecture {architecture!r:.80} is not supported; supported: {', '.join(supported_architectures())}"
         )
 
 
 def check_model_type(architecture: str, model_type: Any) -> None:
-    """Raise ValueError if the `model_type` of a config.json is not the one of its architecture."""
-    if model_type != _MODEL_TYPES[architecture]:
-        raise ValueError(
-            f"model_type {model_type!r:.80} does not go with {architecture}; it must be {_MODEL_TYPES[architecture]!r}"
-        )
+    """Raise ValueError if the `model_type` of a config.json is not that of its architecture."""
+    expected = FAMILIES[architecture].model_type
+    if model_type != expected:
+        raise ValueError(f"model_type {model_type!r:.80} does not belong to {architecture}; it must be {expected!r}")
 
 
-def _check_shapes(spec: ModelSpec) -> None:
+# --- from a config to a spec -----------------------------------------------------------------------------------------
+
+
+def spec_from_config(config: Any, architecture: str) -> ModelSpec:
+    """The spec of a transformers config.
+
+    Raises:
+        ValueError: the architecture is not supported, or the config asks for something that is not; the message says
+            for what.
+    """
+    check_supported(architecture)
+    family = FAMILIES[architecture]
+    activation = getattr(config, "hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError("quantized checkpoints are not supported; use one with float32, bfloat16 or float16 weights")
+    rope = _rope(config)
+    return ModelSpec(
+        architecture=architecture,
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        eps=config.rms_norm_eps,
+        max_positions=_max_positions(config, rope),
+        tied=bool(config.tie_word_embeddings),
+        layers=_layers(config, family, rope),
+        names=family.names,
+    )
+
+
+def _layers(config: Any, family: Family, rope: RopeSpec) -> tuple[LayerSpec, ...]:
+    count, windows = config.num_hidden_layers, family.windows(config)
+    sparse = (False,) * count if family.moe is None else family.moe.sparse(config)
+    if len(windows) != count:
+        raise ValueError(f"layer_types names {len(windows)} layers of {count}")
+    dense, moe = _dense(config, family), _moe(config, family.moe) if family.moe is not None and any(sparse) else None
+    attention = {window: _attention(config, family, rope, window) for window in set(windows)}
+    return tuple(
+        LayerSpec(attention[window], moe if is_sparse and moe is not None else dense, family.layer_names)
+        for window, is_sparse in zip(windows, sparse, strict=True)
+    )
+
+
+def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) -> AttentionSpec:
+    heads = config.num_attention_heads
+    spec = AttentionSpec(
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=config.num_key_value_heads or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        rope=rope,
+        window=window,
+        qkv_bias=_value(config, family.qkv_bias),
+        o_bias=_value(config, family.o_bias),
+        qk_norm=family.qk_norm,
+        clip_qkv=_value(config, family.clip_qkv),
+        eps=config.rms_norm_eps,
+        names=family.attention_names,
+    )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
     if spec.head_dim % 2:
         raise ValueError(f"head_dim ({spec.head_dim}) must be even for rotary embeddings")
-    if len(spec.windows) != spec.layers:
-        raise ValueError(f"layer_types names {len(spec.windows)} layers of {spec.layers}")
-    if any(window is not None and window < 1 for window in spec.windows):
+    if window is not None and window < 1:
         raise ValueError("sliding_window must be at least 1")
-    if spec.moe is not None and not 1 <= spec.moe.top_k <= spec.moe.experts:
-        raise ValueError(f"num_experts_per_tok ({spec.moe.top_k}) must be between 1 and {spec.moe.experts}")
+    return spec
+
+
+def _dense(config: Any, family: Family) -> DenseSpec:
+    bias = _value(config, family.mlp_bias)
+    return DenseSpec(config.hidden_size, config.intermediate_size, bias, family.dense_names)
+
+
+def _moe(config: Any, family: MoEFamily) -> MoESpec:
+    spec = MoESpec(
+        hidden=config.hidden_size,
+        experts=_value(config, family.experts),
+        intermediate=_value(config, family.intermediate),
+        router=RouterSpec(family.scoring, config.num_experts_per_tok, _value(config, family.renormalize)),
+        names=family.names,
+    )
+    if not 1 <= spec.router.top_k <= spec.experts:
+        raise ValueError(f"num_experts_per_tok ({spec.router.top_k}) must be between 1 and {spec.experts}")
+    return spec
+
+
+def _value(config: Any, declared: Any) -> Any:
+    return getattr(config, declared.name) if isinstance(declared, Key) else declared
 
 
 # --- rotary embedding ------------------------------------------------------------------------------------------------
@@ -154,98 +348,3 @@ def _max_positions(config: Any, rope: RopeSpec) -> int:
     """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one."""
     extended = int(rope.factor * rope.original_max_positions) if rope.kind == "yarn" else 0
     return max(config.max_position_embeddings, extended)
-
-
-# --- families --------------------------------------------------------------------------------------------------------
-
-
-def _llama(config: Any) -> dict[str, Any]:
-    return {"qkv_bias": config.attention_bias, "o_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-
-
-def _qwen2(config: Any) -> dict[str, Any]:
-    return {"qkv_bias": True, "windows": _windows_by_type(config)}
-
-
-def _qwen3(config: Any) -> dict[str, Any]:
-    bias = config.attention_bias
-    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": "head", "windows": _windows_by_type(config)}
-
-
-def _qwen3_moe(config: Any) -> dict[str, Any]:
-    bias = config.attention_bias
-    sparse = tuple(
-        layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    )
-    moe = MoESpec(
-        experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        intermediate=config.moe_intermediate_size,
-        renormalize=config.norm_topk_prob,
-        layers=sparse,
-        naming="mlp",
-    )
-    window = config.sliding_window if config.use_sliding_window else None
-    return {
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "qk_norm": "head",
-        "windows": (window,) * config.num_hidden_layers,
-        "moe": moe if any(sparse) else None,
-    }
-
-
-def _mixtral(config: Any) -> dict[str, Any]:
-    moe = MoESpec(
-        experts=config.num_local_experts,
-        top_k=config.num_experts_per_tok,
-        intermediate=config.intermediate_size,
-        renormalize=True,
-        layers=(True,) * config.num_hidden_layers,
-        naming="block_sparse_moe",
-    )
-    return {"windows": (config.sliding_window,) * config.num_hidden_layers, "moe": moe}
-
-
-def _olmoe(config: Any) -> dict[str, Any]:
-    moe = MoESpec(
-        experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
-        intermediate=config.intermediate_size,
-        renormalize=config.norm_topk_prob,
-        layers=(True,) * config.num_hidden_layers,
-        naming="mlp",
-    )
-    bias = config.attention_bias
-    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": "full", "clip_qkv": config.clip_qkv, "moe": moe}
-
-
-def _windows_by_type(config: Any) -> Windows:
-    """Windows of Qwen2 and Qwen3, whose configs name each layer's kind of attention."""
-    windows: list[int | None] = []
-    for kind in config.layer_types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(f"layer type {kind!r} is not supported; supported: full_attention, sliding_attention")
-        windows.append(config.sliding_window if kind == "sliding_attention" else None)
-    return tuple(windows)
-
-
-_FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "LlamaForCausalLM": _llama,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
-    "MixtralForCausalLM": _mixtral,
-    "OlmoeForCausalLM": _olmoe,
-}
-
-#: What `model_type` says in the config.json of each architecture: the config class that transformers reads it with.
-_MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "MixtralForCausalLM": "mixtral",
-    "OlmoeForCausalLM": "olmoe",
-}

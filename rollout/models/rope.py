@@ -1,4 +1,4 @@
-"""Inverse frequencies of the rotary embedding, for every kind of scaling, and the module that holds them.
+"""Rotary embeddings: inverse frequencies for every kind of scaling, and the module that holds them.
 
 Legend: T tokens, D head dimension, F = D / 2 frequencies.
 """
@@ -15,7 +15,7 @@ from rollout.models.spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Radians a position, float32 [F], fastest first."""
+    """Radians per position, float32 [F], fastest first."""
     inv_freq_F = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.kind == "linear":
         return inv_freq_F / rope.factor
@@ -27,14 +27,14 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(inv_freq_F: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-    """Slow frequencies are divided by the factor, fast ones kept, those between interpolated (Llama 3.1)."""
+    """Divide slow frequencies by the factor, keep fast ones, interpolate between the two (Llama 3.1)."""
     turns_F = rope.original_max_positions * inv_freq_F / (2 * math.pi)
     kept_F = ((turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return inv_freq_F * kept_F + inv_freq_F / rope.factor * (1 - kept_F)
 
 
 def _yarn(inv_freq_F: torch.Tensor, rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Like llama3, with a ramp over dimensions rather than over frequencies (arXiv 2309.00071, section 3.2)."""
+    """As llama3, but the ramp is over dimensions rather than frequencies (arXiv 2309.00071, section 3.2)."""
 
     def dimension(turns: float) -> float:
         period = rope.original_max_positions / (turns * 2 * math.pi)
@@ -50,7 +50,7 @@ def _yarn(inv_freq_F: torch.Tensor, rope: RopeSpec, head_dim: int) -> torch.Tens
 
 
 class Rope(nn.Module):
-    """Cosines and sines of a step's positions, computed once for all layers; any position works."""
+    """Cosines and sines of a step's positions, computed once for all layers that share it; any position works."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
         super().__init__()
@@ -62,5 +62,5 @@ class Rope(nn.Module):
         self.register_buffer("sign_D", torch.cat((-sign_F, sign_F)).to(device), persistent=False)
 
     def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `apply_rope` takes."""
+        """The cosines and sines of `apply_rope`."""
         return rope_cos_sin(positions_T, self.inv_freq_D, self.sign_D)

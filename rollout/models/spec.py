@@ -1,18 +1,30 @@
-"""The shape of a model, in our words: what a config.json says once the differences between families are resolved.
+"""The shape of a model as data: a tuple of layers, and for each layer its mixer and its feed-forward block.
 
-A `ModelSpec` is complete: nothing that builds, loads or runs a model looks at the Hugging Face config again.
+A `ModelSpec` is complete. Nothing that builds, loads or runs a model reads the Hugging Face config again. A block is
+built from its own spec alone, so layers may differ in everything but the width of the residual stream.
+
+    ModelSpec
+      layers: LayerSpec, one a layer
+        mixer          AttentionSpec                         mixes tokens, keeps KV
+        feed_forward   DenseSpec | MoESpec with a RouterSpec  works on each token alone
+
+A new variant is a field with a default where a block changes a little, and a class of its own where the block is
+another one. Specs also hold the names of their tensors in checkpoints: module names, after the prefix of the layer.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
-#: none; every head by itself, with one weight for all heads; all heads together.
+#: none; each head alone, with one weight for all heads; all heads together.
 QKNorm = Literal["none", "head", "full"]
+#: How a router turns logits into the weights of experts.
+Scoring = Literal["softmax"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,41 +43,47 @@ class RopeSpec:
     attention_factor: float = 1.0  # yarn: multiplies sine and cosine
 
 
+class LinearSpec(NamedTuple):
+    """A matrix product whose weight holds one or more modules of a checkpoint, side by side along the outputs."""
+
+    inputs: int
+    modules: tuple[str, ...]
+    widths: tuple[int, ...]  # outputs of each module
+    bias: bool
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of all modules."""
+        return sum(self.widths)
+
+
+# --- mixers ----------------------------------------------------------------------------------------------------------
+
+
+class AttentionNames(NamedTuple):
+    """Modules of an attention block."""
+
+    qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    o: str = "self_attn.o_proj"
+    qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+
+
 @dataclass(frozen=True, slots=True)
-class MoESpec:
-    """The sparse layers of a mixture-of-experts model."""
+class AttentionSpec:
+    """Grouped-query attention over the paged cache."""
 
-    experts: int
-    top_k: int
-    intermediate: int  # of one expert
-    renormalize: bool  # the chosen experts' weights add up to 1
-    layers: tuple[bool, ...]  # which layers are sparse; the others are dense
-    naming: Literal["mlp", "block_sparse_moe"]  # how checkpoints name the tensors of one expert
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """Everything that the decoder is built from."""
-
-    architecture: str
     hidden: int
-    layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
-    vocab: int
-    eps: float
     rope: RopeSpec
-    max_positions: int
-    tied: bool  # the output layer is the embedding
+    window: int | None  # tokens that a token sees, itself included; None: all
     qkv_bias: bool
     o_bias: bool
-    mlp_bias: bool
     qk_norm: QKNorm
-    clip_qkv: float | None
-    windows: tuple[int | None, ...]  # of each layer; None sees everything
-    moe: MoESpec | None
+    clip_qkv: float | None  # bounds queries, keys and values
+    eps: float  # of the query and key norms
+    names: AttentionNames = AttentionNames()
 
     @property
     def q_dim(self) -> int:
@@ -77,11 +95,165 @@ class ModelSpec:
         """Width of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache that a token takes over all layers; those of e4m3 codes come with float32 scales."""
-        scale = torch.float32.itemsize if dtype == torch.float8_e4m3fn else 0
-        return 2 * self.layers * self.kv_heads * (self.head_dim * dtype.itemsize + scale)
+    @property
+    def qkv(self) -> LinearSpec:
+        """The product that makes queries, keys and values."""
+        return LinearSpec(self.hidden, self.names.qkv, (self.q_dim, self.kv_dim, self.kv_dim), self.qkv_bias)
 
-    def is_sparse(self, layer: int) -> bool:
-        """True if this layer's feed-forward block is a mixture of experts."""
-        return self.moe is not None and self.moe.layers[layer]
+    @property
+    def o(self) -> LinearSpec:
+        """The output product."""
+        return LinearSpec(self.q_dim, (self.names.o,), (self.hidden,), self.o_bias)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of KV cache that one token takes in this layer; e4m3 codes have float32 scales beside them."""
+        scale = torch.float32.itemsize if dtype == torch.float8_e4m3fn else 0
+        return 2 * self.kv_heads * (self.head_dim * dtype.itemsize + scale)
+
+
+MixerSpec = AttentionSpec
+
+# --- feed-forward blocks ---------------------------------------------------------------------------------------------
+
+
+class DenseNames(NamedTuple):
+    """Modules of a dense feed-forward block."""
+
+    gate_up: tuple[str, str] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """A gated feed-forward block with SiLU."""
+
+    hidden: int
+    intermediate: int
+    bias: bool
+    names: DenseNames = DenseNames()
+
+    @property
+    def gate_up(self) -> LinearSpec:
+        """The product that makes gate and values."""
+        width = self.intermediate
+        return LinearSpec(self.hidden, self.names.gate_up, (width, width), self.bias)
+
+    @property
+    def down(self) -> LinearSpec:
+        """The output product."""
+        return LinearSpec(self.intermediate, (self.names.down,), (self.hidden,), self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a token gets its experts."""
+
+    scoring: Scoring
+    top_k: int
+    renormalize: bool  # the weights of the chosen experts add up to 1
+
+
+class MoENames(NamedTuple):
+    """Modules of a mixture of experts; `{}` stands for the number of an expert."""
+
+    router: tuple[str, ...] = ("mlp.gate",)  # alternatives; the first is what files usually have
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    #: Tensors of all experts together, the alternative to those of single experts.
+    stacked_gate_up: str = "mlp.experts.gate_up_proj"
+    stacked_down: str = "mlp.experts.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """A mixture of gated feed-forward experts with SiLU."""
+
+    hidden: int
+    experts: int
+    intermediate: int  # of one expert
+    router: RouterSpec
+    names: MoENames = MoENames()
+
+
+FeedForwardSpec = DenseSpec | MoESpec
+
+# --- layers and the model --------------------------------------------------------------------------------------------
+
+
+class LayerNames(NamedTuple):
+    """Norms of a layer. Their names say where norms are: each stands before its block."""
+
+    mixer_norm: str = "input_layernorm"
+    feed_forward_norm: str = "post_attention_layernorm"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A mixer and a feed-forward block, each behind a norm; the layer adds their outputs to the residual stream."""
+
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
+    names: LayerNames = LayerNames()
+
+    @property
+    def sparse(self) -> bool:
+        """True if the feed-forward block is a mixture of experts."""
+        return isinstance(self.feed_forward, MoESpec)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of KV cache that one token takes in this layer."""
+        return self.mixer.kv_bytes_per_token(dtype)
+
+
+class ModelNames(NamedTuple):
+    """Modules outside the layers, and the prefix of a layer; `{}` stands for its number."""
+
+    embed: str = "model.embed_tokens"
+    layer: str = "model.layers.{}."
+    norm: str = "model.norm"
+    lm_head: str = "lm_head"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that the decoder is built from. All mixtures of experts of a model are alike."""
+
+    architecture: str
+    hidden: int
+    vocab: int
+    eps: float  # of the norms before blocks, and of the last one
+    max_positions: int  # the longest context that the model was made for
+    tied: bool  # the output layer is the embedding
+    layers: tuple[LayerSpec, ...]
+    names: ModelNames = ModelNames()
+
+    @functools.cached_property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts, ascending."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.sparse)
+
+    @functools.cached_property
+    def moe(self) -> MoESpec | None:
+        """The experts of each sparse layer; None for a dense model."""
+        blocks = {layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoESpec)}
+        assert len(blocks) <= 1, "records of experts and plans of kernels are made for one kind of mixture"
+        return next(iter(blocks), None)
+
+    @functools.cached_property
+    def ropes(self) -> tuple[tuple[RopeSpec, int], ...]:
+        """Rotary embeddings of the layers with their head dimensions, each once, in the order of the layers."""
+        return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in self.layers))
+
+    @property
+    def tied_name(self) -> str | None:
+        """The name of the output layer's tensor where that is the embedding; it may be sent and is not needed."""
+        return f"{self.names.lm_head}.weight" if self.tied else None
+
+    def layer_prefix(self, layer: int) -> str:
+        """What the names of a layer's tensors begin with."""
+        return self.names.layer.format(layer)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of KV cache that one token takes in all layers."""
+        return sum(layer.kv_bytes_per_token(dtype) for layer in self.layers)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rollout.models.adapters import AdapterWeights
+from rollout.models.lora_slots import AdapterWeights
 from rollout.service.connections import ReplyAddress
 from rollout.service.errors import ServiceError, bad_request
 

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from rollout.engine.messages import Command, Done, DropAdapter, Failed, Pause, PutAdapter, Resume, Sleep, Wake
-from rollout.models.adapters import AdapterWeights
+from rollout.models.lora_slots import AdapterWeights
 from rollout.service.adapter_loading import AdapterFolders, AdapterLoads
 from rollout.service.capabilities import WeightControl
 from rollout.service.connections import ReplyAddress

@@ -9,12 +9,12 @@ import torch
 from rollout_kernels.lora import LEAST_RANK
 
 from rollout.engine.adapter_table import AdapterRegistry
-from rollout.models.adapters import AdapterSlots, places
+from rollout.models.lora_slots import AdapterSlots, model_products
 from rollout.models.peft_config import read_peft_config
 from rollout.models.peft_tensors import AdapterPlan, plan_adapter
 from rollout.models.spec import ModelSpec
 
-_MODULES_A_PLACE = 3
+_MODULES_A_PRODUCT = 3
 
 
 class AdapterTarget:
@@ -24,7 +24,7 @@ class AdapterTarget:
         self, spec: ModelSpec, most_rank: int, dtype: torch.dtype, pinned: bool, registry: AdapterRegistry
     ) -> None:
         self.pinned = pinned
-        self.max_tensors = 2 * _MODULES_A_PLACE * len(places(spec))
+        self.max_tensors = 2 * _MODULES_A_PRODUCT * len(model_products(spec))
         self.max_bytes = AdapterSlots.bytes_for(spec, 1, max(most_rank, LEAST_RANK), torch.float32)
         self._spec, self._most_rank, self._dtype = spec, most_rank, dtype
         self._registry = registry

@@ -25,7 +25,7 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Cancel, Request, SamplingParams, Submit
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.layers import DenseMLP, SparseMLP
+from rollout.models.layers import DenseFeedForward, SparseFeedForward
 from rollout.progress import stage
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.layer_timeline import KernelTime, layer_timeline
@@ -45,15 +45,15 @@ def weight_bytes(model: Decoder, distinct: float) -> list[tuple[tuple[str, ...],
     In order. Of mixtures of experts, `distinct` a layer are read.
     """
     layer = cast(DecoderLayer, model.layers[0])
-    attention, mlp = layer.attention, layer.mlp
+    attention, block = layer.mixer, layer.feed_forward
     o = (_PRODUCTS, attention.o_proj.weight.nbytes)
     qkv = (_PRODUCTS, attention.qkv_proj.weight.nbytes)
-    if isinstance(mlp, DenseMLP):
-        return [o, (_PRODUCTS, mlp.gate_up_proj.weight.nbytes), (_PRODUCTS, mlp.down_proj.weight.nbytes), qkv]
-    assert isinstance(mlp, SparseMLP)
-    share = distinct / mlp.moe.experts
-    router = (("_norm_router_kernel", *_PRODUCTS), mlp.router.nbytes)
-    experts = [(("_gate_up_kernel",), mlp.gate_up.nbytes * share), (("_down_kernel",), mlp.down.nbytes * share)]
+    if isinstance(block, DenseFeedForward):
+        return [o, (_PRODUCTS, block.gate_up_proj.weight.nbytes), (_PRODUCTS, block.down_proj.weight.nbytes), qkv]
+    assert isinstance(block, SparseFeedForward)
+    share = distinct / block.spec.experts
+    router = (("_norm_router_kernel", *_PRODUCTS), block.router.nbytes)
+    experts = [(("_gate_up_kernel",), block.gate_up.nbytes * share), (("_down_kernel",), block.down.nbytes * share)]
     return [o, router, *experts, qkv]
 
 

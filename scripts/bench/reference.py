@@ -157,7 +157,8 @@ def _make_less_tame(model: Decoder, seed: int) -> None:
     for name, view in views.items():
         if name.endswith("norm.weight"):
             view.mul_(torch.empty_like(view).uniform_(0.7, 1.3, generator=generator))
-    wide = ("q_proj.weight", "k_proj.weight") if model.spec.qk_norm == "none" else ("q_norm.weight", "k_norm.weight")
+    plain = model.spec.layers[0].mixer.qk_norm == "none"
+    wide = ("q_proj.weight", "k_proj.weight") if plain else ("q_norm.weight", "k_norm.weight")
     for name, view in views.items():
         if name.endswith(wide):
             view.mul_(_SHARPER)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from rollout.models.checkpoint_folder import read_config
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
-from rollout.models.source import read_config
 
 _CODES = 16
 _FIRST_TOKEN = 10  # beyond the special ones of the shapes

@@ -140,7 +140,7 @@ class Checker:
         self.vocab = self.model.spec.vocab
         self.context = max(self.work.long_prompts) + self.work.long_new + 64
         if args.break_ == "rope":
-            self.model.rope.inv_freq_D.mul_(1.01)
+            self.model.ropes[0].inv_freq_D.mul_(1.01)
         self.driver = run_engine(self.model, args.device, len(self.work.prompts), self.context)
         self.failures: list[str] = []
         self.found: dict[str, Any] = {"family": family, "captured": self.driver.engine.executor.graphs is not None}

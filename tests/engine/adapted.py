@@ -11,7 +11,7 @@ from harness import Bench, load
 from transformers import Qwen3ForCausalLM
 
 from rollout.engine.messages import Delta, PutAdapter
-from rollout.models.adapters import AdapterWeights
+from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder
 from tests.peft_adapters import ALL, make_adapter, merged
 

@@ -10,7 +10,7 @@ from harness import Bench, load
 
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import PutAdapter
-from rollout.models.adapters import random_adapter
+from rollout.models.lora_slots import random_adapter
 from rollout.models.peft_tensors import load_peft_folder
 from tests.peft_adapters import make_adapter, merged
 

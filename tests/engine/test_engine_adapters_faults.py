@@ -10,7 +10,7 @@ from transformers import Qwen3ForCausalLM
 from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Failed, PutAdapter
-from rollout.models.adapters import AdapterWeights
+from rollout.models.lora_slots import AdapterWeights
 from tests.engine.conftest import prompt_of
 
 

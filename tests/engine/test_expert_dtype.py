@@ -12,7 +12,7 @@ from test_swap import Mailbox
 from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.device.sizing import weight_bytes
 from rollout.models import load_model
-from rollout.models.layers import SparseMLP
+from rollout.models.layers import SparseFeedForward
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 CODED = ["mxfp8", "fp8_row", "fp8_block"]
@@ -26,9 +26,10 @@ def decoded(folder, format):
     """A plain model with the weights that the codes stand for."""
     model = load(folder)
     for layer in model.layers:
-        if isinstance(layer.mlp, SparseMLP):
-            layer.mlp.gate_up.copy_(quantize(layer.mlp.gate_up.data, format, 2).dequantized(torch.float32))
-            layer.mlp.down.copy_(quantize(layer.mlp.down.data, format).dequantized(torch.float32))
+        if isinstance(layer.feed_forward, SparseFeedForward):
+            block = layer.feed_forward
+            block.gate_up.copy_(quantize(block.gate_up.data, format, 2).dequantized(torch.float32))
+            block.down.copy_(quantize(block.down.data, format).dequantized(torch.float32))
     return model
 
 

@@ -56,8 +56,8 @@ def test_damage_in_a_running_engine_is_seen(family, damage, monkeypatch):
     bench = Bench(model)
     bench.submit("a", prompt, 60)
     if damage == "rope":
-        turn = model.rope.forward
-        monkeypatch.setattr(model.rope, "forward", lambda positions: turn(positions * 2))
+        turn = model.ropes[0].forward
+        monkeypatch.setattr(model.ropes[0], "forward", lambda positions: turn(positions * 2))
     for _ in range(6):
         bench.engine.tick()
     seq = bench.engine.scheduler.groups["c", "a"].sequences[0]

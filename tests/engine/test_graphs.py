@@ -21,7 +21,7 @@ from rollout.engine.messages import PutAdapter
 from rollout.engine.step import graphs
 from rollout.engine.step.features import Feature
 from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
-from rollout.models.adapters import random_adapter
+from rollout.models.lora_slots import random_adapter
 
 SHAPED = {"top_k": 5, "presence_penalty": 0.3}
 

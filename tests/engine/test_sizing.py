@@ -21,8 +21,8 @@ from rollout.engine.step.graphs import forward_sizes, graph_sizes
 from rollout.engine.step.rehearsal import ALL_FEATURES, StepNeeds, largest_prompts, rehearse, steps_to_rehearse
 from rollout.engine.step.row_state import RowState
 from rollout.models import load_model
-from rollout.models.adapters import AdapterSlots, random_adapter
 from rollout.models.fused import FusedDecoder
+from rollout.models.lora_slots import AdapterSlots, random_adapter
 
 GIB = 2**30
 CONTEXT = 1024

@@ -7,7 +7,7 @@ from harness import load
 from sleeping import Sleeping, strict
 
 from rollout.engine.messages import Done, PutAdapter
-from rollout.models.adapters import random_adapter
+from rollout.models.lora_slots import random_adapter
 
 __all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")

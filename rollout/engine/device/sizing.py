@@ -18,8 +18,8 @@ from rollout.config import EngineSettings
 from rollout.engine.kv.memory import pages_for
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
-from rollout.models.adapters import AdapterSlots
 from rollout.models.decoder import Decoder
+from rollout.models.lora_slots import AdapterSlots
 
 _GIB = 2**30
 #: `kv_memory_fraction` when it is absent.
@@ -120,8 +120,9 @@ def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
     if settings.kv_dtype == "auto":
         return model.embed.dtype
     device = model.embed.device
-    if device.type == "cuda" and (dim := model.spec.head_dim) % 4:
-        raise ValueError(f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {dim}: use auto")
+    odd = next((layer.mixer.head_dim for layer in model.spec.layers if layer.mixer.head_dim % 4), None)
+    if device.type == "cuda" and odd is not None:
+        raise ValueError(f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {odd}: use auto")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ValueError("kv_dtype = fp8_e4m3 needs a GPU of compute capability 8.9 or later: use auto")
     return torch.float8_e4m3fn

@@ -20,7 +20,7 @@ from rollout.engine.adapter_table import AdapterError
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.sequence import Sequence, State
-from rollout.models.adapters import AdapterWeights
+from rollout.models.lora_slots import AdapterWeights
 
 #: Tokens before a page is needed at which a row is preempted for it, where the page has to be copied first.
 _SOON = 4

@@ -30,7 +30,7 @@ from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.sequence import Group, Sequence, State
 from rollout.engine.step.scores import Scores
 from rollout.engine.step.slot import StepOutput
-from rollout.models.adapters import AdapterWeights
+from rollout.models.lora_slots import AdapterWeights
 
 
 class Scheduler(Roster):

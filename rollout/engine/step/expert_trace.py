@@ -34,7 +34,7 @@ from rollout.models.spec import ModelSpec
 def routing_shape(spec: ModelSpec) -> RoutingShape | None:
     """The shape of an entry; None for a model without experts."""
     moe = spec.moe
-    return None if moe is None else RoutingShape(sum(moe.layers), moe.top_k, moe.experts)
+    return None if moe is None else RoutingShape(len(spec.sparse_layers), moe.router.top_k, moe.experts)
 
 
 def entry_words(shape: RoutingShape) -> int:

@@ -21,7 +21,7 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.messages import Delta, Event, PutAdapter, Rejected, Request, SamplingParams, Submit
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
-from rollout.models.adapters import random_adapter
+from rollout.models.lora_slots import random_adapter
 from rollout.progress import stage
 from rollout.settings_sources import load_settings
 from scripts.bench.peers.experiments import Finished, Row

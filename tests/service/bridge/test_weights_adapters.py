@@ -14,7 +14,7 @@ from weights_harness import Worker, new_tensors, serves, wait_for
 from rollout.config import ModelSettings
 from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
 from rollout.models import load_model
-from rollout.models.adapters import AdapterSlots, module_shapes, random_adapter
+from rollout.models.lora_slots import AdapterSlots, corrected_modules, random_adapter
 from rollout.models.spec import ModelSpec
 from rollout.weights.adapter_target import AdapterTarget
 from tests.engine.streams import InlineDevice
@@ -57,7 +57,7 @@ class RawAdapter(RawPublisher):
     """Sends an adapter by hand."""
 
     def __init__(self, worker: Worker, spec: ModelSpec, name: str) -> None:
-        shape = module_shapes(spec)["k_proj"]
+        shape = corrected_modules(spec)["model.layers.0.self_attn.k_proj"]
         tensors = {NAME.format("A"): torch.ones(2, shape.inputs), NAME.format("B"): torch.ones(shape.outputs, 2)}
         super().__init__(worker, tensors)
         self._adapter = {"name": name, "config": CONFIG}

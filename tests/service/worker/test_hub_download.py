@@ -30,7 +30,7 @@ def test_a_slow_download_is_a_line_while_it_lasts_and_one_at_its_end(tmp_path: P
 
 _SCRIPT = """
 import json
-from rollout.models.source import resolve_folder
+from rollout.models.checkpoint_folder import resolve_folder
 calls = []
 folder = resolve_folder("someone/ones", None, True, lambda *call: calls.append(call))
 print(json.dumps([str(folder), calls]))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rollout.models import AttentionBatch, Chunk, Decoder, KVCache
-from rollout.models.adapters import AdapterSlots, StepAdapters
 from rollout.models.batch import ExpertRecord
+from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
 
 class PagedRunner:

@@ -164,7 +164,7 @@ def test_comparison_notices_a_shifted_position(family: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("family", FAMILIES)
 def test_comparison_notices_a_wrong_rope_frequency(family: str, tmp_path: Path) -> None:
     loaded, reference = _pair(tmp_path, family)
-    loaded.model.rope.inv_freq_D.mul_(1.01)
+    loaded.model.ropes[0].inv_freq_D.mul_(1.01)
     _fails(loaded, reference)
 
 

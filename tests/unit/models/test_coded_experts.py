@@ -13,7 +13,7 @@ from rollout_kernels.moe.quantize import quantize
 
 from rollout.config import ModelSettings
 from rollout.models import Decoder, fused_experts, load_model
-from rollout.models.layers import SparseMLP
+from rollout.models.layers import SparseFeedForward
 from tests.unit.models.families import make_checkpoint
 from tests.unit.models.paged import PagedRunner
 from tests.unit.models.test_fused import MODELS, SEEDS, coarse, errors, save_rounded, side_by_side, tokens
@@ -27,8 +27,8 @@ def load(folder: Path, dtype: str, experts: Format = "plain", **settings: Any) -
     return load_model(ModelSettings(path=str(folder), dtype=dtype, **settings), CPU, experts=experts).model
 
 
-def sparse(model: Decoder) -> list[SparseMLP]:
-    return [layer.mlp for layer in model.layers if isinstance(layer.mlp, SparseMLP)]
+def sparse(model: Decoder) -> list[SparseFeedForward]:
+    return [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, SparseFeedForward)]
 
 
 def decode_into(plain: Decoder, format: Format) -> Decoder:
@@ -129,7 +129,7 @@ def test_codes_are_not_taken_for_weights(tmp_path):
     model = load(tmp_path, "float32", "mxfp8")
     view = model.hf_views()["model.layers.0.mlp.experts.down_proj"]
     with pytest.raises(TypeError, match="floating point"):
-        view.copy_(copy.copy(model.layers[0].mlp.down.data))
+        view.copy_(copy.copy(model.layers[0].feed_forward.down.data))
     with pytest.raises(ValueError, match="shape"):
         view.copy_(torch.zeros(view.shape[1:]))
 

@@ -13,8 +13,8 @@ from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 from rollout.config import ModelSettings
 from rollout.models import fused_experts, load_model
-from rollout.models.adapters import AdapterSlots
 from rollout.models.fused import FusedDecoder
+from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from tests.peft_adapters import ALL, ATTENTION, make_adapter, merged
 from tests.unit.models.expert_choices import NEARLY_EQUAL, ExpertChoices

@@ -1,6 +1,6 @@
 """Tensors of a checkpoint folder: one model.safetensors, or shards with an index.
 
-All names and shapes are checked before the first tensor is read, so a wrong checkpoint changes nothing.
+All names and shapes are checked before the first tensor is read, so a wrong checkpoint leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rollout.models.errors import CheckpointError
+from rollout.models.checkpoint_folder import CheckpointError, read_json
 from rollout.models.names import Region, all_views, check_names, is_redundant
-from rollout.models.source import read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -27,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, unread."""
+    """A tensor in a file, not read yet."""
 
     file: Path
     shape: tuple[int, ...]
@@ -35,7 +34,7 @@ class StoredTensor:
 
     @property
     def values(self) -> int:
-        """How many numbers it holds."""
+        """Number of its values."""
         return math.prod(self.shape)
 
 
@@ -43,13 +42,13 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint, from the files' headers.
 
     Raises:
-        CheckpointError: there are no safetensors, the index points outside the folder or at missing files, or its
-            tensors are not where it says.
+        CheckpointError: there are no safetensors, the index names missing files or files outside the folder, or a
+            tensor is not in the file that the index names.
     """
     if (folder / _SINGLE).is_file():
         return read_header(folder / _SINGLE)
     if not (folder / _INDEX).is_file():
-        raise CheckpointError(f"{folder} holds neither {_SINGLE} nor {_INDEX}; other formats are not supported")
+        raise CheckpointError(f"{folder} contains neither {_SINGLE} nor {_INDEX}; other formats are not supported")
     weight_map = _read_index(folder / _INDEX)
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
@@ -58,15 +57,18 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         tensors |= header
     moved = [name for name, shard in weight_map.items() if name in tensors and tensors[name].file.name != shard]
     missing = [name for name in weight_map if name not in tensors]
-    _refuse(folder, {"in the index but in no shard": missing, "in another shard than the index says": moved})
+    _refuse(folder, {"in the index but in no shard": missing, "not in the shard that the index names": moved})
     return tensors
 
 
 def check_tensors(
-    folder: Path, tensors: dict[str, StoredTensor], regions: Sequence[Region], architecture: str, tied: bool
+    folder: Path, tensors: dict[str, StoredTensor], regions: Sequence[Region], architecture: str, alias: str | None
 ) -> None:
-    """Raise one CheckpointError that names all tensors that are missing, unknown, doubled, mis-shaped or mistyped."""
-    check = check_names(regions, tensors, tied)
+    """Raise one CheckpointError with all tensors that are missing, unknown, given twice, or of a wrong shape or type.
+
+    `alias` is the name of a tied output layer, which may be there.
+    """
+    check = check_names(regions, tensors, alias)
     views = all_views(regions)
     wanted = {name: stored for name, stored in tensors.items() if name in views}
     shapes = [
@@ -86,10 +88,10 @@ def check_tensors(
 
 
 def copy_tensors(
-    tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], tied: bool, progress: Progress | None
+    tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], alias: str | None, progress: Progress | None
 ) -> None:
-    """Copy checked tensors into the model, converting to its dtype; `progress` gets (values done, values in all)."""
-    names = sorted((name for name in tensors if not is_redundant(name, tied)), key=lambda n: str(tensors[n].file))
+    """Copy checked tensors into the model, converted to its dtype; `progress` gets (values done, values in all)."""
+    names = sorted((name for name in tensors if not is_redundant(name, alias)), key=lambda n: str(tensors[n].file))
     total = sum(tensors[name].values for name in names)
     done = 0
     for file in dict.fromkeys(tensors[name].file for name in names):
@@ -103,7 +105,7 @@ def copy_tensors(
 
 
 def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:
-    """The type that most of the checkpoint's values have; None if it is not one of ours."""
+    """The type of most of the checkpoint's values; None if it is not a supported one."""
     values: dict[str, int] = {}
     for stored in tensors.values():
         values[stored.dtype] = values.get(stored.dtype, 0) + stored.values
@@ -111,9 +113,9 @@ def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, unread. Raises CheckpointError for a file that is not one."""
+    """The tensors of one safetensors file, from its header. Raises CheckpointError for any other file."""
     try:
-        if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+        if file.exists() and not file.is_file():  # to open a pipe would wait for its writer
             raise CheckpointError(f"{file} is not a file")
         with safe_open(file, framework="pt", device="cpu") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
@@ -128,7 +130,7 @@ def _read_index(file: Path) -> dict[str, str]:
     weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{file} has no 'weight_map' of tensor names to file names")
-    # Only the name itself is looked at: the hub's cache makes every file of a snapshot a link to another folder.
+    # The check is on names, not on targets: in the hub's cache every file of a snapshot is a link to another folder.
     outside = [s for s in dict.fromkeys(weight_map.values()) if Path(s).name != s or "\\" in s or s in ("", "..")]
     if outside:
         raise CheckpointError(f"{file} names files outside its folder: {_some(outside)}")

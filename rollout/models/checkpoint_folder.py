@@ -1,0 +1,279 @@
+"""The folder of a checkpoint, and its small files: config.json and generation_config.json.
+
+A folder is untrusted. Code in it is never run, and no link leads out of it. Values of config.json are checked before
+they are used: transformers makes lists as long as `num_hidden_layers` when it reads a config, and the size of a model
+follows from its config. So a number that no model has is refused first. The bounds are several times the values of the
+largest models.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import AutoConfig
+
+from rollout.models.registry import check_model_type, check_supported
+
+if TYPE_CHECKING:
+    from rollout.models.checkpoint_tensors import Progress
+
+_SMALL_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+_UNWANTED = ("*/*", "consolidated*")
+_MAX_JSON_BYTES = 64 << 20
+_COUNTING = Lock()
+
+_SIZES: dict[str, tuple[int, int]] = {
+    "hidden_size": (1, 1 << 18),
+    "intermediate_size": (1, 1 << 22),
+    "moe_intermediate_size": (1, 1 << 22),
+    "num_hidden_layers": (1, 2048),
+    "num_attention_heads": (1, 4096),
+    "num_key_value_heads": (1, 4096),
+    "head_dim": (2, 8192),
+    "vocab_size": (1, 1 << 24),
+    "max_position_embeddings": (2, 1 << 26),
+    "num_experts": (0, 4096),
+    "num_local_experts": (0, 4096),
+    "num_experts_per_tok": (1, 4096),
+    "decoder_sparse_step": (1, 2048),
+    "sliding_window": (1, 1 << 31),
+    "max_window_layers": (0, 2048),
+}
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
+_NUMBERS = ("rms_norm_eps", "rope_theta", "clip_qkv")
+_LAYER_LISTS: dict[str, type] = {"mlp_only_layers": int, "layer_types": str}
+_ROPE_MAPS = ("rope_parameters", "rope_scaling")
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"),
+)
+_MAX_NUMBER = 1e12
+#: Experts of all layers together; each has its own tensors.
+_MAX_EXPERTS = 1 << 16
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be found, read or used; the message names every file or tensor that is at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Token ids that a checkpoint declares for generation."""
+
+    eos_token_ids: tuple[int, ...]  # ascending; generation_config.json's, else config.json's, else none
+    bos_token_id: int | None
+    pad_token_id: int | None
+
+
+def resolve_folder(path: str, revision: str | None, weights: bool, progress: Progress | None = None) -> Path:
+    """Local folder of a checkpoint; a hub id is downloaded first, with its weights only if `weights`.
+
+    During a download several threads call `progress` with (bytes so far, bytes in all); the total grows as files are
+    found. huggingface_hub's own bars are not shown.
+
+    Raises:
+        CheckpointError: there is no such folder, or the download fails.
+    """
+    if not path:
+        raise CheckpointError("no model given; set model.path to a local folder or a Hugging Face hub id")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise CheckpointError(f"{path} is not a folder")
+    patterns = [*_SMALL_FILES, *(_WEIGHT_FILES if weights else ())]
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                path,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=list(_UNWANTED),
+                tqdm_class=_counting_bars(progress),
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is neither a local folder nor a hub model that can be downloaded: {error}"
+        ) from error
+
+
+def _counting_bars(progress: Progress | None) -> type:
+    """A class of progress bars for huggingface_hub: draws nothing, and reports the bytes that were written."""
+
+    class Counting(huggingface_hub.utils.tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            name = str(options.get("name", ""))
+            # There is another bar of bytes: it counts network traffic, which may be less than the files.
+            self._progress = progress if options.get("unit") == "B" and not name.endswith(".transfer") else None
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            with _COUNTING:
+                self.n += n or 0
+            if self._progress is not None:
+                self._progress(int(self.n), int(self.total or 0))
+
+    return Counting
+
+
+def check_links(folder: Path) -> None:
+    """Raise CheckpointError if a file that would be read is a link that leads out of the folder.
+
+    In the hub's cache every file of a snapshot is a link; there, links may lead anywhere in the cached repository.
+    """
+    root = folder.resolve()
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    for entry in sorted(folder.iterdir()):
+        if entry.is_symlink() and any(fnmatch(entry.name, pattern) for pattern in (*_SMALL_FILES, *_WEIGHT_FILES)):
+            try:
+                inside = entry.resolve().is_relative_to(root)
+            except (OSError, RuntimeError):  # links in a circle
+                inside = False
+            if not inside:
+                raise CheckpointError(f"{entry} is a link that leads out of its folder; replace it by the file")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError for anything else, and for a key that is given twice."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is not a file" if file.exists() else f"{file} is missing")
+    try:
+        if file.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{file} is larger than {_MAX_JSON_BYTES >> 20} MiB; no such file is that large")
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: it is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} does not contain a JSON object")
+    return content
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r:.80} is given twice")
+    return content
+
+
+def read_config(folder: Path) -> tuple[Any, str]:
+    """The transformers config of a checkpoint and the name of its architecture.
+
+    Raises:
+        CheckpointError: config.json is missing, names no architecture, or has a value out of bounds.
+        ValueError: the architecture is not supported.
+    """
+    file = folder / "config.json"
+    content = read_json(file)
+    names = content.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise CheckpointError(f"{file} must name one architecture in 'architectures', not {names!r:.200}")
+    check_supported(names[0])
+    check_model_type(names[0], content.get("model_type"))
+    check_config(content, str(file))
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    # It validates little and fails in many ways; any exception is about this file.
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
+    return config, names[0]
+
+
+def read_generation_defaults(folder: Path, config: Any) -> GenerationDefaults:
+    """Values of generation_config.json, or of config.json for keys that it lacks."""
+    file = folder / "generation_config.json"
+    content = read_json(file) if file.exists() else {}
+
+    def value(key: str) -> Any:
+        given = content.get(key)
+        return getattr(config, key, None) if given is None else given
+
+    where = str(file if "eos_token_id" in content else folder / "config.json")
+    eos_ids = check_token_ids(value("eos_token_id"), config.vocab_size, where, "eos_token_id")
+    return GenerationDefaults(eos_ids, value("bos_token_id"), value("pad_token_id"))
+
+
+# --- values of config.json -------------------------------------------------------------------------------------------
+
+
+def check_config(content: dict[str, Any], where: str) -> None:
+    """Raise CheckpointError with the key of a value of the wrong type or out of bounds. None counts as missing."""
+    for name, (least, most) in _SIZES.items():
+        value = content.get(name)
+        if value is not None and not (type(value) is int and least <= value <= most):
+            raise _bad(where, name, value, f"an integer from {least} to {most}")
+    for name in _FLAGS:
+        value = content.get(name)
+        if value is not None and type(value) is not bool:
+            raise _bad(where, name, value, "true or false")
+    for name in _NUMBERS:
+        _check_number(content.get(name), where, name)
+    for name, kind in _LAYER_LISTS.items():
+        value = content.get(name)
+        if value is not None and not _is_list_of(value, kind):
+            raise _bad(where, name, value, f"a list of at most {_SIZES['num_hidden_layers'][1]}, one entry a layer")
+    for name in _ROPE_MAPS:
+        _check_rope(content.get(name), where, name)
+    _check_experts(content, where)
+
+
+def check_token_ids(value: Any, vocab: int, where: str, name: str) -> tuple[int, ...]:
+    """Ascending token ids from an id, a list of ids or None. Raises CheckpointError for any other value."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise _bad(where, name, token, f"token ids from 0 to {vocab - 1}")
+    return tuple(sorted(set(ids)))
+
+
+def _check_rope(value: Any, where: str, name: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise _bad(where, name, value, "a map")
+    for key in ("rope_type", "type"):
+        if key in value and type(value[key]) is not str:
+            raise _bad(where, f"{name}.{key}", value[key], "a string")
+    for key in _ROPE_NUMBERS:
+        _check_number(value.get(key), where, f"{name}.{key}")
+    for key in ("mscale", "mscale_all_dim"):
+        _check_number(value.get(key) or None, where, f"{name}.{key}")  # 0 means none
+
+
+def _check_number(value: Any, where: str, name: str) -> None:
+    if value is None:
+        return
+    if type(value) not in (int, float) or not 0 < value <= _MAX_NUMBER:  # false for NaN, too
+        raise _bad(where, name, value, f"a number above 0 and up to {_MAX_NUMBER:g}")
+
+
+def _check_experts(content: dict[str, Any], where: str) -> None:
+    layers = content.get("num_hidden_layers") or 0
+    for name in ("num_experts", "num_local_experts"):
+        experts = content.get(name) or 0
+        if layers * experts > _MAX_EXPERTS:
+            raise _bad(where, name, experts, f"at most {_MAX_EXPERTS} over all {layers} layers")
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    most = _SIZES["num_hidden_layers"][1]
+    return isinstance(value, list) and len(value) <= most and all(type(item) is kind for item in value)
+
+
+def _bad(where: str, name: str, value: Any, wanted: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {name} is {value!r:.60}; it must be {wanted}")

@@ -1,0 +1,139 @@
+"""Low-rank adapters on the device: slots for every product that they may correct, and how a step uses them.
+
+A slot has room for one adapter of up to `rank` in all attention and dense feed-forward blocks. Weights are stored in
+the layout of the kernels (`rollout_kernels.lora`): ranks are padded with zeros and scaling is folded into B. So a step
+needs nothing but the slot of each token. Slot 0 means no adapter.
+
+Legend: T tokens, K inputs, N outputs, J modules of a product, R rank of a slot, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from rollout_kernels.lora import LoraBuffers, lora_add, padded_rank
+
+from rollout.models.spec import AttentionSpec, DenseSpec, LayerSpec, LinearSpec, ModelSpec
+
+Product = Literal["qkv", "o", "gate_up", "down"]
+#: A product of one layer.
+LayerProduct = tuple[int, Product]
+
+
+def corrected_products(layer: LayerSpec) -> dict[Product, LinearSpec]:
+    """The products of a layer that adapters may correct: those of attention and of dense feed-forward blocks."""
+    products: dict[Product, LinearSpec] = {}
+    if isinstance(layer.mixer, AttentionSpec):
+        products |= {"qkv": layer.mixer.qkv, "o": layer.mixer.o}
+    if isinstance(layer.feed_forward, DenseSpec):
+        products |= {"gate_up": layer.feed_forward.gate_up, "down": layer.feed_forward.down}
+    return products
+
+
+def model_products(spec: ModelSpec) -> dict[LayerProduct, LinearSpec]:
+    """The products of all layers that adapters may correct."""
+    return {
+        (index, product): linear
+        for index, layer in enumerate(spec.layers)
+        for product, linear in corrected_products(layer).items()
+    }
+
+
+class CorrectedModule(NamedTuple):
+    """One module that an adapter may correct, and where it lies in its product."""
+
+    layer: int
+    product: Product
+    index: int  # among the modules of the product
+    begin: int  # the first of its outputs in the product
+    outputs: int
+    inputs: int
+
+
+def corrected_modules(spec: ModelSpec) -> dict[str, CorrectedModule]:
+    """Every module that an adapter may correct, by its name in checkpoints."""
+    modules = {}
+    for (layer, product), linear in model_products(spec).items():
+        for index, (name, width) in enumerate(zip(linear.modules, linear.widths, strict=True)):
+            begin = sum(linear.widths[:index])
+            module = CorrectedModule(layer, product, index, begin, width, linear.inputs)
+            modules[spec.layer_prefix(layer) + name] = module
+    return modules
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """One adapter on the host in the layout of a slot: A [J R, K] and B [N, R] of each product that it corrects."""
+
+    rank: int  # the largest of its modules
+    parts: Mapping[LayerProduct, tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory, bytes."""
+        return sum(tensor.nbytes for pair in self.parts.values() for tensor in pair)
+
+
+def random_adapter(spec: ModelSpec, rank: int, dtype: torch.dtype, seed: int, scale: float = 1e-3) -> AdapterWeights:
+    """An adapter of all modules in slots of `rank`, for benchmarks."""
+    generator, parts = torch.Generator().manual_seed(seed), {}
+    for key, linear in model_products(spec).items():
+        a = torch.randn(len(linear.modules) * padded_rank(rank), linear.inputs, generator=generator) * scale
+        b = torch.randn(linear.outputs, padded_rank(rank), generator=generator) * scale
+        parts[key] = (a.to(dtype), b.to(dtype))
+    return AdapterWeights(rank, parts)
+
+
+class AdapterSlots:
+    """Device memory of `slots` adapters of up to `rank`; only `write` changes it."""
+
+    def __init__(self, spec: ModelSpec, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots, self.rank = slots, padded_rank(rank)
+        self.buffers: dict[LayerProduct, LoraBuffers] = {}
+        for key, linear in model_products(spec).items():
+            ends = tuple(sum(linear.widths[: i + 1]) for i in range(len(linear.widths)))
+            a = torch.zeros(slots, len(linear.modules) * self.rank, linear.inputs, dtype=dtype, device=device)
+            b = torch.zeros(slots, linear.outputs, self.rank, dtype=dtype, device=device)
+            self.buffers[key] = LoraBuffers(a, b, ends)
+
+    @staticmethod
+    def bytes_for(spec: ModelSpec, slots: int, rank: int, dtype: torch.dtype) -> int:
+        """Device memory that slots take, bytes."""
+        products = model_products(spec).values()
+        values = sum(len(linear.modules) * linear.inputs + linear.outputs for linear in products)
+        return slots * padded_rank(rank) * values * dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory, bytes."""
+        return sum(buffers.a_SAK.nbytes + buffers.b_SNR.nbytes for buffers in self.buffers.values())
+
+    def write(self, slot: int, weights: AdapterWeights) -> None:
+        """Put an adapter into a slot, from 1. No step that reads the slot may run at the same time."""
+        for key, buffers in self.buffers.items():
+            a, b = weights.parts.get(key, (None, None))
+            for target, source in ((buffers.a_SAK[slot - 1], a), (buffers.b_SNR[slot - 1], b)):
+                if source is None:
+                    target.zero_()
+                else:
+                    target.copy_(source, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The adapters of a step's tokens."""
+
+    slots: AdapterSlots
+    slots_T: torch.Tensor  # int32, 0 for none
+    segmented: bool  # chunks of prompts
+
+    def of(self, layer: int, product: Product) -> LoraBuffers:
+        """The slots of a product."""
+        return self.slots.buffers[layer, product]
+
+    def add(self, layer: int, product: Product, y_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
+        """Add the corrections of a product's input `x_TK` to its result `y_TN`, in place."""
+        lora_add(y_TN, x_TK, self.of(layer, product), self.slots_T, self.segmented)
