@@ -1,6 +1,7 @@
-"""What a completion may be: constraints on its tokens, step by step.
+"""Constraints on the tokens of a completion, step by step.
 
-- `spec`: what a client asks for, as plain data;
-- `compiler`: a spec made ready for one tokenizer; may take seconds, is kept for the next request;
-- `matcher`: where one completion stands in its constraint: which tokens may come next.
+- `spec`: the constraint that a client asks for, as plain data;
+- `compiler`: compiles a spec for one tokenizer; takes up to seconds, and keeps the result for the next request;
+- `matcher`: the position of one completion in its constraint, and the tokens that may come next;
+- `regex_check`, `schema_check`: refuse what the compiler would silently misread.
 """

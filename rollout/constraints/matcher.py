@@ -1,7 +1,7 @@
-"""Where a completion stands in its constraint.
+"""Matchers: the position of a completion in its constraint.
 
-A mask is a row of int32 words: bit `v % 32` of word `v // 32` says that token v may come next. Stop tokens may come
-where the constraint is complete, and must where it allows nothing else.
+A mask is a row of int32 words: bit `v % 32` of word `v // 32` is set if token v may come next. Stop tokens are allowed
+where the constraint is complete, and are the only choice where it allows nothing else.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ def mask_words(vocab: int) -> int:
 
 
 class Matcher(Protocol):
-    """One completion's place in its constraint; for one thread at a time."""
+    """The position of one completion in its constraint; for one thread at a time."""
 
     def accept(self, token: int) -> bool:
-        """Move on by one token; False if the constraint does not allow it here."""
+        """Advance by one token; False if the constraint does not allow it here."""
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
-        """Write which tokens may come next into a row of an int32 tensor on the host."""
+        """Write the mask of the next token into a row of an int32 tensor on the host."""
 
 
 class Constraint(Protocol):
-    """A constraint that is ready for use."""
+    """A compiled constraint."""
 
     def start(self) -> Matcher:
-        """A matcher at the beginning, or after the tokens that a continued completion has already."""
+        """A matcher at the beginning, or after the tokens that a continued completion already has."""
 
 
 def mask_of(token_ids: Iterable[int], vocab: int) -> torch.Tensor:
@@ -46,14 +46,14 @@ def mask_of(token_ids: Iterable[int], vocab: int) -> torch.Tensor:
 
 
 class AllowList:
-    """The same tokens at every step. It is its own matcher: nothing moves."""
+    """The same tokens at every step. It has no state, so it is its own matcher."""
 
     def __init__(self, token_ids: tuple[int, ...], vocab: int) -> None:
         self._allowed = frozenset(token_ids)
         self._mask_W = mask_of(self._allowed, vocab)
 
     def start(self) -> AllowList:
-        """Itself."""
+        """The list itself."""
         return self
 
     def accept(self, token: int) -> bool:
@@ -61,15 +61,15 @@ class AllowList:
         return token in self._allowed
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
-        """Copy the list."""
+        """Write the mask of the list."""
         masks_RW[row].copy_(self._mask_W)
 
 
 class GrammarConstraint:
-    """A compiled grammar, from which matchers are forked. `allowed_W` is a mask that holds at every step besides.
+    """A compiled grammar, from which matchers are forked.
 
-    `after` has masks that hold for one step, behind these tokens; `last` is the token that a matcher begins behind, if
-    there is one.
+    Two kinds of masks narrow it further: `allowed_W` at every step, and those of `after` for the one step after their
+    token. `last` is the token before the first step, if there is one.
     """
 
     def __init__(
@@ -79,38 +79,34 @@ class GrammarConstraint:
         after: Mapping[int, torch.Tensor] | None = None,
         last: Sequence[int] = (),
     ) -> None:
-        self._matcher = matcher  # xgrammar.GrammarMatcher, which nobody moves on
+        self._matcher = matcher  # xgrammar.GrammarMatcher; only its forks advance
         self._allowed_W = allowed_W
         self._after = after or {}
         self._last = last
 
-    def start(self) -> GrammarPlace:
-        """A matcher of its own."""
-        place = GrammarPlace(self._matcher.fork(), self._allowed_W, self._after)
-        place.note(self._last)
-        return place
+    def start(self) -> GrammarMatcher:
+        """A new matcher."""
+        return GrammarMatcher(self._matcher.fork(), self._allowed_W, self._after, self._last)
 
 
-class GrammarPlace:
-    """A place in a grammar."""
+class GrammarMatcher:
+    """A position in a grammar. For the arguments see `GrammarConstraint`."""
 
-    def __init__(self, matcher: Any, allowed_W: torch.Tensor, after: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self, matcher: Any, allowed_W: torch.Tensor, after: Mapping[int, torch.Tensor], last: Sequence[int]
+    ) -> None:
         self._matcher = matcher
         self._allowed_W = allowed_W
         self._after = after
-        self._next_W: torch.Tensor | None = None
-
-    def note(self, tokens: Sequence[int]) -> None:
-        """What comes next comes behind these."""
-        self._next_W = self._after.get(tokens[-1]) if tokens else None
+        self._next_W = after.get(last[-1]) if last else None  # holds for the next step alone
 
     def accept(self, token: int) -> bool:
-        """Move on by one token; False if the grammar does not allow it here."""
-        self.note([token])
+        """Advance by one token; False if the grammar does not allow it here."""
+        self._next_W = self._after.get(token)
         return self._matcher.accept_token(token)
 
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
-        """Write which tokens may come next."""
+        """Write the mask of the next token."""
         self._matcher.fill_next_token_bitmask(masks_RW, row)
         masks_RW[row] &= self._allowed_W
         if self._next_W is not None:

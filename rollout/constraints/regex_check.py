@@ -1,8 +1,8 @@
-"""What a regular expression may not hold, because the compiler would take it for something else in silence.
+"""Finds regular expressions that the compiler would silently misread.
 
-xgrammar (0.2.8) passes over anchors that are not at an end of the text, takes letters behind a backslash that it does
-not know for themselves, and, in a JSON string, writes quotes, backslashes and control characters as they are and
-passes over what looks ahead. Its counts of repetitions have 32 bits, and what is more is cut off.
+xgrammar (0.2.8) ignores anchors that are not at an end of the text, and takes an unknown letter after a backslash for
+the letter itself. In a JSON string it writes quotes, backslashes and control characters unescaped, and ignores
+lookaround. It cuts counts of repetitions to 32 bits.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-#: Groups in groups are compiled by recursion, and enough of them end the process.
+#: Nested groups are compiled by recursion; enough of them overflow the stack and end the process.
 MAX_CHARS = 4096
 
-#: Of repetitions.
-MOST = 2**31 - 1
+#: The largest count of repetitions.
+MOST_REPETITIONS = 2**31 - 1
 
-#: Behind a backslash: what the compiler knows, or refuses by itself.
+#: After a backslash: letters that the compiler knows, or refuses by itself.
 _ESCAPES = "dDwWsSnrtfvexuc0" + "bB" + "123456789kpP"
 #: Those of them that stand for a control character, or may.
 _CONTROLS = "nrtfvec0"
 _NUMBERED = {"x": 2, "u": 4}  # hexadecimal digits
 _REPEATS = tuple("*+{")
-_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # none that a backslash takes into the text
-#: Behind a backslash in a class, where the compiler takes them for themselves; elsewhere it refuses them.
+_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')  # not escaped
+#: After a backslash in a class, where the compiler takes them literally; elsewhere it refuses them.
 _NO_CLASS = "123456789kpPB"
-#: An escape: of half of a surrogate pair, in a group, or another one.
+#: Any escape; the group matches if it is half of a surrogate pair.
 _ESCAPE = re.compile(r"\\(?:((?:u\{?|U0000|x0*)[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)
-#: An escape: of a number that does not end with its second digit, in a group, or another one. xgrammar reads on.
+#: Any escape; the group matches a number that does not end with its second digit: xgrammar would read on.
 _LONG_NUMBER = re.compile(r"\\(?:(x)(?![0-9a-fA-F]{2}(?![0-9a-fA-F]))|.)", re.DOTALL)
 _COUNTS = re.compile(r"([0-9]+)(?:,([0-9]+))?")
-#: Of a grammar: texts, classes, remarks and names, or, in a group, numbers. One that is not closed ends with the text,
-#: for a pattern that fails there would be tried again at each quote.
+#: Parts of a grammar: texts, classes, comments and names, or, in the group, numbers. An unclosed part extends to the
+#: end: otherwise the search would start again at each quote.
 _PART = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\n]*|[A-Za-z_][A-Za-z0-9_.-]*|([0-9]+)', re.DOTALL)
 
 
-def refused_grammar(text: str) -> str | None:
-    """What of a grammar would not be kept to, or cannot be taken; None if nothing is known."""
+def grammar_problem(text: str) -> str | None:
+    """The reason to refuse a grammar; None if there is none."""
     if "Regex" in text:
         if any(len(part) > MAX_CHARS for part in _QUOTE.split(text)):
             return f"a text of a grammar with 'Regex' has more than {MAX_CHARS} characters; shorten it"
@@ -45,14 +45,14 @@ def refused_grammar(text: str) -> str | None:
     return _half_of_pair(text) or _too_many(part[1] for part in _PART.finditer(text))
 
 
-def refused(text: str, in_json: bool = False) -> str | None:
-    """What of this expression would not be kept to; None if nothing is known. With `in_json` it is of a JSON string."""
+def regex_problem(text: str, in_json: bool = False) -> str | None:
+    """The reason to refuse an expression; None if there is none. `in_json`: it is the pattern of a JSON string."""
     if len(text) > MAX_CHARS:
         return f"it has more than {MAX_CHARS} characters; shorten it"
     elements = list(_elements(text))
     if problem := _long_number(text) or _half_of_pair(text) or _not_known(text, elements, in_json):
         return problem
-    groups: list[tuple[bool, bool]] = []  # of those that are open: at the begin of the text, and with an anchor
+    groups: list[tuple[bool, bool]] = []  # open ones: (at the beginning of the text, with an anchor)
     begins, anchored = True, False
     for (at, element), ends in zip(elements, _ends(elements), strict=True):
         repeated = text.startswith(_REPEATS, at + 1)
@@ -75,10 +75,10 @@ def refused(text: str, in_json: bool = False) -> str | None:
 
 
 def _not_known(text: str, elements: Sequence[tuple[int, str]], in_json: bool) -> str | None:
-    """Which element is taken for something else wherever it is."""
+    """The first element that is misread wherever it stands."""
     for at, element in elements:
         if element == "(" and text.startswith(("?=", "?!", "?<=", "?<!"), at + 1):
-            return f"what looks ahead or behind, at character {at}, is not known; leave it out"
+            return f"lookahead or lookbehind, at character {at}, is not supported; leave it out"
         if element == "{" and (counts := _COUNTS.match(text, at + 1)) and (problem := _too_many(counts.groups())):
             return problem
         if problem := _element_problem(element, in_json):
@@ -88,25 +88,27 @@ def _not_known(text: str, elements: Sequence[tuple[int, str]], in_json: bool) ->
 
 def _long_number(text: str) -> str | None:
     if any(match[1] for match in _LONG_NUMBER.finditer(text)):
-        return r"'\x' has two hexadecimal digits and none behind them; write '\u' with four, or the character itself"
+        return (
+            r"'\x' takes two hexadecimal digits and no third may follow; write '\u' with four, or the character itself"
+        )
     return None
 
 
 def _half_of_pair(text: str) -> str | None:
     half = next((match[0] for match in _ESCAPE.finditer(text) if match[1]), None)
-    return half and f"{half!r} is half of a surrogate pair, which is no character; write the character itself"
+    return half and f"{half!r} is half of a surrogate pair, which is not a character; write the character itself"
 
 
 def _too_many(counts: Iterable[str | None]) -> str | None:
     for digits in counts:
         number = (digits or "").lstrip("0")
-        if len(number) > len(str(MOST)) or int(number or 0) > MOST:
-            return f"{number:.20} repetitions are too many; {MOST} are the most"
+        if len(number) > len(str(MOST_REPETITIONS)) or int(number or 0) > MOST_REPETITIONS:
+            return f"{number:.20} repetitions are too many; {MOST_REPETITIONS} are the most"
     return None
 
 
 def _elements(text: str) -> Iterator[tuple[int, str]]:
-    """Classes, escapes, the begins of groups, and single characters: where each is, and it."""
+    """Classes, escapes, starts of groups and single characters: the position and the text of each."""
     at = 0
     while at < len(text):
         end = _element_end(text, at)
@@ -133,7 +135,7 @@ def _ends(elements: Sequence[tuple[int, str]]) -> list[bool]:
 
 
 def _element_end(text: str, at: int) -> int:
-    """Where what begins here ends: a class, an escape, or one character."""
+    """The end of the class, escape or single character that begins here."""
     if text[at] == "\\":
         return min(at + 2 + _digits_of(text, at), len(text))
     if text[at] != "[":
@@ -145,7 +147,7 @@ def _element_end(text: str, at: int) -> int:
 
 
 def _digits_of(text: str, at: int) -> int:
-    """Hexadecimal digits of the escape that begins here, 0 for another one or where they are not there."""
+    """Number of hexadecimal digits of the escape that begins here; 0 if it takes none or they are missing."""
     count = _NUMBERED.get(text[at + 1 : at + 2], 0)
     digits = text[at + 2 : at + 2 + count]
     return count if len(digits) == count and all(digit in "0123456789abcdefABCDEF" for digit in digits) else 0
@@ -159,7 +161,7 @@ def _element_problem(element: str, in_json: bool) -> str | None:
             if element[at] in "\r\n":
                 return f"a class has a line break; write it as {element[at]!r:.4} with a backslash"
             if element[at] == "\\" and element[at + 1] in _NO_CLASS:
-                return f"{element[at:end]!r} in a class is not known; leave it out"
+                return f"{element[at:end]!r} in a class is not supported; leave it out"
             if problem := _character_problem(element[at:end], in_json and not negated):
                 return problem
             at = end
@@ -171,11 +173,11 @@ def _character_problem(element: str, in_json: bool) -> str | None:
     if element[0] == "\\" and len(element) > 1:
         kind = element[1]
         if kind.isascii() and kind.isalnum() and kind not in _ESCAPES:
-            return f"{element!r} is not known; leave it out, or write the character itself"
+            return f"{element!r} is not supported; leave it out, or write the character itself"
         number = element[2:] if kind in _NUMBERED and len(element) > 2 else ""
         char = chr(int(number, 16)) if number else "\n" if kind in _CONTROLS or kind in _NUMBERED else kind
     else:
         char = element
     if in_json and (char in '"\\' or char < " "):
-        return f"a string of JSON cannot be held to {element!r}, which it writes in another way; leave it out"
+        return f"{element!r} cannot be enforced in a string of JSON, which writes it differently; leave it out"
     return None

@@ -1,6 +1,6 @@
-"""What a JSON schema may not ask for, because the compiler would pass over it in silence.
+"""Finds JSON schemas that the compiler would not enforce completely.
 
-xgrammar (0.2.8) leaves out what it does not enforce, and the completion would then not be what was asked for.
+xgrammar (0.2.8) silently ignores keywords that it does not enforce, and completions could then break the schema.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.constraints import regex_check
 
-#: Wherever they are.
+#: Not enforced anywhere.
 _NEVER = (
     "not",
     "if",
@@ -27,7 +27,7 @@ _NEVER = (
     "$dynamicRef",
     "$recursiveRef",
 )
-#: Keywords of one type of value; without a "type" beside them they are not looked at.
+#: Keywords of one type of value; they are ignored without a "type" beside them.
 _OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -37,32 +37,32 @@ _OF_TYPE = {
 _RULES = tuple(name for names in _OF_TYPE.values() for name in names)
 _PARTS = ("properties", "required", "additionalProperties", "items", "prefixItems")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-#: Where one of these is, what else is said of the value is not looked at.
+#: Beside one of these, all other keywords are ignored.
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ONE = ("items", "additionalProperties", "propertyNames")
-#: Their strings come out with quotes inside, or, of addresses, with a zero before a number.
+#: Their strings may contain quotes, or, for addresses, numbers with a leading zero.
 _BROKEN_FORMATS = ("json-pointer", "relative-json-pointer", "ipv4", "ipv6")
-#: Those that are followed; others are passed over, as annotations.
+#: Enforced; other formats are annotations and are ignored.
 _FORMATS = (
     *("date", "time", "date-time", "duration", "email", "hostname"),
     *("uri", "uri-reference", "uri-template", "uuid"),
 )
-_DECIMALS = 6  # that bounds of numbers are kept to
-_MOST_STEP = 1024  # greater ones are passed over
+_DECIMALS = 6  # of bounds of numbers
+_MOST_STEP = 1024  # larger ones are ignored
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
-def refused(text: str) -> str | None:
-    """What of this schema would not be kept to, and where; None if nothing is known."""
+def schema_problem(text: str) -> str | None:
+    """The first part of a schema that would not be enforced, and its place; None if there is none."""
     try:
         schema = json.loads(text)
         return next(_problems(schema, "#", schema), None)
     except RecursionError:
-        return "it is nested too deep to be looked at; make it flatter"
-    except ValueError as error:  # the compiler may take it all the same: text behind the end, for one
-        return f"it is no JSON: {error}"
+        return "it is nested too deep to be checked; make it flatter"
+    except ValueError as error:  # the compiler may accept it nevertheless, text after the end for one
+        return f"it is not JSON: {error}"
 
 
 def _problems(schema: Any, place: str, root: Any, seen: set[int] | None = None) -> Iterator[str]:
@@ -86,17 +86,17 @@ def _problems(schema: Any, place: str, root: Any, seen: set[int] | None = None) 
     for name in _ONE:
         yield from _problems(schema.get(name), f"{place}/{name}", root, seen)
     ref = schema.get("$ref")
-    if isinstance(ref, str):  # wherever it leads: the compiler follows it
+    if isinstance(ref, str):  # also outside $defs: the compiler follows it
         yield from _problems(_followed(ref, root), ref, root, seen)
 
 
 def _beside_others(schema: dict[str, Any], place: str, root: Any) -> Iterator[str]:
-    """Keywords of which only one is looked at."""
+    """Keywords of which all but one are ignored."""
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         yield f"'allOf' of several at {place} cannot be enforced; merge them"
     for name in ("anyOf", "oneOf", "allOf", "type"):
         if schema.get(name) == []:
-            yield f"{name!r} at {place} is empty; name what may be there"
+            yield f"{name!r} at {place} is empty; list what is allowed"
     ref = schema.get("$ref", "#")
     if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
         yield f"'$ref' at {place} cannot be followed; refer to a part of the schema, as '#/$defs/...'"
@@ -121,11 +121,11 @@ def _as_types(value: Any) -> set[str]:
 
 
 def _types_of(schema: Any, root: Any, known: dict[int, set[str] | None] | None = None) -> set[str] | None:
-    """The types that values of this schema have; None if it does not say them, or refers to itself."""
+    """The types of this schema's values; None if they are not stated, or if it refers to itself."""
     known = {} if known is None else known
     if not isinstance(schema, dict) or id(schema) in known:
         return known.get(id(schema))
-    known[id(schema)] = None  # while it is looked at
+    known[id(schema)] = None  # while it is being checked
     known[id(schema)] = found = _types_named(schema, root, known)
     return found
 
@@ -145,7 +145,7 @@ def _types_named(schema: dict[str, Any], root: Any, known: dict[int, set[str] | 
 
 def _followed(ref: str, root: Any) -> Any:
     part = root
-    for name in ref.split("/")[1:]:  # as the compiler does: it knows no "~1"
+    for name in ref.split("/")[1:]:  # as the compiler does, which does not know "~1"
         part = part.get(name) if isinstance(part, dict) else None
     return part
 
@@ -153,7 +153,7 @@ def _followed(ref: str, root: Any) -> Any:
 def _of_numbers(schema: dict[str, Any], place: str) -> Iterator[str]:
     bounds = {name: schema[name] for name in _BOUNDS if isinstance(schema.get(name), (int, float))}
     step = schema.get("multipleOf", 1)
-    whole = isinstance(step, (int, float)) and step % 1 == 0  # of infinity and of what is no number it is neither
+    whole = isinstance(step, (int, float)) and step % 1 == 0  # false for infinity and NaN
     if "multipleOf" in schema and (schema.get("type") != "integer" or not whole):
         yield f"'multipleOf' at {place} can be enforced for integers only; leave it out"
     elif step > _MOST_STEP:
@@ -177,9 +177,9 @@ def _of_strings(schema: dict[str, Any], place: str) -> Iterator[str]:
     for pattern in (schema.get("pattern"), *patterns):
         if not isinstance(pattern, str):
             if pattern is not None:
-                yield f"the pattern at {place} is no text; write it as one"
+                yield f"the pattern at {place} is not a string; write it as one"
             continue
-        problem = regex_check.refused(pattern, in_json=True)
+        problem = regex_check.regex_problem(pattern, in_json=True)
         if problem is not None:
             yield f"the pattern {pattern!r:.80} at {place} cannot be enforced: {problem}"
 
@@ -190,17 +190,17 @@ def _of_objects(schema: dict[str, Any], place: str) -> Iterator[str]:
         return
     missing = [name for name in required if isinstance(name, str) and name not in named]
     if missing:
-        yield f"{missing[0]!r:.80} is required at {place} but is no property; add it to 'properties'"
+        yield f"{missing[0]!r:.80} is required at {place} but not defined; add it to 'properties'"
     patterns = schema.get("patternProperties")
     if isinstance(patterns, dict) and (named or len(patterns) > 1):
         yield f"'patternProperties' at {place} cannot be enforced with other properties; leave one of them out"
     if "propertyNames" in schema and (named or patterns):
         yield f"'propertyNames' at {place} cannot be enforced with properties; leave one of them out"
-    # Names that are not stated may come twice.
+    # Names that the schema does not state may come twice.
     free = bool(schema.get("additionalProperties") not in (None, False) or patterns or "propertyNames" in schema)
     least = schema.get("minProperties", 0)
     for name in ("minProperties", "maxProperties"):
-        if isinstance(schema.get(name), (int, float)) and schema[name] > regex_check.MOST:
-            yield f"{name!r} at {place} can be enforced up to {regex_check.MOST} only; leave it out"
+        if isinstance(schema.get(name), (int, float)) and schema[name] > regex_check.MOST_REPETITIONS:
+            yield f"{name!r} at {place} can be enforced up to {regex_check.MOST_REPETITIONS} only; leave it out"
     if free and isinstance(least, int) and least > max(1, len(required)):
-        yield f"'minProperties' at {place} cannot be enforced for names that are not stated; name them in 'properties'"
+        yield f"'minProperties' at {place} cannot be enforced for unstated names; list the names in 'properties'"

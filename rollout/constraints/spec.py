@@ -1,4 +1,4 @@
-"""A constraint as a client states it: plain data that tells whether two are the same."""
+"""A constraint as a client states it: plain data; equal constraints compare equal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Kind = Literal["json_schema", "regex", "grammar", "choices", "token_ids"]
 class ConstraintSpec:
     """One constraint.
 
-    `source` is a JSON schema (text), a regular expression, a grammar in xgrammar's EBNF whose first rule is `root`, the
-    texts to choose from, or the ids of the tokens that are allowed.
+    `source` by kind: a JSON schema as text, a regular expression, a grammar in xgrammar's EBNF with a rule `root`, the
+    texts to choose from, or the ids of the allowed tokens.
     """
 
     kind: Kind
@@ -22,5 +22,5 @@ class ConstraintSpec:
 
 
 def choices_grammar(choices: tuple[str, ...]) -> str:
-    """The grammar of one of these texts, each not empty."""
+    """A grammar that allows exactly these texts; none of them is empty."""
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)

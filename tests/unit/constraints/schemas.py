@@ -1,4 +1,4 @@
-"""JSON schemas made at random: values of every kind, nested, and so small that a model without sense gets through."""
+"""Random JSON schemas: values of every kind, nested, and small enough for a random model to complete."""
 
 from __future__ import annotations
 

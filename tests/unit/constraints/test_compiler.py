@@ -1,4 +1,4 @@
-"""Constraints made ready for a tokenizer: what they allow, and what is said of those that cannot be used."""
+"""Compiled constraints: the tokens that they allow, and the errors for constraints that cannot be used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer_bridge.client import spatial
 xgrammar = pytest.importorskip("xgrammar")
 OBJECT = '{"type": "object", "properties": {"k": {"const": 7}}, "required": ["k"]}'
 STRING = '{"type": "string"}'
-EXTRA = 11  # tokens that the model has and the tokenizer has not
+EXTRA = 11  # tokens of the model that the tokenizer lacks
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def compiler(tokenizer, vocab) -> ConstraintCompiler:
 
 
 def write(constraint: Constraint, tokenizer, vocab: int, text: str) -> list[str]:
-    """Walk along `text`; the texts of the tokens that may come after it, in order."""
+    """Accept the tokens of `text`; returns the texts of the tokens that may come after it, sorted."""
     matcher = constraint.start()
     for token in tokenizer.encode(text, add_special_tokens=False):
         assert matcher.accept(token), f"{tokenizer.decode([token])!r} of {text!r} is not allowed"
@@ -69,18 +69,18 @@ def write(constraint: Constraint, tokenizer, vocab: int, text: str) -> list[str]
         ("json_schema", OBJECT, '{"k": 7', [" ", "\n", "\r", "}"]),
     ],
 )
-def test_the_tokens_that_may_come_are_those_of_the_constraint(compiler, tokenizer, vocab, kind, source, text, after):
+def test_a_constraint_allows_its_tokens_and_no_others(compiler, tokenizer, vocab, kind, source, text, after):
     constraint = compiler.compile(ConstraintSpec(kind, source), (tokenizer.eos_token_id,), [])
     assert write(constraint, tokenizer, vocab, text) == sorted(after)
 
 
-def test_each_completion_has_a_place_of_its_own(compiler, tokenizer, vocab):
+def test_each_completion_has_its_own_matcher(compiler, tokenizer, vocab):
     constraint = compiler.compile(ConstraintSpec("regex", "abc"), (tokenizer.eos_token_id,), [])
     assert write(constraint, tokenizer, vocab, "ab") == ["c"]
     assert "a" in write(constraint, tokenizer, vocab, "")
 
 
-def test_it_begins_behind_the_tokens_of_a_continued_completion(compiler, tokenizer, vocab):
+def test_a_continued_completion_starts_after_its_tokens(compiler, tokenizer, vocab):
     spec, eos = ConstraintSpec("regex", "abc"), (tokenizer.eos_token_id,)
     prior = tokenizer.encode("ab", add_special_tokens=False)
     assert write(compiler.compile(spec, eos, prior), tokenizer, vocab, "") == ["c"]
@@ -90,7 +90,7 @@ def test_it_begins_behind_the_tokens_of_a_continued_completion(compiler, tokeniz
         allow_list(ConstraintSpec("token_ids", (5, 6)), eos, [5, 7], vocab)
 
 
-def test_stop_tokens_are_those_of_the_request(compiler, tokenizer, vocab):
+def test_only_the_stop_tokens_of_the_request_end_a_completion(compiler, tokenizer, vocab):
     z = tokenizer.encode("z", add_special_tokens=False)[0]
     constraint = compiler.compile(ConstraintSpec("regex", "a*"), (z,), [])
     assert {"a", "z"} <= set(write(constraint, tokenizer, vocab, "aa"))
@@ -99,21 +99,21 @@ def test_stop_tokens_are_those_of_the_request(compiler, tokenizer, vocab):
         compiler.compile(ConstraintSpec("regex", "a*"), (), [])
 
 
-def test_one_that_has_ended_cannot_go_on(compiler, tokenizer):
+def test_a_completion_that_has_ended_cannot_be_continued(compiler, tokenizer):
     whole = [*tokenizer.encode("abc", add_special_tokens=False), tokenizer.eos_token_id]
     with pytest.raises(ConstraintError, match="nothing to add"):
         compiler.compile(ConstraintSpec("regex", "abc"), (tokenizer.eos_token_id,), whole)
 
 
 @pytest.mark.parametrize(("kind", "source", "text"), [("regex", "[^y]{1,99}", ""), ("json_schema", STRING, '"')])
-def test_the_name_of_a_special_token_is_no_text(compiler, tokenizer, vocab, kind, source, text):
+def test_the_name_of_a_special_token_does_not_match_as_text(compiler, tokenizer, vocab, kind, source, text):
     """The text of a completion leaves special tokens out."""
     constraint = compiler.compile(ConstraintSpec(kind, source), (tokenizer.eos_token_id,), [])
     allowed = write(constraint, tokenizer, vocab, text)
     assert "<" in allowed and "<|im_start|>" not in allowed
 
 
-def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tokenizer, vocab):
+def test_a_stop_token_that_json_excludes_ends_json_nevertheless(compiler, tokenizer, vocab):
     (tab,) = tokenizer.encode("\t", add_special_tokens=False)
     constraint = compiler.compile(ConstraintSpec("json_schema", '{"type": "boolean"}'), (tab,), [])
     assert write(constraint, tokenizer, vocab, "true") == ["\t"]
@@ -127,8 +127,8 @@ def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tok
         ("grammar", 'start ::= "x"', '"root" is not found'),
         ("grammar", "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000, "Nest layer"),
         ("json_schema", '{"type": "strin"}', 'Unsupported type "strin"'),
-        ("json_schema", "{nope", "it is no JSON"),
-        ("json_schema", '{"type": "array", "items": {}, "uniqueItems": true} more', "it is no JSON"),
+        ("json_schema", "{nope", "it is not JSON"),
+        ("json_schema", '{"type": "array", "items": {}, "uniqueItems": true} more', "it is not JSON"),
         ("json_schema", '{"type": "array", "items": {"type": "integer"}, "uniqueItems": true}', "'uniqueItems' at #"),
         ("json_schema", '{"type": "object", "properties": {"a": {"not": {}}}}', "'not' at #/properties/a"),
         ("json_schema", '{"minLength": 3}', "'minLength' at # .* without a 'type'"),
@@ -169,13 +169,13 @@ def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tok
         ("regex", "(a$)*", "'.' at character 2"),
         ("regex", "(^a)+", "an anchor is repeated"),
         ("regex", "(a|b)^c", "'\\^' at character 5"),
-        ("regex", r"\Aab\Z", "A' is not known"),
-        ("regex", "a(?=b)", "ahead or behind, at character 1"),
-        ("regex", "[0-\\p]", "in a class is not known"),
-        ("json_schema", '{"type": "string", "pattern": "(?!a)[ab]"}', "ahead or behind, at character 0"),
-        ("json_schema", '{"type": "string", "pattern": "x(?:(?<=x)y)"}', "ahead or behind, at character 4"),
-        ("json_schema", json.dumps({"type": "string", "pattern": r"[\p{L}]"}), "in a class is not known"),
-        ("json_schema", '{"type": "string", "pattern": 5}', "is no text"),
+        ("regex", r"\Aab\Z", "A' is not supported"),
+        ("regex", "a(?=b)", "lookahead or lookbehind, at character 1"),
+        ("regex", "[0-\\p]", "in a class is not supported"),
+        ("json_schema", '{"type": "string", "pattern": "(?!a)[ab]"}', "lookahead or lookbehind, at character 0"),
+        ("json_schema", '{"type": "string", "pattern": "x(?:(?<=x)y)"}', "lookahead or lookbehind, at character 4"),
+        ("json_schema", json.dumps({"type": "string", "pattern": r"[\p{L}]"}), "in a class is not supported"),
+        ("json_schema", '{"type": "string", "pattern": 5}', "is not a string"),
         ("json_schema", '{"type": "integer", "multipleOf": 1025}', "up to 1024 only"),
         ("json_schema", '{"type": "number", "minimum": 1e400}', "does not say why"),
         ("regex", "a{4294967297}", "4294967297 repetitions are too many; 2147483647 are"),
@@ -208,7 +208,7 @@ def test_a_stop_token_that_json_does_not_need_ends_it_all_the_same(compiler, tok
         ("json_schema", '{"type":"array","items":' * 20_000 + "true" + "}" * 20_000, "nested too deep"),
     ],
 )
-def test_what_cannot_be_compiled_says_why(compiler, kind, source, reason):
+def test_a_constraint_that_cannot_be_used_is_refused_with_the_reason(compiler, kind, source, reason):
     with pytest.raises(ConstraintError, match=reason) as caught:
         compiler.compile(ConstraintSpec(kind, source), (1,), [])
     assert "cpp" not in str(caught.value) and len(str(caught.value)) <= 500
@@ -225,12 +225,12 @@ def test_what_cannot_be_compiled_says_why(compiler, kind, source, reason):
         ("[$^]", "^"),
     ],
 )
-def test_anchors_at_the_ends_of_the_text_change_nothing(compiler, tokenizer, vocab, regex, text):
+def test_anchors_at_the_ends_of_the_text_are_allowed(compiler, tokenizer, vocab, regex, text):
     constraint = compiler.compile(ConstraintSpec("regex", regex), (tokenizer.eos_token_id,), [])
     assert write(constraint, tokenizer, vocab, text) == ["<|im_end|>"]
 
 
-#: Groups in groups, as deep as a message of the largest size may have them: C++ that would overflow its stack.
+#: Nested groups, as deep as the largest message may contain: they would overflow the stack of the C++ compiler.
 DEEP = "(" * 30_000 + "a" + ")" * 30_000
 
 
@@ -245,13 +245,13 @@ DEEP = "(" * 30_000 + "a" + ")" * 30_000
         ("grammar", 'root ::= [\\"] Regex("' + '(\\"' * 15_000 + ")" * 15_000 + '")'),
     ],
 )
-def test_what_would_end_the_process_is_refused_before_it_is_compiled(compiler, monkeypatch, kind, source):
-    monkeypatch.setattr(compiler, "_compiler", None)
-    with pytest.raises(ConstraintError, match="characters|no JSON"):
+def test_source_that_would_overflow_the_stack_is_refused_before_it_is_compiled(compiler, kind, source):
+    """The compiler would end this process."""
+    with pytest.raises(ConstraintError, match="characters|not JSON"):
         compiler.compile(ConstraintSpec(kind, source), (1,), [])
 
 
-def test_a_regular_expression_in_a_grammar_is_taken(compiler, tokenizer, vocab):
+def test_a_regular_expression_in_a_grammar_is_accepted(compiler, tokenizer, vocab):
     grammar = 'root ::= Regex("[ab]{2}") other\nother ::= "' + "c" * 3000 + '"'
     constraint = compiler.compile(ConstraintSpec("grammar", grammar), (tokenizer.eos_token_id,), [])
     assert write(constraint, tokenizer, vocab, "ab") == ["c"]
@@ -269,21 +269,21 @@ def test_a_regular_expression_in_a_grammar_is_taken(compiler, tokenizer, vocab):
         ("grammar", 'root ::= ""', ""),
     ],
 )
-def test_what_only_looks_like_what_is_refused_is_taken(compiler, tokenizer, vocab, kind, source, text):
+def test_harmless_text_that_resembles_a_refused_part_is_accepted(compiler, tokenizer, vocab, kind, source, text):
     constraint = compiler.compile(ConstraintSpec(kind, source), (tokenizer.eos_token_id,), [])
     assert write(constraint, tokenizer, vocab, text) == ["<|im_end|>"]
 
 
-def test_what_is_refused_is_found_soon_whatever_is_sent():
-    """Work that grows with the square of a text, or the power of a depth, would hold the loop up."""
+def test_checks_take_little_time_for_any_input():
+    """No work grows with the square of a text's length, or exponentially with depth."""
     began_s = time.process_time()
     for pattern in ("$" * 60_000, "a$|" * 20_000, "(a$|" * 10_000 + ")" * 10_000, "[" * 60_000, "^" * 60_000):
-        regex_check.refused(pattern, in_json=True)
+        regex_check.regex_problem(pattern, in_json=True)
     for grammar in ('"' + '\\"' * 30_000, "[" + "\\[" * 30_000, "\\x" + "0" * 60_000, "{9" * 30_000, "\\" * 60_000):
-        regex_check.refused_grammar("Regex" + grammar)
+        regex_check.grammar_problem("Regex" + grammar)
     parts = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(30)}
     schema = {"type": "object", "anyOf": [{"$ref": "#/$defs/d0"}], "$defs": parts}
-    assert schema_check.refused(json.dumps(schema)) is not None
+    assert schema_check.schema_problem(json.dumps(schema)) is not None
     assert time.process_time() - began_s < 20
 
 
@@ -299,12 +299,12 @@ def test_what_is_refused_is_found_soon_whatever_is_sent():
         {"type": "number", "minimum": -0.5, "exclusiveMaximum": 1e6},
     ],
 )
-def test_what_can_be_kept_to_is_taken(compiler, tokenizer, schema):
+def test_schemas_that_can_be_enforced_are_accepted(compiler, tokenizer, schema):
     compiler.compile(ConstraintSpec("json_schema", json.dumps(schema)), (tokenizer.eos_token_id,), [])
 
 
 @pytest.mark.parametrize(("begin", "breaks", "goes_on"), [(0xE0, 0x80, 0xA0), (0xED, 0xA0, 0x9F), (0xF0, 0x80, 0x90)])
-def test_no_character_is_begun_that_utf_8_does_not_know(compiler, tokenizer, vocab, begin, breaks, goes_on):
+def test_invalid_utf_8_is_excluded(compiler, tokenizer, vocab, begin, breaks, goes_on):
     texts = xgrammar.TokenizerInfo.from_huggingface(tokenizer).decoded_vocab
     first, wrong, right = (texts.index(bytes([byte])) for byte in (begin, breaks, goes_on))
     spec, eos = ConstraintSpec("regex", "[^y]{1,99}"), (tokenizer.eos_token_id,)
@@ -317,14 +317,14 @@ def test_no_character_is_begun_that_utf_8_does_not_know(compiler, tokenizer, voc
         assert not row[wrong // 32] >> (wrong % 32) & 1 and row[right // 32] >> (right % 32) & 1
     assert matcher.accept(right)
     matcher.fill(masks, 0)
-    assert masks[0, wrong // 32] >> (wrong % 32) & 1, "the third byte is as of any character"
+    assert masks[0, wrong // 32] >> (wrong % 32) & 1, "the third byte may be any continuation byte"
 
 
 @pytest.mark.parametrize(
     ("grammar", "coordinates", "least", "most"),
     [(spatial.point, 2, 2, 2), (spatial.detect, 3, 0, 12), (spatial.outline, 2, 6, 10)],
 )
-def test_skills_walk_in_cycles_over_a_vocabulary_of_places(tokenizer, grammar, coordinates, least, most):
+def test_spatial_grammars_repeat_points_of_location_tokens(tokenizer, grammar, coordinates, least, most):
     tokenizer = copy.deepcopy(tokenizer)
     words = [f"<loc{i}>" for i in range(16)]
     tokenizer.add_tokens(words)
@@ -343,7 +343,7 @@ def test_skills_walk_in_cycles_over_a_vocabulary_of_places(tokenizer, grammar, c
     assert may_end == list(range(least, most + 1, coordinates))
 
 
-#: Nested repetitions: compiled at once, and then every token takes longer than the one before.
+#: Nested repetitions: the compilation is quick, and then every token takes longer than the one before.
 SLOW = """
 import os, sys
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError
@@ -358,42 +358,49 @@ except ConstraintError as error:
     print(error, flush=True)
 compiler.compile(ConstraintSpec("regex", "a"), (tokenizer.eos_token_id,), [])
 print("goes on", flush=True)
-os._exit(0)  # a thread that comes back while the interpreter ends would have the process aborted
+os._exit(0)  # a thread that returns while the interpreter ends would abort the process
 """
 
 
-def test_one_that_takes_too_long_is_given_up_and_the_next_one_works(tmp_path):
+def test_a_compilation_that_takes_too_long_is_abandoned_and_the_next_one_works(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     command = [sys.executable, "-c", SLOW, str(make_tokenizer_folder(tmp_path))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == ["it was not compiled within 0.5 s; make it simpler", "goes on"], done.stderr
 
 
-def test_a_tokenizer_of_a_kind_that_cannot_be_compiled_for_is_served_without(tmp_path):
+def test_a_model_with_an_unsupported_tokenizer_is_served_without_grammars(tmp_path):
     from transformers import ByT5Tokenizer
 
     ByT5Tokenizer().save_pretrained(tmp_path)
     assert not constraints_for(load_text_codec(tmp_path), 400, 5.0).grammars
 
 
-def test_what_was_compiled_is_kept_and_the_oldest_goes_first(tokenizer, vocab, monkeypatch):
-    compiler = ConstraintCompiler(tokenizer, vocab, 20.0)
-    compiled: list[str] = []
-    compile_it = compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda spec: (compiled.append(spec.source), compile_it(spec))[1])
-    specs = [ConstraintSpec("regex", f"{letter}[a-z]{{1,200}}") for letter in "abc"]
-    for spec in (specs[0], specs[1], specs[0]):
-        compiler.compile(spec, (1,), [])
-    assert compiled == [specs[0].source, specs[1].source]
-    monkeypatch.setattr("rollout.constraints.compiler._CACHE_BYTES", int(compiler._bytes * 1.1))
-    for spec in (specs[2], specs[0], specs[1]):  # the third pushes out the second, and is pushed out by it
-        compiler.compile(spec, (1,), [])
-    assert compiled[2:] == [specs[2].source, specs[1].source]
+def test_compiled_grammars_are_cached_and_the_least_recently_used_goes_first(tokenizer, vocab, monkeypatch):
+    compiled: list[tuple[str, int]] = []
+    compile_regex = xgrammar.GrammarCompiler.compile_regex
+
+    def counted(self, source):
+        grammar = compile_regex(self, source)
+        compiled.append((source, grammar.memory_size_bytes))
+        return grammar
+
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_regex", counted)
+    first, second, third = (ConstraintSpec("regex", f"{letter}[a-z]{{1,200}}") for letter in "abc")
+    large = ConstraintCompiler(tokenizer, vocab, 20.0)
+    for spec in (first, second, first):
+        large.compile(spec, (1,), [])
+    assert [source for source, _ in compiled] == [first.source, second.source]
+    small = ConstraintCompiler(tokenizer, vocab, 20.0, cache_bytes=int(1.1 * sum(size for _, size in compiled)))
+    compiled.clear()
+    for spec in (first, second, first, third, first, second):  # the third evicts the second
+        small.compile(spec, (1,), [])
+    assert [source for source, _ in compiled] == [first.source, second.source, third.source, second.source]
 
 
-def test_a_call_that_fails_or_hangs_leaves_the_thread_of_use():
+def test_a_thread_works_on_after_a_call_that_fails_or_hangs():
     thread = DeadlineThread("test")
-    hang = DeadlineThread("never")  # a call without an end, that can be ended
+    hang = DeadlineThread("never")  # its call hangs until the gate opens
     assert thread.call(lambda: 5, 1.0) == 5
     with pytest.raises(ZeroDivisionError):
         thread.call(lambda: 1 // 0, 1.0)
@@ -402,7 +409,7 @@ def test_a_call_that_fails_or_hangs_leaves_the_thread_of_use():
         hang.call(gate.wait, 0.05)
     assert (hang.left_behind, hang.call(lambda: 6, 1.0), thread.left_behind) == (1, 6, 0)
     gate.set()
-    while hang.left_behind:  # it has come back, and is no longer counted
-        pass
+    while hang.left_behind:  # until the call has returned
+        time.sleep(0.001)
     thread.close()
     hang.close()
