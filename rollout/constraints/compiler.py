@@ -77,7 +77,7 @@ class ConstraintCompiler:
         self._bytes = 0
 
     def compile(self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]) -> Constraint:
-        """A constraint whose completions begin with `prior` and end with one of `stop_ids`, of which there is one at least.
+        """A constraint whose completions begin with `prior` and end with one of `stop_ids` (at least one).
 
         Raises ConstraintError.
         """

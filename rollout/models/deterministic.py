@@ -29,8 +29,8 @@ from rollout.models.spec import DenseSpec, LayerSpec, LinearSpec, ModelSpec
 #: Positions of a context whose values are summed first, before the sums are added.
 CHUNK = 1024
 #: Tokens of a prompt that attend at once, which bounds the memory for the parts of their contexts.
-_TOKENS = 256
-_CONFIG = DecodeConfig(block_n=32, num_warps=2, programs_per_sm=4, chunk=CHUNK)
+PROMPT_TOKENS = 256
+CONFIG = DecodeConfig(block_n=32, num_warps=2, programs_per_sm=4, chunk=CHUNK)
 
 #: A product as the table of kernels knows it: outputs, inputs, and what is done with the result.
 KernelProduct = tuple[int, int, Kind]
@@ -105,11 +105,11 @@ def _rows(batch: AttentionBatch) -> Iterator[tuple[slice, torch.Tensor, torch.Te
     lens_T = batch.shared("deterministic contexts", lambda: batch.positions_T + 1)
     for index, chunk in enumerate(batch.chunks):
         end = chunk.query_start + chunk.query_len
-        for start in range(chunk.query_start, end, _TOKENS):
-            tokens = slice(start, min(start + _TOKENS, end))
+        for start in range(chunk.query_start, end, PROMPT_TOKENS):
+            tokens = slice(start, min(start + PROMPT_TOKENS, end))
             table_TP = batch.page_table_BP[index].expand(tokens.stop - start, -1)
             yield tokens, table_TP, lens_T[tokens], chunk.context_len
 
 
 def _plan(lens_T: torch.Tensor, kv_heads: int, window: int | None, max_context: int) -> DecodeWork:
-    return plan_decode_work(lens_T, kv_heads, group=1, window=window, config=_CONFIG, max_context=max_context)
+    return plan_decode_work(lens_T, kv_heads, group=1, window=window, config=CONFIG, max_context=max_context)

@@ -35,7 +35,7 @@ from rollout.models.names import Region, one_name
 from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, Scoring
 
 #: From router logits to weights and experts of each token; takes (logits, experts a token, renormalise).
-_ROUTES: dict[Scoring, Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]] = {"softmax": route}
+ROUTES: dict[Scoring, Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]] = {"softmax": route}
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -314,7 +314,7 @@ class SparseFeedForward(Block):
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
         """The weighted outputs of each token's experts, whose numbers go to the step's record, if it has one."""
         router, record = self.spec.router, context.batch.experts
-        weights_TK, experts_TK = _ROUTES[router.scoring](F.linear(x_TH, self.router), router.top_k, router.renormalize)
+        weights_TK, experts_TK = ROUTES[router.scoring](F.linear(x_TH, self.router), router.top_k, router.renormalize)
         if record is not None:
             record.layer(self.sparse_index, len(x_TH)).copy_(experts_TK)
         gate_up: torch.Tensor = self.gate_up

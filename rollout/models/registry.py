@@ -38,22 +38,23 @@ class Key(NamedTuple):
 # --- what a value is in each layer -----------------------------------------------------------------------------------
 
 
-def _no_windows(config: Any) -> tuple[int | None, ...]:
+def no_windows(config: Any) -> tuple[int | None, ...]:
+    """Every token sees all tokens before it."""
     return (None,) * config.num_hidden_layers
 
 
-def _same_window(config: Any) -> tuple[int | None, ...]:
-    """Mixtral: one window for all layers, or none."""
+def same_window(config: Any) -> tuple[int | None, ...]:
+    """One window for all layers, or none."""
     return (config.sliding_window,) * config.num_hidden_layers
 
 
-def _same_window_if_used(config: Any) -> tuple[int | None, ...]:
-    """Qwen3-MoE: a flag says whether the window counts."""
+def same_window_if_used(config: Any) -> tuple[int | None, ...]:
+    """One window for all layers, if a flag says so."""
     return (config.sliding_window if config.use_sliding_window else None,) * config.num_hidden_layers
 
 
-def _windows_by_type(config: Any) -> tuple[int | None, ...]:
-    """Qwen2 and Qwen3: the config names the kind of attention of each layer."""
+def windows_by_type(config: Any) -> tuple[int | None, ...]:
+    """The config names the kind of attention of each layer."""
     windows: list[int | None] = []
     for kind in config.layer_types:
         if kind not in ("full_attention", "sliding_attention"):
@@ -62,12 +63,13 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
     return tuple(windows)
 
 
-def _all_sparse(config: Any) -> tuple[bool, ...]:
+def all_sparse(config: Any) -> tuple[bool, ...]:
+    """Every layer has experts."""
     return (True,) * config.num_hidden_layers
 
 
-def _sparse_by_step(config: Any) -> tuple[bool, ...]:
-    """Qwen3-MoE: every n-th layer is sparse, but for those in a list."""
+def sparse_by_step(config: Any) -> tuple[bool, ...]:
+    """Every n-th layer is sparse, except the layers in a list."""
     return tuple(
         layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
@@ -85,7 +87,7 @@ class MoEFamily:
     intermediate: Key  # of one expert
     renormalize: bool | Key
     scoring: Scoring = "softmax"
-    sparse: Callable[[Any], tuple[bool, ...]] = _all_sparse
+    sparse: Callable[[Any], tuple[bool, ...]] = all_sparse
     names: MoENames = MoENames()
 
 
@@ -99,7 +101,7 @@ class Family:
     mlp_bias: bool | Key = False
     qk_norm: QKNorm = "none"
     clip_qkv: Key | None = None
-    windows: Callable[[Any], tuple[int | None, ...]] = _no_windows
+    windows: Callable[[Any], tuple[int | None, ...]] = no_windows
     moe: MoEFamily | None = None
     names: ModelNames = ModelNames()
     layer_names: LayerNames = LayerNames()
@@ -120,31 +122,31 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family(
         model_type="qwen2",
         qkv_bias=True,
-        windows=_windows_by_type,
+        windows=windows_by_type,
     ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
-        windows=_windows_by_type,
+        windows=windows_by_type,
     ),
     "Qwen3MoeForCausalLM": Family(
         model_type="qwen3_moe",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
-        windows=_same_window_if_used,
+        windows=same_window_if_used,
         moe=MoEFamily(
             experts=Key("num_experts"),
             intermediate=Key("moe_intermediate_size"),
             renormalize=Key("norm_topk_prob"),
-            sparse=_sparse_by_step,
+            sparse=sparse_by_step,
         ),
     ),
     "MixtralForCausalLM": Family(
         model_type="mixtral",
-        windows=_same_window,
+        windows=same_window,
         moe=MoEFamily(
             experts=Key("num_local_experts"),
             intermediate=Key("intermediate_size"),

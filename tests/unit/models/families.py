@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every supported family, with shapes that no real model has."""
+"""Tiny random checkpoints of every supported family, with sizes that no real model has."""
 
 from __future__ import annotations
 
@@ -123,14 +123,17 @@ FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
 
 
 def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
-    """A transformers model with random float32 weights whose logits spread over several nats."""
-    stem, config = _CONFIGS[family]
+    """A transformers model with random float32 weights whose logits spread over several nats.
+
+    `family` is one of `FAMILIES`, or the stem of transformers' classes, and then `overrides` are its whole config.
+    """
+    stem, config = _CONFIGS.get(family, (family, {}))
     config_class = getattr(transformers, f"{stem}Config")
     values = {"pad_token_id": None, **_COMMON, **config, **overrides}
     model = getattr(transformers, f"{stem}ForCausalLM")._from_config(
         config_class(**values), attn_implementation="eager", dtype=torch.float32
     )
-    # The grouped matrix product that transformers prefers refuses widths that are no multiple of 16 bytes.
+    # The grouped matrix product that transformers prefers refuses widths that are not multiples of 16 bytes.
     model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -140,7 +143,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3, generator=generator)
             else:
-                # Sharp, strong attention: greedy text then depends on its past and does not soon repeat one token.
+                # With sharp, strong attention greedy text depends on its past and does not soon repeat one token.
                 gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight", "o_proj.weight")) else 1.0
                 parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
         model.model.norm.weight.mul_(torch.randint(0, 2, (model.config.hidden_size,), generator=generator) * 2 - 1)
@@ -149,7 +152,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
 
 
 def make_checkpoint(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Any:
-    """Save such a model to `folder` as transformers saves it, and return it."""
+    """Make a model, save it to `folder` as transformers does, and return it."""
     model = make_model(family, seed, **overrides)
     model.save_pretrained(folder)
     return model

@@ -1,4 +1,4 @@
-"""A minimal driver of a model over the paged cache: what the engine does, without an engine."""
+"""A minimal driver of a model over the paged cache: the part of an engine that tests of models need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
 
 class PagedRunner:
-    """Rows with pages in shuffled order; unwritten cache is filled with values that would show if they were read."""
+    """Rows with pages in shuffled order. Unwritten cache has large values, so that reading it would show."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class PagedRunner:
         forward: Any = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self.forward = forward or model  # what runs the steps
+        self.forward = forward or model  # runs the steps
         self.page_size = page_size
         self.width = -(-max_tokens // page_size)
         pages = list(range(1, rows * self.width + 1))
@@ -36,7 +36,7 @@ class PagedRunner:
         self.tables = [pages[row * self.width : (row + 1) * self.width] for row in range(rows)]
         self.lengths = [0] * rows
         self.decode_position_shift = 0
-        self.experts: ExpertRecord | None = None  # where steps keep those of their tokens
+        self.experts: ExpertRecord | None = None  # written by steps
         self.adapters: AdapterSlots | None = None
         self.adapter_of = [0] * rows  # slot
 
@@ -57,7 +57,7 @@ class PagedRunner:
         return {row: logits[c.query_start : c.query_start + c.query_len] for row, c in zip(pieces, chunks, strict=True)}
 
     def decode(self, step: dict[int, int], padding: int = 0) -> dict[int, torch.Tensor]:
-        """Append one token to each row of `step`, with padding rows after them; returns their logits."""
+        """Append one token to each row of `step`, and `padding` rows after them; returns the logits of the rows."""
         positions, slots = [], []
         for row in step:
             positions.append(self.lengths[row] + self.decode_position_shift)

@@ -1,7 +1,7 @@
-"""A token's logits, bit for bit, in any batch, chunking and recomputation: whole steps in Triton's interpreter.
+"""A token has the same logits, bit for bit, in any batch, chunking and recomputation: in Triton's interpreter.
 
-The interpreter leaves the order of a tile's sums to numpy, which takes another one for each shape. Here it adds as the
-tensor cores do: 16 products at a time, in their order.
+The interpreter leaves the order of a tile's sums to numpy, which has another order for each shape. Here it adds as the
+tensor cores do: 16 products at a time, in order.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.linear.table import linear_config
+from rollout_kernels.moe.dispatch import moe_plan
 from rollout_kernels.sampling import SamplingRows, truncate
 from triton.runtime import interpreter
 
 from rollout.config import ModelSettings
-from rollout.models import Decoder, deterministic, load_model
-from rollout.models.deterministic import check_deterministic
-from rollout.models.fused import FusedDecoder, _configs
+from rollout.models import Decoder, deterministic, fused_experts, load_model
+from rollout.models.deterministic import check_deterministic, head_product, layer_products
+from rollout.models.fused import FusedDecoder
 from rollout.models.fused_experts import FusedExperts
 from tests.unit.models.families import make_checkpoint
 from tests.unit.models.paged import PagedRunner
@@ -45,9 +47,9 @@ def add_in_order(self, a, b, d, input_precision, max_num_imprecise_acc):
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", add_in_order)
-    small = dataclasses.replace(deterministic._CONFIG, block_n=16, chunk=16)
-    monkeypatch.setattr(deterministic, "_CONFIG", small)
-    monkeypatch.setattr(deterministic, "_TOKENS", 7)
+    small = dataclasses.replace(deterministic.CONFIG, block_n=16, chunk=16)
+    monkeypatch.setattr(deterministic, "CONFIG", small)
+    monkeypatch.setattr(deterministic, "PROMPT_TOKENS", 7)
 
 
 def load(name: str, folder: Path, dtype: str = "bfloat16") -> Decoder:
@@ -58,7 +60,7 @@ def load(name: str, folder: Path, dtype: str = "bfloat16") -> Decoder:
 
 
 class Schedule:
-    """Feeds the same sequences to a model in a random order of steps, and keeps the logits of every token."""
+    """Feeds the same sequences to a model in steps of random order and size, and keeps the logits of every token."""
 
     def __init__(self, model: Decoder, forward: FusedDecoder, seed: int, kv_dtype: torch.dtype | None) -> None:
         self.rng = random.Random(seed)
@@ -86,12 +88,12 @@ class Schedule:
             for row in rows:
                 self.keep(row, before[row], logits[row])
             if self.restarts and lengths[0] > 8:
-                lengths[0], self.restarts = 0, self.restarts - 1  # preempted: all of it is computed again
+                lengths[0], self.restarts = 0, self.restarts - 1  # preempted: computed again from the start
         return self.found
 
 
 def differing(model: Decoder, seeds: range, kv_dtype: torch.dtype | None = None) -> int:
-    """Tokens whose logits are not the same in all schedules."""
+    """Number of tokens whose logits differ between schedules."""
     forward = FusedDecoder(model, deterministic=True)
     runs = [Schedule(model, forward, seed, kv_dtype).run() for seed in seeds]
     assert all(set(run) == set(runs[0]) and len(run) == sum(LENGTHS) for run in runs)
@@ -100,14 +102,14 @@ def differing(model: Decoder, seeds: range, kv_dtype: torch.dtype | None = None)
 
 @pytest.mark.parametrize(("name", "fp8"), [("qwen3", True), ("mixtral", False)])
 def test_logits_do_not_depend_on_batch_chunks_or_recomputation(name, fp8, tmp_path):
-    """A window, experts and codes among it; steps of few and of many tokens, prompts beside others, padding."""
+    """With a window, experts and FP8 KV; steps of few and of many tokens, several prompts in a step, padding."""
     model = load(name, tmp_path)
     kv_dtype = torch.float8_e4m3fn if fp8 else None
     assert differing(model, range(2), kv_dtype) == 0
 
 
-def test_without_it_a_token_that_is_decoded_differs_from_one_that_is_computed_again(tmp_path):
-    """What is compared above would show."""
+def test_without_deterministic_a_decoded_token_differs_from_a_prefilled_one(tmp_path):
+    """So the comparison above can fail."""
     model = load("qwen3", tmp_path)
     ids = tokens(20, model.spec.vocab, 1)
     for in_one_order in (True, False):
@@ -120,7 +122,7 @@ def test_without_it_a_token_that_is_decoded_differs_from_one_that_is_computed_ag
         assert torch.equal(*found) == in_one_order
 
 
-def test_a_prompts_tokens_attend_as_those_of_decode_steps_do():
+def test_tokens_of_a_prompt_attend_as_tokens_of_decode_steps_do():
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(9, 8, 2, 16, generator=generator) for _ in range(2))
     q = torch.randn(30, 4, 16, generator=generator)
@@ -149,17 +151,24 @@ def _whole(lens, window):
     return plan_decode_work(lens, 2, group=1, window=window, config=DecodeConfig(block_n=16), multiprocessors=1)
 
 
-def test_steps_of_any_size_have_one_plan_for_experts_and_no_product_of_torchs(tmp_path):
-    model, sizes = load("mixtral", tmp_path), (1, 5, 40, 129, 3000)
+def test_steps_of_any_size_have_one_plan_for_experts_and_one_split_of_each_product(tmp_path, monkeypatch):
+    model, sizes, plans = load("mixtral", tmp_path), (1, 5, 40, 129, 3000), []
+
+    def noted(*asked, **options):
+        plans.append(moe_plan(*asked, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(fused_experts, "moe_plan", noted)
+    products = [*layer_products(model.spec.layers[0]).values(), head_product(model.spec)]
     for in_one_order in (True, False):
-        experts, plans = FusedExperts(model, in_one_order), set()
+        experts = FusedExperts(model, in_one_order)
+        plans.clear()
         for count in sizes:
             experts.begin_step(count)
-            plans.add(experts._plan)
-        assert (len(plans) == 1) == in_one_order
-        configs = [_configs(model.spec, count, in_one_order) for count in sizes]
-        splits = [{name: config and config.split for name, config in of.items()} for of in configs]
-        assert all(found == splits[0] and None not in found.values() for found in splits) == in_one_order
+        assert (len(set(plans)) == 1) == in_one_order
+        configs = [[linear_config(*product, count, in_one_order) for product in products] for count in sizes]
+        splits = [[config and config.split for config in of_size] for of_size in configs]
+        assert all(found == splits[0] and None not in found for found in splits) == in_one_order
 
 
 def test_models_whose_products_depend_on_the_batch_are_refused(tmp_path):
@@ -170,7 +179,7 @@ def test_models_whose_products_depend_on_the_batch_are_refused(tmp_path):
     check_deterministic(load("mixtral", tmp_path / "mixtral").spec)
 
 
-def test_sums_in_whole_numbers_keep_what_top_p_means():
+def test_sums_in_whole_numbers_keep_the_meaning_of_top_p():
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(1)) * 3
     rows = SamplingRows(
         temperature_S=torch.ones(40),

@@ -37,8 +37,8 @@ def made(family: str, folder: Path, dtype: str) -> Decoder:
 def record_for(model: Decoder, tokens: int, dtype: torch.dtype) -> ExpertRecord:
     moe = model.spec.moe
     assert moe is not None
-    wide = torch.full((tokens, sum(moe.layers), 2 * moe.top_k), 99, dtype=torch.int32).to(dtype)
-    return ExpertRecord(wide[:, :, : moe.top_k], torch.arange(tokens))
+    wide = torch.full((tokens, len(model.spec.sparse_layers), 2 * moe.router.top_k), 99, dtype=torch.int32).to(dtype)
+    return ExpertRecord(wide[:, :, : moe.router.top_k], torch.arange(tokens))
 
 
 def tokens(count: int, model: Decoder) -> list[int]:

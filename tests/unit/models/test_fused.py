@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ from rollout_kernels.moe.triton_group_pairs import pairs_at_once
 from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 from rollout.config import ModelSettings
-from rollout.models import Decoder, fused_experts, load_model
-from rollout.models.fused import FusedDecoder, kernels_take, supports
-from rollout.models.layers import Linear
+from rollout.models import Decoder, KVCache, fused_experts, load_model
+from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, takes_mixer
+from rollout.models.layers import Attention, DenseFeedForward, Linear, SparseFeedForward
+from rollout.models.random_init import fill_random
+from rollout.models.spec import RopeSpec
 from tests.unit.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.unit.models.families import make_checkpoint
 from tests.unit.models.paged import PagedRunner
@@ -42,6 +45,7 @@ _EVEN: dict[str, Any] = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", _EVEN),
     "qwen3-odd": ("qwen3", {}),
+    "qwen3-biased": ("qwen3", {**_EVEN, "attention_bias": True}),
     "llama": ("llama", {**_EVEN, "mlp_bias": False, "attention_bias": False}),
     "llama-odd": ("llama", {}),
     "qwen2": ("qwen2", {k: v for k, v in _EVEN.items() if k != "head_dim"}),
@@ -204,6 +208,53 @@ def test_a_bf16_model_is_as_close_to_float32_as_by_the_generic_path(
     assert by_kernels < 1.25 * by_modules + 1e-4
 
 
+@pytest.mark.parametrize(
+    ("name", "generic"),
+    [("llama-odd", {Attention, DenseFeedForward}), ("qwen3-biased", {Attention}), ("qwen3_moe", {SparseFeedForward})],
+)
+def test_a_block_that_the_kernels_do_not_take_runs_by_its_own_code(
+    name: str, generic: set[type], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases of the output and feed-forward products, and experts in float32; the other blocks stay fused."""
+    ran: set[type] = set()
+    for block in (Attention, DenseFeedForward, SparseFeedForward):
+        monkeypatch.setattr(block, "forward", noting(block.forward, ran, block))
+    model, reference = make(name, tmp_path, "float32")
+    logits, _, ids = steps(model, FusedDecoder(model), LONG)
+    assert ran == generic
+    assert (logits - expected(reference, ids)).abs().max() < 1e-4
+
+
+def noting(forward: Any, ran: set[type], block: type) -> Any:
+    def noted(*args: Any) -> Any:
+        ran.add(block)
+        return forward(*args)
+
+    return noted
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_layers_may_differ_in_heads_rope_window_and_width(kv_dtype: torch.dtype, tmp_path: Path) -> None:
+    """The cache has the size of each layer, and both paths agree."""
+    plain = make("qwen3", tmp_path, "float32")[0].spec
+    layers = list(plain.layers)
+    rope = RopeSpec("default", 700.0)
+    other = dataclasses.replace(layers[1].mixer, heads=2, kv_heads=1, head_dim=32, rope=rope, window=5, qk_norm="none")
+    narrow = dataclasses.replace(layers[1].feed_forward, intermediate=64)
+    layers[1] = dataclasses.replace(layers[1], mixer=other, feed_forward=narrow)
+    spec = dataclasses.replace(plain, layers=tuple(layers))
+    model = Decoder(spec, torch.float32, CPU)
+    fill_random(model, seed=1)
+    kv = KVCache.allocate(spec, 5, 4, kv_dtype, "cpu")
+    assert [tuple(k.shape[2:]) for k in kv.k] == [(2, 16), (1, 32), (2, 16)]
+    held = sum(tensor.nbytes for tensor in kv.tensors)
+    assert held == 5 * 4 * spec.kv_bytes_per_token(kv_dtype) and kv.pages == 5
+    fused, by_generic = (steps(model, forward, LONG, kv_dtype)[0] for forward in (FusedDecoder(model), model))
+    assert error(fused, by_generic) < (1e-5 if kv_dtype == torch.float32 else 0.05)
+    whole = PagedRunner(model, rows=1, max_tokens=LONG + 2, kv_dtype=kv_dtype)
+    assert error(whole.prefill({0: tokens(LONG + 2, spec.vocab, 1)})[0], by_generic[-LONG - 2 :]) < 1e-5
+
+
 def test_what_is_copied_into_a_parameter_is_what_the_next_step_uses(tmp_path: Path) -> None:
     """A hot swap writes into the parameters; the kernels' weights are the same memory."""
     model, _ = make("mixtral", tmp_path / "old", "bfloat16")
@@ -235,11 +286,11 @@ def test_steps_of_the_same_kernels_are_told_by_their_largest(tmp_path: Path) -> 
             assert (tokens_ <= bound) == (largest <= bound)
 
 
-def test_only_a_gpu_in_16_bits_takes_the_fused_kernels(tmp_path: Path) -> None:
-    dense, _ = make("qwen3", tmp_path / "dense", "float32")
-    assert kernels_take(dense.spec, torch.float32) and not supports(dense, True), "the interpreter is for tests"
-    sparse, _ = make("qwen3_moe", tmp_path / "sparse", "bfloat16")
-    assert kernels_take(sparse.spec, torch.bfloat16) and not supports(sparse, True)
-    assert not kernels_take(sparse.spec, torch.float32)
-    biased, _ = make("llama-odd", tmp_path / "biased", "float32")
-    assert not kernels_take(biased.spec, torch.bfloat16)
+def test_fused_kernels_run_on_a_gpu_and_take_blocks_without_rare_options(tmp_path: Path) -> None:
+    dense, sparse, biased = (make(name, tmp_path / name, "bfloat16")[0] for name in ("qwen3", "qwen3_moe", "llama-odd"))
+    assert not any(supports(model, True) for model in (dense, sparse, biased)), "on a CPU the generic path runs"
+    for model, taken in ((dense, True), (biased, False)):
+        layer = model.spec.layers[0]
+        assert takes_mixer(layer.mixer) == takes_feed_forward(layer.feed_forward, torch.float32) == taken
+    assert takes_feed_forward(sparse.spec.layers[0].feed_forward, torch.bfloat16)
+    assert not takes_feed_forward(sparse.spec.layers[0].feed_forward, torch.float32), "experts need 16 bits"

@@ -107,7 +107,7 @@ def test_older_rope_keys_mean_the_same(tmp_path: Path) -> None:
     theta = rope.pop("rope_theta")
     _edit_json(tmp_path / "config.json", rope_parameters=None, rope_theta=theta, rope_scaling=rope)
     assert _load(tmp_path).spec == spec
-    assert spec.rope.kind == "llama3" and spec.rope.theta == theta
+    assert all(layer.mixer.rope.kind == "llama3" and layer.mixer.rope.theta == theta for layer in spec.layers)
 
 
 def test_yarn_extends_the_longest_context(tmp_path: Path) -> None:
@@ -217,9 +217,9 @@ def test_untied_output_layer_is_needed(tmp_path: Path) -> None:
 def test_name_check_is_the_same_for_any_source_of_names(tmp_path: Path) -> None:
     reference = make_checkpoint("olmoe", tmp_path)
     regions = _load(tmp_path).model.hf_regions()
-    assert check_names(regions, reference.state_dict(), tied=False).complete
-    assert check_names(regions, load_file(tmp_path / WEIGHTS), tied=False).complete
-    assert check_names(regions, [], tied=False).missing[0] == "model.embed_tokens.weight"
+    assert check_names(regions, reference.state_dict()).complete
+    assert check_names(regions, load_file(tmp_path / WEIGHTS)).complete
+    assert check_names(regions, []).missing[0] == "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize("file", ["../model-0.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ""])
