@@ -22,6 +22,7 @@ from rollout.engine.step import graphs
 from rollout.engine.step.features import Feature
 from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
 from rollout.models.lora_slots import random_adapter
+from rollout.models.spec import MoESpec, RouterSpec
 
 SHAPED = {"top_k": 5, "presence_penalty": 0.3}
 
@@ -207,17 +208,17 @@ def test_dense_models_on_a_gpu_are_captured(on_gpu):
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "dtype", "bias", "captured"),
+    ("on_gpu", "dtype", "width", "captured"),
     [
-        (True, torch.bfloat16, False, True),
-        (True, torch.float16, False, True),
-        (True, torch.float32, False, False),
-        (True, torch.bfloat16, True, False),
-        (False, torch.bfloat16, False, False),
+        (True, torch.bfloat16, 32, True),
+        (True, torch.float16, 32, True),
+        (True, torch.float32, 32, False),
+        (True, torch.bfloat16, 33, False),
+        (False, torch.bfloat16, 32, False),
     ],
 )
-def test_experts_are_captured_where_the_fused_kernels_run_them(on_gpu, dtype, bias, captured):
-    spec = SimpleNamespace(moe=SimpleNamespace(intermediate=32), hidden=64, o_bias=bias, mlp_bias=False)
-    model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=spec)
+def test_experts_are_captured_where_the_fused_kernels_run_them(on_gpu, dtype, width, captured):
+    moe = MoESpec(hidden=64, experts=4, intermediate=width, router=RouterSpec("softmax", 2, renormalize=True))
+    model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=SimpleNamespace(moe=moe))
     assert capturable(model, True) == captured
     assert not capturable(model, False)
