@@ -1,6 +1,6 @@
 """Steps in which a token's results are the same bit for bit whatever runs beside it, and however its KV was computed.
 
-    products      one order of addition for any number of tokens: the deterministic column of `linear_table`
+    products      one order of addition for any number of tokens: the deterministic column of `linear.table`
     experts       one plan for any number of tokens: the deterministic plan of `moe.dispatch`; the router is such a
                   product, too
     attention     a row's context is cut every `CHUNK` positions, whatever the other rows are. A prompt's tokens are

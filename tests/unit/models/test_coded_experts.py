@@ -1,4 +1,4 @@
-"""Experts kept as codes: the model is the plain one with the weights that the codes stand for."""
+"""Experts kept as codes: the model equals a plain one with the decoded weights."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_fused_steps_are_as_close_to_float32_as_generic_ones(family, format, tmp
 
 
 @pytest.mark.parametrize(("family", "format"), CODED)
-def test_parameters_are_codes_and_scales_and_nothing_besides(family, format, tmp_path):
+def test_parameters_are_codes_and_scales_and_nothing_else(family, format, tmp_path):
     make_checkpoint(family, tmp_path, **MODELS[family][1])
     plain, coded = load(tmp_path, "bfloat16"), load(tmp_path, "bfloat16", format)
 
@@ -93,7 +93,7 @@ def test_parameters_are_codes_and_scales_and_nothing_besides(family, format, tmp
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(("family", "format"), CODED)
-def test_what_is_copied_into_the_views_becomes_codes(family, format, stacked, tmp_path):
+def test_weights_copied_into_the_views_become_codes(family, format, stacked, tmp_path):
     """Under either layout's names; a step afterwards is that of a model that was loaded with these weights."""
     sizes = MODELS[family][1]
     make_checkpoint(family, tmp_path / "old", **sizes)
@@ -117,7 +117,7 @@ def test_what_is_copied_into_the_views_becomes_codes(family, format, stacked, tm
     assert torch.equal(logits(model), logits(fresh))
 
 
-def test_random_weights_are_those_without_codes_rounded(tmp_path):
+def test_random_weights_are_the_plain_ones_rounded(tmp_path):
     make_checkpoint("mixtral", tmp_path, **MODELS["mixtral"][1])
     coded = load(tmp_path, "bfloat16", "mxfp8", load_format="random", random_seed=3)
     plain = decode_into(load(tmp_path, "bfloat16", load_format="random", random_seed=3), "mxfp8")
@@ -134,7 +134,7 @@ def test_codes_are_not_taken_for_weights(tmp_path):
         view.copy_(torch.zeros(view.shape[1:]))
 
 
-def test_what_a_format_cannot_hold_is_refused_before_weights_are_read(tmp_path):
+def test_an_impossible_format_is_refused_before_weights_are_read(tmp_path):
     make_checkpoint("qwen3", tmp_path / "dense")
     with pytest.raises(ValueError, match="has no experts: use auto"):
         load(tmp_path / "dense", "float32", "fp8_row")

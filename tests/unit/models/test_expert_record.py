@@ -1,4 +1,4 @@
-"""A step's record of its experts: by the torch modules and, in Triton's interpreter, by the kernels of every path."""
+"""A step's record of its experts: of the torch modules and, in Triton's interpreter, of the kernels of every path."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_kernels_record_what_they_run_and_what_the_torch_modules_record(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
-def test_a_decode_step_records_its_rows_and_padding_behind_them(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_decode_step_records_its_rows_and_the_padding_after_them(dtype: torch.dtype, tmp_path: Path) -> None:
     model = made("qwen3_moe", tmp_path, "float32")
     ids = tokens(6, model)
     whole = PagedRunner(model, rows=1, max_tokens=8)
@@ -112,7 +112,7 @@ def test_a_record_packs_the_kv_slot_and_the_experts(experts: int, bytes_a_token:
     assert other.experts.experts_TLK.tolist() == chosen.tolist()
 
 
-def test_only_sparse_layers_have_a_place(tmp_path: Path) -> None:
+def test_only_sparse_layers_are_recorded(tmp_path: Path) -> None:
     sparse = made("qwen3_moe", tmp_path / "sparse", "float32")
     assert routing_shape(sparse.spec) == RoutingShape(2, 3, 7)
     make_checkpoint("qwen3", tmp_path / "dense")

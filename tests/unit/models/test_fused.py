@@ -149,7 +149,7 @@ def errors(runs: list[Beside]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_a_dense_model_is_transformers_in_float32(name: str, tmp_path: Path) -> None:
+def test_a_dense_model_equals_transformers_in_float32(name: str, tmp_path: Path) -> None:
     model, reference = make(name, tmp_path, "float32")
     logits, runner, ids = steps(model, FusedDecoder(model), LONG)
     assert (logits - expected(reference, ids)).abs().max() < 1e-4
@@ -255,7 +255,7 @@ def test_layers_may_differ_in_heads_rope_window_and_width(kv_dtype: torch.dtype,
     assert error(whole.prefill({0: tokens(LONG + 2, spec.vocab, 1)})[0], by_generic[-LONG - 2 :]) < 1e-5
 
 
-def test_what_is_copied_into_a_parameter_is_what_the_next_step_uses(tmp_path: Path) -> None:
+def test_the_next_step_uses_weights_that_were_copied_into_parameters(tmp_path: Path) -> None:
     """A hot swap writes into the parameters; the kernels' weights are the same memory."""
     model, _ = make("mixtral", tmp_path / "old", "bfloat16")
     forward = FusedDecoder(model)
@@ -272,8 +272,8 @@ def test_what_is_copied_into_a_parameter_is_what_the_next_step_uses(tmp_path: Pa
     assert torch.equal(after, PagedRunner(swapped, rows=1, max_tokens=8, forward=FusedDecoder(swapped)).prefill(ids)[0])
 
 
-def test_steps_of_the_same_kernels_are_told_by_their_largest(tmp_path: Path) -> None:
-    """Every launch that may compile a kernel takes, for any size, what it takes for the next of these sizes."""
+def test_kernel_sizes_bound_the_steps_that_run_the_same_kernels(tmp_path: Path) -> None:
+    """A step of any size launches the kernels of the next larger one of these sizes."""
     forward = FusedDecoder(make("mixtral", tmp_path, "bfloat16")[0])
     sizes, shape = forward.kernel_sizes(), MoEShape(experts=5, top_k=2, hidden=64, inner=96)
     assert sizes == sorted(set(sizes)) and min(sizes) > 0

@@ -1,4 +1,4 @@
-"""Adapter folders made to do harm, and adapters of kinds that are not served: each gets an error that names it."""
+"""Hostile adapter folders, and adapters of unsupported kinds: each gets an error that names the cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.peft_adapters import make_adapter
 from tests.unit.models.families import make_checkpoint
 
 CPU = torch.device("cpu")
-ZERO = chr(0x660)  # of another script
+ZERO = chr(0x660)  # a digit of another script
 PREFIX = "base_model.model.model.layers.0.self_attn."
 
 
@@ -32,13 +32,13 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, ModelSpec
     make_checkpoint("mixtral", folder / "mixture")
     make_adapter(reference, folder / "adapter", 0)
     specs = [load_model(ModelSettings(path=str(folder / name)), CPU).spec for name in ("base", "mixture")]
-    load_peft_folder(folder / "adapter", specs[0], 8, torch.float32)  # whatever is imported at the first use is, by now
+    load_peft_folder(folder / "adapter", specs[0], 8, torch.float32)  # imports happen here
     return specs[0], specs[1], folder / "adapter"
 
 
 @pytest.fixture
 def folder(good, tmp_path: Path) -> Path:
-    """A good adapter of one's own to spoil."""
+    """A copy of a good adapter, to be spoiled."""
     return Path(shutil.copytree(good[2], tmp_path / "adapter"))
 
 
@@ -68,7 +68,7 @@ def edit(folder: Path, **changes: Any) -> None:
         ("alpha_pattern", {f"m{i}": 1 for i in range(3000)}),
     ],
 )  # fmt: skip
-def test_a_field_that_is_not_served_is_named(good, folder: Path, field: str, value: Any) -> None:
+def test_an_unsupported_field_is_named(good, folder: Path, field: str, value: Any) -> None:
     edit(folder, **{field: value})
     refused(folder, good[0], field)
 
@@ -100,7 +100,7 @@ def test_tensors_that_do_not_fit_are_named(good, folder: Path, change, match: st
     refused(folder, good[0], match)
 
 
-def test_experts_are_refused_with_what_is_supported(good, folder: Path) -> None:
+def test_adapters_of_experts_are_refused_with_the_supported_modules(good, folder: Path) -> None:
     hidden = good[1].hidden
     name = "base_model.model.model.layers.0.mlp.gate_proj.lora"
     save_file({f"{name}_A.weight": torch.zeros(4, hidden), f"{name}_B.weight": torch.zeros(56, 4)}, folder / WEIGHTS)
@@ -115,7 +115,7 @@ def test_a_truncated_file_is_refused(good, folder: Path, where: str) -> None:
     refused(folder, good[0], "cannot be read")
 
 
-def test_an_absurd_shape_takes_no_memory(good, folder: Path) -> None:
+def test_an_absurd_shape_allocates_nothing(good, folder: Path) -> None:
     header = {f"{PREFIX}q_proj.lora_A.weight": {"dtype": "F32", "shape": [2**40, 48], "data_offsets": [0, 2**47]}}
     text = json.dumps(header).encode()
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text)

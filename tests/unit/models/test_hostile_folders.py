@@ -1,4 +1,4 @@
-"""Model folders made to do harm: each gets a clear error, soon, and without the memory or the code that it asks for."""
+"""Hostile model folders: each gets a clear error quickly; no code in it runs, and no absurd memory is allocated."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family in FAMILIES:
         folders[family] = tmp_path_factory.mktemp(family)
         make_checkpoint(family, folders[family])
-        _load(folders[family])  # whatever is imported at the first use is, by now
+        _load(folders[family])  # imports happen here, outside the limits on time and memory
     return folders
 
 
 @pytest.fixture
 def folder(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
-    """A good Llama checkpoint of one's own to spoil."""
+    """A copy of a good Llama checkpoint, to be spoiled."""
     return Path(shutil.copytree(checkpoints["llama"], tmp_path / "model"))
 
 
@@ -52,7 +52,7 @@ def _load(folder: Path, **settings: Any) -> LoadedModel:
 
 
 def refused(folder: Path, match: str = "", **settings: Any) -> str:
-    """The folder gets an error that says what is wrong; the message."""
+    """Check that the folder is refused; returns the message."""
     with little_memory_and_time(), pytest.raises(ValueError, match=match) as error:
         _load(folder, **settings)
     assert 10 < len(str(error.value)) < 4000
@@ -67,11 +67,17 @@ def edit_config(folder: Path, **changes: Any) -> None:
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_number_that_no_model_has_is_refused_wherever_it_stands(
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("llama", "qwen3_moe") else pytest.param(family, marks=pytest.mark.nightly)
+        for family in FAMILIES
+    ],
+)
+def test_an_absurd_value_of_any_key_is_refused_or_harmless(
     family: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Each key of the config with each absurd value: an error that names a cause, or a model that runs as it was."""
+    """Each key of the config with each absurd value: a ValueError, or a model that loads."""
     good = checkpoints[family]
     content = json.loads((good / CONFIG).read_text())
     places: list[tuple[str, ...]] = [(key,) for key in content]
@@ -117,15 +123,15 @@ def test_a_number_that_no_model_has_is_refused_wherever_it_stands(
         {"architectures": ["x" * 10_000_000]},
     ],
 )
-def test_sizes_are_refused_before_anything_is_made(changes: dict, load_format: str, folder: Path) -> None:
+def test_absurd_sizes_are_refused_before_memory_is_allocated(changes: dict, load_format: str, folder: Path) -> None:
     edit_config(folder, **changes)
     message = refused(folder, load_format=load_format)
     assert next(iter(changes)) in message or "architecture" in message or "rope" in message
 
 
 @pytest.mark.parametrize("load_format", ["auto", "random"])
-def test_large_sizes_within_bounds_do_not_take_their_memory(load_format: str, folder: Path) -> None:
-    """The product of allowed numbers is checked against the files, and against the memory that there is."""
+def test_large_sizes_within_bounds_allocate_nothing(load_format: str, folder: Path) -> None:
+    """The product of allowed numbers is checked against the files, and against the memory of the device."""
     edit_config(folder, hidden_size=5 << 15, intermediate_size=1 << 22, num_hidden_layers=64, vocab_size=1 << 24)
     message = refused(folder, load_format=load_format)
     assert "cannot be loaded" in message if load_format == "auto" else "GiB" in message
@@ -142,19 +148,19 @@ def test_experts_of_all_layers_together_are_bounded(checkpoints: dict[str, Path]
     [
         ("[" * 100_000, "nested too deeply"),
         ('{"a":' * 100_000, "nested too deeply"),
-        ('{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' is there twice"),
-        ("[]", "does not hold a JSON object"),
+        ('{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' is given twice"),
+        ("[]", "does not contain a JSON object"),
         ("\x00" * 1000, "cannot be read as JSON"),
         ("", "cannot be read as JSON"),
         ('{"architectures": ["LlamaForCausalLM"], "n": ' + "9" * 10_000 + "}", "cannot be read as JSON"),
     ],
 )
-def test_json_that_is_no_config_is_refused(text: str, match: str, folder: Path) -> None:
+def test_json_that_is_not_a_config_is_refused(text: str, match: str, folder: Path) -> None:
     (folder / CONFIG).write_text(text)
     refused(folder, match)
 
 
-def test_bytes_that_are_no_text_are_refused(folder: Path) -> None:
+def test_bytes_that_are_not_text_are_refused(folder: Path) -> None:
     (folder / CONFIG).write_bytes(b"\xff\xfe\x00")
     refused(folder, "cannot be read as JSON")
 
@@ -187,7 +193,7 @@ def add_code(folder: Path, proof: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "evil"])
-def test_code_of_a_config_is_never_run(model_type: str, folder: Path, tmp_path: Path) -> None:
+def test_code_named_by_a_config_never_runs(model_type: str, folder: Path, tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     add_code(folder, proof)
     auto_map = {"AutoConfig": "configuration_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.EvilModel"}
@@ -195,12 +201,12 @@ def test_code_of_a_config_is_never_run(model_type: str, folder: Path, tmp_path: 
     if model_type == "llama":
         _load(folder)  # as if the map were not there
     else:
-        refused(folder, "model_type 'evil' does not go with LlamaForCausalLM")
+        refused(folder, "model_type 'evil' does not belong to LlamaForCausalLM")
     assert not proof.exists()
 
 
 @pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "EvilTokenizer", "LlamaTokenizer", None])
-def test_code_of_a_tokenizer_is_never_run(tokenizer_class: str | None, tmp_path: Path) -> None:
+def test_code_named_by_a_tokenizer_never_runs(tokenizer_class: str | None, tmp_path: Path) -> None:
     proof, folder = tmp_path / "proof", tmp_path / "tokenizer"
     folder.mkdir()
     make_tokenizer_folder(folder)
@@ -250,7 +256,7 @@ def test_a_template_cannot_leave_its_sandbox(template: str, tmp_path: Path) -> N
         b'{"added_tokens_decoder": [1, 2]}',
     ],
 )
-def test_a_broken_tokenizer_is_an_error_or_a_tokenizer(name: str, content: bytes, tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_refused_or_harmless(name: str, content: bytes, tmp_path: Path) -> None:
     make_tokenizer_folder(tmp_path)
     (tmp_path / name).write_bytes(content)
     with little_memory_and_time(), contextlib.suppress(ValueError):
@@ -288,7 +294,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: repr(path[:30]))
-def test_an_index_cannot_name_files_elsewhere(path: str, folder: Path) -> None:
+def test_an_index_cannot_name_files_outside_the_folder(path: str, folder: Path) -> None:
     weight_map = shard(folder)
     shutil.copy(folder / "model-0.safetensors", folder.parent / "secret.safetensors")
     (folder / "sub").mkdir()
@@ -305,11 +311,11 @@ def test_an_index_without_a_map_of_names_is_refused(value: Any, folder: Path) ->
     refused(folder)
 
 
-def test_an_index_with_a_name_twice_is_refused(folder: Path) -> None:
+def test_an_index_with_a_duplicate_name_is_refused(folder: Path) -> None:
     shard(folder)
     text = (folder / INDEX).read_text()
     (folder / INDEX).write_text(text.replace('{"weight_map": {', '{"weight_map": {"model.norm.weight": "x", '))
-    refused(folder, "is there twice")
+    refused(folder, "is given twice")
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, CONFIG, "tokenizer.json", "generation_config.json", "x.safetensors"])
@@ -330,7 +336,7 @@ def test_links_in_a_circle_or_to_nowhere_are_refused(folder: Path) -> None:
     refused(folder)
 
 
-def test_links_inside_the_folder_are_fine(folder: Path) -> None:
+def test_links_inside_the_folder_are_followed(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "stored.bin")
     (folder / WEIGHTS).symlink_to("stored.bin")
     _load(folder)
@@ -338,7 +344,7 @@ def test_links_inside_the_folder_are_fine(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [WEIGHTS, CONFIG, "shard"])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
-def test_what_is_no_file_is_not_waited_for(make: Callable[[Path], None], name: str, folder: Path) -> None:
+def test_pipes_and_devices_are_refused_without_waiting(make: Callable[[Path], None], name: str, folder: Path) -> None:
     if name == "shard":
         shard(folder)
         name = "model-0.safetensors"
@@ -393,21 +399,21 @@ def test_hostile_safetensors_are_refused(name: str, folder: Path) -> None:
     refused(folder, WEIGHTS if name != "name twice" else "")
 
 
-def test_a_file_that_is_cut_off_anywhere_is_refused(folder: Path) -> None:
+def test_a_truncated_file_is_refused(folder: Path) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     for size in [*range(0, 64, 7), *range(64, len(whole), len(whole) // 40), len(whole) - 1]:
         (folder / WEIGHTS).write_bytes(whole[:size])
         refused(folder, "cannot be read")
 
 
-def test_a_header_length_without_its_header_takes_no_memory(folder: Path) -> None:
+def test_a_header_length_beyond_the_file_allocates_nothing(folder: Path) -> None:
     with open(folder / WEIGHTS, "wb") as file:
         file.write(struct.pack("<Q", 1 << 39))
         file.truncate(1 << 40)
     refused(folder, "cannot be read")
 
 
-def test_many_tensors_that_no_model_has_are_refused(folder: Path) -> None:
+def test_many_unknown_tensors_are_refused(folder: Path) -> None:
     header = {f"t{i}": ENTRY | {"shape": [0], "data_offsets": [0, 0]} for i in range(100_000)}
     (folder / WEIGHTS).write_bytes(tensor_file(header, b""))
     message = refused(folder, "not part of LlamaForCausalLM")
@@ -419,7 +425,7 @@ def test_a_name_of_absurd_length_does_not_fill_the_log(folder: Path) -> None:
     refused(folder, "not part of")
 
 
-def test_other_formats_are_not_looked_at(folder: Path, tmp_path: Path) -> None:
+def test_other_formats_are_never_opened(folder: Path, tmp_path: Path) -> None:
     (folder / WEIGHTS).unlink()
     for name in ("pytorch_model.bin", "model.pt", "model.ckpt", "pytorch_model.bin.index.json"):
         (folder / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch proof'\ntR.")

@@ -1,4 +1,4 @@
-"""Loading: layouts of files, names, shapes, types, and what is said when they are wrong."""
+"""Loading: layouts of files, names, shapes and types, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_stacked_and_single_experts_give_the_same_model(family: str, tmp_path: P
     assert torch.equal(_logits(_load(tmp_path)), single)
 
 
-def test_tensors_that_follow_from_others_are_accepted(tmp_path: Path) -> None:
+def test_redundant_tensors_are_accepted_and_not_read(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path)
 
     def add(tensors: dict[str, torch.Tensor]) -> None:
@@ -214,7 +214,7 @@ def test_untied_output_layer_is_needed(tmp_path: Path) -> None:
         _load(tmp_path)
 
 
-def test_name_check_is_the_same_for_any_source_of_names(tmp_path: Path) -> None:
+def test_names_are_checked_for_files_and_state_dicts_alike(tmp_path: Path) -> None:
     reference = make_checkpoint("olmoe", tmp_path)
     regions = _load(tmp_path).model.hf_regions()
     assert check_names(regions, reference.state_dict()).complete
@@ -247,7 +247,7 @@ def test_index_and_shards_must_agree(tmp_path: Path) -> None:
         _load(tmp_path)
 
 
-def test_shard_twice_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)
     _shard(tmp_path)
     shard = load_file(tmp_path / "model-1.safetensors")

@@ -1,4 +1,4 @@
-"""Adapters in slots against models into which PEFT has merged them."""
+"""Adapters in slots, compared with models into which PEFT has merged them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def logits_of(model, forward, slots: AdapterSlots, adapter_of: list[int]) -> list[torch.Tensor]:
-    """Of each row: a prompt in two chunks and two more tokens, all rows in the same steps."""
+    """Logits of each row: a prompt in two chunks and two more tokens, all rows in the same steps."""
     runner = PagedRunner(model, rows=len(adapter_of), max_tokens=16, forward=forward)
     runner.adapters, runner.adapter_of = slots, adapter_of
     rows = range(len(adapter_of))
@@ -56,7 +56,7 @@ def exact_logits(reference) -> torch.Tensor:
 
 @pytest.mark.parametrize("way", ["generic", "fused", "fused, added before"])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "olmoe"])
-def test_rows_of_a_batch_are_each_what_peft_merges(
+def test_each_row_of_a_batch_equals_the_model_that_peft_merges(
     family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused = way != "generic"
@@ -82,7 +82,7 @@ def test_rows_of_a_batch_are_each_what_peft_merges(
         assert (got - exact[slot]).abs().max() < 2e-4
 
 
-def test_sixteen_bits_are_as_near_as_merged_weights_are(tmp_path: Path) -> None:
+def test_in_16_bits_slots_are_as_accurate_as_merged_weights(tmp_path: Path) -> None:
     reference = make_checkpoint("qwen3", tmp_path / "base", **EVEN)
     folder = make_adapter(reference, tmp_path / "a", 0, ALL)
     exact = exact_logits(merged(reference, folder))
