@@ -30,10 +30,11 @@ copy, because both use the compute stream.
 Who waits: a `pause` and a `drain` wait with their tokens, and `settle` returns the answers. The receiver waits for the
 hold with a callback. A sleep waits for `update_inside` and `swapping` to become false (`sleep.py` polls them).
 
-Threads. Only the loop calls the methods of the first section. The methods of the section "weight receiver" may be
-called from any thread. A lock protects the hold and `update_inside`, because both threads change them. Every public
-attribute is one reference that is replaced as a whole, so any thread may read it without the lock; it may then be one
-change old. No method waits, and no callback is called while the lock is held.
+Threads. Only the loop calls the methods of "the loop's changes". Any thread may ask the questions, and any thread may
+call the methods of "the weight receiver". A lock orders the changes of the hold, which both threads make, and the begin
+of an update against the order to sleep. Every public attribute is one reference that is replaced as a whole, so any
+thread may read it without the lock; it may then be one change old. No method waits, and no callback is called while the
+lock is held.
 """
 
 from __future__ import annotations
@@ -113,9 +114,10 @@ class Gate:
 
     def refusal(self, request: Request, version: int) -> Rejected | None:
         """Why this request is not admitted while weights of `version` are served; None if it is admitted."""
+        sleep = self.sleep
         if self.draining:
             return Rejected(request.key, "unavailable", "the worker is draining: send the request to another one")
-        if self.sleep is not None and self.sleep.requests == "refuse":
+        if sleep is not None and sleep.requests == "refuse":
             message = "this worker is asleep: wake it, or send the request to another one"
             return Rejected(request.key, "unavailable", message)
         if request.min_version > version and not self.takes_weights:
@@ -126,7 +128,8 @@ class Gate:
     @property
     def asleep(self) -> bool:
         """True while the device's memory is given back."""
-        return self.sleep is not None and self.sleep.since_s is not None
+        sleep = self.sleep
+        return sleep is not None and sleep.since_s is not None
 
     @property
     def state(self) -> EngineState:
