@@ -1,4 +1,4 @@
-"""The fingerprint of bytes on a GPU, in one pass. The twin, `trainer_bridge.wire.fingerprint`, defines it."""
+"""The fingerprint of bytes on a GPU, in one pass. The twin, `trainer_bridge.transports.fingerprint`, defines it."""
 
 from __future__ import annotations
 

@@ -17,21 +17,22 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import zmq
 
-from trainer_bridge.client.attach import AttachFields, attach
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.call import Call
-from trainer_bridge.client.core import ClientCore
-from trainer_bridge.client.generate_request import GenerateFields, Prompt, StreamKind, plan_request
+from trainer_bridge.client.core import Call, StreamView, next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.client.generate_request import (
+    AttachFields,
+    GenerateFields,
+    Prompt,
+    StreamKind,
+    plan_request,
+    sleep_fields,
+)
 from trainer_bridge.client.journal import Fsync
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.client.progress import Progress, report
-from trainer_bridge.client.report import Mismatch, TrainerLogprobs, read_mismatch, report_messages
+from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
+from trainer_bridge.client.progress import Progress, show_progress
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
-from trainer_bridge.client.resume import ResumePolicy
-from trainer_bridge.client.session import AsyncSession, end_session
-from trainer_bridge.client.stream import StreamView
-from trainer_bridge.client.timeouts import next_chunk, until_cancelled, until_done, until_ended
-from trainer_bridge.wire.sleep_fields import sleep_fields
+from trainer_bridge.client.resume import ResumePolicy, make_core
+from trainer_bridge.wire.keys import ClientCurve
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Value = TypeVar("_Value")
@@ -58,8 +59,8 @@ class AsyncRolloutClient:
     ) -> None:
         policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
         resumes = resume or journal is not None
-        given = (client, timeout_s, connect_timeout_s, curve, policy if resumes else None, acknowledge, heartbeat_s)
-        self._core = ClientCore(endpoints, *given)
+        given = (client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
+        self._core = make_core(endpoints, *given, resume=policy if resumes else None)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # --- generate -----------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class AsyncRolloutClient:
         """As `RolloutClient.generate_many`."""
         results: dict[int, GenerateResult] = {}
         plans = plan_batch(requests, common)
-        with report(progress, len(plans)) as advance:
+        with show_progress(progress, len(plans)) as advance:
             async with aclosing(self._settle(plans, max_in_flight)) as outcomes:
                 async for settled in outcomes:
                     results[settled.index] = settled.unwrap()
@@ -149,7 +150,7 @@ class AsyncRolloutClient:
     ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
         """As `RolloutClient.attach`."""
         self._bind()
-        call = attach(self._core, target, stream, fields)
+        call = self._core.attach(target, stream, fields)
         return AsyncStream(self, call, stream) if stream else await self._finish(call)
 
     async def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
@@ -255,7 +256,7 @@ class AsyncRolloutClient:
 
         Were the session to come back, its endpoint would be chosen anew.
         """
-        end_session(self._core, session)
+        self._core.end_session(session)
 
     def forget(self, ids: Iterable[str]) -> None:
         """As `RolloutClient.forget`."""
@@ -381,3 +382,27 @@ class AsyncStream(StreamView, Generic[_Item]):
 
     async def __aexit__(self, *exc: object) -> None:
         self.close()
+
+
+class AsyncSession:
+    """As `Session`."""
+
+    def __init__(self, client: AsyncRolloutClient, session_id: str, lease_s: float | None) -> None:
+        self.id = session_id
+        self.lease_s = lease_s
+        self._client = client
+
+    async def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
+        """As `Session.generate`."""
+        fields["session"], fields["session_lease_s"] = self.id, self.lease_s
+        return await self._client.generate(prompt, **fields)
+
+    def end(self) -> None:
+        """As `Session.end`."""
+        self._client.end_session(self.id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.end()

@@ -18,21 +18,22 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import zmq
 
-from trainer_bridge.client.attach import AttachFields, attach
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.call import Call
-from trainer_bridge.client.core import ClientCore
-from trainer_bridge.client.generate_request import GenerateFields, Prompt, StreamKind, plan_request
+from trainer_bridge.client.core import Call, StreamView, next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.client.generate_request import (
+    AttachFields,
+    GenerateFields,
+    Prompt,
+    StreamKind,
+    plan_request,
+    sleep_fields,
+)
 from trainer_bridge.client.journal import Fsync
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.client.progress import Progress, report
-from trainer_bridge.client.report import Mismatch, TrainerLogprobs, read_mismatch, report_messages
+from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
+from trainer_bridge.client.progress import Progress, show_progress
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
-from trainer_bridge.client.resume import ResumePolicy
-from trainer_bridge.client.session import Session, end_session
-from trainer_bridge.client.stream import StreamView
-from trainer_bridge.client.timeouts import next_chunk, until_cancelled, until_done, until_ended
-from trainer_bridge.wire.sleep_fields import sleep_fields
+from trainer_bridge.client.resume import ResumePolicy, make_core
+from trainer_bridge.wire.keys import ClientCurve
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Value = TypeVar("_Value")
@@ -81,8 +82,8 @@ class RolloutClient:
     ) -> None:
         policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
         resumes = resume or journal is not None
-        given = (client, timeout_s, connect_timeout_s, curve, policy if resumes else None, acknowledge, heartbeat_s)
-        self._core = ClientCore(endpoints, *given)
+        given = (client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
+        self._core = make_core(endpoints, *given, resume=policy if resumes else None)
         self._core.on_opened = lambda place: self._watch()
         self._watch()
 
@@ -134,7 +135,7 @@ class RolloutClient:
         """
         results: dict[int, GenerateResult] = {}
         plans = plan_batch(requests, common)
-        with report(progress, len(plans)) as advance, closing(self._settle(plans, max_in_flight)) as outcomes:
+        with show_progress(progress, len(plans)) as advance, closing(self._settle(plans, max_in_flight)) as outcomes:
             for settled in outcomes:
                 results[settled.index] = settled.unwrap()
                 advance(tokens_of(settled))
@@ -181,7 +182,7 @@ class RolloutClient:
         (`stream.partials()`); `n` is then how many completions it has. Breaking this call off leaves the request alone.
         Fields: see `AttachFields`. Raises `NotFound` when the worker does not know it, or has forgotten its result.
         """
-        call = attach(self._core, target, stream, fields)
+        call = self._core.attach(target, stream, fields)
         return Stream(self, call, stream) if stream else self._finish(call)
 
     def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
@@ -296,7 +297,7 @@ class RolloutClient:
 
         Were the session to come back, its endpoint would be chosen anew.
         """
-        end_session(self._core, session)
+        self._core.end_session(session)
 
     def forget(self, ids: Iterable[str]) -> None:
         """Drop requests from the journal: their results are kept elsewhere now. ValueError for one in flight."""
@@ -396,3 +397,27 @@ class Stream(StreamView, Generic[_Item]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Session:
+    """Turns of one conversation, one at a time. `id` and `lease_s` are what each turn sends with it."""
+
+    def __init__(self, client: RolloutClient, session_id: str, lease_s: float | None) -> None:
+        self.id = session_id
+        self.lease_s = lease_s
+        self._client = client
+
+    def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
+        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` says what was reused."""
+        fields["session"], fields["session_lease_s"] = self.id, self.lease_s
+        return self._client.generate(prompt, **fields)
+
+    def end(self) -> None:
+        """Have the worker give back what it holds; does not wait for it."""
+        self._client.end_session(self.id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()

@@ -6,7 +6,7 @@ what cannot be written down as a message, or was misspelt, is an error here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
@@ -235,3 +235,48 @@ def prior_fields(prior: Completion) -> dict[str, Any]:
     if prior.text is not None:
         fields["text_chars"] = len(prior.text)
     return fields
+
+
+class AttachFields(TypedDict, total=False):
+    """What `attach` takes beside the target and `stream`; the first three go with `stream`."""
+
+    stream_every: int | None  # tokens of a chunk, at the least
+    n: int  # completions that the request has; 1
+    partials: Iterable[Completion]  # what an earlier stream of it brought: this one goes on after them
+    endpoint: str | None  # where it was sent; absent: the only one
+    timeout_s: float | None  # seconds until `RolloutTimeout`; absent: the client's
+
+
+def attach_fields(
+    target: str, stream: Literal[False] | StreamKind, given: AttachFields
+) -> tuple[dict[str, Any], list[Completion]]:
+    """The fields of an `attach` message, and the partial completions that its stream goes on after."""
+    if unknown := sorted(given.keys() - AttachFields.__annotations__.keys()):
+        raise TypeError(f"attach takes no {unknown[0]!r}; it takes {', '.join(AttachFields.__annotations__)}")
+    fields: dict[str, Any] = {"target": target}
+    partials = list(given.get("partials", ()))
+    if partials and not stream:
+        raise ValueError("partials say where a stream goes on; leave them out, or set stream")
+    if stream:
+        fields |= {"stream": stream, "offsets": _offsets(partials), "text_chars": _text_chars(partials)}
+        if given.get("stream_every") is not None:
+            fields["stream_every"] = given["stream_every"]
+    return fields, partials
+
+
+def _offsets(partials: list[Completion]) -> dict[str, int | None]:
+    return {str(part.index): None if part.finish_reason is not None else len(part) for part in partials}
+
+
+def _text_chars(partials: list[Completion]) -> dict[str, int]:
+    return {
+        str(part.index): len(part.text) for part in partials if part.text is not None and part.finish_reason is None
+    }
+
+
+def sleep_fields(
+    level: Literal[1, 2], mode: Literal["keep", "abort"] | None, requests: Literal["wait", "refuse"] | None
+) -> dict[str, int | str]:
+    """The fields of a `sleep` message that are given; the worker's settings decide the others."""
+    fields = {"level": level, "mode": mode, "requests": requests}
+    return {name: value for name, value in fields.items() if value is not None}

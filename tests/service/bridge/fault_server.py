@@ -27,10 +27,10 @@ from fsdp_trainer import train_fsdp
 from weights_harness import TinyModel, Worker, new_tensors, wait_for
 
 from trainer_bridge.publish import transport_choice
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports import bucket_link, cuda_ipc, disk
 from trainer_bridge.transports.nccl import group
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
 
 SMALL = 64

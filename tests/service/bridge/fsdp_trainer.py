@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from weights_harness import TinyModel, new_tensors
 
 from trainer_bridge.publish import publisher as publisher_module
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.publish.shards import Shards
 from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports.nccl.group import Group
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.shards import Shards
 from trainer_bridge.wire.errors import RolloutError
 
 BUCKET = 128

@@ -12,9 +12,9 @@ from model_script import PROMPT_LOGPROBS, Model, check, columns, vanish
 from scripted_worker import ScriptedWorker, completion, result
 
 from trainer_bridge.client.assembly import Assembler
-from trainer_bridge.client.continuation import completion_seed
 from trainer_bridge.client.generate_request import plan_request
 from trainer_bridge.client.results import Chunk, Completion, read_completion
+from trainer_bridge.client.resumed_call import completion_seed
 from trainer_bridge.wire import errors
 
 SEED = 11

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports.nccl import broadcasts as group_broadcasts
@@ -33,6 +32,7 @@ from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import Group, GroupError, Place, StoreServer, connect
 from trainer_bridge.transports.nccl.member import Member
 from trainer_bridge.transports.nccl.transport import NcclSender
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
 
 SMALL = 64
@@ -85,7 +85,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from torch.distributed import HashStore
 from weights_harness import TinyModel, Worker, new_tensors
-from trainer_bridge.publish.payload import Payload
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.nccl import member as group_member
 from trainer_bridge.transports.nccl.transport import NcclSender
 

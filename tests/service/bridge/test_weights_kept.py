@@ -13,8 +13,8 @@ from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
 from trainer_bridge.publish import publisher as publisher_module
 from trainer_bridge.publish.kept_update import KeptUpdate
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import ConnectionLost, RolloutError, RolloutTimeout, Unavailable, WeightsRejected
 
 

@@ -12,15 +12,14 @@ import torch
 from weights_harness import TinyModel, new_tensors
 
 from trainer_bridge.publish import transport_choice
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.transport_choice import TransportChoice
-from trainer_bridge.transports import Peer, TransferRules
+from trainer_bridge.transports.base import Peer, TransferRules
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import Group, GroupError, Place, StoreServer, connect, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import Runs
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
-from trainer_bridge.wire.fingerprint import fingerprint
 from trainer_bridge.wire.manifest import Manifest, pack
 
 BUCKET = 128

@@ -13,8 +13,8 @@ import pytest
 import torch
 from weights_harness import Worker, new_tensors, serves
 
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shm import Segment, ShmSender, boot_id
 from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 

@@ -18,13 +18,13 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import TransferRules
+from trainer_bridge.transports.base import TransferRules
+from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.nccl.group import Group, GroupError, Pending, Place, give_up, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import Bucket, Runs
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
-from trainer_bridge.wire.fingerprint import fingerprint
 
 GRACE_S = 5.0  # beyond `stall_s`: a group that still can gives the better reason itself
 

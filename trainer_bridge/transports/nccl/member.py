@@ -22,7 +22,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.transports import Incoming
+from trainer_bridge.transports.base import IncomingUpdate
+from trainer_bridge.transports.fingerprint import fingerprint, fingerprints_digest
 from trainer_bridge.transports.nccl.group import (
     POLL_S,
     Group,
@@ -36,7 +37,6 @@ from trainer_bridge.transports.nccl.group import (
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import MAX_RUNS, Bucket, Runs
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
-from trainer_bridge.wire.fingerprint import fingerprint, fingerprints_digest
 
 _MAX_MEMBERS = 4096
 _MAX_NAME = 64
@@ -49,7 +49,7 @@ class Member:
 
     def __init__(
         self,
-        incoming: Incoming,
+        incoming: IncomingUpdate,
         where: tuple[str, int],
         kept: KeptGroup,
         device: torch.device,
@@ -150,7 +150,7 @@ class Member:
             with self._lock, group.on_stream():
                 self._check_present()
                 seen += [fingerprint(buffer[part.at : part.end]) for part in bucket.parts]
-                self._incoming.landing.put(manifest.bucket_span(index)[0], bucket.unpack(buffer, in_order))
+                self._incoming.destination.put(manifest.bucket_span(index)[0], bucket.unpack(buffer, in_order))
                 self._incoming.note(bucket.nbytes)
             if index + len(buffers) < count:
                 start(index + len(buffers))

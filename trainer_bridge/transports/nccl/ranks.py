@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import TransferRules
+from trainer_bridge.transports.base import TransferRules
 from trainer_bridge.transports.nccl.broadcasts import GRACE_S, Broadcasts
 from trainer_bridge.transports.nccl.group import (
     REACH_S,
@@ -35,6 +34,7 @@ from trainer_bridge.transports.nccl.group import (
 )
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import MAX_RUNS, Runs
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES
 

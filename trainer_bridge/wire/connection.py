@@ -20,12 +20,13 @@ from __future__ import annotations
 import os
 import select
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.wire.socket_events import socket_events
+from trainer_bridge.wire.keys import ClientCurve
 
 _RECONNECT_MAX_MS = 1000
 _HEARTBEATS_MISSED = 3
@@ -199,3 +200,13 @@ def _close_all(context: zmq.Context, connections: list[Connection], process: int
     for connection in connections:
         connection.close()
     context.term()
+
+
+def socket_events(monitor: zmq.Socket) -> Iterator[dict[str, Any]]:
+    """The events that a socket's monitor has, oldest first. Never blocks."""
+    while True:
+        try:
+            message = monitor.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield dict(parse_monitor_message(message))
