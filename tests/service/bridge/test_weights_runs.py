@@ -13,7 +13,8 @@ from weights_harness import TinyModel, new_tensors
 
 from trainer_bridge.publish import transport_choice
 from trainer_bridge.publish.transport_choice import TransportChoice
-from trainer_bridge.transports.base import Peer, TransferRules
+from trainer_bridge.transports.base import Recipient, TransferRules
+from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import Group, GroupError, Place, StoreServer, connect, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
@@ -158,6 +159,6 @@ def test_auto_tries_groups_first_for_parts_of_several_ranks(monkeypatch: pytest.
     choice = TransportChoice("auto", None, None, [])
     for spread, first in ((True, "nccl"), (False, "cuda_ipc")):
         payload: Any = SimpleNamespace(on_gpu=True, again=False, spread=spread)
-        peer = Peer(f"tcp://127.0.0.1:{1 + spread}")
+        peer = Recipient(f"tcp://127.0.0.1:{1 + spread}")
         choice.next_options(payload, [peer])
         assert peer.transport == first
