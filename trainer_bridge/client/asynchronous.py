@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable, Sequence
 from contextlib import aclosing, closing
-from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, overload
 
 import zmq
 
@@ -47,7 +47,7 @@ class AsyncRolloutClient:
         *,
         client: str | None = None,
         timeout_s: float | None = None,
-        connect_timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
         curve: ClientCurve | None = None,
         resume: bool = False,
         resume_timeout_s: float = 600.0,
@@ -66,35 +66,35 @@ class AsyncRolloutClient:
     # --- generate -----------------------------------------------------------------------------------------------------
 
     @overload
-    async def generate(
+    def generate(
         self, prompt: Prompt | None = None, *, stream: Literal[False] = False, **fields: Unpack[GenerateFields]
-    ) -> GenerateResult: ...
+    ) -> Answer[GenerateResult]: ...
 
     @overload
-    async def generate(
+    def generate(
         self, prompt: Prompt | None = None, *, stream: Literal["tokens"], **fields: Unpack[GenerateFields]
-    ) -> AsyncStream[Chunk]: ...
+    ) -> Answer[AsyncStream[Chunk]]: ...
 
     @overload
-    async def generate(
+    def generate(
         self, prompt: Prompt | None = None, *, stream: Literal["completions"], **fields: Unpack[GenerateFields]
-    ) -> AsyncStream[Completion]: ...
+    ) -> Answer[AsyncStream[Completion]]: ...
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt | None = None,
         *,
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[GenerateFields],
-    ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
+    ) -> Answer[Any]:
         """Have `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
-        Returns the result or, with `stream`, an asynchronous iterator of chunks or completions. Cancelling the task
-        cancels the request at the worker.
+        Await it: it returns the result or, with `stream`, an asynchronous iterator of chunks or completions.
+        Cancelling the task cancels the request at the worker.
+
+            async for chunk in await client.generate(prompt, stream="tokens"): ...
         """
-        self._bind()
-        call = self._core.generate(plan_request(prompt, fields, stream))
-        return AsyncStream(self, call, stream) if stream else await self._finish(call)
+        return Answer(self._generate(prompt, stream, fields))
 
     async def generate_many(
         self,
@@ -278,6 +278,13 @@ class AsyncRolloutClient:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
+    async def _generate(
+        self, prompt: Prompt | None, stream: Literal[False, "tokens", "completions"], fields: GenerateFields
+    ) -> GenerateResult | AsyncStream[Any]:
+        self._bind()
+        call = self._core.generate(plan_request(prompt, fields, stream))
+        return AsyncStream(self, call, stream) if stream else await self._finish(call)
+
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def _bind(self) -> None:
@@ -340,6 +347,36 @@ class AsyncRolloutClient:
                     yield step
                 else:
                     await _changed(changed, step)
+
+
+class Answer(Coroutine[Any, Any, _Value]):
+    """The coroutine that `generate` returns. `async for` over it says what is missing: an `await`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+        self.__name__, self.__qualname__ = "generate", "AsyncRolloutClient.generate"
+
+    def __await__(self) -> Generator[Any, Any, _Value]:
+        return self._coroutine.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Go on; asyncio calls this."""
+        return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Go on with an exception; asyncio calls this."""
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        """End it where it is."""
+        self._coroutine.close()
+
+    def __aiter__(self) -> NoReturn:
+        self.close()
+        raise TypeError(
+            "generate is a coroutine: await it before you iterate, as in "
+            "`async for chunk in await client.generate(prompt, stream='tokens'): ...`"
+        )
 
 
 async def _changed(event: asyncio.Event, wait_s: float | None) -> None:

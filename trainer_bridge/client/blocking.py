@@ -45,7 +45,8 @@ class RolloutClient:
     A request goes to the endpoint with the fewest completions of this client in flight; requests of one `session` all
     go to the same one. `client` is a name that the worker knows this client by across connections; `timeout_s` bounds
     every request that brings none of its own, None is for ever. An endpoint that cannot be reached within
-    `connect_timeout_s` raises `ConnectionLost`. `curve` has the keys for workers that use CURVE
+    `connect_timeout_s` raises `ConnectionLost`; without that setting after 30 s, or after 3 s if it has refused all
+    connections, which means that no worker listens there. `curve` has the keys for workers that use CURVE
     (`ClientCurve.from_files`); one that does not take them raises `AccessRefused`. All errors are in
     `trainer_bridge.wire.errors`.
 
@@ -70,7 +71,7 @@ class RolloutClient:
         *,
         client: str | None = None,
         timeout_s: float | None = None,
-        connect_timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
         curve: ClientCurve | None = None,
         resume: bool = False,
         resume_timeout_s: float = 600.0,

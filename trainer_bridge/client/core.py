@@ -25,7 +25,7 @@ from trainer_bridge.client.assembly import Assembler
 from trainer_bridge.client.generate_request import AttachFields, RequestPlan, StreamKind, attach_fields
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result
 from trainer_bridge.wire import codec as wire
-from trainer_bridge.wire.connection import Connection, close_when_dropped
+from trainer_bridge.wire.connection import REFUSED_S, Connection, close_when_dropped
 from trainer_bridge.wire.errors import (
     AccessRefused,
     ConnectionLost,
@@ -37,6 +37,7 @@ from trainer_bridge.wire.errors import (
 )
 from trainer_bridge.wire.keys import ClientCurve
 
+_CONNECT_S = 30.0
 _LINGER_S = 1.0
 _MESSAGES_A_LOOK = 64
 _MOST_ACKS = 1024  # in one message
@@ -103,7 +104,7 @@ class ClientCore:
         endpoints: str | Sequence[str],
         client: str | None,
         timeout_s: float | None,
-        connect_timeout_s: float,
+        connect_timeout_s: float | None,
         curve: ClientCurve | None = None,
         acknowledge: bool | None = None,
         heartbeat_s: float = 10.0,
@@ -332,7 +333,7 @@ class ClientCore:
         if self._closed:
             return
         connection = self.connections[place]
-        was_connected = connection.connected
+        was_connected, was_refusing = connection.connected, connection.refusing_since_s is not None
         messages, lost = connection.drain(most)
         for frames in messages:
             self._take(place, frames)
@@ -343,6 +344,9 @@ class ClientCore:
             self._fail_all(place, ConnectionLost, f"the connection to {connection.endpoint} was lost")
         elif connection.connected and not was_connected:
             self.endpoint_came()
+        if not was_refusing and connection.refusing_since_s is not None:  # calls have another limit now
+            for call in [call for call in self._calls.values() if call.place == place]:
+                call.on_update()
         self._send_acknowledgements(place)
         if len(messages) >= most:
             self.on_unread(place)
@@ -432,6 +436,12 @@ class ClientCore:
             self._forget(call)
             call.fail(kind(message))
 
+    def _connect_s(self, connection: Connection) -> float:
+        """Seconds that a call waits for a connection."""
+        if self._connect_timeout_s is not None:
+            return self._connect_timeout_s
+        return _CONNECT_S if connection.refusing_since_s is None else REFUSED_S
+
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def patience(self, call: Call) -> float | None:
@@ -439,19 +449,30 @@ class ClientCore:
         if call.done:
             return 0.0
         now, limit = time.monotonic(), call.deadline
-        if not self.connections[call.place].connected:
-            limit = min(limit, call.started + self._connect_timeout_s)
+        connection = self.connections[call.place]
+        connect_s = self._connect_s(connection)
+        if not connection.connected:
+            limit = min(limit, call.started + connect_s)
         if now < limit:
             return None if limit == math.inf else limit - now
-        endpoint = self.endpoints[call.place]
         self.abandon(call)
         if now >= call.deadline:
-            call.fail(RolloutTimeout(f"{call.op} had no answer from {endpoint} in time"))
+            waited_s = call.deadline - call.started
+            call.fail(RolloutTimeout(f"{call.op} had no answer from {connection.endpoint} within {waited_s:.3g} s"))
         else:
-            connection = self.connections[call.place]
             connection.gone = True
-            call.fail(ConnectionLost(f"{endpoint} cannot be reached; is a worker running there?{connection.hint}"))
+            call.fail(ConnectionLost(_unreachable(connection, connect_s)))
         return 0.0
+
+
+def _unreachable(connection: Connection, waited_s: float) -> str:
+    if connection.refusing_since_s is None:
+        hint = connection.hint or "; is a worker running there?"
+        return f"{connection.endpoint} cannot be reached: no connection within {waited_s:g} s{hint}"
+    return (
+        f"{connection.endpoint} cannot be reached: it has refused connections for {waited_s:g} s, so no worker listens "
+        "there; set connect_timeout_s to wait for one that is starting"
+    )
 
 
 class StreamView:

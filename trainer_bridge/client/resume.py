@@ -84,7 +84,7 @@ def make_core(
     endpoints: str | Sequence[str],
     client: str | None,
     timeout_s: float | None,
-    connect_timeout_s: float,
+    connect_timeout_s: float | None,
     curve: ClientCurve | None,
     acknowledge: bool | None,
     heartbeat_s: float,
@@ -196,7 +196,8 @@ class Resumer:
         if call.done:
             return 0.0
         if time.monotonic() >= call.deadline:
-            self._fail(call, RolloutTimeout("generate had no answer in time"))
+            waited_s = call.deadline - call.started
+            self._fail(call, RolloutTimeout(f"generate had no answer within {waited_s:.3g} s"))
             return 0.0
         if call.waiting:
             self._pump(call)

@@ -36,11 +36,15 @@ _LOOK_UP_AGAIN_S = 5.0  # without a connection to the weight socket: the worker 
 class ControlLink:
     """The connection to one worker's weight socket, found through its request socket. Belongs to one thread.
 
-    `endpoint` is the request socket. A worker's last reply before it ends still arrives: see `Connection`.
+    `endpoint` is the request socket. A worker's last reply before it ends still arrives: see `Connection`. `refused_s`
+    is for how long the link waits for an endpoint that has refused every connection; None: without limit.
     """
 
-    def __init__(self, endpoint: str, client: str, curve: ClientCurve | None = None) -> None:
+    def __init__(
+        self, endpoint: str, client: str, curve: ClientCurve | None = None, refused_s: float | None = None
+    ) -> None:
         self.endpoint = endpoint
+        self._refused_s = refused_s
         self._client = client
         self._curve = curve
         self._found = False  # the connection is to the weight socket, else to the request socket
@@ -70,6 +74,7 @@ class ControlLink:
                 raise ConnectionLost(f"the connection to {self.endpoint} was lost")
             return None
         if not (self._found or self._find()) or not self._connection.can_send:
+            self._check_refused()
             return None
         return self._send("weights", fields)
 
@@ -100,6 +105,15 @@ class ControlLink:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+    def _check_refused(self) -> None:
+        since_s = self._connection.refusing_since_s
+        if self._refused_s is None or since_s is None or time.monotonic() - since_s < self._refused_s:
+            return
+        raise ConnectionLost(
+            f"{self.endpoint} cannot be reached: it has refused connections for {self._refused_s:g} s, so no worker "
+            "listens there; set begin_s to wait for one that is starting"
+        )
 
     def _find(self) -> bool:
         """Ask the request socket for the weight socket; true once the connection is to that one."""

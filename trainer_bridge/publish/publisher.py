@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import queue
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer_bridge.publish.adapter_config import config_map
 from trainer_bridge.publish.control_link import ControlLink, ask_all
 from trainer_bridge.publish.handle import PublishHandle, WorkerReport
 from trainer_bridge.publish.kept_update import KeptUpdate
@@ -36,6 +36,7 @@ from trainer_bridge.publish.trainer_ranks import RELEASED, TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice, transfer_all
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
 from trainer_bridge.transports.payload import NamedTensors, Payload
+from trainer_bridge.wire.connection import REFUSED_S
 from trainer_bridge.wire.errors import UNANSWERED, ProtocolError, RolloutError, WeightsRejected
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import check_bucket_bytes, usual_bucket_bytes
@@ -44,6 +45,7 @@ from trainer_bridge.wire.weight_messages import read_token
 __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 
 _ABORT_S = 1.0
+_BEGIN_S = 30.0
 _GRACE_S = 5.0  # for the answer to a `begin` when the publisher is closed: an update can't be aborted without its token
 _WATCH_S = 1.0  # between two looks for workers that came back
 
@@ -58,8 +60,9 @@ class WeightPublisher:
     `cuda_ipc`, `nccl`, `shm` and `zmq` that works; reports and the log say which and why. An update travels in buckets
     of `bucket_bytes`, a multiple of 64, at most 256 MiB; absent: 64 MiB, and up to 256 MiB for a large model that
     `auto`, `nccl` or `cuda_ipc` bring where there are GPUs. Deadlines in seconds: `begin_s` for connecting and for the
-    workers' check of the manifest, `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses
-    the weights. `curve` has the keys for workers that use CURVE.
+    workers' check of the manifest (absent: 30, but 3 for an endpoint that refuses connections because no worker listens
+    there), `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses the weights. `curve` has
+    the keys for workers that use CURVE.
 
     With `keep` the last update stays in this host's memory, so that a worker that comes back (its supervisor started it
     again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on. That is also one
@@ -82,7 +85,7 @@ class WeightPublisher:
         transport: str = "auto",
         folder: str | None = None,
         bucket_bytes: int | None = None,
-        begin_s: float = 30.0,
+        begin_s: float | None = None,
         stall_s: float = 30.0,
         apply_s: float = 120.0,
         curve: ClientCurve | None = None,
@@ -94,6 +97,8 @@ class WeightPublisher:
             raise ValueError("endpoints must name at least one worker, and each once")
         if bucket_bytes is not None:
             check_bucket_bytes(bucket_bytes)
+        self._refused_s = REFUSED_S if begin_s is None else None
+        begin_s = _BEGIN_S if begin_s is None else begin_s
         for name, seconds in {"begin_s": begin_s, "stall_s": stall_s, "apply_s": apply_s}.items():
             if not seconds > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, not {seconds!r}")
@@ -132,7 +137,7 @@ class WeightPublisher:
             raise ValueError("adapter and adapter_config go together: pass both, or none")
         payload = Payload(named_tensors, version, self._bucket_bytes, spread=self._ranks is not None)
         if adapter is not None:
-            payload.adapter = {"name": adapter, "config": config_map(adapter_config)}
+            payload.adapter = {"name": adapter, "config": _config_map(adapter_config)}
         handle = PublishHandle(payload)
         with self._jobs_lock:
             if self._closing.is_set():
@@ -177,7 +182,7 @@ class WeightPublisher:
         links: list[ControlLink] = []
         try:
             for endpoint in self.endpoints:
-                links.append(ControlLink(endpoint, self._client, self._curve))
+                links.append(ControlLink(endpoint, self._client, self._curve, self._refused_s))
         except ValueError:
             for link in links:
                 link.close()
@@ -410,3 +415,20 @@ def _note_grant(recipient: Recipient, reply: dict[str, Any]) -> None:
         recipient.token = b""
     if len(recipient.token) != 16 or type(recipient.grant) is not dict:
         recipient.fail(ProtocolError(f"begin: {recipient.endpoint} answered without a token and a grant"))
+
+
+def _config_map(config: Any) -> dict[str, Any]:
+    """The fields of adapter_config.json, from a map or from PEFT's object with `to_dict`; PEFT itself is not needed."""
+    fields = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"adapter_config is a {type(config).__name__}; pass PEFT's LoraConfig, or its fields as a map")
+    try:
+        return json.loads(json.dumps(dict(fields), default=_plain))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"adapter_config cannot be sent: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, frozenset, tuple)):
+        return sorted(value)
+    raise TypeError(f"a {type(value).__name__} in it is no plain value")

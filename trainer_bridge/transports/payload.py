@@ -38,6 +38,8 @@ class Payload:
     def __init__(
         self, named_tensors: NamedTensors, version: int, bucket_bytes: int | None, spread: bool = False
     ) -> None:
+        if isinstance(named_tensors, torch.nn.Module):
+            raise ValueError("publish takes the tensors by name, not the model; pass model.state_dict()")
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         tensors = [(name, _checked(name, tensor)) for name, tensor in pairs]
         if not tensors:

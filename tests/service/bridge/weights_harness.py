@@ -184,3 +184,51 @@ class Worker:
                 update.copy_into()
                 gate.clear_hold()
             self.receiver.applied(update, 0.001)
+
+
+class SlowToAnswer:
+    """A request and weight socket in front of a worker, which keeps the answers to `begin` until `let_go` is set."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.kept, self.let_go, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> SlowToAnswer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._socket.close(0)
+
+    def _serve(self) -> None:
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+        kept: list[Callable[[], None]] = []
+        while not self._closing.is_set():
+            if self._socket.poll(2):
+                sender, *frames = self._socket.recv_multipart()
+                delimiter, frames = split_envelope(frames)
+                header = decode(frames)
+
+                def reply(answer: dict, to: Any = sender, cut: bool = delimiter, asked: dict = header) -> None:
+                    frames = join_envelope(cut, encode({"v": 1, "id": asked["id"], **answer}))
+                    answers.put((asked.get("action"), lambda: self._socket.send_multipart([to, *frames])))
+
+                if header["op"] == "status":
+                    reply({"op": "status", "weights_endpoint": self.endpoint})
+                else:
+                    self._worker.receiver.control(header, reply)
+            while not answers.empty():
+                action, send = answers.get()
+                if action == "begin":
+                    kept.append(send)
+                    self.kept.set()
+                else:
+                    send()
+            while self.let_go.is_set() and kept:
+                kept.pop(0)()
