@@ -30,7 +30,7 @@ def check_tops(part: Completion, seed: int, tokens: int, unknown: int = 0) -> No
     np.testing.assert_array_equal(part.top_ids[unknown:], expected["top_ids"][unknown:])
     np.testing.assert_array_equal(part.top_logprobs[unknown:], expected["top_logprobs"][unknown:])
     assert (part.top_ids[:unknown] == -1).all() and np.isnan(part.top_logprobs[:unknown]).all()
-    assert not part.top_ids.flags.writeable
+    assert part.top_ids.flags.writeable
 
 
 def askers(worker: ScriptedWorker) -> list[int]:
