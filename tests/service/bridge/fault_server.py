@@ -92,8 +92,8 @@ def corrupt() -> None:
 
     after(cuda_ipc, "fingerprint", lambda _, data: flip(data))
     after(bucket_link, "checksum", lambda _, data: flip(torch.frombuffer(data, dtype=torch.uint8)))
-    broadcast = group.Group.broadcast
-    group.Group.broadcast = lambda self, data, *root: (flip(data), broadcast(self, data, *root))[1]  # type: ignore[method-assign]
+    broadcast = group.BroadcastGroup.broadcast
+    group.BroadcastGroup.broadcast = lambda self, data, *root: (flip(data), broadcast(self, data, *root))[1]  # type: ignore[method-assign]
 
     def flip_file(options: dict[str, Any], *_: Any) -> None:
         path = Path(options["folder"]) / options["files"][0][0]

@@ -259,8 +259,8 @@ def test_auto_goes_another_way_where_no_group_comes_about(monkeypatch: pytest.Mo
         raise GroupError("no route between the devices")
 
     monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("nccl", "shm", "zmq"))
-    monkeypatch.setattr(group_broadcasts, "Group", no_group)
-    monkeypatch.setattr(group_member, "Group", no_group)
+    monkeypatch.setattr(group_broadcasts, "BroadcastGroup", no_group)
+    monkeypatch.setattr(group_member, "BroadcastGroup", no_group)
     with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=SMALL) as publisher:
         for version in (1, 2):
             tensors = new_tensors(worker.model, version)
@@ -273,13 +273,13 @@ def counted_groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the groups that members of this process join from now on."""
     joined: list[str] = []
 
-    class Counted(group.Group):
+    class Counted(group.BroadcastGroup):
         def __init__(self, store: Any, name: str, *arguments: Any, **more: Any) -> None:
             joined.append(name)
             super().__init__(store, name, *arguments, **more)
 
-    monkeypatch.setattr(group_broadcasts, "Group", Counted)
-    monkeypatch.setattr(group_member, "Group", Counted)
+    monkeypatch.setattr(group_broadcasts, "BroadcastGroup", Counted)
+    monkeypatch.setattr(group_member, "BroadcastGroup", Counted)
     return joined
 
 

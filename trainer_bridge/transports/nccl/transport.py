@@ -44,7 +44,7 @@ from trainer_bridge.transports.nccl.group import (
     END_S,
     REACH_S,
     GroupError,
-    Place,
+    GroupSeat,
     StoreServer,
     connect,
     device_name,
@@ -185,7 +185,7 @@ class NcclSender(TransportSender):
         runs = others.runs(payload, places)
         size = 1 + len(recipients) + len(places)
         before = self._kept.name
-        place = Place(self._group_of(payload, recipients, places), 0, size, len(runs) if places else 0)
+        place = GroupSeat(self._group_of(payload, recipients, places), 0, size, len(runs) if places else 0)
         for rank, recipient in enumerate(recipients, 1):
             server.store.set(f"member/{recipient.token.hex()}", json.dumps([place.name, rank, size, place.runs]))
         # A client of its own: one that waits for members keeps others from asking.
