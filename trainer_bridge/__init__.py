@@ -1,36 +1,90 @@
 """The trainer's side of a rollout service: clients, launching workers, publishing weights.
 
-Importing this package imports nothing heavy: every name is loaded when it is first used, so that a client needs
-ZeroMQ, msgpack and numpy only.
+    from trainer_bridge import RolloutClient, WeightPublisher, start_worker
+
+Importing this package imports nothing heavy. Each name below is loaded when it is first used, so a client needs ZeroMQ,
+msgpack and numpy only; a `WeightPublisher` also needs torch and xxhash (the extra `publish`).
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
+from importlib import import_module, metadata
+from importlib.abc import MetaPathFinder
 from typing import Any
 
-_HOMES = {
+_ERRORS = (
+    *("AccessRefused", "BadMessage", "BadRequest", "ConnectionLost", "Duplicate", "InternalError", "JournalFailed"),
+    *("NotFound", "Overloaded", "ProtocolError", "ResumeFailed", "RolloutError", "RolloutTimeout", "TooLong"),
+    *("Unavailable", "WeightsRejected"),
+)
+#: The modules of the public names.
+_MODULES = {
     "AsyncRolloutClient": "client.asynchronous",
+    "AsyncSession": "client.asynchronous",
+    "AsyncStream": "client.asynchronous",
     "Chunk": "client.results",
-    "ClientCurve": "client.keys",
+    "ClientCurve": "wire.keys",
     "Completion": "client.results",
     "GenerateResult": "client.results",
-    "Mismatch": "client.report",
+    "Mismatch": "client.mismatch",
+    "PublishHandle": "publish.handle",
     "RolloutClient": "client.blocking",
-    "RolloutError": "wire.errors",
+    "Session": "client.blocking",
+    "Settled": "client.batch",
+    "Stream": "client.blocking",
     "WeightPublisher": "publish.publisher",
+    "WorkerFailed": "client.launch",
     "WorkerProcess": "client.launch",
+    "WorkerReport": "publish.handle",
     "start_worker": "client.launch",
+    **dict.fromkeys(_ERRORS, "wire.errors"),
+}
+#: Modules of release 0.1.0 that have another place now.
+_MOVED = {
+    "async_client": "client.asynchronous",
+    "batch": "client.batch",
+    "errors": "wire.errors",
+    "journal": "client.journal",
+    "keys": "wire.keys",
+    "launch": "client.launch",
+    "manifest": "wire.manifest",
+    "progress": "client.progress",
+    "publish_handle": "publish.handle",
+    "publisher": "publish.publisher",
+    "report": "client.mismatch",
+    "results": "client.results",
+    "session": "client.blocking",
+    "spatial": "client.spatial",
 }
 
-__all__ = list(_HOMES)  # noqa: PLE0604
+__all__ = ["__version__", *_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "__version__":
+        return metadata.version("rollout-engine")
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *__all__])
+
+
+class _MovedModules(MetaPathFinder):
+    """Names the new place of a module that moved. Python asks it last."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any = None, target: Any = None) -> None:
+        """No module is found here. Raises ImportError for one that moved."""
+        package, _, module = fullname.rpartition(".")
+        if package == __name__ and module in _MOVED:
+            home = _MOVED[module]
+            names = [name for name, place in _MODULES.items() if place == home]
+            public = f"; its public names come from `from {__name__} import {', '.join(names)}`" if names else ""
+            raise ImportError(f"{fullname} is {__name__}.{home} now{public}", name=fullname)
+
+
+sys.meta_path.append(_MovedModules())

@@ -9,8 +9,8 @@ from rollout.cli.parser import UsageError
 
 if TYPE_CHECKING:
     from trainer_bridge.client.blocking import RolloutClient
-    from trainer_bridge.client.keys import ClientCurve
     from trainer_bridge.wire.errors import RolloutError
+    from trainer_bridge.wire.keys import ClientCurve
 
 
 def add_worker(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
@@ -47,7 +47,7 @@ def where(endpoint: str, error: RolloutError) -> str:
 
 
 def _curve(args: argparse.Namespace) -> ClientCurve | None:
-    from trainer_bridge.client.keys import ClientCurve
+    from trainer_bridge.wire.keys import ClientCurve
 
     if args.curve_key is None and args.curve_server_key is None:
         return None

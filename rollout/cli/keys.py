@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the files and print the commands that use them."""
-    from trainer_bridge.client.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, make_pair
+    from trainer_bridge.wire.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, make_pair
 
     folder = Path(args.folder)
     clients = folder / _CLIENTS_FOLDER

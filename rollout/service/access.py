@@ -23,7 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from rollout.config import SecuritySettings, Settings
-from trainer_bridge.client.keys import PUBLIC_SUFFIX, KeyPair, read_pair, read_public
+from trainer_bridge.wire.keys import PUBLIC_SUFFIX, KeyPair, read_pair, read_public
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollout.weights.landing import StagedLanding
-from rollout.weights.staging import typed_view
+from rollout.weights.destination import StagedDestination
 from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
+from trainer_bridge.wire.tensors import typed_view
 
 if TYPE_CHECKING:
     from rollout.engine.adapter_table import AdapterUpdate
@@ -54,12 +54,12 @@ class IncomingAdapter:
         except ValueError as error:
             raise _rejected(error) from None
 
-    def open(self, manifest: Manifest) -> StagedLanding:
+    def open(self, manifest: Manifest) -> StagedDestination:
         """Where the bytes go; `check` has bounded how many they are."""
-        return StagedLanding(torch.empty(manifest.total_bytes, dtype=torch.uint8), None)
+        return StagedDestination(torch.empty(manifest.total_bytes, dtype=torch.uint8), None)
 
-    def update(self, manifest: Manifest, landing: StagedLanding) -> AdapterUpdate:
-        """What the loop takes; `landing` is whole and verified.
+    def update(self, manifest: Manifest, destination: StagedDestination) -> AdapterUpdate:
+        """What the loop takes; `destination` is whole and verified.
 
         Raises `WeightsRejected` where other adapters have come meanwhile, so that it cannot be taken any more.
         """
@@ -67,7 +67,7 @@ class IncomingAdapter:
 
         assert self._plan is not None, "it was checked when it began"
         self._check_room(manifest)
-        tensors = {entry.name: typed_view(landing.stream, entry) for entry in manifest.tensors}
+        tensors = {entry.name: typed_view(destination.stream, entry) for entry in manifest.tensors}
         weights = self._plan.pack(tensors, self._target.pinned)
         return AdapterUpdate(self.name, manifest.version, manifest.tensor_bytes, weights)
 

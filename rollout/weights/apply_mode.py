@@ -14,9 +14,17 @@ from typing import Literal
 import torch
 
 from rollout.progress import stage
-from rollout.weights.landing import InPlaceLanding, StagedLanding
+from rollout.weights.destination import InPlaceDestination, StagedDestination
 from rollout.weights.parameter_map import Fit
-from rollout.weights.staging import Allocate, Copy, DeviceShadow, HostStaging, InPlaceUpdate, StagedUpdate, plan_copies
+from rollout.weights.staging import (
+    Allocate,
+    Copy,
+    DeviceShadow,
+    HostStaging,
+    InPlaceWeights,
+    StagedWeights,
+    plan_copies,
+)
 from trainer_bridge.wire.manifest import Manifest
 
 #: Share of the device's free memory, beside the weights, that a shadow may take: the rest is KV.
@@ -24,8 +32,8 @@ SHADOW_SHARE = 1 / 3
 #: Share of the host's free memory that `auto` takes for staging.
 HOST_SHARE = 0.8
 
-Landed = StagedLanding | InPlaceLanding
-Update = StagedUpdate | InPlaceUpdate
+UpdateDestination = StagedDestination | InPlaceDestination
+Update = StagedWeights | InPlaceWeights
 
 _log = logging.getLogger(__name__)
 
@@ -68,23 +76,23 @@ class ApplyMode:
         """Whether an update that may still be read is in the memory that the next one needs."""
         return self._staging.busy
 
-    def open(self, manifest: Manifest, fit: Fit, on_device: bool) -> Landed:
+    def open(self, manifest: Manifest, fit: Fit, on_device: bool) -> UpdateDestination:
         """Where an update's bytes go; `on_device` if they all come from a device, by `put`."""
         if self.in_place:
-            return InPlaceLanding(manifest, fit, self._views, pinned=self._cuda is not None)
+            return InPlaceDestination(manifest, fit, self._views, pinned=self._cuda is not None)
         nbytes = manifest.total_bytes
         shadow = self.shadow if self.shadow is not None and nbytes <= self.shadow.nbytes else None
         if shadow is not None:
             shadow.reserve(nbytes)
-        return StagedLanding(self._staging.reserve(0 if on_device and shadow is not None else nbytes), shadow)
+        return StagedDestination(self._staging.reserve(0 if on_device and shadow is not None else nbytes), shadow)
 
-    def update(self, manifest: Manifest, fit: Fit, landing: Landed) -> Update:
-        """The update that is whole and checked in `landing`; nothing lands anywhere until it is released."""
+    def update(self, manifest: Manifest, fit: Fit, destination: UpdateDestination) -> Update:
+        """The update that is whole and checked in `destination`; nothing lands anywhere until it is released."""
         update: Update
-        if isinstance(landing, InPlaceLanding):
-            update = InPlaceUpdate(manifest)
+        if isinstance(destination, InPlaceDestination):
+            update = InPlaceWeights(manifest)
         else:
-            update = StagedUpdate(manifest, self._plan(manifest, fit, landing.stream))
+            update = StagedWeights(manifest, self._plan(manifest, fit, destination.stream))
         self._staging.lend(update)
         return update
 

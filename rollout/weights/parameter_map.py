@@ -14,7 +14,7 @@ case their values must be equal, which the receiver checks once they have arrive
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,13 @@ from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
 
 _LISTED = 8  # names in one message
+#: What wrappers of a trainer's model put into the names of its tensors.
+_PREFIXES = {
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FSDP",
+    "module.": "DistributedDataParallel",
+    "base_model.model.": "PEFT",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class ParameterMap:
         names = [entry.name for entry in manifest.tensors]
         unknown = [name for name in names if name not in self.views]
         if unknown:
-            raise _rejected("unknown tensors", unknown, "send the names of the served checkpoint's architecture")
+            raise _rejected("unknown tensors", unknown, _advice(unknown[0], self.views))
         misshaped = [
             f"{entry.name} {list(entry.shape)} (expected {list(self.views[entry.name].shape)})"
             for entry in manifest.tensors
@@ -164,6 +171,19 @@ def _overlaps(merged: np.ndarray, runs: np.ndarray) -> bool:
     after = np.searchsorted(merged[:, 1], runs[:, 0], side="right")
     inside = after < len(merged)
     return bool((merged[after[inside], 0] < runs[inside, 1]).any())
+
+
+def _advice(name: str, known: Collection[str]) -> str:
+    """How to make an unknown name known: a wrapper around the trainer's model may have added a prefix."""
+    added = [prefix for prefix in _PREFIXES if prefix in name]
+    plain = name
+    for prefix in added:
+        plain = plain.replace(prefix, "")
+    if added and plain in known:
+        return f"strip {' and '.join(f'{prefix!r} ({_PREFIXES[prefix]})' for prefix in added)} from the names"
+    if "lora_" in name or ".base_layer." in name:
+        return "these are names of a PEFT model: publish its merged weights, or its adapter with adapter="
+    return "send the names of the served checkpoint's architecture"
 
 
 def _rejected(what: str, names: list[str], advice: str) -> WeightsRejected:

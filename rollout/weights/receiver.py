@@ -1,18 +1,21 @@
 """The worker's side of the weight bridge: one thread that takes an update while the engine generates.
 
-    service thread  --control-->           commands --> thread: polls, has the transports receive,
-    loop            --applied, failed-->                        and `Reception` decide what becomes of it
+    publisher       == weight socket ==>   messages --> thread: hands buckets to the transports and control messages
+    loop            --applied, failed-->   commands -->         to `UpdateIntake`, which decides what becomes of them
     loop            <--take_ready--        ready    <--
 
-`Reception` belongs to the thread. Other threads put commands into a queue (`control`, `applied`, `failed`) or take the
-ready update from a deque (`take_ready`).
+`UpdateIntake` belongs to the thread. Other threads put commands into a queue (`control`, `applied`, `failed`) or take
+the ready update from a deque (`take_ready`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
+import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +28,35 @@ from rollout.engine.gate import Gate
 from rollout.service.access import Access
 from rollout.weights.apply_mode import ApplyMode, Update
 from rollout.weights.parameter_map import ParameterMap
-from rollout.weights.reception import Reception, ended
 from rollout.weights.staging import Allocate
-from rollout.weights.wake import Wake
-from trainer_bridge.transports import make_receivers
-from trainer_bridge.wire.errors import InternalError, RolloutError, WeightsRejected
-from trainer_bridge.wire.weight_messages import Reply, error_reply
+from rollout.weights.update_intake import Reply, UpdateIntake, ended
+from trainer_bridge.transports.bucket_link import BUCKET
+from trainer_bridge.transports.registry import make_receivers
+from trainer_bridge.wire.codec import (
+    DEFAULT_LIMITS,
+    PROTOCOL_VERSION,
+    WireError,
+    decode,
+    encode,
+    header_id,
+    join_envelope,
+    split_envelope,
+)
+from trainer_bridge.wire.errors import (
+    BadMessage,
+    BadRequest,
+    InternalError,
+    RolloutError,
+    WeightsRejected,
+    error_reply,
+)
+from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from rollout.weights.adapter_target import AdapterTarget
+
+_LINGER_MS = 1000
+_MOST_UNREAD = 8  # messages that wait in the socket, for each publisher
 
 _log = logging.getLogger(__name__)
 
@@ -58,31 +81,33 @@ class WeightReceiver:
         allocate: Allocate | None = None,
     ) -> None:
         parameters = ParameterMap(views)
+        access = Access.from_settings(security)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._post_lock = threading.Lock()
+        self._ended = False
+        self._wake = _Wake()
         self._mode = ApplyMode(settings.apply, views, allocate, settings.staging)
+        max_update_bytes = max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes)
+        self._socket = WeightSocket(settings.bind, max_update_bytes, access)
+        self.endpoint = self._socket.endpoint
         self._receivers = make_receivers(
-            settings.bind,
-            max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes),
-            Access.from_settings(security),
+            self._socket,
             next(iter(views.values())).device,
             settings.idle_s,
-            wake=lambda: self._post(lambda: None),
+            wake=lambda: self._post(_look),
+            groups=access.keys is None,
         )
-        self.endpoint: str = self._receivers["zmq"].endpoint  # type: ignore[attr-defined]
-        self._reception = Reception(
+        self._intake = UpdateIntake(
             parameters,
             version,
             self._mode,
             gate,
             self._receivers,
-            adapters,  # what they must fit, where they are served
+            adapters,
             idle_s=settings.idle_s,
             endpoint=self.endpoint,
             post=self._post,
         )
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ended = False
-        self._post_lock = threading.Lock()
-        self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name="weight-receiver", daemon=True)
         self._thread.start()
 
@@ -91,11 +116,11 @@ class WeightReceiver:
     @property
     def version(self) -> int:
         """The version of the weights that were applied last."""
-        return self._reception.version
+        return self._intake.version
 
     def summary(self) -> dict[str, Any]:
         """How updates apply, and the last one, for a status."""
-        last = self._reception.last
+        last = self._intake.last
         return {"apply": self._mode.name, "staging": self._mode.staging, "last": last and last.summary()}
 
     @property
@@ -105,22 +130,22 @@ class WeightReceiver:
 
     def control(self, header: Mapping[str, Any], reply: Reply) -> None:
         """Handle a `weights` message; `reply` gets one `ok` or `error` map, later, from the receiver's thread."""
-        if not self._post(lambda: self._reception.control(header, reply)):
+        if not self._post(lambda: self._intake.control(header, reply)):
             reply(error_reply(ended()))
 
     def take_ready(self) -> Update | AdapterUpdate | None:
         """The update to apply between this step and the next, or None. Takes no lock and never waits."""
         try:
-            return self._reception.ready.popleft()
+            return self._intake.ready.popleft()
         except IndexError:
             return None
 
     def applied(self, update: Update | AdapterUpdate, pause_s: float) -> None:
         """The engine has applied `update` and launches its next step with it, after a pause of `pause_s` seconds."""
         if not isinstance(update, AdapterUpdate):
-            self._reception.version = update.version
+            self._intake.version = update.version
         update.close(applied=True)
-        self._post(lambda: self._reception.applied(update, pause_s))
+        self._post(lambda: self._intake.applied(update, pause_s))
 
     def refused(self, update: Update | AdapterUpdate, message: str) -> None:
         """`update` does not fit what the engine serves by now; the publisher gets `message` as `weights_rejected`."""
@@ -141,7 +166,7 @@ class WeightReceiver:
 
     def _give_up(self, update: Update | AdapterUpdate, error: RolloutError) -> None:
         update.close(applied=False)
-        self._post(lambda: self._reception.failed(update, error))
+        self._post(lambda: self._intake.failed(update, error))
 
     def _post(self, command: Callable[[], None]) -> bool:
         """Give the thread something to do; false when it has ended."""
@@ -161,26 +186,24 @@ class WeightReceiver:
             self._shut_down()
 
     def _serve(self) -> None:
-        reception = self._reception
-        held, poller = zmq.Poller(), zmq.Poller()
-        for each in (held, poller):
-            each.register(self._wake.socket, zmq.POLLIN)
-        for receiver in self._receivers.values():
-            for sock in receiver.sockets:
-                poller.register(sock, zmq.POLLIN)
+        intake = self._intake
+        poller = zmq.Poller()
+        poller.register(self._wake.socket, zmq.POLLIN)
+        poller.register(self._socket.zmq_socket, zmq.POLLIN)
         busy = False
-        while not reception.closing:
-            (held if reception.held else poller).poll(0 if busy else reception.poll_ms())
+        while not intake.closing:
+            poller.poll(0 if busy else intake.poll_ms())
             try:
                 self._run_commands()
-                busy = reception.advance()
-                reception.settle()
+                busy = intake.advance()
+                self._answer_messages()
+                intake.settle()
             except RolloutError as error:
-                reception.reject(error)
+                intake.reject(error)
             except Exception as error:  # a fault of ours must not end the thread: the old weights serve on
                 _log.exception("the weight receiver failed")
-                reception.reject(InternalError(f"the worker failed while it received weights: {error!r:.200}"))
-            reception.leave_door()
+                intake.reject(InternalError(f"the worker failed while it received weights: {error!r:.200}"))
+            intake.leave_door()
 
     def _run_commands(self) -> None:
         self._wake.clear()
@@ -191,14 +214,138 @@ class WeightReceiver:
                 return
             command()
 
+    def _answer_messages(self) -> None:
+        """Hand the control messages that came between buckets to the intake."""
+        while (message := self._socket.next_control()) is not None:
+            self._intake.control(*message)
+
     def _stop(self) -> None:
-        self._reception.closing = True
+        self._intake.closing = True
 
     def _shut_down(self) -> None:
         with self._post_lock:
             self._ended = True
         self._run_commands()
-        self._reception.close()
+        self._intake.close()
         for receiver in self._receivers.values():
             receiver.close()
+        self._socket.close()
         self._wake.close()
+
+
+class WeightSocket:
+    """The worker's socket for updates: it brings buckets and control messages. Belongs to the receiver's thread.
+
+    Raises ValueError when it cannot be bound, or must not be without CURVE.
+    """
+
+    def __init__(self, bind: str, max_update_bytes: int, access: Access) -> None:
+        access.check_bind(bind, "weights.bind")
+        self._context = zmq.Context()  # of its own: a context has one list of allowed clients
+        self.zmq_socket: zmq.Socket = self._context.socket(zmq.ROUTER)
+        self.zmq_socket.set(zmq.LINGER, _LINGER_MS)
+        self.zmq_socket.set(zmq.RCVHWM, _MOST_UNREAD)
+        # libzmq drops a connection that announces a larger frame before it allocates memory for it.
+        bucket_bytes = min(MAX_BUCKET_BYTES, max_update_bytes) + BUCKET.size
+        self.zmq_socket.set(zmq.MAXMSGSIZE, max(bucket_bytes, DEFAULT_LIMITS.max_header_bytes))
+        self.zmq_socket.set(zmq.HEARTBEAT_IVL, 10_000)
+        if "[" in bind:
+            self.zmq_socket.set(zmq.IPV6, 1)
+        access.secure(self._context, self.zmq_socket)
+        try:
+            self.zmq_socket.bind(bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"cannot bind the weight socket to {bind}: {error}; set weights.bind") from error
+        self.endpoint: str = self.zmq_socket.get_string(zmq.LAST_ENDPOINT)
+        self._control: deque[tuple[bytes, list[memoryview]]] = deque()
+
+    def receive(self) -> tuple[bytes, list[memoryview]] | None:
+        """The next message and its sender, or None. Never waits."""
+        try:
+            frames = self.zmq_socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return frames[0].bytes, [frame.buffer for frame in frames[1:]]
+
+    def put_aside(self, sender: bytes, frames: list[memoryview]) -> None:
+        """Keep a message that is no bucket for `next_control`."""
+        self._control.append((sender, frames))
+
+    def next_control(self) -> tuple[dict[str, Any], Reply] | None:
+        """A control message, and where its answer goes; None if there is none. Answers what is no control message."""
+        while self._control:
+            sender, frames = self._control.popleft()
+            delimiter, frames = split_envelope(frames)
+            message_id = header_id(frames)
+
+            def reply(
+                answer: dict[str, Any], to: bytes = sender, delimiter: bool = delimiter, about: str | None = message_id
+            ) -> None:
+                frames = join_envelope(delimiter, encode({**answer, "v": PROTOCOL_VERSION, "id": about}))
+                self._send([to, *frames])
+
+            try:
+                return _read_control(frames), reply
+            except RolloutError as error:
+                reply(error_reply(error))
+        return None
+
+    def send(self, to: bytes, message: bytes) -> None:
+        """Send a message of one frame; it is lost if its receiver is gone."""
+        self._send([to, message])
+
+    def close(self) -> None:
+        """Close the socket; what was sent last still goes out."""
+        self.zmq_socket.close()
+        self._context.term()
+
+    def _send(self, frames: list[bytes]) -> None:
+        try:
+            self.zmq_socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # the publisher is gone or does not read; its own deadline ends its wait
+            _log.warning("cannot answer on the weight socket: %s", error)
+
+
+def _read_control(frames: list[memoryview]) -> dict[str, Any]:
+    """The header of a `weights` message. Raises `BadMessage` and `BadRequest`."""
+    try:
+        header = decode(frames)
+    except WireError as error:
+        raise BadMessage(str(error)) from error
+    if header.get("v") != PROTOCOL_VERSION:
+        raise BadMessage(f"this worker speaks protocol version {PROTOCOL_VERSION}; send 'v': {PROTOCOL_VERSION}")
+    if header_id(frames) is None:
+        raise BadRequest("a message needs an id of 1 to 128 characters", field="id")
+    if header.get("op") != "weights":
+        raise BadRequest("this socket takes 'weights' messages only; send others to the request socket", field="op")
+    return header
+
+
+class _Wake:
+    """Lets any thread wake the receiver's thread: `signal` makes `socket` readable, `clear` makes it wait again."""
+
+    def __init__(self) -> None:
+        self._in, self.socket = socket.socketpair()
+        self._in.setblocking(False)
+        self.socket.setblocking(False)
+
+    def signal(self) -> None:
+        """Wake the waiting thread."""
+        with contextlib.suppress(BlockingIOError):  # full: the thread is about to look anyway
+            self._in.send(b"\0")
+
+    def clear(self) -> None:
+        """The thread is about to look."""
+        with contextlib.suppress(BlockingIOError):
+            while self.socket.recv(4096):
+                pass
+
+    def close(self) -> None:
+        """Free the sockets."""
+        self._in.close()
+        self.socket.close()
+
+
+def _look() -> None:
+    """No-op: the thread looks at everything after each command."""

@@ -20,15 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from rollout.weights.parameter_map import Fit
-from trainer_bridge.wire.manifest import Manifest, TensorEntry
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def typed_view(stream: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """The bytes of one tensor in a packed stream (uint8, one dimension) as a tensor of its dtype and shape."""
-    return stream[entry.offset : entry.end].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
-
+from trainer_bridge.wire.manifest import Manifest
+from trainer_bridge.wire.tensors import typed_view
 
 #: Makes memory of a device: uint8 [bytes].
 Allocate = Callable[[int], torch.Tensor]
@@ -43,12 +36,12 @@ def plan_copies(manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor],
 
 
 class HostStaging:
-    """The buffer. Owned by the receiver's thread; only `StagedUpdate` crosses to the engine's loop."""
+    """The buffer. Owned by the receiver's thread; only `StagedWeights` crosses to the engine's loop."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._lent: StagedUpdate | InPlaceUpdate | None = None
+        self._lent: StagedWeights | InPlaceWeights | None = None
 
     @property
     def busy(self) -> bool:
@@ -65,7 +58,7 @@ class HostStaging:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         return self._buffer[:nbytes]
 
-    def lend(self, update: StagedUpdate | InPlaceUpdate) -> None:
+    def lend(self, update: StagedWeights | InPlaceWeights) -> None:
         """Keep the buffer as it is until `update` is released."""
         assert not self.busy, "the staging memory holds another update"
         self._lent = update
@@ -117,7 +110,7 @@ class DeviceShadow:
         self._done.synchronize()
 
 
-class InPlaceUpdate:
+class InPlaceWeights:
     """An update that lies in the parameters already: all that is left is that the engine takes note of it."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -133,7 +126,7 @@ class InPlaceUpdate:
         self.released = True
 
 
-class StagedUpdate:
+class StagedWeights:
     """A whole, checked update, ready to be copied into the model. `version` and `nbytes` are for reports."""
 
     def __init__(self, manifest: Manifest, copies: Sequence[Copy]) -> None:

@@ -41,7 +41,7 @@ from scripts.bench.swap_trainer import Order, Trainer
 from scripts.bench.swap_weights import wrong_tokens
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess, start_worker
-from trainer_bridge.transports import TRANSPORTS
+from trainer_bridge.transports.registry import TRANSPORTS
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 
 _PAGE = 16

@@ -39,9 +39,10 @@ from rollout_kernels.sampling import triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
 from rollout_kernels.sampling.triton_draw import draw_and_advance
 from rollout_kernels.step import triton_begin
-from rollout_kernels.triton_fingerprint import add_words
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+
+from trainer_bridge.transports.triton_fingerprint import add_words
 
 PAGE = 16
 MULTIPROCESSORS = 132

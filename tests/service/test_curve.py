@@ -24,8 +24,8 @@ from rollout.service.served_model import ServedModel
 from rollout.service.server import Server
 from rollout.weights.receiver import WeightReceiver
 from trainer_bridge import AsyncRolloutClient, ClientCurve, RolloutClient, WeightPublisher
-from trainer_bridge.client.keys import make_pair, read_pair, read_public
 from trainer_bridge.wire.errors import AccessRefused, ConnectionLost, RolloutError
+from trainer_bridge.wire.keys import make_pair, read_pair, read_public
 
 WAIT_S = 60.0
 SILENCE_S = 0.3  # how long a stranger tries

@@ -78,7 +78,7 @@ class Assembler:
 
     def tokens(self, index: int) -> np.ndarray:
         """The token ids of a completion so far, int32."""
-        return _concat([np.zeros(0, np.int32), *(part.token_ids for part in self._parts[index])])
+        return np.concatenate([np.zeros(0, np.int32), *(part.token_ids for part in self._parts[index])])
 
     def missing(self, result: GenerateResult) -> list[Chunk]:
         """The rest of a result that the chunks have not brought: a worker ends the stream of a reader that is too slow.
@@ -145,9 +145,9 @@ def _join(parts: list[Completion], index: int, prior: Completion | None) -> Comp
     texts = [part.text for part in parts if part.text is not None]
     return Completion(
         index=index,
-        token_ids=_concat([part.token_ids for part in parts]),
-        logprobs=_concat([part.logprobs for part in parts]),
-        raw_logprobs=_concat([part.raw_logprobs for part in parts]),
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        raw_logprobs=np.concatenate([part.raw_logprobs for part in parts]),
         drawn_logprobs=_drawn(parts, prior),
         top_ids=_tops([part.top_ids for part in parts], parts, -1),
         top_logprobs=_tops([part.top_logprobs for part in parts], parts, np.nan),
@@ -193,7 +193,7 @@ def _routing(parts: list[Completion]) -> np.ndarray | None:
     entries = [part.routing for part in parts if part.routing is not None]
     if not entries or any(part.routing is None and len(part) for part in parts):
         return None
-    return _concat(entries)
+    return np.concatenate(entries)
 
 
 def _tops(rows: list[np.ndarray | None], parts: list[Completion], unknown: float) -> np.ndarray | None:
@@ -202,7 +202,7 @@ def _tops(rows: list[np.ndarray | None], parts: list[Completion], unknown: float
     if known is None:
         return None
     shape = known.shape[1]
-    return _concat(
+    return np.concatenate(
         [
             np.full((len(part), shape), unknown, known.dtype) if each is None else each
             for each, part in zip(rows, parts, strict=True)
@@ -213,7 +213,7 @@ def _tops(rows: list[np.ndarray | None], parts: list[Completion], unknown: float
 def _drawn(parts: list[Completion], prior: Completion | None) -> np.ndarray | None:
     if all(part.drawn_logprobs is None for part in parts):
         return None
-    return _concat([_drawn_of(part, prior) for part in parts])
+    return np.concatenate([_drawn_of(part, prior) for part in parts])
 
 
 def _drawn_of(part: Completion, prior: Completion | None) -> np.ndarray:
@@ -222,9 +222,3 @@ def _drawn_of(part: Completion, prior: Completion | None) -> np.ndarray:
     if part is prior:  # it came without; nobody knows
         return np.full(len(part), np.nan, np.float32)
     return part.logprobs  # drawn from the plain distribution
-
-
-def _concat(arrays: list[np.ndarray]) -> np.ndarray:
-    array = np.concatenate(arrays)
-    array.flags.writeable = False
-    return array

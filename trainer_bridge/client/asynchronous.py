@@ -11,27 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable, Sequence
 from contextlib import aclosing, closing
-from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, overload
 
 import zmq
 
-from trainer_bridge.client.attach import AttachFields, attach
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.call import Call
-from trainer_bridge.client.core import ClientCore
-from trainer_bridge.client.generate_request import GenerateFields, Prompt, StreamKind, plan_request
+from trainer_bridge.client.core import Call, StreamView, next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.client.generate_request import (
+    AttachFields,
+    GenerateFields,
+    Prompt,
+    StreamKind,
+    plan_request,
+    sleep_fields,
+)
 from trainer_bridge.client.journal import Fsync
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.client.progress import Progress, report
-from trainer_bridge.client.report import Mismatch, TrainerLogprobs, read_mismatch, report_messages
+from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
+from trainer_bridge.client.progress import Progress, show_progress
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
-from trainer_bridge.client.resume import ResumePolicy
-from trainer_bridge.client.session import AsyncSession, end_session
-from trainer_bridge.client.stream import StreamView
-from trainer_bridge.client.timeouts import next_chunk, until_cancelled, until_done, until_ended
-from trainer_bridge.wire.sleep_fields import sleep_fields
+from trainer_bridge.client.resume import ResumePolicy, make_core
+from trainer_bridge.wire.keys import ClientCurve
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Value = TypeVar("_Value")
@@ -46,7 +47,7 @@ class AsyncRolloutClient:
         *,
         client: str | None = None,
         timeout_s: float | None = None,
-        connect_timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
         curve: ClientCurve | None = None,
         resume: bool = False,
         resume_timeout_s: float = 600.0,
@@ -58,42 +59,42 @@ class AsyncRolloutClient:
     ) -> None:
         policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
         resumes = resume or journal is not None
-        given = (client, timeout_s, connect_timeout_s, curve, policy if resumes else None, acknowledge, heartbeat_s)
-        self._core = ClientCore(endpoints, *given)
+        given = (client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
+        self._core = make_core(endpoints, *given, resume=policy if resumes else None)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # --- generate -----------------------------------------------------------------------------------------------------
 
     @overload
-    async def generate(
+    def generate(
         self, prompt: Prompt | None = None, *, stream: Literal[False] = False, **fields: Unpack[GenerateFields]
-    ) -> GenerateResult: ...
+    ) -> Answer[GenerateResult]: ...
 
     @overload
-    async def generate(
+    def generate(
         self, prompt: Prompt | None = None, *, stream: Literal["tokens"], **fields: Unpack[GenerateFields]
-    ) -> AsyncStream[Chunk]: ...
+    ) -> Answer[AsyncStream[Chunk]]: ...
 
     @overload
-    async def generate(
+    def generate(
         self, prompt: Prompt | None = None, *, stream: Literal["completions"], **fields: Unpack[GenerateFields]
-    ) -> AsyncStream[Completion]: ...
+    ) -> Answer[AsyncStream[Completion]]: ...
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt | None = None,
         *,
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[GenerateFields],
-    ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
+    ) -> Answer[Any]:
         """Have `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
-        Returns the result or, with `stream`, an asynchronous iterator of chunks or completions. Cancelling the task
-        cancels the request at the worker.
+        Await it: it returns the result or, with `stream`, an asynchronous iterator of chunks or completions.
+        Cancelling the task cancels the request at the worker.
+
+            async for chunk in await client.generate(prompt, stream="tokens"): ...
         """
-        self._bind()
-        call = self._core.generate(plan_request(prompt, fields, stream))
-        return AsyncStream(self, call, stream) if stream else await self._finish(call)
+        return Answer(self._generate(prompt, stream, fields))
 
     async def generate_many(
         self,
@@ -106,7 +107,7 @@ class AsyncRolloutClient:
         """As `RolloutClient.generate_many`."""
         results: dict[int, GenerateResult] = {}
         plans = plan_batch(requests, common)
-        with report(progress, len(plans)) as advance:
+        with show_progress(progress, len(plans)) as advance:
             async with aclosing(self._settle(plans, max_in_flight)) as outcomes:
                 async for settled in outcomes:
                     results[settled.index] = settled.unwrap()
@@ -149,7 +150,7 @@ class AsyncRolloutClient:
     ) -> GenerateResult | AsyncStream[Chunk] | AsyncStream[Completion]:
         """As `RolloutClient.attach`."""
         self._bind()
-        call = attach(self._core, target, stream, fields)
+        call = self._core.attach(target, stream, fields)
         return AsyncStream(self, call, stream) if stream else await self._finish(call)
 
     async def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
@@ -255,7 +256,7 @@ class AsyncRolloutClient:
 
         Were the session to come back, its endpoint would be chosen anew.
         """
-        end_session(self._core, session)
+        self._core.end_session(session)
 
     def forget(self, ids: Iterable[str]) -> None:
         """As `RolloutClient.forget`."""
@@ -276,6 +277,13 @@ class AsyncRolloutClient:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    async def _generate(
+        self, prompt: Prompt | None, stream: Literal[False, "tokens", "completions"], fields: GenerateFields
+    ) -> GenerateResult | AsyncStream[Any]:
+        self._bind()
+        call = self._core.generate(plan_request(prompt, fields, stream))
+        return AsyncStream(self, call, stream) if stream else await self._finish(call)
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -341,6 +349,36 @@ class AsyncRolloutClient:
                     await _changed(changed, step)
 
 
+class Answer(Coroutine[Any, Any, _Value]):
+    """The coroutine that `generate` returns. `async for` over it says what is missing: an `await`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+        self.__name__, self.__qualname__ = "generate", "AsyncRolloutClient.generate"
+
+    def __await__(self) -> Generator[Any, Any, _Value]:
+        return self._coroutine.__await__()
+
+    def send(self, value: Any) -> Any:
+        """Go on; asyncio calls this."""
+        return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Go on with an exception; asyncio calls this."""
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        """End it where it is."""
+        self._coroutine.close()
+
+    def __aiter__(self) -> NoReturn:
+        self.close()
+        raise TypeError(
+            "generate is a coroutine: await it before you iterate, as in "
+            "`async for chunk in await client.generate(prompt, stream='tokens'): ...`"
+        )
+
+
 async def _changed(event: asyncio.Event, wait_s: float | None) -> None:
     try:
         async with asyncio.timeout(wait_s):
@@ -381,3 +419,27 @@ class AsyncStream(StreamView, Generic[_Item]):
 
     async def __aexit__(self, *exc: object) -> None:
         self.close()
+
+
+class AsyncSession:
+    """As `Session`."""
+
+    def __init__(self, client: AsyncRolloutClient, session_id: str, lease_s: float | None) -> None:
+        self.id = session_id
+        self.lease_s = lease_s
+        self._client = client
+
+    async def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
+        """As `Session.generate`."""
+        fields["session"], fields["session_lease_s"] = self.id, self.lease_s
+        return await self._client.generate(prompt, **fields)
+
+    def end(self) -> None:
+        """As `Session.end`."""
+        self._client.end_session(self.id)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.end()

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_bridge.client.call import Call
-from trainer_bridge.client.core import ClientCore
+from trainer_bridge.client.core import Call, ClientCore
 from trainer_bridge.client.generate_request import GenerateFields, Prompt, RequestPlan, plan_request
 from trainer_bridge.client.results import GenerateResult
 from trainer_bridge.wire.errors import Overloaded, RolloutError

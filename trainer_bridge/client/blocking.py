@@ -18,21 +18,22 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import zmq
 
-from trainer_bridge.client.attach import AttachFields, attach
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.call import Call
-from trainer_bridge.client.core import ClientCore
-from trainer_bridge.client.generate_request import GenerateFields, Prompt, StreamKind, plan_request
+from trainer_bridge.client.core import Call, StreamView, next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.client.generate_request import (
+    AttachFields,
+    GenerateFields,
+    Prompt,
+    StreamKind,
+    plan_request,
+    sleep_fields,
+)
 from trainer_bridge.client.journal import Fsync
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.client.progress import Progress, report
-from trainer_bridge.client.report import Mismatch, TrainerLogprobs, read_mismatch, report_messages
+from trainer_bridge.client.mismatch import Mismatch, TrainerLogprobs, read_mismatch, report_messages
+from trainer_bridge.client.progress import Progress, show_progress
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult
-from trainer_bridge.client.resume import ResumePolicy
-from trainer_bridge.client.session import Session, end_session
-from trainer_bridge.client.stream import StreamView
-from trainer_bridge.client.timeouts import next_chunk, until_cancelled, until_done, until_ended
-from trainer_bridge.wire.sleep_fields import sleep_fields
+from trainer_bridge.client.resume import ResumePolicy, make_core
+from trainer_bridge.wire.keys import ClientCurve
 
 _Item = TypeVar("_Item", Chunk, Completion)
 _Value = TypeVar("_Value")
@@ -44,7 +45,8 @@ class RolloutClient:
     A request goes to the endpoint with the fewest completions of this client in flight; requests of one `session` all
     go to the same one. `client` is a name that the worker knows this client by across connections; `timeout_s` bounds
     every request that brings none of its own, None is for ever. An endpoint that cannot be reached within
-    `connect_timeout_s` raises `ConnectionLost`. `curve` has the keys for workers that use CURVE
+    `connect_timeout_s` raises `ConnectionLost`; without that setting after 30 s, or after 3 s if it has refused all
+    connections, which means that no worker listens there. `curve` has the keys for workers that use CURVE
     (`ClientCurve.from_files`); one that does not take them raises `AccessRefused`. All errors are in
     `trainer_bridge.wire.errors`.
 
@@ -69,7 +71,7 @@ class RolloutClient:
         *,
         client: str | None = None,
         timeout_s: float | None = None,
-        connect_timeout_s: float = 30.0,
+        connect_timeout_s: float | None = None,
         curve: ClientCurve | None = None,
         resume: bool = False,
         resume_timeout_s: float = 600.0,
@@ -81,8 +83,8 @@ class RolloutClient:
     ) -> None:
         policy = ResumePolicy(resume_timeout_s, resume_max_faults, journal, journal_fsync)
         resumes = resume or journal is not None
-        given = (client, timeout_s, connect_timeout_s, curve, policy if resumes else None, acknowledge, heartbeat_s)
-        self._core = ClientCore(endpoints, *given)
+        given = (client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
+        self._core = make_core(endpoints, *given, resume=policy if resumes else None)
         self._core.on_opened = lambda place: self._watch()
         self._watch()
 
@@ -134,7 +136,7 @@ class RolloutClient:
         """
         results: dict[int, GenerateResult] = {}
         plans = plan_batch(requests, common)
-        with report(progress, len(plans)) as advance, closing(self._settle(plans, max_in_flight)) as outcomes:
+        with show_progress(progress, len(plans)) as advance, closing(self._settle(plans, max_in_flight)) as outcomes:
             for settled in outcomes:
                 results[settled.index] = settled.unwrap()
                 advance(tokens_of(settled))
@@ -181,7 +183,7 @@ class RolloutClient:
         (`stream.partials()`); `n` is then how many completions it has. Breaking this call off leaves the request alone.
         Fields: see `AttachFields`. Raises `NotFound` when the worker does not know it, or has forgotten its result.
         """
-        call = attach(self._core, target, stream, fields)
+        call = self._core.attach(target, stream, fields)
         return Stream(self, call, stream) if stream else self._finish(call)
 
     def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
@@ -296,7 +298,7 @@ class RolloutClient:
 
         Were the session to come back, its endpoint would be chosen anew.
         """
-        end_session(self._core, session)
+        self._core.end_session(session)
 
     def forget(self, ids: Iterable[str]) -> None:
         """Drop requests from the journal: their results are kept elsewhere now. ValueError for one in flight."""
@@ -396,3 +398,27 @@ class Stream(StreamView, Generic[_Item]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Session:
+    """Turns of one conversation, one at a time. `id` and `lease_s` are what each turn sends with it."""
+
+    def __init__(self, client: RolloutClient, session_id: str, lease_s: float | None) -> None:
+        self.id = session_id
+        self.lease_s = lease_s
+        self._client = client
+
+    def generate(self, prompt: Prompt | None = None, **fields: Unpack[GenerateFields]) -> GenerateResult:
+        """The next turn: as `RolloutClient.generate`, for one completion. `cached_tokens` says what was reused."""
+        fields["session"], fields["session_lease_s"] = self.id, self.lease_s
+        return self._client.generate(prompt, **fields)
+
+    def end(self) -> None:
+        """Have the worker give back what it holds; does not wait for it."""
+        self._client.end_session(self.id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()

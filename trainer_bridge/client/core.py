@@ -1,6 +1,10 @@
-"""What both clients share: requests in flight, which endpoint gets one, what a reply means. Waits for nothing.
+"""What both clients share: requests in flight, the choice of an endpoint, the meaning of replies. Waits for nothing.
 
-A call goes `start -> (chunks) -> done`, with a result or an error. Waiting is left to the client, with `waits`.
+A call goes `start -> (chunks) -> done`, with a result or an error. The clients wait, with the generators at the end of
+this file, which yield the seconds to wait at most and look again after every wait:
+
+    for wait_s in until_done(core, call):      blocking:  poll(wait_s), absorb
+                                               asyncio:   await an event that absorb sets, wait_s at most
 """
 
 from __future__ import annotations
@@ -10,34 +14,76 @@ import math
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 
 from trainer_bridge.client.assembly import Assembler
-from trainer_bridge.client.call import Call
-from trainer_bridge.client.connection import Connection, close_when_dropped
-from trainer_bridge.client.generate_request import RequestPlan
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.client.results import read_chunk, read_result
-from trainer_bridge.client.resume import Leg, ResumePolicy, Resumer
-from trainer_bridge.client.resumed_call import ResumedCall
+from trainer_bridge.client.generate_request import AttachFields, RequestPlan, StreamKind, attach_fields
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result
 from trainer_bridge.wire import codec as wire
+from trainer_bridge.wire.connection import REFUSED_S, Connection, close_when_dropped
 from trainer_bridge.wire.errors import (
     AccessRefused,
     ConnectionLost,
+    NotFound,
     ProtocolError,
     RolloutError,
     RolloutTimeout,
     from_reply,
 )
+from trainer_bridge.wire.keys import ClientCurve
 
+_CONNECT_S = 30.0
 _LINGER_S = 1.0
 _MESSAGES_A_LOOK = 64
 _MOST_ACKS = 1024  # in one message
 _ENVELOPE_FIELDS = ("v", "id", "op")
+_NO_JOURNAL = "this client has no journal; make it with journal="
+
+
+class Call:
+    """One request in flight, or its outcome: one of `result`, `reply` and `error`. `ClientCore` makes and changes it.
+
+    `place` is the index of its endpoint, `weight` what it adds to that endpoint's load, `deadline` of
+    `time.monotonic`. `on_update` is called whenever something has come for it.
+    """
+
+    def __init__(self, request_id: str, op: str, place: int, weight: int, deadline: float) -> None:
+        self.id = request_id
+        self.op = op
+        self.place = place
+        self.weight = weight
+        self.deadline = deadline
+        self.started = time.monotonic()
+        self.target: str | None = None  # of `attach`
+        self.detached = False  # the worker goes on if this client goes
+        self.acknowledged_with_result = True  # by the core, where it acknowledges results at all
+        self.assembler: Assembler | None = None  # of a stream
+        self.chunks: deque[Chunk] = deque()  # of a stream, not yet taken
+        self.result: GenerateResult | None = None  # of `generate` and `attach`
+        self.reply: dict[str, Any] | None = None  # of anything else
+        self.error: RolloutError | None = None
+        self.on_update: Callable[[], object] = lambda: None
+
+    @property
+    def done(self) -> bool:
+        """True once there is an outcome."""
+        return self.result is not None or self.reply is not None or self.error is not None
+
+    def joined(self, index: int) -> Completion:
+        """A completion of a stream, with what has come of it."""
+        assert self.assembler is not None, "not a stream"
+        return self.assembler.joined(index)
+
+    def fail(self, error: RolloutError) -> None:
+        """End with an error; chunks that had come stay."""
+        error.request_id = self.id
+        self.error = error
+        self.on_update()
 
 
 class ClientCore:
@@ -50,14 +96,16 @@ class ClientCore:
     it is, but for clients with a name and without a journal: somebody may come back for their results.
     """
 
+    #: A session whose endpoint is gone goes on at another one.
+    moves_sessions = False
+
     def __init__(
         self,
         endpoints: str | Sequence[str],
         client: str | None,
         timeout_s: float | None,
-        connect_timeout_s: float,
+        connect_timeout_s: float | None,
         curve: ClientCurve | None = None,
-        resume: ResumePolicy | None = None,
         acknowledge: bool | None = None,
         heartbeat_s: float = 10.0,
     ) -> None:
@@ -77,9 +125,7 @@ class ClientCore:
         self._counter = itertools.count(1)
         self._prefix = uuid.uuid4().hex[:12]
         self._closed = False
-        self.resumer = None if resume is None else Resumer(self, resume)
-        journaled = resume is not None and resume.journal is not None
-        self.acknowledges = client is None or journaled if acknowledge is None else acknowledge
+        self.acknowledges = client is None if acknowledge is None else acknowledge
         self._to_acknowledge: dict[int, list[str]] = {}  # by endpoint
         self._context = zmq.Context()
         self.connections: list[Connection] = []
@@ -97,8 +143,6 @@ class ClientCore:
     def generate(self, plan: RequestPlan) -> Call:
         """Send a generate request to the endpoint of its session, or to the least loaded one."""
         self._check_open()
-        if self.resumer is not None:
-            return self.resumer.start(plan)
         call = self.launch(plan, plan.timeout_s)
         if plan.stream:
             call.assembler = Assembler(plan.n, plan.prior, whole=plan.stream == "completions")
@@ -145,10 +189,6 @@ class ClientCore:
 
     def abandon(self, call: Call) -> None:
         """Nobody waits for this call any more: end it here and, unless it is detached, have the worker stop it."""
-        if isinstance(call, ResumedCall):
-            assert self.resumer is not None
-            self.resumer.abandon(call)
-            return
         if not self._forget(call):
             return
         call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
@@ -168,12 +208,30 @@ class ClientCore:
         """Send `cancel` for a request to where it is, or may be; returns the calls to wait for."""
         for place in range(len(self.connections)):
             self.absorb(place)
-        if self.resumer is not None and target in self.resumer.calls:
-            self.resumer.cancel(self.resumer.calls[target])
-            return []
         if endpoint is None and target in self._calls:
             endpoint = self.endpoints[self._calls[target].place]
         return self.control("cancel", endpoint, target=target)
+
+    def attach(self, target: str, stream: Literal[False] | StreamKind, given: AttachFields) -> Call:
+        """Come back for a request that was sent before, on this connection or an earlier one of the same `client`."""
+        fields, partials = attach_fields(target, stream, given)
+        (call,) = self.control("attach", self.only_endpoint(given.get("endpoint")), given.get("timeout_s"), **fields)
+        call.target = target
+        if stream:
+            call.assembler = Assembler(given.get("n", 1), whole=stream == "completions")
+            call.assembler.hold(partials)
+        return call
+
+    def end_session(self, session: str) -> None:
+        """Tell the worker of a session that it is over; tell all workers if that one is not known.
+
+        Endpoints that are gone hold nothing. The answers are not waited for.
+        """
+        known = self.sessions.pop(session, None)
+        for place in range(len(self.connections)) if known is None else (known,):
+            connection = self.connections[place]
+            if not connection.gone and not connection.socket.closed:
+                self.start("end_session", {"session": session}, place)
 
     def close(self) -> None:
         """Cancel what is in flight and close all sockets; then call `term`."""
@@ -181,8 +239,7 @@ class ClientCore:
             return
         for place in range(len(self.connections)):
             self.absorb(place, sys.maxsize)
-        if self.resumer is not None:
-            self.resumer.close()
+        self.end_requests()
         self._closed = True
         for call in list(self._calls.values()):
             self.abandon(call)
@@ -190,6 +247,9 @@ class ClientCore:
         for place, connection in enumerate(self.connections):
             self.on_closing(place)
             connection.close(_LINGER_S)
+
+    def end_requests(self) -> None:
+        """The client closes: end what is in flight beside the calls of this class."""
 
     def term(self) -> None:
         """Wait until what was sent last is out: a second at most."""
@@ -222,18 +282,11 @@ class ClientCore:
 
     def forget(self, ids: Iterable[str]) -> None:
         """Drop requests from the journal. Raises ValueError for one that is in flight, or if there is no journal."""
-        self._resumer_with_journal().forget(list(ids))
+        raise ValueError(_NO_JOURNAL)
 
     def journaled(self) -> dict[str, bool]:
         """The requests in the journal, and whether they are finished. Raises ValueError if there is no journal."""
-        journal = self._resumer_with_journal().journal
-        assert journal is not None
-        return journal.ids()
-
-    def _resumer_with_journal(self) -> Resumer:
-        if self.resumer is None or self.resumer.journal is None:
-            raise ValueError("this client has no journal; make it with journal=")
-        return self.resumer
+        raise ValueError(_NO_JOURNAL)
 
     # --- endpoints ----------------------------------------------------------------------------------------------------
 
@@ -260,7 +313,7 @@ class ClientCore:
         welcome = [place for place in there if place not in avoid]
         if plan.endpoint is not None:
             place = self._place_of(plan.endpoint)
-        elif plan.session in self.sessions and (self.resumer is None or self.sessions[plan.session] in welcome):
+        elif plan.session in self.sessions and (self.sessions[plan.session] in welcome or not self.moves_sessions):
             place = self.sessions[plan.session]
         else:
             candidates = welcome or there or range(len(self.connections))
@@ -280,7 +333,7 @@ class ClientCore:
         if self._closed:
             return
         connection = self.connections[place]
-        was_connected = connection.connected
+        was_connected, was_refusing = connection.connected, connection.refusing_since_s is not None
         messages, lost = connection.drain(most)
         for frames in messages:
             self._take(place, frames)
@@ -289,11 +342,17 @@ class ClientCore:
         if lost:
             self._reopen(place)
             self._fail_all(place, ConnectionLost, f"the connection to {connection.endpoint} was lost")
-        elif self.resumer is not None and connection.connected and not was_connected:
-            self.resumer.endpoint_came()
+        elif connection.connected and not was_connected:
+            self.endpoint_came()
+        if not was_refusing and connection.refusing_since_s is not None:  # calls have another limit now
+            for call in [call for call in self._calls.values() if call.place == place]:
+                call.on_update()
         self._send_acknowledgements(place)
         if len(messages) >= most:
             self.on_unread(place)
+
+    def endpoint_came(self) -> None:
+        """An endpoint can be reached (again)."""
 
     def _send_acknowledgements(self, place: int) -> None:
         """What it answers is of no interest. Results of a worker that is gone are gone, or expire."""
@@ -352,7 +411,7 @@ class ClientCore:
                     call.assembler.add(chunk)
                     call.chunks.append(chunk)
             call.result = result if call.target is None else replace(result, id=call.target)
-            if self.acknowledges and not isinstance(call.assembler, Leg):
+            if self.acknowledges and call.acknowledged_with_result:
                 self.acknowledge(call)
         elif op in ("ok", "status", "trace") and call.op not in ("generate", "attach"):
             call.reply = {name: value for name, value in reply.items() if name not in _ENVELOPE_FIELDS}
@@ -377,26 +436,116 @@ class ClientCore:
             self._forget(call)
             call.fail(kind(message))
 
+    def _connect_s(self, connection: Connection) -> float:
+        """Seconds that a call waits for a connection."""
+        if self._connect_timeout_s is not None:
+            return self._connect_timeout_s
+        return _CONNECT_S if connection.refusing_since_s is None else REFUSED_S
+
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def patience(self, call: Call) -> float | None:
         """Seconds that a call may go on waiting, None for ever. If its time is up, it ends with an error."""
-        if isinstance(call, ResumedCall):
-            assert self.resumer is not None
-            return self.resumer.patience(call)
         if call.done:
             return 0.0
         now, limit = time.monotonic(), call.deadline
-        if not self.connections[call.place].connected:
-            limit = min(limit, call.started + self._connect_timeout_s)
+        connection = self.connections[call.place]
+        connect_s = self._connect_s(connection)
+        if not connection.connected:
+            limit = min(limit, call.started + connect_s)
         if now < limit:
             return None if limit == math.inf else limit - now
-        endpoint = self.endpoints[call.place]
         self.abandon(call)
         if now >= call.deadline:
-            call.fail(RolloutTimeout(f"{call.op} had no answer from {endpoint} in time"))
+            waited_s = call.deadline - call.started
+            call.fail(RolloutTimeout(f"{call.op} had no answer from {connection.endpoint} within {waited_s:.3g} s"))
         else:
-            connection = self.connections[call.place]
             connection.gone = True
-            call.fail(ConnectionLost(f"{endpoint} cannot be reached; is a worker running there?{connection.hint}"))
+            call.fail(ConnectionLost(_unreachable(connection, connect_s)))
         return 0.0
+
+
+def _unreachable(connection: Connection, waited_s: float) -> str:
+    if connection.refusing_since_s is None:
+        hint = connection.hint or "; is a worker running there?"
+        return f"{connection.endpoint} cannot be reached: no connection within {waited_s:g} s{hint}"
+    return (
+        f"{connection.endpoint} cannot be reached: it has refused connections for {waited_s:g} s, so no worker listens "
+        "there; set connect_timeout_s to wait for one that is starting"
+    )
+
+
+class StreamView:
+    """One streamed request, apart from waiting: its id, its endpoint, what it has brought."""
+
+    def __init__(self, core: ClientCore, call: Call, kind: StreamKind) -> None:
+        self._core = core
+        self._call = call
+        self._kind = kind
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self._call.target or self._call.id
+
+    @property
+    def endpoint(self) -> str:
+        """Where it runs."""
+        return self._core.endpoints[self._call.place]
+
+    @property
+    def result(self) -> GenerateResult | None:
+        """The whole result, once it has come."""
+        return self._call.result
+
+    def partials(self) -> list[Completion]:
+        """The completions as far as they have come, each put together from its chunks."""
+        assert self._call.assembler is not None
+        return self._call.assembler.partials()
+
+    def close(self) -> None:
+        """Take no more; the worker stops if it still runs, but not what is detached or was attached to."""
+        self._core.abandon(self._call)
+
+    def _item(self, chunk: Chunk) -> Any:
+        """What the stream yields for a chunk: the chunk, or the whole completion that it ends."""
+        return chunk if self._kind == "tokens" else self._call.joined(chunk.index)
+
+
+def until_done(core: ClientCore, call: Call) -> Generator[float | None, None, None]:
+    """Yield the seconds to wait at most (None: no limit) until the call is done; then raise its error, if any."""
+    while not call.done:
+        yield core.patience(call)
+    if call.error is not None:
+        raise call.error
+
+
+def next_chunk(core: ClientCore, call: Call) -> Generator[float | None, None, Chunk | None]:
+    """Like `until_done`, until there is a chunk, which is returned, or None at the end of the stream."""
+    while not call.chunks:
+        if call.done:
+            yield from until_done(core, call)
+            return None
+        yield core.patience(call)
+    return call.chunks.popleft()
+
+
+def until_cancelled(core: ClientCore, calls: list[Call]) -> Generator[float | None, None, None]:
+    """Like `until_done` for a `cancel` at several endpoints: it is enough that one knows the request."""
+    missing: list[NotFound] = []
+    for call in calls:
+        try:
+            yield from until_done(core, call)
+        except NotFound as error:
+            missing.append(error)
+    if missing and len(missing) == len(calls):
+        raise missing[0]
+
+
+def until_ended(core: ClientCore, call: Call, cancels: list[Call]) -> Generator[float | None, None, None]:
+    """Like `until_cancelled` of this call, which may have ended before the `cancel` came."""
+    try:
+        yield from until_cancelled(core, cancels)
+    except NotFound:
+        if not call.done:  # its result comes before the answer to the cancel
+            raise

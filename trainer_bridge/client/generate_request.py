@@ -6,7 +6,8 @@ what cannot be written down as a message, or was misspelt, is an error here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
@@ -31,13 +32,15 @@ class GenerateFields(TypedDict, total=False):
     # how much, and how it ends
     n: int  # completions, 1 when absent
     max_tokens: int | None  # of each completion
-    stop: Mapping[str, Any] | None  # token_ids, strings, ignore_eos, min_tokens
+    stop: (
+        str | Sequence[str] | Sequence[int] | Mapping[str, Any] | None
+    )  # or: token_ids, strings, ignore_eos, min_tokens
     deadline_s: float | None  # seconds from when the worker takes it; then it ends with what it has
     # how a token is drawn: a map, or its keys one by one
     sampling: Mapping[str, Any] | None
     temperature: float
     top_p: float
-    top_k: int
+    top_k: int  # 0 or -1: off
     min_p: float
     seed: int | None
     repetition_penalty: float
@@ -51,7 +54,7 @@ class GenerateFields(TypedDict, total=False):
     continue_from: Completion | Mapping[str, Any] | None  # an earlier partial completion; needs n = 1
     priority: int  # higher is admitted first and preempted last
     # for workers whose `status.capabilities` list them
-    logprobs: int  # also the k likeliest tokens at each position: `top_ids`, `top_logprobs`
+    logprobs: int  # also the k likeliest tokens at each position: `top_ids`; the token's own log-prob always comes
     prompt_logprobs: bool  # those of the prompt's tokens, in the result
     min_complete: int | None
     return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
@@ -79,6 +82,7 @@ _SAMPLING = (
     "frequency_penalty",
     "logit_bias",
 )
+_PROMPTS = (str, list, tuple, np.ndarray)  # what a list of prompts holds
 _LOCAL = ("endpoint", "request_id", "timeout_s")
 _FIELDS = frozenset(GenerateFields.__annotations__)
 
@@ -104,7 +108,8 @@ def plan_request(
     unknown = sorted(fields.keys() - _FIELDS)
     if unknown:
         raise TypeError(
-            f"generate takes no field {unknown[0]!r}; it takes prompt, stream, {', '.join(sorted(_FIELDS))}"
+            f"generate takes no field {unknown[0]!r}{_did_you_mean(unknown[0], _FIELDS)}; "
+            f"it takes prompt, stream, {', '.join(sorted(_FIELDS))}"
         )
     if stream not in (False, "tokens", "completions"):
         raise ValueError(f"stream is {stream!r}; use False, 'tokens' or 'completions'")
@@ -117,8 +122,10 @@ def plan_request(
     sampling = _sampling(fields)
     if sampling:
         sent["sampling"] = sampling
-    if "stop" in sent and "token_ids" in sent["stop"]:
-        sent["stop"] = {**sent["stop"], "token_ids": [int(token) for token in sent["stop"]["token_ids"]]}
+    if "stop" in sent:
+        sent["stop"] = _stop(sent["stop"])
+    if isinstance(sent.get("logprobs"), bool):  # the log-prob of each token comes without asking
+        del sent["logprobs"]
     prior = _add_prior(sent) if "continue_from" in sent else None
     if stream:
         sent["stream"] = stream
@@ -145,9 +152,37 @@ def _add_prompt(sent: dict[str, Any], prompt: Prompt | None) -> None:
     if isinstance(prompt, str):
         sent["prompt"] = prompt
     elif prompt is not None:
+        if isinstance(prompt, (list, tuple)) and any(
+            isinstance(part, (str, list, tuple, np.ndarray)) for part in prompt
+        ):
+            raise ValueError("generate takes one prompt, not a list of prompts; use generate_many(prompts, ...)")
         sent["prompt"] = token_array(prompt, "prompt")
     if "messages" in sent:
-        sent["messages"] = [dict(message) for message in sent["messages"]]
+        messages = sent["messages"]
+        if isinstance(messages, (str, Mapping)) or not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError("messages must be a list of maps, such as [{'role': 'user', 'content': 'Hello'}]")
+        sent["messages"] = [dict(message) for message in messages]
+
+
+def _stop(given: Any) -> dict[str, Any]:
+    """`stop` as the protocol has it: a string or a list stands for its `strings` or `token_ids`."""
+    if isinstance(given, str):
+        return {"strings": [given]}
+    if isinstance(given, Mapping):
+        if "token_ids" in given:
+            given = {**given, "token_ids": [int(token) for token in given["token_ids"]]}
+        return dict(given)
+    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
+        return {"token_ids": [int(given)]}
+    items = list(given)
+    strings = [item for item in items if isinstance(item, str)]
+    token_ids = [int(item) for item in items if not isinstance(item, str)]
+    return ({"strings": strings} if strings else {}) | ({"token_ids": token_ids} if token_ids else {})
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _add_prior(sent: dict[str, Any]) -> Completion:
@@ -170,6 +205,12 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
     if twice:
         raise ValueError(f"{twice[0]!r} is given both in sampling and by itself; give it once")
     given |= loose
+    unknown = sorted(given.keys() - set(_SAMPLING))
+    if unknown:
+        hint = _did_you_mean(unknown[0], _SAMPLING)
+        raise ValueError(f"sampling has no {unknown[0]!r}{hint}; it takes {', '.join(_SAMPLING)}")
+    if given.get("top_k") == -1:  # as others write it
+        given["top_k"] = 0
     if "logit_bias" in given:  # keys of a message's maps are strings
         given["logit_bias"] = {str(token): bias for token, bias in given["logit_bias"].items()}
     return given
@@ -235,3 +276,48 @@ def prior_fields(prior: Completion) -> dict[str, Any]:
     if prior.text is not None:
         fields["text_chars"] = len(prior.text)
     return fields
+
+
+class AttachFields(TypedDict, total=False):
+    """What `attach` takes beside the target and `stream`; the first three go with `stream`."""
+
+    stream_every: int | None  # tokens of a chunk, at the least
+    n: int  # completions that the request has; 1
+    partials: Iterable[Completion]  # what an earlier stream of it brought: this one goes on after them
+    endpoint: str | None  # where it was sent; absent: the only one
+    timeout_s: float | None  # seconds until `RolloutTimeout`; absent: the client's
+
+
+def attach_fields(
+    target: str, stream: Literal[False] | StreamKind, given: AttachFields
+) -> tuple[dict[str, Any], list[Completion]]:
+    """The fields of an `attach` message, and the partial completions that its stream goes on after."""
+    if unknown := sorted(given.keys() - AttachFields.__annotations__.keys()):
+        raise TypeError(f"attach takes no {unknown[0]!r}; it takes {', '.join(AttachFields.__annotations__)}")
+    fields: dict[str, Any] = {"target": target}
+    partials = list(given.get("partials", ()))
+    if partials and not stream:
+        raise ValueError("partials say where a stream goes on; leave them out, or set stream")
+    if stream:
+        fields |= {"stream": stream, "offsets": _offsets(partials), "text_chars": _text_chars(partials)}
+        if given.get("stream_every") is not None:
+            fields["stream_every"] = given["stream_every"]
+    return fields, partials
+
+
+def _offsets(partials: list[Completion]) -> dict[str, int | None]:
+    return {str(part.index): None if part.finish_reason is not None else len(part) for part in partials}
+
+
+def _text_chars(partials: list[Completion]) -> dict[str, int]:
+    return {
+        str(part.index): len(part.text) for part in partials if part.text is not None and part.finish_reason is None
+    }
+
+
+def sleep_fields(
+    level: Literal[1, 2], mode: Literal["keep", "abort"] | None, requests: Literal["wait", "refuse"] | None
+) -> dict[str, int | str]:
+    """The fields of a `sleep` message that are given; the worker's settings decide the others."""
+    fields = {"level": level, "mode": mode, "requests": requests}
+    return {name: value for name, value in fields.items() if value is not None}

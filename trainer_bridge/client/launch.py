@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,13 +24,11 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from trainer_bridge.client.progress import StageLines
+from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.wire.errors import RolloutError
-
-if TYPE_CHECKING:
-    from trainer_bridge.client.keys import ClientCurve
+from trainer_bridge.wire.keys import ClientCurve
 
 _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
@@ -263,8 +262,6 @@ class WorkerProcess:
             self._process.send_signal(signal.SIGINT)  # another signal: two of one kind may arrive as one
 
     def _ask(self, mode: Literal["drain", "now"], timeout_s: float) -> None:
-        from trainer_bridge.client.blocking import RolloutClient
-
         client = RolloutClient(self.endpoint, timeout_s=timeout_s, connect_timeout_s=timeout_s, curve=self._curve)
         with client:
             try:
@@ -297,3 +294,44 @@ def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+class StageLines:
+    """What a worker's log says of long stages, such as loading weights, on this process's stderr as it comes.
+
+    Args:
+        log: the worker's log, in text or JSON lines; what is in it by now is of another worker.
+    """
+
+    _TEXT = re.compile(r"\S+ INFO (\S+) rollout\.progress: (.*?)(?: \[stage=.*\])?")
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._at = log.stat().st_size
+
+    def tell(self) -> None:
+        """Print what is new. Never raises for what is in the log, or for a log that is gone."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._at)
+                lines = file.read().rpartition(b"\n")[:2]
+        except OSError:
+            return
+        text = b"".join(lines)
+        self._at += len(text)
+        for line in text.decode("utf-8", "replace").splitlines():
+            if (found := self._stage(line)) is not None:
+                print(f"worker {found[0]}: {found[1]}", file=sys.stderr, flush=True)
+
+    def _stage(self, line: str) -> tuple[str, str] | None:
+        """Which worker says what, if the line is of a stage."""
+        if not line.startswith("{"):
+            match = self._TEXT.fullmatch(line)
+            return None if match is None else (match[1], match[2])
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if fields.get("logger") != "rollout.progress":
+            return None
+        return str(fields.get("worker")), str(fields.get("message"))

@@ -1,13 +1,14 @@
 """What a client gets back, typed: completions, chunks of a stream, the result of a request.
 
-Arrays are numpy, one entry a token, and read-only. Everything is checked when it is read from a reply: a completion
-whose arrays differ in length, or whose version runs do not add up, raises `ProtocolError`.
+Arrays are numpy, one entry a token, and writable: `torch.from_numpy` takes them. `to_dict` gives plain values that
+`json.dumps` takes. A reply whose arrays differ in length, or whose version runs do not add up, raises `ProtocolError`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -54,6 +55,10 @@ class Completion:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values: lists for arrays, None for NaN."""
+        return _plain_fields(self)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
@@ -81,6 +86,10 @@ class Chunk:
     def finish_reason(self) -> FinishReason | None:
         """How the completion ended, or None while it goes on."""
         return self.part.finish_reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values: lists for arrays, None for NaN."""
+        return _plain_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,31 @@ class GenerateResult:
     extra: dict[str, Any] = field(default_factory=dict)  # fields of the reply that this client does not know
     #: float32 [prompt tokens]: of each token of the prompt after those before it, at temperature 1; NaN for the first.
     prompt_logprobs: np.ndarray | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values: lists for arrays, None for NaN."""
+        return _plain_fields(self)
+
+
+def _plain_fields(value: Any) -> dict[str, Any]:
+    return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+
+
+def _plain(value: Any) -> Any:
+    """A value that `json.dumps` takes. Bytes, which JSON has not, are written in hexadecimal."""
+    if isinstance(value, (Completion, Timing)):
+        return _plain_fields(value)
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 _RESULT_FIELDS = {
@@ -224,7 +258,7 @@ def _routing(fields: Mapping[str, Any], tokens: int) -> np.ndarray | None:
         raise ProtocolError("the field 'routing' of a reply is not a three-dimensional array of |u1 or <u2")
     if len(routing) < tokens - 1:
         raise ProtocolError(f"a reply has {tokens} token_ids but {len(routing)} entries of routing")
-    return routing
+    return routing.copy()
 
 
 def _array(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> np.ndarray:
@@ -238,9 +272,7 @@ def _array(fields: Mapping[str, Any], name: str, dtype: type, dims: int = 1) -> 
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
     if array.ndim != dims or (array.size and array.dtype.kind not in kinds):
         raise ProtocolError(f"the field {name!r} of a reply is {array.dtype} of shape {array.shape}")
-    array = array.astype(dtype, copy=False)
-    array.flags.writeable = False
-    return array
+    return array.astype(dtype)  # a copy: the reply's own memory is read-only
 
 
 def _marks(fields: Mapping[str, Any], name: str) -> list[tuple[int, int]]:

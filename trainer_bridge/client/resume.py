@@ -17,17 +17,24 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainer_bridge.client.assembly import Assembler
-from trainer_bridge.client.call import Call
-from trainer_bridge.client.continuation import continued_plan, draw_seed, first_plan, request_seed
+from trainer_bridge.client.core import Call, ClientCore
 from trainer_bridge.client.generate_request import RequestPlan
 from trainer_bridge.client.journal import Fsync, Journal, Saved, fingerprint
 from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult
-from trainer_bridge.client.resumed_call import Part, ResumedCall
+from trainer_bridge.client.resumed_call import (
+    ResumedCall,
+    ResumedCompletion,
+    continued_plan,
+    draw_seed,
+    first_plan,
+    request_seed,
+)
 from trainer_bridge.wire import codec as wire
 from trainer_bridge.wire.errors import (
     ConnectionLost,
@@ -41,9 +48,7 @@ from trainer_bridge.wire.errors import (
     RolloutTimeout,
     Unavailable,
 )
-
-if TYPE_CHECKING:
-    from trainer_bridge.client.core import ClientCore
+from trainer_bridge.wire.keys import ClientCurve
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
@@ -73,6 +78,77 @@ class Leg(Assembler):
     def missing(self, result: GenerateResult) -> list[Chunk]:
         """None: the resumed call takes the rest from the result itself."""
         return []
+
+
+def make_core(
+    endpoints: str | Sequence[str],
+    client: str | None,
+    timeout_s: float | None,
+    connect_timeout_s: float | None,
+    curve: ClientCurve | None,
+    acknowledge: bool | None,
+    heartbeat_s: float,
+    resume: ResumePolicy | None,
+) -> ClientCore:
+    """What a client works with; `resume` is None for one that does not resume."""
+    if resume is None:
+        return ClientCore(endpoints, client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
+    if resume.journal is not None and acknowledge is None:
+        acknowledge = True
+    return ResumingCore(resume, endpoints, client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
+
+
+class ResumingCore(ClientCore):
+    """A `ClientCore` whose `generate` requests outlive their workers."""
+
+    moves_sessions = True
+
+    def __init__(self, policy: ResumePolicy, *given: Any) -> None:
+        self.resumer = Resumer(self, policy)
+        super().__init__(*given)
+
+    def generate(self, plan: RequestPlan) -> Call:
+        """Begin a request, or go on with one that the journal knows."""
+        self._check_open()
+        return self.resumer.start(plan)
+
+    def abandon(self, call: Call) -> None:
+        """End a call that nobody waits for any more."""
+        if isinstance(call, ResumedCall):
+            self.resumer.abandon(call)
+        else:
+            super().abandon(call)
+
+    def cancel(self, target: str, endpoint: str | None) -> list[Call]:
+        """Send `cancel` for a request to where it is, or may be; returns the calls to wait for."""
+        for place in range(len(self.connections)):
+            self.absorb(place)
+        if target not in self.resumer.calls:
+            return super().cancel(target, endpoint)
+        self.resumer.cancel(self.resumer.calls[target])
+        return []
+
+    def patience(self, call: Call) -> float | None:
+        """Seconds that a call may go on waiting, None for ever. Sends what is due."""
+        return self.resumer.patience(call) if isinstance(call, ResumedCall) else super().patience(call)
+
+    def endpoint_came(self) -> None:
+        """Requests that wait for an endpoint look again."""
+        self.resumer.endpoint_came()
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Drop requests from the journal. Raises ValueError for one that is in flight, or if there is no journal."""
+        if self.resumer.journal is None:
+            super().forget(ids)
+        self.resumer.forget(list(ids))
+
+    def journaled(self) -> dict[str, bool]:
+        """The requests in the journal, and whether they are finished. Raises ValueError if there is no journal."""
+        return super().journaled() if self.resumer.journal is None else self.resumer.journal.ids()
+
+    def end_requests(self) -> None:
+        """The client closes: what the journal has stays there."""
+        self.resumer.close()
 
 
 class Resumer:
@@ -120,7 +196,8 @@ class Resumer:
         if call.done:
             return 0.0
         if time.monotonic() >= call.deadline:
-            self._fail(call, RolloutTimeout("generate had no answer in time"))
+            waited_s = call.deadline - call.started
+            self._fail(call, RolloutTimeout(f"generate had no answer within {waited_s:.3g} s"))
             return 0.0
         if call.waiting:
             self._pump(call)
@@ -211,14 +288,14 @@ class Resumer:
             if part.leg is None and not part.done:  # sending takes in what has come, which may change anything
                 self._send(call, [part], continued_plan(call.plan, call.held(part), remaining_s, call.scored))
 
-    def _send(self, call: ResumedCall, parts: list[Part], plan: RequestPlan) -> None:
+    def _send(self, call: ResumedCall, parts: list[ResumedCompletion], plan: RequestPlan) -> None:
         avoid = frozenset(part.avoid for part in parts if part.avoid is not None)
         plan = plan if plan.request_id is not None else replace(plan, request_id=self._leg_id(call))
         leg = self._core.launch(plan, math.inf, avoid)
         if call.done or any(part.done for part in parts):  # by what came meanwhile
             self._core.abandon(leg)
             return
-        leg.assembler = Leg(plan.n, plan.prior)
+        leg.assembler, leg.acknowledged_with_result = Leg(plan.n, plan.prior), False
         leg.on_update = partial(self._take_in, call, leg)
         call.resumes += call.begun or any(part.error is not None for part in parts)
         call.add_leg(leg, parts, time.monotonic(), bool(plan.fields.get("prompt_logprobs")))
@@ -235,12 +312,12 @@ class Resumer:
         if self._core.client is not None:
             self._core.disown(place, leg_id)
 
-    def _due(self, call: ResumedCall, part: Part, now: float) -> float:
+    def _due(self, call: ResumedCall, part: ResumedCompletion, now: float) -> float:
         """When a waiting completion needs looking at; an endpoint that comes back is told of by `endpoint_came`."""
         limit = min(call.ends_at, now + self._time_left(part, now))
         return min(limit, part.due) if self._core.reachable(call.plan) else limit
 
-    def _time_left(self, part: Part, now: float) -> float:
+    def _time_left(self, part: ResumedCompletion, now: float) -> float:
         assert part.down_since is not None, "it has a worker"
         return self._policy.timeout_s - part.down_s - (now - part.down_since)
 
@@ -265,7 +342,7 @@ class Resumer:
         if not call.done and (call.chunks or call.waiting):
             call.on_update()
 
-    def _add(self, call: ResumedCall, part: Part, chunk: Chunk) -> None:
+    def _add(self, call: ResumedCall, part: ResumedCompletion, chunk: Chunk) -> None:
         """Take new tokens, write them down, and see whether the worker has given the completion back."""
         handed_back = None if call.cancelled else _handed_back(chunk.part)
         if handed_back is not None:
@@ -308,7 +385,7 @@ class Resumer:
         if call.cancelled:
             self._end_waiting(call, "cancelled")
 
-    def _suspend(self, call: ResumedCall, part: Part, error: RolloutError, avoid: int | None) -> None:
+    def _suspend(self, call: ResumedCall, part: ResumedCompletion, error: RolloutError, avoid: int | None) -> None:
         """A completion waits for another worker."""
         if call.done:
             return
@@ -338,7 +415,7 @@ class Resumer:
         if not call.done:
             self._end(call, list(call.waiting), reason)
 
-    def _end(self, call: ResumedCall, parts: list[Part], reason: FinishReason) -> None:
+    def _end(self, call: ResumedCall, parts: list[ResumedCompletion], reason: FinishReason) -> None:
         try:
             for part in parts:
                 self._add(call, part, call.ending(part, reason))

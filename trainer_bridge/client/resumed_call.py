@@ -1,31 +1,38 @@
 """What one request of a resuming client has so far, over all the workers that have had a part in it.
 
-    ResumedCall  1 --- n  Part   one completion: with a worker (`leg`), waiting for one (`down_since`), or done
-                 1 --- *  Call   a leg: one request to one worker, for some of the completions
+    ResumedCall  1 --- n  ResumedCompletion   with a worker (`leg`), waiting for one (`down_since`), or done
+                 1 --- *  Call                a leg: one request to one worker, for some of the completions
 
 Every token is taken once: the legs' chunks go to one assembler, which refuses gaps and repetitions. Nothing in here
 sends or waits.
+
+The random numbers of a completion depend on its own seed and on positions only. A client that chose the request's seed
+therefore knows the seeds of all its completions before the first token, and another worker can continue or begin any of
+them.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import numpy as np
 
 from trainer_bridge.client.assembly import Assembler, tail
-from trainer_bridge.client.call import Call
-from trainer_bridge.client.continuation import completion_seed, empty_part
-from trainer_bridge.client.generate_request import RequestPlan
+from trainer_bridge.client.core import Call
+from trainer_bridge.client.generate_request import RequestPlan, prior_fields
 from trainer_bridge.client.journal import Saved
 from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult, Timing
 from trainer_bridge.wire.errors import ProtocolError, RolloutError
 
+_SEED_BITS = 63
+
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ResumedCompletion:
     """One completion on its way. Times are of `time.monotonic`."""
 
     index: int
@@ -64,8 +71,8 @@ class ResumedCall(Call):
         self.started_unix_s = time.time() if started_unix_s is None else started_unix_s
         self.assembler: Assembler = Assembler(plan.n, plan.prior)
         seeds = [seed] if plan.prior is not None else [completion_seed(seed, index) for index in range(plan.n)]
-        self.parts = [Part(index, each, down_since=self.started) for index, each in enumerate(seeds)]
-        self.waiting: list[Part] = list(self.parts)
+        self.parts = [ResumedCompletion(index, each, down_since=self.started) for index, each in enumerate(seeds)]
+        self.waiting: list[ResumedCompletion] = list(self.parts)
         self.legs: dict[Call, list[int]] = {}  # which completions each one has, by its own index
         self.results: dict[Call, GenerateResult] = {}  # of legs
         self.scoring: Call | None = None  # the leg that was asked last for the prompt's log-probs
@@ -81,7 +88,7 @@ class ResumedCall(Call):
         """True if any token has come, or a worker was lost."""
         return self.resumes > 0 or any(self.new_tokens(part) or part.done for part in self.parts)
 
-    def new_tokens(self, part: Part) -> int:
+    def new_tokens(self, part: ResumedCompletion) -> int:
         """Tokens of a completion beyond those that the request brought."""
         prior = 0 if self.plan.prior is None else len(self.plan.prior)
         return self.assembler.length(part.index) - prior
@@ -92,7 +99,7 @@ class ResumedCall(Call):
         here = _all_known(self.assembler.prompt_logprobs)
         return here or self.scoring in self.legs or not self.plan.fields.get("prompt_logprobs")
 
-    def held(self, part: Part) -> Completion:
+    def held(self, part: ResumedCompletion) -> Completion:
         """What there is of a completion, its seed included."""
         if not self.assembler.has(part.index):
             return empty_part(part.index, part.seed)
@@ -110,7 +117,7 @@ class ResumedCall(Call):
                 part.text = text
             self.result = replace(saved.result, completions=self.completions())
 
-    def add_leg(self, leg: Call, parts: list[Part], now: float, scores: bool = False) -> None:
+    def add_leg(self, leg: Call, parts: list[ResumedCompletion], now: float, scores: bool = False) -> None:
         """A worker has these completions now, and the log-probs of the prompt to tell with `scores`."""
         self.legs[leg] = [part.index for part in parts]
         self.scoring = leg if scores else self.scoring
@@ -121,7 +128,7 @@ class ResumedCall(Call):
             part.down_s, part.down_since = part.down_s + now - part.down_since, None
             self.waiting.remove(part)
 
-    def part_of(self, leg: Call, index: int) -> Part | None:
+    def part_of(self, leg: Call, index: int) -> ResumedCompletion | None:
         """The completion that a leg calls `index`; None if it was taken from it."""
         indexes = self.legs[leg]
         if not 0 <= index < len(indexes):
@@ -129,7 +136,7 @@ class ResumedCall(Call):
         part = self.parts[indexes[index]]
         return part if part.leg is leg else None
 
-    def take(self, part: Part, chunk: Chunk) -> Chunk:
+    def take(self, part: ResumedCompletion, chunk: Chunk) -> Chunk:
         """Add new tokens to a completion; returns the chunk as it is of this request. Raises `ProtocolError`."""
         if chunk.part.seed not in (None, part.seed):
             raise ProtocolError(
@@ -148,7 +155,7 @@ class ResumedCall(Call):
             self.chunks.append(chunk)
         return chunk
 
-    def missing(self, part: Part, whole: Completion, result: GenerateResult) -> Chunk | None:
+    def missing(self, part: ResumedCompletion, whole: Completion, result: GenerateResult) -> Chunk | None:
         """What a result has of a completion beyond its chunks. Raises `ProtocolError` if it has less."""
         have = self.assembler.length(part.index)
         if len(whole) < have or not np.array_equal(whole.token_ids[:have], self.assembler.tokens(part.index)):
@@ -161,7 +168,7 @@ class ResumedCall(Call):
         if _all_known(result.prompt_logprobs) and not _all_known(self.assembler.prompt_logprobs):
             self.assembler.prompt_logprobs = result.prompt_logprobs
 
-    def ending(self, part: Part, reason: FinishReason) -> Chunk:
+    def ending(self, part: ResumedCompletion, reason: FinishReason) -> Chunk:
         """The chunk that ends a completion here, without a worker."""
         return Chunk(self.assembler.length(part.index), empty_part(part.index, part.seed, reason))
 
@@ -209,3 +216,65 @@ class ResumedCall(Call):
 def _all_known(prompt_logprobs: np.ndarray | None) -> bool:
     """True if they are here, all but the first, which nobody knows."""
     return prompt_logprobs is not None and not np.isnan(prompt_logprobs[1:]).any()
+
+
+def completion_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request with this `seed`, as `docs/reference/protocol.md` defines it."""
+    digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & ((1 << _SEED_BITS) - 1)
+
+
+def draw_seed() -> int:
+    """A seed for a request that has none."""
+    return secrets.randbits(_SEED_BITS)
+
+
+def request_seed(plan: RequestPlan) -> int | None:
+    """The seed that a request names: its own, or that of the completion which it continues. Raises ValueError."""
+    seed = plan.fields.get("sampling", {}).get("seed") if plan.prior is None else plan.prior.seed
+    if seed is None:
+        return None
+    if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << _SEED_BITS:
+        raise ValueError(f"the seed is {seed!r:.40}; use an integer from 0 to 2**63 - 1")
+    return int(seed)
+
+
+def first_plan(plan: RequestPlan, seed: int, remaining_s: float | None) -> RequestPlan:
+    """The request as a whole, streamed and with a seed of the client's choice. `remaining_s` of its deadline are left.
+
+    The text of a completion that continues one without text is asked for from its start, unless the caller sees the
+    pieces: put together they are then the whole.
+    """
+    fields = {**plan.fields, "stream": "tokens"}
+    if remaining_s is not None:
+        fields["deadline_s"] = remaining_s
+    if plan.prior is None:
+        fields["sampling"] = {**fields.get("sampling", {}), "seed": seed}
+    elif fields.get("return_text") and plan.prior.text is None and plan.stream != "tokens":
+        fields["continue_from"] = {**fields["continue_from"], "text_chars": 0}
+    return replace(plan, fields=fields, stream="tokens")
+
+
+def continued_plan(plan: RequestPlan, held: Completion, remaining_s: float | None, scored: bool = True) -> RequestPlan:
+    """The request that goes on with one completion: `held` is what there is of it, its seed included.
+
+    With `scored` the log-probs of the prompt are known, or another request brings them: they are not asked for. Routing
+    stays here, since it may be large: chunks bring what is added to it.
+    """
+    left_out = ("n", "min_complete", "prompt_logprobs") if scored else ("n", "min_complete")
+    fields = {name: value for name, value in plan.fields.items() if name not in left_out}
+    if "sampling" in fields:
+        fields["sampling"] = {name: value for name, value in fields["sampling"].items() if name != "seed"}
+    if fields.get("return_text") and held.text is None and (plan.prior is None or plan.stream != "tokens"):
+        held = replace(held, text="")
+    fields |= {"stream": "tokens", "continue_from": prior_fields(replace(held, routing=None))}
+    if remaining_s is not None:
+        fields["deadline_s"] = remaining_s
+    prior = replace(held, index=0)
+    return replace(plan, fields=fields, n=1, prior=prior, request_id=None, stream="tokens")
+
+
+def empty_part(index: int, seed: int, finish_reason: FinishReason | None = None) -> Completion:
+    """A completion, or a part of one, without tokens."""
+    none = np.zeros(0, np.float32)
+    return Completion(index, np.zeros(0, np.int32), none, none, [], finish_reason=finish_reason, seed=seed)

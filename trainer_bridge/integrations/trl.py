@@ -38,7 +38,7 @@ from trainer_bridge.wire.errors import RolloutError
 if TYPE_CHECKING:
     import torch
 
-    from trainer_bridge.client.keys import ClientCurve
+    from trainer_bridge.wire.keys import ClientCurve
 
 RewardFunction = Callable[..., Any]  # of prompts, completions, completion_ids and columns: a float or None for each
 

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import Peer
+from trainer_bridge.transports.base import Recipient
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import ProtocolError, RolloutError, RolloutTimeout
 
 
@@ -67,15 +67,15 @@ class PublishHandle:
             raise self.error
         return list(self.reports.values())
 
-    def report(self, peer: Peer, reply: dict[str, Any]) -> None:
+    def report(self, recipient: Recipient, reply: dict[str, Any]) -> None:
         """A worker uses the new weights, and sent this."""
-        endpoint = peer.endpoint
+        endpoint = recipient.endpoint
         try:
             self.reports[endpoint] = WorkerReport(
                 endpoint=endpoint,
                 version=int(reply["version"]),
-                transport=peer.transport,
-                why=peer.why,
+                transport=recipient.transport,
+                why=recipient.why,
                 nbytes=int(reply["bytes"]),
                 pause_s=float(reply["pause_s"]),
                 seconds=time.monotonic() - self._published_s,

@@ -21,28 +21,31 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import queue
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.publish.adapter_config import config_map
+from trainer_bridge.publish.control_link import ControlLink, ask_all
 from trainer_bridge.publish.handle import PublishHandle, WorkerReport
 from trainer_bridge.publish.kept_update import KeptUpdate
-from trainer_bridge.publish.payload import NamedTensors, Payload
 from trainer_bridge.publish.trainer_ranks import RELEASED, TrainerRanks
 from trainer_bridge.publish.transport_choice import TransportChoice, transfer_all
-from trainer_bridge.transports import GroupBroken, Peer, TransferRules
+from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
+from trainer_bridge.transports.payload import NamedTensors, Payload
+from trainer_bridge.wire.connection import REFUSED_S
 from trainer_bridge.wire.errors import UNANSWERED, ProtocolError, RolloutError, WeightsRejected
+from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import check_bucket_bytes, usual_bucket_bytes
-from trainer_bridge.wire.weight_messages import ControlLink, ask_all, read_token
+from trainer_bridge.wire.weight_messages import read_token
 
 __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 
 _ABORT_S = 1.0
+_BEGIN_S = 30.0
 _GRACE_S = 5.0  # for the answer to a `begin` when the publisher is closed: an update can't be aborted without its token
 _WATCH_S = 1.0  # between two looks for workers that came back
 
@@ -57,8 +60,9 @@ class WeightPublisher:
     `cuda_ipc`, `nccl`, `shm` and `zmq` that works; reports and the log say which and why. An update travels in buckets
     of `bucket_bytes`, a multiple of 64, at most 256 MiB; absent: 64 MiB, and up to 256 MiB for a large model that
     `auto`, `nccl` or `cuda_ipc` bring where there are GPUs. Deadlines in seconds: `begin_s` for connecting and for the
-    workers' check of the manifest, `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses
-    the weights. `curve` has the keys for workers that use CURVE.
+    workers' check of the manifest (absent: 30, but 3 for an endpoint that refuses connections because no worker listens
+    there), `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses the weights. `curve` has
+    the keys for workers that use CURVE.
 
     With `keep` the last update stays in this host's memory, so that a worker that comes back (its supervisor started it
     again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on. That is also one
@@ -81,7 +85,7 @@ class WeightPublisher:
         transport: str = "auto",
         folder: str | None = None,
         bucket_bytes: int | None = None,
-        begin_s: float = 30.0,
+        begin_s: float | None = None,
         stall_s: float = 30.0,
         apply_s: float = 120.0,
         curve: ClientCurve | None = None,
@@ -93,6 +97,8 @@ class WeightPublisher:
             raise ValueError("endpoints must name at least one worker, and each once")
         if bucket_bytes is not None:
             check_bucket_bytes(bucket_bytes)
+        self._refused_s = REFUSED_S if begin_s is None else None
+        begin_s = _BEGIN_S if begin_s is None else begin_s
         for name, seconds in {"begin_s": begin_s, "stall_s": stall_s, "apply_s": apply_s}.items():
             if not seconds > 0:
                 raise ValueError(f"{name} must be more than 0 seconds, not {seconds!r}")
@@ -131,7 +137,7 @@ class WeightPublisher:
             raise ValueError("adapter and adapter_config go together: pass both, or none")
         payload = Payload(named_tensors, version, self._bucket_bytes, spread=self._ranks is not None)
         if adapter is not None:
-            payload.adapter = {"name": adapter, "config": config_map(adapter_config)}
+            payload.adapter = {"name": adapter, "config": _config_map(adapter_config)}
         handle = PublishHandle(payload)
         with self._jobs_lock:
             if self._closing.is_set():
@@ -176,7 +182,7 @@ class WeightPublisher:
         links: list[ControlLink] = []
         try:
             for endpoint in self.endpoints:
-                links.append(ControlLink(endpoint, self._client, self._curve))
+                links.append(ControlLink(endpoint, self._client, self._curve, self._refused_s))
         except ValueError:
             for link in links:
                 link.close()
@@ -273,15 +279,15 @@ class WeightPublisher:
                 self._ranks.finish(handle)
 
     def _publish(self, payload: Payload, handle: PublishHandle, endpoints: Sequence[str]) -> None:
-        peers = [Peer(endpoint) for endpoint in endpoints]
+        recipients = [Recipient(endpoint) for endpoint in endpoints]
         handle.phase = "prepare"
         self._check_open(handle)
         self._gather(payload, handle)
         try:
-            finished = self._deliver(payload, handle, peers)
-            again = [peer for peer in peers if isinstance(peer.error, GroupBroken)]
+            finished = self._deliver(payload, handle, recipients)
+            again = [recipient for recipient in recipients if isinstance(recipient.error, GroupBroken)]
             another_way = self._choice.avoid(again)
-            kept = any(isinstance(peer.error, GroupBroken) and peer.error.kept for peer in again)
+            kept = any(isinstance(recipient.error, GroupBroken) and recipient.error.kept for recipient in again)
             again = self._still_there(again) if another_way or kept or len(again) > 1 else []
             if again:
                 _log.warning("a group broke; %d of its workers are tried again", len(again))
@@ -290,94 +296,107 @@ class WeightPublisher:
                 finished |= {name: options for name, options in second.items() if options}
             self._check_open(handle)
             handle.phase = "commit"
-            whole = [peer for peer in peers if not peer.error]
+            whole = [recipient for recipient in recipients if not recipient.error]
             asked = self._ask(
-                peers,
-                lambda peer: {"action": "commit", "token": peer.token.hex(), "options": finished[peer.transport]},
+                recipients,
+                lambda recipient: {
+                    "action": "commit",
+                    "token": recipient.token.hex(),
+                    "options": finished[recipient.transport],
+                },
                 "commit",
                 self._apply_s,
             )
-            for peer, reply in asked:
-                handle.report(peer, reply)
-            handle.refused = bool(whole) and all(isinstance(peer.error, WeightsRejected) for peer in whole)
+            for recipient, reply in asked:
+                handle.report(recipient, reply)
+            handle.refused = bool(whole) and all(isinstance(recipient.error, WeightsRejected) for recipient in whole)
         finally:
-            self._abort(peers, handle)
-            handle.errors |= {peer.endpoint: peer.error for peer in peers if peer.error}
+            self._abort(recipients, handle)
+            handle.errors |= {recipient.endpoint: recipient.error for recipient in recipients if recipient.error}
             self._choice.release(payload, applied=bool(handle.reports))
 
-    def _deliver(self, payload: Payload, handle: PublishHandle, peers: list[Peer]) -> dict[str, dict[str, Any]]:
+    def _deliver(
+        self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]
+    ) -> dict[str, dict[str, Any]]:
         """Begin, and bring the bytes to all that take them; the options of `commit` by transport."""
-        self._begin(payload, handle, peers)
+        self._begin(payload, handle, recipients)
         handle.phase = "transfer"
         self._check_open(handle)
-        senders = self._choice.by_transport(peer for peer in peers if not peer.error)
+        senders = self._choice.by_transport(recipient for recipient in recipients if not recipient.error)
         return transfer_all(payload, senders, self._rules)
 
-    def _still_there(self, peers: list[Peer]) -> list[Peer]:
+    def _still_there(self, recipients: list[Recipient]) -> list[Recipient]:
         """Those of a broken group that answer: what they have is dropped, and they can begin anew."""
-        messages = [(self._links[peer.endpoint], {"action": "abort", "token": peer.token.hex()}) for peer in peers]
+        messages = [
+            (self._links[recipient.endpoint], {"action": "abort", "token": recipient.token.hex()})
+            for recipient in recipients
+        ]
         answers = ask_all(messages, "abort", _ABORT_S, self._closing)
         alive = []
-        for peer, answer in zip(peers, answers, strict=True):
+        for recipient, answer in zip(recipients, answers, strict=True):
             if not isinstance(answer, UNANSWERED):
-                peer.error, peer.token = None, b""
-                alive.append(peer)
+                recipient.error, recipient.token = None, b""
+                alive.append(recipient)
         return alive
 
-    def _begin(self, payload: Payload, handle: PublishHandle, peers: list[Peer]) -> None:
+    def _begin(self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]) -> None:
         """Agree with each worker on a transport."""
         version = payload.manifest.version
         begin = {"action": "begin", "version": version, "manifest": payload.manifest.to_wire()}
         if payload.adapter is not None:
             begin["adapter"] = payload.adapter
-        left = list(peers)
+        left = list(recipients)
         while left:
             handle.phase = "prepare"
             self._check_open(handle)
             options = self._choice.next_options(payload, left)
             handle.phase = "begin"
             self._ask(
-                [peer for peer in left if not peer.error],
-                lambda peer: {**begin, "transport": peer.transport, "options": options[peer.transport]},  # noqa: B023
+                [recipient for recipient in left if not recipient.error],
+                lambda recipient: {**begin, "transport": recipient.transport, "options": options[recipient.transport]},  # noqa: B023
                 "begin",
                 self._begin_s,
                 note=_note_grant,
                 grace_s=_GRACE_S,
             )
             left = self._choice.refused(payload, left)
-        for peer in peers:
-            if not peer.error:
+        for recipient in recipients:
+            if not recipient.error:
                 handle.begun = True
-                _log.info("%s takes version %d by %s: %s", peer.endpoint, version, peer.transport, peer.why)
+                _log.info(
+                    "%s takes version %d by %s: %s", recipient.endpoint, version, recipient.transport, recipient.why
+                )
 
     def _ask(
         self,
-        peers: list[Peer],
+        recipients: list[Recipient],
         message: Any,
         phase: str,
         timeout_s: float,
         note: Any = None,
         grace_s: float = 0.0,
-    ) -> list[tuple[Peer, dict[str, Any]]]:
-        """Ask the peers that have not failed; the replies of those that did not fail now."""
-        asked = [(peer, self._links[peer.endpoint]) for peer in peers if not peer.error]
-        answers = ask_all([(link, message(peer)) for peer, link in asked], phase, timeout_s, self._closing, grace_s)
+    ) -> list[tuple[Recipient, dict[str, Any]]]:
+        """Ask the recipients that have not failed; the replies of those that did not fail now."""
+        asked = [(recipient, self._links[recipient.endpoint]) for recipient in recipients if not recipient.error]
+        answers = ask_all(
+            [(link, message(recipient)) for recipient, link in asked], phase, timeout_s, self._closing, grace_s
+        )
         replies = []
-        for (peer, _), answer in zip(asked, answers, strict=True):
+        for (recipient, _), answer in zip(asked, answers, strict=True):
             if isinstance(answer, RolloutError):
-                peer.fail(answer)
+                recipient.fail(answer)
                 continue
             if note is not None:
-                note(peer, answer)
-            replies.append((peer, answer))
+                note(recipient, answer)
+            replies.append((recipient, answer))
         return replies
 
-    def _abort(self, peers: list[Peer], handle: PublishHandle) -> None:
+    def _abort(self, recipients: list[Recipient], handle: PublishHandle) -> None:
         """Tell workers that began and will hear no more; their own deadline does it when this does not reach them."""
         left = [
-            (self._links[peer.endpoint], {"action": "abort", "token": peer.token.hex()})
-            for peer in peers
-            if peer.token and peer.endpoint not in handle.reports
+            (self._links[recipient.endpoint], {"action": "abort", "token": recipient.token.hex()})
+            for recipient in recipients
+            if recipient.token and recipient.endpoint not in handle.reports
         ]
         if left:
             ask_all(left, "abort", _ABORT_S, threading.Event())
@@ -389,10 +408,27 @@ class WeightPublisher:
             )
 
 
-def _note_grant(peer: Peer, reply: dict[str, Any]) -> None:
+def _note_grant(recipient: Recipient, reply: dict[str, Any]) -> None:
     try:
-        peer.token, peer.grant = read_token(reply.get("token")), reply.get("grant", {})
+        recipient.token, recipient.grant = read_token(reply.get("token")), reply.get("grant", {})
     except RolloutError:
-        peer.token = b""
-    if len(peer.token) != 16 or type(peer.grant) is not dict:
-        peer.fail(ProtocolError(f"begin: {peer.endpoint} answered without a token and a grant"))
+        recipient.token = b""
+    if len(recipient.token) != 16 or type(recipient.grant) is not dict:
+        recipient.fail(ProtocolError(f"begin: {recipient.endpoint} answered without a token and a grant"))
+
+
+def _config_map(config: Any) -> dict[str, Any]:
+    """The fields of adapter_config.json, from a map or from PEFT's object with `to_dict`; PEFT itself is not needed."""
+    fields = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"adapter_config is a {type(config).__name__}; pass PEFT's LoraConfig, or its fields as a map")
+    try:
+        return json.loads(json.dumps(dict(fields), default=_plain))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"adapter_config cannot be sent: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, frozenset, tuple)):
+        return sorted(value)
+    raise TypeError(f"a {type(value).__name__} in it is no plain value")

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 
 from trainer_bridge.publish.handle import PublishHandle, WorkerReport
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.publish.shards import HEADER, Shards
-from trainer_bridge.transports.nccl.group import END_S, Group, GroupError, device_name, local_address
+from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupError, device_name, local_address
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.ranks import take_part
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.shards import HEADER, Shards
 from trainer_bridge.wire.errors import RolloutError, from_reply
 
 START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN = range(7)
@@ -62,7 +62,7 @@ class TrainerRanks:
         self._kept = KeptGroup()
         self.address = _address()
         cpu = torch.device("cpu")
-        self._group = Group(
+        self._group = BroadcastGroup(
             store, f"{_KEY}/group-{turn}", self.rank, self.size, self.address, cpu, timeout_s, op_timeout_s=_COMMAND_S
         )
         self.timeout_s = self._timeout_s = timeout_s

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import TRANSPORTS, GroupBroken, Peer, TransferRules, TransportSender, make_sender
+from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules, TransportSender
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.registry import TRANSPORTS, make_sender
 from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.keys import ClientCurve
 
 _ORDER = ("cuda_ipc", "nccl", "shm", "zmq")
 _FOR_GPUS = ("cuda_ipc", "nccl")
@@ -40,7 +41,7 @@ _GOOD = {
 _log = logging.getLogger(__name__)
 
 #: A sender, and the workers that it serves.
-Served = tuple[TransportSender, Sequence[Peer]]
+Served = tuple[TransportSender, Sequence[Recipient]]
 
 
 class TransportChoice:
@@ -61,11 +62,11 @@ class TransportChoice:
         """Whether updates may go from GPU to GPU."""
         return self._asked == "auto" or self._asked in _FOR_GPUS
 
-    def next_options(self, payload: Payload, peers: Iterable[Peer]) -> dict[str, dict[str, Any]]:
-        """Give each peer the next transport to try; the options of `begin` for each of these."""
+    def next_options(self, payload: Payload, recipients: Iterable[Recipient]) -> dict[str, dict[str, Any]]:
+        """Give each recipient the next transport to try; the options of `begin` for each of these."""
         options: dict[str, dict[str, Any]] = {}
-        for peer in peers:
-            refusals = self._refusals.setdefault(peer.endpoint, {})
+        for recipient in recipients:
+            refusals = self._refusals.setdefault(recipient.endpoint, {})
             for name in self._candidates(payload):
                 if name in refusals or name in options:
                     if name not in refusals:
@@ -78,41 +79,41 @@ class TransportChoice:
                     if not self._free(payload):
                         raise
                     refusals[name] = str(error)
-            peer.transport = name
-            peer.why = self._reasons(name, refusals) if self._free(payload) else "it was asked for"
+            recipient.transport = name
+            recipient.why = self._reasons(name, refusals) if self._free(payload) else "it was asked for"
         return options
 
-    def refused(self, payload: Payload, peers: Iterable[Peer]) -> list[Peer]:
-        """The peers that refused only the way: they are asked again, for another one."""
+    def refused(self, payload: Payload, recipients: Iterable[Recipient]) -> list[Recipient]:
+        """The recipients that refused only the way: they are asked again, for another one."""
         again = []
-        for peer in peers:
-            error = peer.error
+        for recipient in recipients:
+            error = recipient.error
             at_fault = (error.field or "").partition(".")[0] if error is not None else ""
             if not self._free(payload) or error is None or at_fault not in ("transport", "options"):
                 continue
-            if peer.transport == _ORDER[-1]:
-                self._refusals[peer.endpoint].clear()  # nothing works: look at all of them anew next time
+            if recipient.transport == _ORDER[-1]:
+                self._refusals[recipient.endpoint].clear()  # nothing works: look at all of them anew next time
                 continue
-            _log.info("%s does not take weights by %s: %s", peer.endpoint, peer.transport, error)
-            self._refusals[peer.endpoint][peer.transport] = str(error)
-            peer.error = None
-            again.append(peer)
+            _log.info("%s does not take weights by %s: %s", recipient.endpoint, recipient.transport, error)
+            self._refusals[recipient.endpoint][recipient.transport] = str(error)
+            recipient.error = None
+            again.append(recipient)
         return again
 
-    def avoid(self, peers: Iterable[Peer]) -> bool:
+    def avoid(self, recipients: Iterable[Recipient]) -> bool:
         """Groups broke. Don't try again what never came about, where there is a choice; true if there is."""
         other = False
-        for peer in peers:
-            if self._asked == "auto" and isinstance(peer.error, GroupBroken) and not peer.error.met:
-                self._refusals[peer.endpoint][peer.transport] = str(peer.error)
+        for recipient in recipients:
+            if self._asked == "auto" and isinstance(recipient.error, GroupBroken) and not recipient.error.met:
+                self._refusals[recipient.endpoint][recipient.transport] = str(recipient.error)
                 other = True
         return other
 
-    def by_transport(self, peers: Iterable[Peer]) -> dict[str, Served]:
+    def by_transport(self, recipients: Iterable[Recipient]) -> dict[str, Served]:
         """The senders in use, each with its workers."""
-        groups: dict[str, list[Peer]] = {}
-        for peer in peers:
-            groups.setdefault(peer.transport, []).append(peer)
+        groups: dict[str, list[Recipient]] = {}
+        for recipient in recipients:
+            groups.setdefault(recipient.transport, []).append(recipient)
         return {name: (self._sender(name), group) for name, group in groups.items()}
 
     def release(self, payload: Payload, applied: bool) -> None:
@@ -158,15 +159,15 @@ def transfer_all(payload: Payload, senders: Mapping[str, Served], rules: Transfe
         payload.expect_readers(len(senders))
     finished: dict[str, dict[str, Any]] = {}
 
-    def transfer(name: str, sender: TransportSender, peers: Sequence[Peer]) -> None:
+    def transfer(name: str, sender: TransportSender, recipients: Sequence[Recipient]) -> None:
         try:
-            finished[name] = sender.transfer(payload, peers, rules)
+            finished[name] = sender.transfer(payload, recipients, rules)
         # Whatever it was, the other workers get their update and these are told.
         except Exception as error:
             if not isinstance(error, RolloutError):
                 _log.exception("the transport %s failed", name)
-            for peer in peers:
-                peer.fail(error if isinstance(error, RolloutError) else _fault(name, error))
+            for recipient in recipients:
+                recipient.fail(error if isinstance(error, RolloutError) else _fault(name, error))
 
     threads = [
         threading.Thread(target=transfer, args=(name, *served), name=f"weights-{name}")
@@ -174,8 +175,8 @@ def transfer_all(payload: Payload, senders: Mapping[str, Served], rules: Transfe
     ]
     for thread in threads:
         thread.start()
-    for name, (sender, peers) in list(senders.items())[:1]:
-        transfer(name, sender, peers)
+    for name, (sender, recipients) in list(senders.items())[:1]:
+        transfer(name, sender, recipients)
     for thread in threads:
         thread.join()
     return finished

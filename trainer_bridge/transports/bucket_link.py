@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 import torch
 import zmq
 
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import Peer, TransferRules
+from trainer_bridge.transports.base import Recipient, TransferRules
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.wire.connection import socket_events
 from trainer_bridge.wire.errors import ConnectionLost, ProtocolError, RolloutError, RolloutTimeout, WeightsRejected
+from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import checksum, checksums_digest
-from trainer_bridge.wire.socket_events import socket_events
 
 BUCKET = struct.Struct("<4s16sII")  # magic, token, index, checksum
 ACK = struct.Struct("<4s16sI")  # magic, token, index
@@ -34,12 +34,12 @@ POLL_MS = 50  # how often a waiting sender looks whether its publisher is closin
 class Link:
     """The data connection to one worker."""
 
-    def __init__(self, peer: Peer, rules: TransferRules, curve: ClientCurve | None) -> None:
-        self.peer = peer
+    def __init__(self, recipient: Recipient, rules: TransferRules, curve: ClientCurve | None) -> None:
+        self.recipient = recipient
         self.rules = rules
         self.sent = self.acknowledged = 0
         self.last_progress_s = time.monotonic()
-        self.window, address = read_grant(peer)
+        self.window, address = read_grant(recipient)
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
         # Without IMMEDIATE, which drops with a connection what came over it: a worker's last word is its refusal. What
@@ -52,21 +52,23 @@ class Link:
             curve.apply(self.socket)
         self.monitor: zmq.Socket = self.socket.get_monitor_socket(_EVENTS)
         self._connected = False
-        if peer.error is None:
+        if recipient.error is None:
             try:
                 self.socket.connect(address)
             except zmq.ZMQError as error:
-                self.fail(ConnectionLost(f"transfer: cannot connect to {peer.endpoint} at {address!r:.200}: {error}"))
+                self.fail(
+                    ConnectionLost(f"transfer: cannot connect to {recipient.endpoint} at {address!r:.200}: {error}")
+                )
 
     @property
     def alive(self) -> bool:
         """Whether the worker still takes part."""
-        return self.peer.error is None
+        return self.recipient.error is None
 
     def send(self, index: int, check: int, data: memoryview | None) -> None:
         """Send a bucket, or (None) say that it lies in shared memory; the bytes must stay until acknowledged."""
         magic = SHARED_MAGIC if data is None else BUCKET_MAGIC
-        frames = [BUCKET.pack(magic, self.peer.token, index, check)] + ([] if data is None else [data])
+        frames = [BUCKET.pack(magic, self.recipient.token, index, check)] + ([] if data is None else [data])
         self.last_progress_s = time.monotonic()
         self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         self.sent += 1
@@ -86,8 +88,8 @@ class Link:
         if lost and self.alive and self.acknowledged < self.sent:
             self.fail(
                 ConnectionLost(
-                    f"transfer: the connection to {self.peer.endpoint} was lost after {self.acknowledged} acknowledged "
-                    "buckets; see whether the worker lives"
+                    f"transfer: the connection to {self.recipient.endpoint} was lost after {self.acknowledged} "
+                    "acknowledged buckets; see whether the worker lives"
                 )
             )
 
@@ -100,17 +102,17 @@ class Link:
 
     def _on_answer(self, message: bytes) -> None:
         magic, token = message[:4], message[4:20]
-        if magic == REFUSAL_MAGIC and token == self.peer.token:
+        if magic == REFUSAL_MAGIC and token == self.recipient.token:
             reason = message[REFUSAL.size :].decode(errors="replace")
-            self.fail(WeightsRejected(f"transfer: {self.peer.endpoint} refused the update: {reason}"))
-        elif len(message) == ACK.size and magic == ACK_MAGIC and token == self.peer.token:
+            self.fail(WeightsRejected(f"transfer: {self.recipient.endpoint} refused the update: {reason}"))
+        elif len(message) == ACK.size and magic == ACK_MAGIC and token == self.recipient.token:
             if ACK.unpack(message)[2] != self.acknowledged:
-                self.fail(ProtocolError(f"transfer: {self.peer.endpoint} acknowledged buckets out of order"))
+                self.fail(ProtocolError(f"transfer: {self.recipient.endpoint} acknowledged buckets out of order"))
                 return
             self.acknowledged += 1
             self.last_progress_s = time.monotonic()
         else:
-            self.fail(ProtocolError(f"transfer: {self.peer.endpoint} sent an answer that is none"))
+            self.fail(ProtocolError(f"transfer: {self.recipient.endpoint} sent an answer that is none"))
 
     def check_stall(self) -> None:
         """Give the worker up if nothing has moved for too long."""
@@ -118,14 +120,14 @@ class Link:
         if waited_s > self.rules.stall_s:
             self.fail(
                 RolloutTimeout(
-                    f"transfer: no acknowledgement from {self.peer.endpoint} for {waited_s:.1f} s, after "
+                    f"transfer: no acknowledgement from {self.recipient.endpoint} for {waited_s:.1f} s, after "
                     f"{self.acknowledged} acknowledged buckets; see whether the worker lives, or raise stall_s"
                 )
             )
 
     def fail(self, error: RolloutError) -> None:
         """Give the worker up."""
-        self.peer.fail(error)
+        self.recipient.fail(error)
 
     def close(self) -> None:
         """Close the connection; what zmq still reads it reads no more once the worker has acknowledged it."""
@@ -156,15 +158,17 @@ def wait_acknowledged(links: Sequence[Link], buckets: int, rules: TransferRules)
                 link.check_stall()
 
 
-def read_grant(peer: Peer) -> tuple[int, str]:
-    """The window and the address that a worker granted; the peer fails when it granted none."""
-    window, address = peer.grant.get("window"), peer.grant.get("endpoint")
+def read_grant(recipient: Recipient) -> tuple[int, str]:
+    """The window and the address that a worker granted; the recipient fails when it granted none."""
+    window, address = recipient.grant.get("window"), recipient.grant.get("endpoint")
     if type(window) is not int or not 1 <= window <= 64 or type(address) is not str:
-        peer.fail(
-            ProtocolError(f"begin: {peer.endpoint} granted {peer.grant!r:.200}, which holds no window and endpoint")
+        recipient.fail(
+            ProtocolError(
+                f"begin: {recipient.endpoint} granted {recipient.grant!r:.200}, which holds no window and endpoint"
+            )
         )
         return 1, ""
-    return window, reachable(address, peer.endpoint)
+    return window, reachable(address, recipient.endpoint)
 
 
 def reachable(address: str, endpoint: str) -> str:
@@ -196,19 +200,19 @@ def pack_on_host(payload: Payload, slot: Callable[[int], torch.Tensor], travels:
 
 def send_buckets(
     payload: Payload,
-    peers: Sequence[Peer],
+    recipients: Sequence[Recipient],
     rules: TransferRules,
     curve: ClientCurve | None,
     pack: Pack,
     slots: int,
     together: int = 1,
 ) -> tuple[dict[str, Any], bool]:
-    """Pack each bucket once and announce it to every peer; return when all have acknowledged all.
+    """Pack each bucket once and announce it to every recipient; return when all have acknowledged all.
 
     A slot is used again when what it held is acknowledged. `together` buckets are packed at a time, where the slots
     allow it twice. Returns the options of `commit`, and whether somebody may still be reading the slots.
     """
-    links = [Link(peer, rules, curve) for peer in peers]
+    links = [Link(recipient, rules, curve) for recipient in recipients]
     checksums: list[int] = []
     slots = min([slots, *(link.window for link in alive(links))])
     together = max(1, min(together, slots // 2))

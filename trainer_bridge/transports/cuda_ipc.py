@@ -30,14 +30,14 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules, TransportReceiver, TransportSender
 from trainer_bridge.transports.bucket_link import send_buckets
+from trainer_bridge.transports.fingerprint import fingerprint
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shm import boot_id
 from trainer_bridge.transports.zmq_stream import ZmqReceiver
 from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
-from trainer_bridge.wire.fingerprint import fingerprint
+from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 
 HANDLE_BYTES = 64
@@ -164,7 +164,7 @@ class CudaIpcReceiver(TransportReceiver):
         self._slots: list[torch.Tensor] = []
         self._taken: list[tuple[int, int, torch.Tensor]] = []  # buckets on their way: index, checksum, fingerprint
 
-    def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
+    def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Open the slots. Raises `BadRequest` with the field `options` where that cannot be done."""
         handles, slot_bytes = _read_options(options)
         first, end = incoming.manifest.bucket_span(0) if incoming.manifest.bucket_count else (0, 0)
@@ -177,17 +177,17 @@ class CudaIpcReceiver(TransportReceiver):
                 self._slots.append(self._memory.open(handle, slot_bytes))
         except OSError as error:
             raise _elsewhere(f"the publisher's memory cannot be opened ({error.strerror})") from error
-        return {**self._buckets.expect(incoming, self), "window": len(self._slots)}
+        return self._buckets.expect(incoming, self, len(self._slots))
 
-    def advance(self, incoming: Incoming | None) -> bool:
+    def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Nothing to do: the socket of `zmq` brings the messages."""
         return False
 
-    def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
+    def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """Verify that every bucket is here, and that they are the ones that were sent."""
         return self._buckets.finish(incoming, options)
 
-    def drop(self, incoming: Incoming, error: RolloutError | None) -> None:
+    def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
         """Let go of the slots."""
         self._buckets.drop(incoming, error)
         self.close()
@@ -200,15 +200,15 @@ class CudaIpcReceiver(TransportReceiver):
         for slot in slots:
             self._memory.close(slot)
 
-    def take(self, incoming: Incoming, index: int, check: int) -> bool:
+    def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Begin to copy a bucket to its place."""
         start, end = incoming.manifest.bucket_span(index)
         data = self._slots[index % len(self._slots)][: end - start]
-        incoming.landing.put(start, data)
+        incoming.destination.put(start, data)
         self._taken.append((index, check, fingerprint(data)))
         return False
 
-    def settle(self, incoming: Incoming) -> None:
+    def settle(self, incoming: IncomingUpdate) -> None:
         """Wait for what was begun. Raises `WeightsRejected` for a damaged bucket."""
         taken, self._taken = self._taken, []
         for (index, check, _), found in zip(taken, _low_words([found for *_, found in taken]), strict=True):
@@ -271,14 +271,14 @@ class CudaIpcSender(TransportSender):
             raise RolloutError(f"prepare: no GPU memory can be shared: {error}; use another transport") from error
         return {"boot_id": boot_id(), "handles": handles, "slot_bytes": self._slots[0].numel()}
 
-    def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
-        """Pack every bucket into its slot and tell every peer."""
+    def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
+        """Pack every bucket into its slot and tell every recipient."""
         options: dict[str, Any] = {}
         left = self._used = True
         try:
             slots = len(self._slots)
             pack = functools.partial(self._pack, payload)
-            options, left = send_buckets(payload, peers, rules, self._curve, pack, slots, together=slots)
+            options, left = send_buckets(payload, recipients, rules, self._curve, pack, slots, together=slots)
         finally:
             if left:
                 self._left, self._slots = self._left + self._slots, []  # a worker that was given up has them open

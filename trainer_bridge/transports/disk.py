@@ -30,8 +30,8 @@ from typing import Any
 
 from safetensors.torch import save
 
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
 from trainer_bridge.wire.manifest import Checksum, TensorEntry, checksum
 
@@ -70,7 +70,7 @@ class DiskReceiver(TransportReceiver):
         self._entries: dict[str, TensorEntry] = {}
         self._file: _OpenFile | None = None
 
-    def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
+    def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Open the folder. Reading starts at once, before `commit`."""
         if set(options) != {"folder", "files"}:
             raise BadRequest("transport disk takes the options folder and files", field="options")
@@ -89,9 +89,9 @@ class DiskReceiver(TransportReceiver):
         self._entries = {entry.name: entry for entry in incoming.manifest.tensors}
         return {}
 
-    def advance(self, incoming: Incoming | None) -> bool:
+    def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Read one piece of one file."""
-        if incoming is None or (self._file is None and not self._todo):
+        if incoming is None or not incoming.open.is_set() or (self._file is None and not self._todo):
             return False
         try:
             if self._file is None:
@@ -104,7 +104,7 @@ class DiskReceiver(TransportReceiver):
             raise WeightsRejected(f"the worker cannot read the folder: {error}", field="options.folder") from error
         return True
 
-    def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
+    def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """Verify that the files held every tensor."""
         if options:
             raise BadRequest("commit takes no options with transport disk", field="options")
@@ -114,7 +114,7 @@ class DiskReceiver(TransportReceiver):
             raise WeightsRejected(f"the files hold no {', '.join(list(self._entries)[:8])}; write every tensor")
         return True
 
-    def drop(self, incoming: Incoming, error: Exception | None) -> None:
+    def drop(self, incoming: IncomingUpdate, error: Exception | None) -> None:
         """Close the files."""
         self.close()
 
@@ -157,7 +157,7 @@ class _OpenFile:
         """Whether all was read and verified."""
         return self._at == len(self._pieces)
 
-    def read_piece(self, incoming: Incoming) -> None:
+    def read_piece(self, incoming: IncomingUpdate) -> None:
         """Read the next piece to its place in the stream."""
         if not self.done:
             start, end = self._pieces[self._at]
@@ -287,7 +287,7 @@ class DiskSender(TransportSender):
         payload.read()
         return {"folder": str(final), "files": files}
 
-    def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
+    def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
         """Nothing to do: the workers read by themselves."""
         return {}
 

@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules, TransportReceiver, TransportSender
 from trainer_bridge.transports.bucket_link import pack_on_host, send_buckets
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.zmq_stream import DEFAULT_WINDOW, ZmqReceiver, check_bucket
 from trainer_bridge.wire.errors import BadRequest, RolloutError
+from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 
 _HEADER_BYTES = 4096  # a page, so that slots begin on one; its first bytes are the secret
@@ -67,7 +67,7 @@ class ShmReceiver(TransportReceiver):
         self._map: mmap.mmap | None = None
         self._slots = self._slot_bytes = 0
 
-    def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
+    def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Open the segment. Raises `BadRequest` with the field `options` when it cannot be the publisher's."""
         if set(options) != set(_OPTIONS) or any(type(options[name]) is not kind for name, kind in _OPTIONS.items()):
             raise BadRequest(f"transport shm takes the options {', '.join(_OPTIONS)}", field="options")
@@ -79,17 +79,17 @@ class ShmReceiver(TransportReceiver):
         if not boot_id() or options["boot_id"] != boot_id():
             raise _elsewhere("the publisher runs on another machine")
         self._map = _map_segment(options, _HEADER_BYTES + self._slots * self._slot_bytes)
-        return {**self._buckets.expect(incoming, self), "window": self._slots}
+        return self._buckets.expect(incoming, self, self._slots)
 
-    def advance(self, incoming: Incoming | None) -> bool:
+    def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Nothing to do: the socket of `zmq` brings the messages."""
         return False
 
-    def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
+    def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """Verify that every bucket is here, and that they are the ones that were sent."""
         return self._buckets.finish(incoming, options)
 
-    def drop(self, incoming: Incoming, error: RolloutError | None) -> None:
+    def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
         """Let go of the segment."""
         self._buckets.drop(incoming, error)
         self.close()
@@ -100,7 +100,7 @@ class ShmReceiver(TransportReceiver):
             self._map.close()
             self._map = None
 
-    def take(self, incoming: Incoming, index: int, check: int) -> bool:
+    def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Copy a bucket to its place. Raises `WeightsRejected` if it is damaged."""
         assert self._map is not None
         start, end = incoming.manifest.bucket_span(index)
@@ -111,7 +111,7 @@ class ShmReceiver(TransportReceiver):
         incoming.arrived(start, end)
         return True
 
-    def settle(self, incoming: Incoming) -> None:
+    def settle(self, incoming: IncomingUpdate) -> None:
         """Nothing to wait for."""
 
 
@@ -221,14 +221,14 @@ class ShmSender(TransportSender):
                 raise RolloutError(f"prepare: memory cannot be pinned: {error!s:.200}; use zmq") from error
         return self._segment.options()
 
-    def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
-        """Pack every bucket into its slot and tell every peer."""
+    def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
+        """Pack every bucket into its slot and tell every recipient."""
         assert self._segment is not None
         segment, left = self._segment, True
         options: dict[str, Any] = {}
         try:
             pack = pack_on_host(payload, segment.slot, travels=False)
-            options, left = send_buckets(payload, peers, rules, self._curve, pack, segment.slots)
+            options, left = send_buckets(payload, recipients, rules, self._curve, pack, segment.slots)
         finally:
             if left:
                 self.close()  # a worker that was given up may still read it

@@ -11,24 +11,22 @@ Invariants:
   is packed once and sent to all workers, from a buffer that is used again when all of them have acknowledged it.
 - Buckets may arrive in any order. A repeated bucket with the same checksum is acknowledged again and not written; with
   another checksum it ends the update.
-- A message that is not a bucket of the present update is never written anywhere: it is counted, and answered with a
-  refusal when it at least looks like a bucket, so that a publisher that was overtaken learns it at once.
+- A bucket of another update is never written anywhere. It is answered with a refusal, so that a publisher that was
+  overtaken learns it at once.
+- Buckets that arrive before they may land wait in memory: at most `window` of them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import zmq
 
-from rollout.service.access import OPEN_ON_LOOPBACK, Access
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import Incoming, Peer, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules, TransportReceiver, TransportSender
 from trainer_bridge.transports.bucket_link import (
     ACK,
     ACK_MAGIC,
@@ -41,8 +39,10 @@ from trainer_bridge.transports.bucket_link import (
     pack_on_host,
     send_buckets,
 )
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, RolloutError, WeightsRejected
-from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES, checksum, checksums_digest
+from trainer_bridge.wire.keys import ClientCurve
+from trainer_bridge.wire.manifest import checksum, checksums_digest
 
 DEFAULT_WINDOW = 4
 
@@ -52,93 +52,88 @@ _log = logging.getLogger(__name__)
 class SharedBuckets(Protocol):
     """Brings buckets from shared memory to their place. Raises `RolloutError` for a damaged one."""
 
-    def take(self, incoming: Incoming, index: int, check: int) -> bool:
+    def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
         """Take one; false if it is in its place, and found whole, only after `settle`."""
 
-    def settle(self, incoming: Incoming) -> None:
+    def settle(self, incoming: IncomingUpdate) -> None:
         """Wait for all that were begun to be taken."""
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
 
 
+class BucketSocket(Protocol):
+    """A worker's ROUTER socket, which brings buckets and messages of other kinds. Neither method waits."""
+
+    def receive(self) -> tuple[bytes, list[memoryview]] | None:
+        """The next message and its sender, or None."""
+
+    def put_aside(self, sender: bytes, frames: list[memoryview]) -> None:
+        """Keep a message that is no bucket for the owner of the socket."""
+
+    def send(self, to: bytes, message: bytes) -> None:
+        """Send a message of one frame; it is lost if its receiver is gone."""
+
+    @property
+    def endpoint(self) -> str:
+        """The address that publishers connect to."""
+
+
 class ZmqReceiver(TransportReceiver):
-    """Takes buckets. `endpoint` is where it listens; `ignored_messages` counts what belonged to no update."""
+    """Takes the buckets that a socket brings; `window` is how many may be on their way unanswered."""
 
     name = "zmq"
     carries = ("zmq", "shm", "cuda_ipc")
 
-    def __init__(
-        self, bind: str, max_update_bytes: int, access: Access = OPEN_ON_LOOPBACK, window: int = DEFAULT_WINDOW
-    ) -> None:
-        access.check_bind(bind, "weights.bind")
-        self._window = window
-        self.ignored_messages = 0
+    def __init__(self, socket: BucketSocket, window: int = DEFAULT_WINDOW) -> None:
+        self._socket = socket
+        self._window = self._most_early = window
+        self._refused_buckets = 0
         self._checksums: list[int | None] = []
         self._sender: bytes | None = None
         self._shared: SharedBuckets | None = None
+        self._early: deque[tuple[bytes, list[memoryview]]] = deque()  # buckets that may not land yet
         self._unsettled: list[int] = []  # buckets that are not acknowledged yet
-        self._context = zmq.Context()  # of its own: the list of allowed clients is one for a context
-        self._socket: zmq.Socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.RCVHWM, window + 4)
-        # libzmq drops a connection that announces a larger frame before it allocates memory for it.
-        self._socket.set(zmq.MAXMSGSIZE, min(MAX_BUCKET_BYTES, max_update_bytes) + BUCKET.size)
-        self._socket.set(zmq.HEARTBEAT_IVL, 10_000)
-        if "[" in bind:
-            self._socket.set(zmq.IPV6, 1)
-        access.secure(self._context, self._socket)
-        try:
-            self._socket.bind(bind)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ValueError(f"cannot bind the weight transport to {bind}: {error}; set weights.bind") from error
-        self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT)
 
-    @property
-    def sockets(self) -> Sequence[zmq.Socket]:
-        """The data socket."""
-        return (self._socket,)
-
-    def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Expect the buckets of an update; the grant tells where to send them and how many at once."""
+    def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Expect the buckets of an update; the grant says where to send them and how many at once."""
         if options:
             raise BadRequest(f"transport zmq takes no options, not {', '.join(sorted(options))}", field="options")
-        return self.expect(incoming, None)
+        return self.expect(incoming, None, self._window)
 
-    def expect(self, incoming: Incoming, shared: SharedBuckets | None) -> dict[str, Any]:
+    def expect(self, incoming: IncomingUpdate, shared: SharedBuckets | None, window: int) -> dict[str, Any]:
         """Expect an update's buckets: with their bytes, or in `shared` memory. Returns the grant."""
-        self._shared = shared
+        self._forget()
+        self._shared, self._most_early = shared, window
         self._checksums = [None] * incoming.manifest.bucket_count
-        self._sender, self._unsettled = None, []
-        return {"endpoint": self.endpoint, "window": self._window}
+        return {"endpoint": self._socket.endpoint, "window": window}
 
-    def advance(self, incoming: Incoming | None) -> bool:
+    def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Take one message, or settle what came when there is none."""
-        try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return incoming is not None and self._settle(incoming)
-        sender, parts = frames[0].bytes, [frame.buffer for frame in frames[1:]]
-        magic = bytes(parts[0][:4]) if parts and len(parts[0]) == BUCKET.size else b""
-        if (magic, len(parts)) not in ((BUCKET_MAGIC, 2), (SHARED_MAGIC, 1)):
-            self._ignore("is not a bucket", incoming)
+        if incoming is not None and self._early and incoming.open.is_set():
+            self._take_bucket(incoming, *self._early.popleft())
             return True
-        _, token, index, check = BUCKET.unpack(parts[0])
+        message = self._socket.receive()
+        if message is None:
+            return incoming is not None and incoming.open.is_set() and self._settle(incoming)
+        sender, frames = message
+        if not is_bucket(frames):
+            if incoming is not None:
+                self._settle(incoming)  # a flood of other messages must not delay acknowledgements
+            self._socket.put_aside(sender, frames)
+            return True
+        token = BUCKET.unpack(frames[0])[1]
         if incoming is None or token != incoming.token:
-            self._ignore("is of no update that is being received", incoming)
-            self._refuse(sender, token, "this update is not being received (any more); publish again")
-            return True
-        self._sender = sender
-        if (magic == SHARED_MAGIC) != (self._shared is not None):
-            raise WeightsRejected(f"a bucket came in another way than {incoming.transport}, as begin agreed on")
-        if self._take(incoming, index, check, parts[1] if len(parts) == 2 else None):
-            self._send(sender, ACK.pack(ACK_MAGIC, token, index))
+            self._refuse_bucket(sender, token, incoming)
+        elif incoming.open.is_set():
+            self._take_bucket(incoming, sender, frames)
+        elif len(self._early) < self._most_early:
+            self._early.append(message)
         else:
-            self._unsettled.append(index)
+            raise WeightsRejected(f"more than {self._most_early} buckets came without waiting for an answer")
         return True
 
-    def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
+    def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """Verify that every bucket is here, and that they are the ones that were sent."""
         self._settle(incoming)
         missing = [i for i, check in enumerate(self._checksums) if check is None]
@@ -151,29 +146,38 @@ class ZmqReceiver(TransportReceiver):
             raise WeightsRejected("the digest of all buckets' checksums differs from what arrived", field="options")
         return True
 
-    def drop(self, incoming: Incoming, error: RolloutError | None) -> None:
+    def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
         """Forget the buckets; tell the sender why, when it is known."""
         if error is not None and self._sender is not None:
             self._refuse(self._sender, incoming.token, str(error))
+        self._forget()
+
+    def _forget(self) -> None:
         self._checksums, self._sender, self._shared, self._unsettled = [], None, None, []
+        self._early.clear()
 
-    def close(self) -> None:
-        """Close the data socket."""
-        self._socket.close(0)
-        self._context.term()
+    def _take_bucket(self, incoming: IncomingUpdate, sender: bytes, frames: list[memoryview]) -> None:
+        magic, token, index, check = BUCKET.unpack(frames[0])
+        self._sender = sender
+        if (magic == SHARED_MAGIC) != (self._shared is not None):
+            raise WeightsRejected(f"a bucket came by another transport than {incoming.transport}, which begin named")
+        if self._take(incoming, index, check, frames[1] if len(frames) == 2 else None):
+            self._socket.send(sender, ACK.pack(ACK_MAGIC, token, index))
+        else:
+            self._unsettled.append(index)
 
-    def _settle(self, incoming: Incoming) -> bool:
+    def _settle(self, incoming: IncomingUpdate) -> bool:
         """Acknowledge what was taken from shared memory, once it is in its place; false if there is nothing."""
         if not self._unsettled:
             return False
         assert self._shared is not None and self._sender is not None
         self._shared.settle(incoming)
         for index in self._unsettled:
-            self._send(self._sender, ACK.pack(ACK_MAGIC, incoming.token, index))
+            self._socket.send(self._sender, ACK.pack(ACK_MAGIC, incoming.token, index))
         self._unsettled = []
         return True
 
-    def _take(self, incoming: Incoming, index: int, check: int, payload: memoryview | None) -> bool:
+    def _take(self, incoming: IncomingUpdate, index: int, check: int, payload: memoryview | None) -> bool:
         """Take a bucket; false if it is in its place only after `_settle`."""
         manifest = incoming.manifest
         if index >= manifest.bucket_count:
@@ -201,21 +205,23 @@ class ZmqReceiver(TransportReceiver):
     def _digest(self) -> str:
         return checksums_digest([check for check in self._checksums if check is not None])
 
-    def _ignore(self, why: str, incoming: Incoming | None) -> None:
+    def _refuse_bucket(self, sender: bytes, token: bytes, incoming: IncomingUpdate | None) -> None:
+        """Answer a bucket of another update: its publisher was overtaken, and hears of it at once."""
         if incoming is not None:
-            self._settle(incoming)  # not only when nothing comes any more
-        self.ignored_messages += 1
-        if self.ignored_messages.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of messages is not one of log lines
-            _log.warning("a message on the weight socket %s; ignored (%d so far)", why, self.ignored_messages)
+            self._settle(incoming)
+        self._refused_buckets += 1
+        if self._refused_buckets.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of messages is not one of log lines
+            _log.warning("a bucket is of no update that is being received; refused (%d so far)", self._refused_buckets)
+        self._refuse(sender, token, "this update is not being received (any more); publish again")
 
     def _refuse(self, to: bytes, token: bytes, reason: str) -> None:
-        self._send(to, REFUSAL.pack(REFUSAL_MAGIC, token) + reason.encode()[:MAX_REFUSAL_BYTES])
+        self._socket.send(to, REFUSAL.pack(REFUSAL_MAGIC, token) + reason.encode()[:MAX_REFUSAL_BYTES])
 
-    def _send(self, to: bytes, message: bytes) -> None:
-        try:
-            self._socket.send_multipart([to, message], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # the sender is gone or does not read: its deadline, not ours
-            _log.warning("cannot answer on the weight socket: %s", error)
+
+def is_bucket(frames: Sequence[memoryview]) -> bool:
+    """Whether a message on the weight socket has the form of a bucket."""
+    magic = bytes(frames[0][:4]) if frames and len(frames[0]) == BUCKET.size else b""
+    return (magic, len(frames)) in ((BUCKET_MAGIC, 2), (SHARED_MAGIC, 1))
 
 
 def check_bucket(index: int, data: memoryview, check: int) -> None:
@@ -244,13 +250,13 @@ class ZmqSender(TransportSender):
         """Nothing to tell: the worker's grant names the endpoint."""
         return {}
 
-    def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
-        """Send every bucket to every peer, at the pace of the slowest one that is alive."""
+    def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
+        """Send every bucket to every recipient, at the pace of the slowest one that is alive."""
         options: dict[str, Any] = {}
         left = True
         try:
             pack = pack_on_host(payload, lambda slot: self._buffer(slot, payload), travels=True)
-            options, left = send_buckets(payload, peers, rules, self._curve, pack, DEFAULT_WINDOW)
+            options, left = send_buckets(payload, recipients, rules, self._curve, pack, DEFAULT_WINDOW)
         finally:
             if left:
                 self._buffers = []  # a closed socket may still be reading them

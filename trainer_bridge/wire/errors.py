@@ -8,10 +8,7 @@ Catch `RolloutError` for all of them, or a class such as `Overloaded`, whose `re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
-
-if TYPE_CHECKING:
-    from trainer_bridge.client.results import Completion
+from typing import Any, ClassVar
 
 
 class RolloutError(Exception):
@@ -44,7 +41,7 @@ class RolloutError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
         self.request_id = request_id
-        self.partials: list[Completion] = []
+        self.partials: list[Any] = []  # of `trainer_bridge.Completion`
 
 
 class BadMessage(RolloutError, code="bad_message"):
@@ -128,3 +125,9 @@ def from_reply(header: Mapping[str, Any]) -> RolloutError:
         retry_after_s=float(wait_s) if isinstance(wait_s, (int, float)) else None,
         request_id=header.get("id"),
     )
+
+
+def error_reply(error: RolloutError) -> dict[str, Any]:
+    """The `error` reply that `from_reply` turns into `error` again."""
+    header: dict[str, Any] = {"op": "error", "code": error.code, "message": str(error)}
+    return header if error.field is None else {**header, "field": error.field}

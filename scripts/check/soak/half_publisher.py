@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import trainer_bridge.publish.publisher
-from trainer_bridge.publish.payload import Payload
+from trainer_bridge.transports.payload import Payload
 
 _BUCKET_BYTES = 1 << 14
 

@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from weights_harness import TinyModel, new_tensors
 
 from trainer_bridge.publish import publisher as publisher_module
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.publish.shards import Shards
 from trainer_bridge.publish.transport_choice import TransportChoice
-from trainer_bridge.transports.nccl.group import Group
+from trainer_bridge.transports.nccl.group import BroadcastGroup
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.shards import Shards
 from trainer_bridge.wire.errors import RolloutError
 
 BUCKET = 128
@@ -70,16 +70,16 @@ def watch(seen: dict[str, Any], version: list[int], dies_in: int) -> None:
 
 def corrupt(version: list[int]) -> None:
     """One bit changes after the fingerprint was taken, in the third broadcast of version 2 from here."""
-    broadcast, own = Group.broadcast, []
+    broadcast, own = BroadcastGroup.broadcast, []
 
-    def flip(self: Group, data: torch.Tensor, root: int = 0) -> Any:
+    def flip(self: BroadcastGroup, data: torch.Tensor, root: int = 0) -> Any:
         if root and version[0] == 2:
             own.append(root)
             if len(own) == 3:
                 data[0] ^= 1
         return broadcast(self, data, root)
 
-    Group.broadcast = flip  # type: ignore[method-assign]
+    BroadcastGroup.broadcast = flip  # type: ignore[method-assign]
 
 
 def train_fsdp(order: dict[str, Any]) -> None:

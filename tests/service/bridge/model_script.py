@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from scripted_worker import ScriptedWorker, counting
 
-from trainer_bridge.client.continuation import completion_seed
+from trainer_bridge.client.resumed_call import completion_seed
 
 
 def token(seed: int, position: int) -> int:

@@ -13,7 +13,7 @@ from client_script import Connect, Serve
 from model_script import columns, vanish
 from scripted_worker import ScriptedWorker, completion, counting, result
 
-from trainer_bridge.client.continuation import completion_seed
+from trainer_bridge.client.resumed_call import completion_seed
 from trainer_bridge.wire.errors import ProtocolError
 
 PROMPT = [1, 2]

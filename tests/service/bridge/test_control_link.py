@@ -8,20 +8,21 @@ import pytest
 import zmq
 from weights_harness import wait_for
 
-from trainer_bridge.transports import Peer, TransferRules
+from trainer_bridge.publish.control_link import ControlLink, ask_all
+from trainer_bridge.transports.base import Recipient, TransferRules
 from trainer_bridge.transports.bucket_link import BUCKET, REFUSAL, REFUSAL_MAGIC, Link
-from trainer_bridge.wire.codec import decode, encode, split_envelope
+from trainer_bridge.wire.codec import decode, encode, join_envelope, split_envelope
 from trainer_bridge.wire.errors import InternalError, WeightsRejected
-from trainer_bridge.wire.weight_messages import ControlLink, ask_all
 
 
 def answer_and_end(socket: zmq.Socket, context: zmq.Context) -> None:
-    """A worker that answers one message, and is gone."""
-    connection, *frames = socket.recv_multipart()
-    delimiter, frames = split_envelope(frames)
-    asked = decode(frames)
-    reply = encode({"v": 1, "op": "error", "id": asked["id"], "code": "internal", "message": "a fault"})
-    socket.send_multipart([connection, *([b""] if delimiter else []), *reply])
+    """A worker that says where its weight socket is, answers one message, and is gone."""
+    here = {"op": "status", "weights_endpoint": socket.get_string(zmq.LAST_ENDPOINT)}
+    for answer in (here, {"op": "error", "code": "internal", "message": "a fault"}):
+        connection, *frames = socket.recv_multipart()
+        delimiter, frames = split_envelope(frames)
+        reply = encode({"v": 1, "id": decode(frames)["id"], **answer})
+        socket.send_multipart([connection, *join_envelope(delimiter, reply)])
     socket.close(linger=2000)
     context.term()
 
@@ -48,19 +49,19 @@ def test_a_refusal_that_a_worker_ends_behind_is_read_though_the_connection_is_go
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
-    peer = Peer("the worker", b"t" * 16, {"window": 4, "endpoint": f"tcp://127.0.0.1:{port}"})
-    link = Link(peer, TransferRules(20.0, threading.Event()), None)
+    recipient = Recipient("the worker", b"t" * 16, {"window": 4, "endpoint": f"tcp://127.0.0.1:{port}"})
+    link = Link(recipient, TransferRules(20.0, threading.Event()), None)
     monitor = link.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
         link.send(0, 0, memoryview(b"data"))
         connection, header, _ = socket.recv_multipart()
-        assert BUCKET.unpack(header)[1] == peer.token
-        socket.send_multipart([connection, REFUSAL.pack(REFUSAL_MAGIC, peer.token) + b"it ends"])
+        assert BUCKET.unpack(header)[1] == recipient.token
+        socket.send_multipart([connection, REFUSAL.pack(REFUSAL_MAGIC, recipient.token) + b"it ends"])
         socket.close(linger=2000)
         context.term()
         assert monitor.poll(20_000)  # only now does the publisher come to look
         wait_for(lambda: link.read() or not link.alive, "the refusal")
-        assert isinstance(peer.error, WeightsRejected) and "it ends" in str(peer.error)
+        assert isinstance(recipient.error, WeightsRejected) and "it ends" in str(recipient.error)
     finally:
         link.socket.disable_monitor()
         monitor.close(0)

@@ -14,9 +14,9 @@ from client_script import Connect, Serve
 from model_script import Model, check, columns, letters, refuse, silent, vanish
 
 from trainer_bridge.client.blocking import RolloutClient
-from trainer_bridge.client.continuation import completion_seed
 from trainer_bridge.client.journal import Journal, fingerprint
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, Timing, read_completion
+from trainer_bridge.client.resumed_call import completion_seed
 from trainer_bridge.wire import errors
 
 SEED = 11

@@ -13,7 +13,7 @@ from model_script import Model, check, columns, letters, refuse, silent, vanish
 from scripted_worker import ScriptedWorker
 
 from rollout.engine.schedule.sequence import row_seed
-from trainer_bridge.client.continuation import completion_seed
+from trainer_bridge.client.resumed_call import completion_seed
 from trainer_bridge.wire import errors
 
 SEED = 11

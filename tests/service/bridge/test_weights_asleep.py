@@ -10,9 +10,9 @@ import torch
 from weights_harness import Worker, new_tensors, serves, wait_for
 
 from trainer_bridge.publish import publisher as publisher_module
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.transport import NcclSender
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import Unavailable, WeightsRejected
 from trainer_bridge.wire.manifest import pack
 

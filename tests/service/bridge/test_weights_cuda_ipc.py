@@ -19,13 +19,16 @@ import torch
 import zmq
 from weights_harness import TinyModel, Worker, new_tensors, serves
 
-from rollout.weights.landing import StagedLanding
+from rollout.service.access import OPEN_ON_LOOPBACK
+from rollout.weights.destination import StagedDestination
+from rollout.weights.receiver import WeightSocket
 from trainer_bridge.publish import publisher as publisher_module
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.transports import Incoming, Peer, TransferRules, bucket_link, cuda_ipc
+from trainer_bridge.transports import bucket_link, cuda_ipc
+from trainer_bridge.transports.base import IncomingUpdate, Recipient, TransferRules
 from trainer_bridge.transports.bucket_link import ACK, BUCKET, REFUSAL_MAGIC, SHARED_MAGIC, send_buckets
 from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver, CudaIpcSender
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.zmq_stream import ZmqReceiver
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
 
@@ -122,14 +125,14 @@ def test_slots_of_a_worker_that_was_given_up_are_freed_once_it_was_told(monkeypa
 
     monkeypatch.setattr(CudaIpcReceiver, "take", take)
     with Worker() as worker:
-        control = worker.receiver.control
+        ask_all = publisher_module.ask_all
 
-        def listen(header: Any, reply: Any) -> None:
-            control(header, reply)
-            if header["action"] == "abort":
+        def listen(questions: Any, phase: str, *rest: Any) -> Any:
+            if phase == "abort":
                 told.set()
+            return ask_all(questions, phase, *rest)
 
-        worker.receiver.control = listen  # type: ignore[method-assign]
+        monkeypatch.setattr(publisher_module, "ask_all", listen)
         monkeypatch.setattr(publisher_module, "_ABORT_S", 20.0)
         limits = {"bucket_bytes": SMALL, "stall_s": 1.0}
         with WeightPublisher(worker.endpoint, transport="cuda_ipc", **limits) as publisher:
@@ -157,13 +160,16 @@ class ByHand:
         self.count = self.payload.manifest.bucket_count
         self.sender = CudaIpcSender(None, self.memory)
         options = self.sender.prepare(self.payload)
-        self.zmq = ZmqReceiver("tcp://127.0.0.1:*", 1 << 20)
+        self.socket = WeightSocket("tcp://127.0.0.1:*", 1 << 20, OPEN_ON_LOOPBACK)
+        self.zmq = ZmqReceiver(self.socket)
         self.receiver = CudaIpcReceiver(self.zmq, self.memory)
         self.stream = torch.zeros(self.payload.manifest.total_bytes, dtype=torch.uint8)
-        self.incoming = Incoming(self.payload.manifest, "cuda_ipc", bytes(16), StagedLanding(self.stream, None))
+        destination = StagedDestination(self.stream, None)
+        self.incoming = IncomingUpdate(self.payload.manifest, "cuda_ipc", bytes(16), destination)
+        self.incoming.open.set()
         self.receiver.begin(self.incoming, options)
         self.link = zmq.Context.instance().socket(zmq.DEALER)
-        self.link.connect(self.zmq.endpoint)
+        self.link.connect(self.socket.endpoint)
 
     def pack(self, indices: range) -> list[int]:
         return [check for check, _ in self.sender._pack(self.payload, indices, 16)]
@@ -171,7 +177,7 @@ class ByHand:
     def announce(self, index: int, check: int) -> None:
         """Tell the worker, and have it take the message."""
         self.link.send(BUCKET.pack(SHARED_MAGIC, bytes(16), index, check))
-        assert self.zmq.sockets[0].poll(5000)
+        assert self.socket.zmq_socket.poll(5000)
         assert self.zmq.advance(self.incoming)
 
     def answers(self, at_most_ms: int = 50) -> list[Any]:
@@ -188,7 +194,7 @@ class ByHand:
     def __exit__(self, *exc: object) -> None:
         self.link.close(0)
         self.receiver.close()
-        self.zmq.close()
+        self.socket.close()
         self.sender.close()
 
 
@@ -284,7 +290,7 @@ def test_a_damaged_bucket_leaves_a_worker_in_place_stale_until_a_whole_update(mo
     plain = CudaIpcReceiver.take
     damaged = threading.Event()
 
-    def take(self: CudaIpcReceiver, incoming: Incoming, index: int, check: int) -> bool:
+    def take(self: CudaIpcReceiver, incoming: IncomingUpdate, index: int, check: int) -> bool:
         return plain(self, incoming, index, check ^ damaged.is_set())
 
     monkeypatch.setattr(CudaIpcReceiver, "take", take)
@@ -335,9 +341,9 @@ def test_no_slot_is_packed_anew_before_every_worker_has_acknowledged_it(
         return [(7 * index, None) for index in indices]
 
     grants = [{"endpoint": "tcp://127.0.0.1:9", "window": window} for window in windows]
-    peers = [Peer("tcp://127.0.0.1:9", bytes(16), grant) for grant in grants]
+    recipients = [Recipient("tcp://127.0.0.1:9", bytes(16), grant) for grant in grants]
     rules = TransferRules(20.0, threading.Event())
-    options, left = send_buckets(payload, peers, rules, None, pack, 16, together=16)
+    options, left = send_buckets(payload, recipients, rules, None, pack, 16, together=16)
     assert packed == list(range(50)) and not left and payload.wait_released(0)
     assert options == {"checksums": bucket_link.checksums_digest([7 * index for index in packed])}
     assert all(link.acknowledged == 50 for link in links)

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save
 from weights_harness import Worker, new_tensors, serves
 
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.disk import DiskSender
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
 
 

@@ -22,8 +22,7 @@ from fault_server import middle
 from file_memory import share_from
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
-from rollout.weights import reception
-from trainer_bridge.publish.payload import Payload
+from rollout.weights import update_intake
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports import bucket_link
@@ -32,6 +31,7 @@ from trainer_bridge.transports.nccl import group
 from trainer_bridge.transports.nccl import member as group_member
 from trainer_bridge.transports.nccl import transport as nccl
 from trainer_bridge.transports.nccl.group import GroupError
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import ConnectionLost, RolloutError, RolloutTimeout, WeightsRejected
 
 TRANSPORTS = ["cuda_ipc", "shm", "zmq", "nccl", "disk"]  # the first over files in the place of a GPU's memory
@@ -47,7 +47,7 @@ def idle_s(transport: str) -> float:
 def time_passes(seconds: float) -> Iterator[None]:
     """Workers of this process find that so long nothing has come."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reception, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+        patch.setattr(update_intake, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
         yield
 
 
@@ -259,8 +259,8 @@ def test_auto_goes_another_way_where_no_group_comes_about(monkeypatch: pytest.Mo
         raise GroupError("no route between the devices")
 
     monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("nccl", "shm", "zmq"))
-    monkeypatch.setattr(group_broadcasts, "Group", no_group)
-    monkeypatch.setattr(group_member, "Group", no_group)
+    monkeypatch.setattr(group_broadcasts, "BroadcastGroup", no_group)
+    monkeypatch.setattr(group_member, "BroadcastGroup", no_group)
     with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=SMALL) as publisher:
         for version in (1, 2):
             tensors = new_tensors(worker.model, version)
@@ -273,13 +273,13 @@ def counted_groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the groups that members of this process join from now on."""
     joined: list[str] = []
 
-    class Counted(group.Group):
+    class Counted(group.BroadcastGroup):
         def __init__(self, store: Any, name: str, *arguments: Any, **more: Any) -> None:
             joined.append(name)
             super().__init__(store, name, *arguments, **more)
 
-    monkeypatch.setattr(group_broadcasts, "Group", Counted)
-    monkeypatch.setattr(group_member, "Group", Counted)
+    monkeypatch.setattr(group_broadcasts, "BroadcastGroup", Counted)
+    monkeypatch.setattr(group_member, "BroadcastGroup", Counted)
     return joined
 
 

@@ -14,9 +14,9 @@ from fault_client import FaultServer
 from safetensors.torch import load_file
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.member import Member
+from trainer_bridge.transports.payload import Payload
 
 RANKS = 2
 BUCKET = 128
@@ -106,7 +106,7 @@ def test_ranks_and_workers_meet_again_without_one_another_while_a_worker_takes_a
         taken = Member._take_buckets
 
         def take(self: Member, group: Any, store: Any, rank: int, runs: Any) -> None:
-            put = self._incoming.landing.put
+            put = self._incoming.destination.put
 
             def fail_once(start: int, data: torch.Tensor) -> None:
                 if rank == 1 and self._incoming.manifest.version == 2 and start > 4 * BUCKET and not broken:
@@ -114,7 +114,7 @@ def test_ranks_and_workers_meet_again_without_one_another_while_a_worker_takes_a
                     raise RuntimeError("no memory")
                 put(start, data)
 
-            monkeypatch.setattr(self._incoming.landing, "put", fail_once)
+            monkeypatch.setattr(self._incoming.destination, "put", fail_once)
             taken(self, group, store, rank, runs)
 
         monkeypatch.setattr(Member, "_take_buckets", take)

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
 
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports.nccl import broadcasts as group_broadcasts
@@ -30,9 +29,10 @@ from trainer_bridge.transports.nccl import group
 from trainer_bridge.transports.nccl import member as group_member
 from trainer_bridge.transports.nccl import transport as nccl
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
-from trainer_bridge.transports.nccl.group import Group, GroupError, Place, StoreServer, connect
+from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect
 from trainer_bridge.transports.nccl.member import Member
 from trainer_bridge.transports.nccl.transport import NcclSender
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
 
 SMALL = 64
@@ -85,7 +85,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from torch.distributed import HashStore
 from weights_harness import TinyModel, Worker, new_tensors
-from trainer_bridge.publish.payload import Payload
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.nccl import member as group_member
 from trainer_bridge.transports.nccl.transport import NcclSender
 
@@ -172,20 +172,20 @@ class Groups:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made = 0
         self.left: list[int] = []  # the ranks of those who left theirs; the publisher's is 0
-        join, leave = Group.__init__, Group.close
-        ranks: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
+        join, leave = BroadcastGroup.__init__, BroadcastGroup.close
+        ranks: weakref.WeakKeyDictionary[BroadcastGroup, int] = weakref.WeakKeyDictionary()
 
-        def counted(group: Group, store: Any, name: str, rank: int, *arguments: Any, **more: Any) -> None:
+        def counted(group: BroadcastGroup, store: Any, name: str, rank: int, *arguments: Any, **more: Any) -> None:
             ranks[group] = rank
             self.made += 1
             join(group, store, name, rank, *arguments, **more)
 
-        def counted_end(group: Group, broken: bool) -> Any:
+        def counted_end(group: BroadcastGroup, broken: bool) -> Any:
             self.left.append(ranks[group])
             return leave(group, broken)
 
-        monkeypatch.setattr(Group, "__init__", counted)
-        monkeypatch.setattr(Group, "close", counted_end)
+        monkeypatch.setattr(BroadcastGroup, "__init__", counted)
+        monkeypatch.setattr(BroadcastGroup, "close", counted_end)
 
 
 def named(name: str) -> list[threading.Thread]:
@@ -204,7 +204,7 @@ def test_an_update_that_was_dropped_takes_no_group_from_the_next(
         return json.loads(data)
 
     monkeypatch.setattr(group_member, "json", SimpleNamespace(loads=loads))
-    receiver._kept.keep(Place("kept", 1, 2, 0), SimpleNamespace(close=lambda broken: left.append(broken)))
+    receiver._kept.keep(GroupSeat("kept", 1, 2, 0), SimpleNamespace(close=lambda broken: left.append(broken)))
     with member._lock:  # its place comes at the same time as the end of its update
         sender._server.store.set(f"member/{token}", '["another", 1, 2, 0]')
         assert placed.wait(20)
@@ -216,9 +216,9 @@ def test_an_update_that_was_dropped_takes_no_group_from_the_next(
 def test_buffers_of_an_update_that_failed_live_until_nothing_is_packed_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref] = []
     alive: list[bool] = []
-    buffer, settle, start = Group.buffer, Payload.settle, Payload.start_bucket
+    buffer, settle, start = BroadcastGroup.buffer, Payload.settle, Payload.start_bucket
 
-    def noted(self: Group, nbytes: int) -> torch.Tensor:
+    def noted(self: BroadcastGroup, nbytes: int) -> torch.Tensor:
         data = buffer(self, nbytes)
         if threading.current_thread().name == "weights-group":
             made.append(weakref.ref(data))
@@ -234,7 +234,7 @@ def test_buffers_of_an_update_that_failed_live_until_nothing_is_packed_to_them(m
             raise RuntimeError("the device is gone")
         return start(self, index, out)
 
-    monkeypatch.setattr(Group, "buffer", noted)
+    monkeypatch.setattr(BroadcastGroup, "buffer", noted)
     monkeypatch.setattr(Payload, "settle", settled)
     monkeypatch.setattr(Payload, "start_bucket", fails)
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=SMALL) as publisher:
@@ -261,7 +261,7 @@ def test_a_group_that_hangs_ends_the_update_and_close_returns(monkeypatch: pytes
     monkeypatch.setattr(Hangs, "over", threading.Event(), raising=False)
     monkeypatch.setattr(group_broadcasts, "time", SimpleNamespace(monotonic=lambda: Hangs.clock_s))
     for module in (group_broadcasts, group_member):
-        monkeypatch.setattr(module, "Group", Hangs)
+        monkeypatch.setattr(module, "BroadcastGroup", Hangs)
     with Worker() as worker:
         publisher = WeightPublisher(worker.endpoint, transport="nccl")
         handle = publisher.publish(new_tensors(worker.model, 1), 1)
@@ -321,7 +321,7 @@ def test_who_got_the_bytes_keeps_them_when_another_fails_the_same_way_in_a_secon
         raise RolloutError("damaged")
 
     for module in (group_broadcasts, group_member):
-        monkeypatch.setattr(module, "Group", no_group)
+        monkeypatch.setattr(module, "BroadcastGroup", no_group)
     monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("nccl", "shm", "zmq"))
     with Worker() as near, Worker() as broken:
         broken.receiver._receivers["shm"].take = refuse
@@ -342,7 +342,7 @@ def test_a_member_that_waited_in_vain_can_leave_before_the_groups_own_deadline()
 
     def join(rank: int) -> None:
         store = connect(server.local_host, server.port, 30.0)
-        members[rank] = Group(store, "g", rank, 2, group._LOOPBACK, CPU, 30.0, op_timeout_s=3600.0)
+        members[rank] = BroadcastGroup(store, "g", rank, 2, group._LOOPBACK, CPU, 30.0, op_timeout_s=3600.0)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -387,7 +387,7 @@ def without_nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
     def join(store: dist.Store, rank: int, timeout_s: float) -> Any:
-        member = Group.__new__(Group)
+        member = BroadcastGroup.__new__(BroadcastGroup)
         member.device = CPU
         member._timeout = member._join_timeout = timedelta(seconds=timeout_s)
         return member._nccl(store, rank, 2)

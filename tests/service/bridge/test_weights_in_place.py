@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from weights_harness import TinyModel, Worker, new_tensors, serves, wait_for
+from weights_harness import SlowToAnswer, TinyModel, Worker, new_tensors, serves, wait_for
 
 from rollout.engine.gate import Gate
 from rollout.weights.apply_mode import _pin
@@ -80,21 +77,14 @@ def test_a_publisher_that_gives_up_before_anything_landed_costs_nothing() -> Non
 
 @pytest.mark.parametrize("apply", ["in_place", "staged"])
 def test_an_update_ends_with_its_publisher_though_the_answer_to_begin_is_still_on_its_way(apply: str) -> None:
-    with Worker(apply=apply, idle_s=600.0) as worker:
-        control, answers = worker.receiver.control, queue.SimpleQueue()
-
-        def hold_back(header: Any, reply: Callable[[dict], None]) -> None:
-            held = (lambda answer: answers.put((reply, answer))) if header["action"] == "begin" else reply
-            control(header, held)
-
-        worker.receiver.control = hold_back  # type: ignore[method-assign]
-        publisher = WeightPublisher(worker.endpoint, bucket_bytes=64)
+    with Worker(apply=apply, idle_s=600.0) as worker, SlowToAnswer(worker) as front:
+        publisher = WeightPublisher(front.endpoint, bucket_bytes=64)
         handle = publisher.publish(new_tensors(worker.model, 1), 1)
-        reply, answer = answers.get(timeout=60)
+        assert front.kept.wait(60)
         closing = threading.Thread(target=publisher.close)
         closing.start()
         closing.join(0.5)  # a publisher that gives the answer up has ended by then
-        reply(answer)
+        front.let_go.set()
         wait_for(lambda: worker.status()["state"] == "idle", "the end of the update")
         assert worker.engine_gate.hold == "free" and not worker.engine_gate.stale
         closing.join(60)
@@ -134,7 +124,7 @@ def test_auto_writes_in_place_where_the_host_has_no_room(monkeypatch: pytest.Mon
 def test_where_a_staged_update_waits_is_refused_where_there_is_no_such_place() -> None:
     with pytest.raises(ValueError, match=r"staging = device takes .* GiB of a GPU .*, 0\.0 GiB are free"):
         Worker(staging="device")
-    with pytest.raises(ValueError, match="staging = host is for staged updates"):
+    with pytest.raises(ValueError, match="staging = host"):
         Worker(apply="in_place", staging="host")
     with Worker(staging="host") as worker:
         assert worker.receiver.summary()["staging"] == "host"

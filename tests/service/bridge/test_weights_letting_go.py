@@ -11,7 +11,7 @@ from test_weights_receiver import RawPublisher, assert_rejected, publish
 from weights_harness import Worker, new_tensors, serves, wait_for
 
 from rollout.engine.gate import Gate
-from rollout.weights.landing import InPlaceLanding, StagedLanding
+from rollout.weights.destination import InPlaceDestination, StagedDestination
 
 
 def raising(*_: Any) -> None:
@@ -24,7 +24,7 @@ def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what:
         old = publish(worker, 1, 1)
         raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
         assert raw.begin()["op"] == "ok"
-        owner = worker.receiver._receivers["zmq"] if what == "drop" else worker.receiver._reception.current.landing
+        owner = worker.receiver._receivers["zmq"] if what == "drop" else worker.receiver._intake.current.destination
         setattr(owner, what, raising)
         assert_rejected(raw.commit(), "not here at commit")
         if what == "drop":
@@ -38,7 +38,7 @@ def test_in_place_a_worker_that_cannot_let_go_of_half_an_update_is_stale_until_a
         publish(worker, 1, 1)
         raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
         assert raw.begin()["op"] == "ok"
-        worker.receiver._reception.current.landing.abandon = raising
+        worker.receiver._intake.current.destination.abandon = raising
         raw.send(0)
         assert raw.answer()[0] == b"WAK1"
         assert_rejected(raw.commit(), "not here at commit")
@@ -64,7 +64,7 @@ def test_an_update_that_was_refused_keeps_no_memory(apply: str) -> None:
 def landings(worker: Worker) -> list[weakref.ref]:
     """Where the updates land that are in memory, of this worker's model."""
     gc.collect()
-    alive = [thing for thing in gc.get_objects() if isinstance(thing, (StagedLanding, InPlaceLanding))]
+    alive = [thing for thing in gc.get_objects() if isinstance(thing, (StagedDestination, InPlaceDestination))]
     return [weakref.ref(thing) for thing in alive]
 
 

@@ -15,7 +15,8 @@ from rollout.engine.gate import Gate
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import HostStaging
 from tests.hostile import little_memory_and_time
-from trainer_bridge.publish.payload import Payload
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.wire.codec import decode, split_envelope
 from trainer_bridge.wire.manifest import checksum, checksums_digest, pack
 
 BUCKET = 128
@@ -235,7 +236,11 @@ def test_garbage_on_the_data_socket_disturbs_nothing(worker: Worker) -> None:
     for frames in junk:
         stranger.send_multipart(frames)
     stranger.send_multipart([struct.pack("<4s16sII", b"WBK1", bytes(16), 0, 0), bytes(BUCKET)])
-    assert stranger.poll(20_000) and stranger.recv()[:4] == b"WNO1"  # all before it has been read, too
+    for _ in junk:
+        assert stranger.poll(20_000)
+        _, answer = split_envelope(stranger.recv_multipart())
+        assert decode(answer)["code"] == "bad_message"
+    assert stranger.poll(20_000) and stranger.recv()[:4] == b"WNO1"
     raw.send_all()
     assert raw.commit()["op"] == "ok" and serves(worker.model, tensors)
     stranger.close(0)

@@ -12,15 +12,15 @@ import torch
 from weights_harness import TinyModel, new_tensors
 
 from trainer_bridge.publish import transport_choice
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.transport_choice import TransportChoice
-from trainer_bridge.transports import Peer, TransferRules
+from trainer_bridge.transports.base import Recipient, TransferRules
+from trainer_bridge.transports.fingerprint import fingerprint
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
-from trainer_bridge.transports.nccl.group import Group, GroupError, Place, StoreServer, connect, given_up
+from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import Runs
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
-from trainer_bridge.wire.fingerprint import fingerprint
 from trainer_bridge.wire.manifest import Manifest, pack
 
 BUCKET = 128
@@ -63,7 +63,7 @@ def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor]) 
             memory = torch.zeros(payload.manifest.total_bytes, dtype=torch.uint8)
             payload.keep_in(lambda: memory)
         store, watch = (connect(HOST, server.port, 20.0) for _ in range(2))
-        place = Place("g", rank, len(devices), len(runs))
+        place = GroupSeat("g", rank, len(devices), len(runs))
         rules = TransferRules(20.0, threading.Event())
         job = Broadcasts(payload, store, place, HOST, rules, KeptGroup(), None if rank else runs, f"rank {rank}")
         job.run(watch)
@@ -148,9 +148,9 @@ def test_a_table_that_is_none_is_refused(firsts: list[int], roots: list[int]) ->
             return type("Pending", (), {"wait": lambda self, stop: None})()
 
     manifest = pack(1, [("a", "float32", (99,))], BUCKET)
-    group: Group = Told()  # type: ignore[assignment]
+    group: BroadcastGroup = Told()  # type: ignore[assignment]
     with pytest.raises(GroupError, match="table"):
-        Runs.learn(manifest, group, Place("g", 1, 3, len(firsts)), threading.Event())
+        Runs.learn(manifest, group, GroupSeat("g", 1, 3, len(firsts)), threading.Event())
 
 
 def test_auto_tries_groups_first_for_parts_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +159,6 @@ def test_auto_tries_groups_first_for_parts_of_several_ranks(monkeypatch: pytest.
     choice = TransportChoice("auto", None, None, [])
     for spread, first in ((True, "nccl"), (False, "cuda_ipc")):
         payload: Any = SimpleNamespace(on_gpu=True, again=False, spread=spread)
-        peer = Peer(f"tcp://127.0.0.1:{1 + spread}")
+        peer = Recipient(f"tcp://127.0.0.1:{1 + spread}")
         choice.next_options(payload, [peer])
         assert peer.transport == first

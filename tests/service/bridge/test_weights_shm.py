@@ -13,8 +13,8 @@ import pytest
 import torch
 from weights_harness import Worker, new_tensors, serves
 
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.transports.shm import Segment, ShmSender, boot_id
 from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 
@@ -199,7 +199,9 @@ def test_a_bucket_that_comes_another_way_than_agreed_ends_the_update(worker: Wor
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(worker.receiver.endpoint)
     socket.send_multipart([BUCKET.pack(BUCKET_MAGIC, token, 0, 0), bytes(SMALL)])
-    assert socket.poll(20_000) and b"another way than shm" in socket.recv()
+    assert socket.poll(20_000)
+    refusal = socket.recv()
+    assert refusal[:4] == b"WNO1" and b"shm" in refusal[20:]
     assert worker.status()["state"] == "idle" and worker.updates == []
     socket.close(0)
 

@@ -18,7 +18,7 @@ from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.weights.adapter_target import AdapterTarget
 from rollout.weights.receiver import WeightReceiver
-from rollout.weights.staging import StagedUpdate
+from rollout.weights.staging import StagedWeights
 from trainer_bridge.wire.codec import decode, encode, join_envelope, split_envelope
 
 EXPERTS, HIDDEN, INTER = 3, 6, 4
@@ -89,7 +89,7 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -
 
 
 class Worker:
-    """A ROUTER socket that forwards to `receiver.control`, and a loop that applies updates while `open_gate` is set."""
+    """A request socket that only names the weight socket, and a loop that applies updates while `gate` is set."""
 
     def __init__(
         self,
@@ -109,13 +109,12 @@ class Worker:
             share_with(self, shared)
         self.gate = threading.Event()
         self.gate.set()
-        self.updates: list[StagedUpdate | AdapterUpdate] = []
+        self.updates: list[StagedWeights | AdapterUpdate] = []
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         wait_for(lambda: self._bound(f"tcp://127.0.0.1:{port or '*'}"), "a free port")
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self.port = int(self.endpoint.rpartition(":")[2])
-        self._replies: queue.SimpleQueue = queue.SimpleQueue()
         self._closing = threading.Event()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._serve, self._loop)]
         for thread in self._threads:
@@ -163,17 +162,13 @@ class Worker:
 
     def _serve(self) -> None:
         while not self._closing.is_set():
-            while not self._replies.empty():
-                sender, delimiter, reply = self._replies.get()
-                self._socket.send_multipart([sender, *join_envelope(delimiter, encode({"v": 1, **reply}))])
             if self._socket.poll(2):
                 sender, *frames = self._socket.recv_multipart()
                 delimiter, frames = split_envelope(frames)
                 header = decode(frames)
-                self.receiver.control(header, self._replier(sender, delimiter, header["id"]))
-
-    def _replier(self, sender: bytes, delimiter: bool, message_id: str) -> Callable[[dict], None]:
-        return lambda reply: self._replies.put((sender, delimiter, {"id": message_id, **reply}))
+                assert header["op"] == "status", "a publisher sends its control messages to the weight socket"
+                reply = {"v": 1, "id": header["id"], "op": "status", "weights_endpoint": self.receiver.endpoint}
+                self._socket.send_multipart([sender, *join_envelope(delimiter, encode(reply))])
 
     def _loop(self) -> None:
         while not self._closing.is_set():
@@ -189,3 +184,51 @@ class Worker:
                 update.copy_into()
                 gate.clear_hold()
             self.receiver.applied(update, 0.001)
+
+
+class SlowToAnswer:
+    """A request and weight socket in front of a worker, which keeps the answers to `begin` until `let_go` is set."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.kept, self.let_go, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> SlowToAnswer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._socket.close(0)
+
+    def _serve(self) -> None:
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+        kept: list[Callable[[], None]] = []
+        while not self._closing.is_set():
+            if self._socket.poll(2):
+                sender, *frames = self._socket.recv_multipart()
+                delimiter, frames = split_envelope(frames)
+                header = decode(frames)
+
+                def reply(answer: dict, to: Any = sender, cut: bool = delimiter, asked: dict = header) -> None:
+                    frames = join_envelope(cut, encode({"v": 1, "id": asked["id"], **answer}))
+                    answers.put((asked.get("action"), lambda: self._socket.send_multipart([to, *frames])))
+
+                if header["op"] == "status":
+                    reply({"op": "status", "weights_endpoint": self.endpoint})
+                else:
+                    self._worker.receiver.control(header, reply)
+            while not answers.empty():
+                action, send = answers.get()
+                if action == "begin":
+                    kept.append(send)
+                    self.kept.set()
+                else:
+                    send()
+            while self.let_go.is_set() and kept:
+                kept.pop(0)()

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from trainer_bridge.publish.payload import Payload
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.transports.payload import Payload
 
 
 class HalfPayload(Payload):

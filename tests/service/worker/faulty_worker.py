@@ -26,8 +26,8 @@ from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.step.device_step import DeviceStep
 from rollout.metrics.sinks import MetricsThread
 from rollout.service.server import Server
-from rollout.weights.reception import Reception
-from rollout.weights.staging import StagedUpdate
+from rollout.weights.staging import StagedWeights
+from rollout.weights.update_intake import UpdateIntake
 
 FOLDER = Path(sys.argv[1])
 
@@ -103,9 +103,9 @@ before(DeviceStep, "decode", hang)
 before(Scheduler, "commit", tear)
 before(Scheduler, "end_overdue", raiser({"commit": AssertionError("commit")}))
 before(Scheduler, "submit", raiser({"submit": KeyError("submit")}))
-before(StagedUpdate, "copy_into", raiser({"copy": RuntimeError("copy")}))
+before(StagedWeights, "copy_into", raiser({"copy": RuntimeError("copy")}))
 before(Server, "_take_messages", raiser({"service": RuntimeError("service")}))
-before(Reception, "poll_ms", raiser({"receiver": RuntimeError("receiver")}))
+before(UpdateIntake, "poll_ms", raiser({"receiver": RuntimeError("receiver")}))
 before(MetricsThread, "_each", raiser({"metrics": End("metrics")}))
 
 if __name__ == "__main__":

@@ -21,10 +21,9 @@ from worker_harness import ONES, check, launch, subprocess_environment, token_id
 
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
-from trainer_bridge.client.continuation import completion_seed
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import Completion, GenerateResult
-from trainer_bridge.client.resumed_call import ResumedCall
+from trainer_bridge.client.resumed_call import ResumedCall, completion_seed
 
 LONG = 16_384
 STARTS = (17, 480)

@@ -27,13 +27,13 @@ def both(workers: Two, worker: WorkerProcess, weights_worker: WorkerProcess) -> 
     return [worker.endpoint for worker in workers]
 
 
-def test_arrays_are_numpy_and_read_only(client: RolloutClient) -> None:
+def test_arrays_are_numpy_and_writable(client: RolloutClient) -> None:
     prompt = np.array(token_ids("17:"), np.int64)
     result = client.generate(prompt, n=2, max_tokens=12, top_p=0.9, metadata={"array": np.arange(3, dtype=np.int32)})
     for completion in result.completions:
         arrays = (completion.token_ids, completion.logprobs, completion.raw_logprobs, completion.drawn_logprobs)
         assert [array.dtype for array in arrays if array is not None] == [np.int32, *[np.float32] * 3]
-        assert all(array is not None and array.shape == (12,) and not array.flags.writeable for array in arrays)
+        assert all(array is not None and array.shape == (12,) and array.flags.writeable for array in arrays)
         assert completion.versions == [(0, 12)] and completion.text is None and completion.stop is None
     assert result.metadata["array"].tolist() == [0, 1, 2]
     assert result.endpoint == client.endpoints[0] and result.worker == client.status()["worker"]

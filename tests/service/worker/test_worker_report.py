@@ -15,7 +15,7 @@ from worker_harness import facts, until
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
-from trainer_bridge.client.report import Mismatch
+from trainer_bridge.client.mismatch import Mismatch
 from trainer_bridge.client.results import GenerateResult
 from trainer_bridge.wire.errors import BadRequest, NotFound
 
@@ -151,7 +151,7 @@ def test_large_reports_travel_in_several_messages(
     reporter: RolloutClient, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
     result = generate(reporter, "large", n=5)
-    monkeypatch.setattr(f"trainer_bridge.client.report.{name}", limit)
+    monkeypatch.setattr(f"trainer_bridge.client.mismatch.{name}", limit)
     shifts = [-0.1, -0.2, -0.3, -0.4, -0.5]
     logprobs = [row + np.float32(shift) for row, shift in zip(rows(result), shifts, strict=True)]
     sent, control = [], reporter.control

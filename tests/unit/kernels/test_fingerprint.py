@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rollout_kernels import triton_fingerprint
-from rollout_kernels.triton_fingerprint import add_words
 
-from trainer_bridge.wire.fingerprint import _K, fingerprint
+from trainer_bridge.transports import triton_fingerprint
+from trainer_bridge.transports.fingerprint import _K, fingerprint
+from trainer_bridge.transports.triton_fingerprint import add_words
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [0, 1, 3, 4, 5, 64, 4096 * 4, 4096 * 4 + 6, (1056 + 3) * 4096 * 4 + 8]

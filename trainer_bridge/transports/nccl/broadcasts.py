@@ -18,13 +18,13 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import TransferRules
-from trainer_bridge.transports.nccl.group import Group, GroupError, Pending, Place, give_up, given_up
+from trainer_bridge.transports.base import TransferRules
+from trainer_bridge.transports.fingerprint import fingerprint
+from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, Pending, give_up, given_up
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import Bucket, Runs
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
-from trainer_bridge.wire.fingerprint import fingerprint
 
 GRACE_S = 5.0  # beyond `stall_s`: a group that still can gives the better reason itself
 
@@ -43,7 +43,7 @@ class Broadcasts:
         self,
         payload: Payload,
         store: dist.Store,
-        place: Place,
+        place: GroupSeat,
         address: str,
         rules: TransferRules,
         kept: KeptGroup,
@@ -113,11 +113,13 @@ class Broadcasts:
             self._payload.settle()  # before the buffers are free: the trainer may be given their memory at once
             raise
 
-    def _join(self) -> Group:
+    def _join(self) -> BroadcastGroup:
         place, device = self._place, self._payload.device
-        return Group(self._store, place.name, place.rank, place.size, self._address, device, self._rules.stall_s)
+        return BroadcastGroup(
+            self._store, place.name, place.rank, place.size, self._address, device, self._rules.stall_s
+        )
 
-    def _broadcast(self, group: Group, runs: Runs) -> None:
+    def _broadcast(self, group: BroadcastGroup, runs: Runs) -> None:
         payload, buffers = self._payload, [group.buffer(runs.room) for _ in range(group.buffers)]
         kept = payload.kept if self._place.runs else None  # else it is filled as buckets are packed
         in_order = group.buffer(0 if kept is None else runs.room)

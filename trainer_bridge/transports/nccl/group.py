@@ -46,8 +46,8 @@ class GroupError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A member's place in the group `name`, and the length of its table of runs: 0 if rank 0 sends all."""
+class GroupSeat:
+    """A member's rank in the group `name`; `runs` is the length of the table of runs, 0 if rank 0 sends all."""
 
     name: str
     rank: int
@@ -145,7 +145,7 @@ def given_up(store: dist.Store) -> str | None:
         return "the store of the group is gone"
 
 
-class Group:
+class BroadcastGroup:
     """A member's end. Belongs to one thread at a time."""
 
     def __init__(

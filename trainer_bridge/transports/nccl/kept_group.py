@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 
-from trainer_bridge.transports.nccl.group import END_S, Group, Place, begin_ending
+from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupSeat, begin_ending
 
 
 class KeptGroup:
@@ -20,7 +20,7 @@ class KeptGroup:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: tuple[Place, Group] | None = None
+        self._kept: tuple[GroupSeat, BroadcastGroup] | None = None
         self._ending: list[threading.Thread] = []
 
     @property
@@ -29,13 +29,13 @@ class KeptGroup:
         kept = self._kept
         return "" if kept is None else kept[0].name
 
-    def keep(self, place: Place, group: Group) -> None:
+    def keep(self, place: GroupSeat, group: BroadcastGroup) -> None:
         """Until it is taken. Nothing is on its way in it."""
         with self._lock:
             self._let_go()
             self._kept = place, group
 
-    def take(self, place: Place) -> Group | None:
+    def take(self, place: GroupSeat) -> BroadcastGroup | None:
         """The group, which is the caller's now, if this is the place in it; else None, and it is let go of."""
         with self._lock:
             kept = self._kept
@@ -50,7 +50,7 @@ class KeptGroup:
         with self._lock:
             self._let_go()
 
-    def leave_broken(self, group: Group) -> None:
+    def leave_broken(self, group: BroadcastGroup) -> None:
         """Leave one that was taken or made anew, and broke."""
         thread = group.close(broken=True)
         if thread is not None:
@@ -77,7 +77,7 @@ class KeptGroup:
         self._ending = [*(other for other in self._ending if other.is_alive()), thread]
 
 
-def _leave(group: Group) -> None:
+def _leave(group: BroadcastGroup) -> None:
     """Return when nothing of it is left."""
     thread = group.close(broken=True)
     if thread is not None:

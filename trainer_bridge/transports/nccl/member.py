@@ -22,13 +22,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.transports import Incoming
+from trainer_bridge.transports.base import IncomingUpdate
+from trainer_bridge.transports.fingerprint import fingerprint, fingerprints_digest
 from trainer_bridge.transports.nccl.group import (
     POLL_S,
-    Group,
+    BroadcastGroup,
     GroupError,
+    GroupSeat,
     Pending,
-    Place,
     connect,
     give_up,
     local_address,
@@ -36,7 +37,6 @@ from trainer_bridge.transports.nccl.group import (
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import MAX_RUNS, Bucket, Runs
 from trainer_bridge.wire.errors import RolloutError, WeightsRejected
-from trainer_bridge.wire.fingerprint import fingerprint, fingerprints_digest
 
 _MAX_MEMBERS = 4096
 _MAX_NAME = 64
@@ -49,7 +49,7 @@ class Member:
 
     def __init__(
         self,
-        incoming: Incoming,
+        incoming: IncomingUpdate,
         where: tuple[str, int],
         kept: KeptGroup,
         device: torch.device,
@@ -97,7 +97,7 @@ class Member:
     def _receive(self) -> None:
         host, port = self._where
         store = connect(host, port, self._timeout_s)
-        group: Group | None = None
+        group: BroadcastGroup | None = None
         try:
             place = self._await_place(store)
             group = self._take(place) or self._join(store, place)
@@ -114,7 +114,7 @@ class Member:
             raise
         self.done.set()
 
-    def _take(self, place: Place) -> Group | None:
+    def _take(self, place: GroupSeat) -> BroadcastGroup | None:
         with self._lock:  # the next update's publisher was told which group is kept
             self._check_present()
             return self._kept.take(place)
@@ -123,11 +123,11 @@ class Member:
         if self._cancelled.is_set():
             raise GroupError("the update was dropped")
 
-    def _join(self, store: dist.TCPStore, place: Place) -> Group:
+    def _join(self, store: dist.TCPStore, place: GroupSeat) -> BroadcastGroup:
         address = local_address(f"tcp://{self._where[0]}:{self._where[1]}")
-        return Group(store, place.name, place.rank, place.size, address, self._device, self._timeout_s)
+        return BroadcastGroup(store, place.name, place.rank, place.size, address, self._device, self._timeout_s)
 
-    def _take_buckets(self, group: Group, store: dist.Store, rank: int, runs: Runs) -> None:
+    def _take_buckets(self, group: BroadcastGroup, store: dist.Store, rank: int, runs: Runs) -> None:
         manifest = self._incoming.manifest
         buffers = [group.buffer(runs.room) for _ in range(group.buffers)]
         in_order = group.buffer(runs.room if len(runs) > 1 else 0)
@@ -150,7 +150,7 @@ class Member:
             with self._lock, group.on_stream():
                 self._check_present()
                 seen += [fingerprint(buffer[part.at : part.end]) for part in bucket.parts]
-                self._incoming.landing.put(manifest.bucket_span(index)[0], bucket.unpack(buffer, in_order))
+                self._incoming.destination.put(manifest.bucket_span(index)[0], bucket.unpack(buffer, in_order))
                 self._incoming.note(bucket.nbytes)
             if index + len(buffers) < count:
                 start(index + len(buffers))
@@ -158,7 +158,7 @@ class Member:
         with group.on_stream():
             self.digest = fingerprints_digest(seen)
 
-    def _await_place(self, store: dist.Store) -> Place:
+    def _await_place(self, store: dist.Store) -> GroupSeat:
         key = f"member/{self._incoming.token.hex()}"
         try:
             self._await(lambda: store.check([key]), "a place in the group")
@@ -172,7 +172,7 @@ class Member:
         name, rank, size, runs = place
         if not (1 <= len(name) <= _MAX_NAME and 1 <= rank < size <= _MAX_MEMBERS and 0 <= runs <= MAX_RUNS):
             raise GroupError("the publisher's store holds no place in the group")
-        return Place(name, rank, size, runs)
+        return GroupSeat(name, rank, size, runs)
 
     def _await(self, happened: Callable[[], bool], what: str) -> None:
         deadline_s = time.monotonic() + self._timeout_s

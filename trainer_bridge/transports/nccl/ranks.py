@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import TransferRules
+from trainer_bridge.transports.base import TransferRules
 from trainer_bridge.transports.nccl.broadcasts import GRACE_S, Broadcasts
 from trainer_bridge.transports.nccl.group import (
     REACH_S,
     GroupError,
-    Place,
+    GroupSeat,
     connect,
     device_name,
     give_up,
@@ -35,6 +34,7 @@ from trainer_bridge.transports.nccl.group import (
 )
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.runs import MAX_RUNS, Runs
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES
 
@@ -80,7 +80,7 @@ class OtherRanks:
         place_of[list(places)] = list(places.values())
         return Runs(payload.manifest, self._firsts_R, place_of[self._owners_R])
 
-    def join(self, hosts: Sequence[str], port: int, place: Place, places: dict[int, int], stall_s: float) -> None:
+    def join(self, hosts: Sequence[str], port: int, place: GroupSeat, places: dict[int, int], stall_s: float) -> None:
         """Have them join. Raises `RolloutError` when one is gone."""
         if self._ranks is not None and places:
             where = {"hosts": [*self.hosts, *hosts], "port": port, "group": place.name}
@@ -150,7 +150,7 @@ def _broadcast(
     stall_s = order["stall_s"]
     host = reach(order["hosts"], order["port"], REACH_S)
     store, watch = (connect(host, order["port"], stall_s) for _ in range(2))
-    place = Place(order["group"], order["places"][str(rank)], order["size"], order["runs"])
+    place = GroupSeat(order["group"], order["places"][str(rank)], order["size"], order["runs"])
     address = local_address(f"tcp://{host}:{order['port']}")
     who = f"rank {rank} of the trainer"
     job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), kept, who=who)

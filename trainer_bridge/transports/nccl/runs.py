@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer_bridge.transports.nccl.group import Group, GroupError, Place
+from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat
 from trainer_bridge.wire.manifest import ALIGN_BYTES, Manifest
 
 MAX_RUNS = 1 << 22
@@ -23,7 +23,7 @@ _ROW_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BucketPart:
     """What one member sends of a bucket: bytes `at` to `end` of the buffer."""
 
     root: int
@@ -37,7 +37,7 @@ class Bucket:
     """A bucket on its way: its parts in the order in which they are broadcast."""
 
     nbytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[BucketPart, ...]
 
     def unpack(self, travelled: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """The bucket's bytes in the order of the stream, uint8: `travelled` itself, or `out` where they move."""
@@ -64,7 +64,7 @@ class Runs:
         return cls(manifest, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
     @classmethod
-    def learn(cls, manifest: Manifest, group: Group, place: Place, stop: threading.Event) -> Runs:
+    def learn(cls, manifest: Manifest, group: BroadcastGroup, place: GroupSeat, stop: threading.Event) -> Runs:
         """Other members than 0: what that one shares. Raises `GroupError`."""
         if place.runs == 0:
             return cls.alone(manifest)
@@ -76,7 +76,7 @@ class Runs:
             raise GroupError("the publisher's table of who sends what is none")
         return cls(manifest, firsts_R, roots_R)
 
-    def share(self, group: Group, stop: threading.Event) -> None:
+    def share(self, group: BroadcastGroup, stop: threading.Event) -> None:
         """Member 0: tell all others. Raises `GroupError`."""
         table = torch.from_numpy(np.stack([self.firsts_R, self.roots_R]).astype("<i8").view(np.uint8).reshape(-1))
         group.broadcast(table.to(group.device)).wait(stop)
@@ -98,7 +98,7 @@ class Runs:
         """How a bucket travels."""
         start, end = self._manifest.bucket_span(index)
         if len(self) == 1:
-            return Bucket(end - start, (Part(int(self.roots_R[0]), 0, end - start, ((start, end, 0),)),))
+            return Bucket(end - start, (BucketPart(int(self.roots_R[0]), 0, end - start, ((start, end, 0),)),))
         first, last = np.searchsorted(self.firsts_R, start, "right") - 1, np.searchsorted(self.firsts_R, end, "left")
         roots_P, begins_P = self.roots_R[first:last], np.maximum(self.firsts_R[first:last], start)
         ends_P = np.append(begins_P[1:], end)
@@ -112,5 +112,5 @@ class Runs:
         for root, count in zip(roots.tolist(), counts.tolist(), strict=True):
             own = tuple(pieces[begin : begin + count])
             begin += count
-            parts.append(Part(root, own[0][2], own[-1][2] + own[-1][1] - own[-1][0], own))
+            parts.append(BucketPart(root, own[0][2], own[-1][2] + own[-1][1] - own[-1][0], own))
         return Bucket(end - start, tuple(parts))

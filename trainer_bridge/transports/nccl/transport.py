@@ -30,14 +30,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.publish.payload import Payload
-from trainer_bridge.transports import GroupBroken, Incoming, Peer, TransferRules, TransportReceiver, TransportSender
+from trainer_bridge.transports.base import (
+    GroupBroken,
+    IncomingUpdate,
+    Recipient,
+    TransferRules,
+    TransportReceiver,
+    TransportSender,
+)
+from trainer_bridge.transports.fingerprint import fingerprints_digest
 from trainer_bridge.transports.nccl.broadcasts import Broadcasts
 from trainer_bridge.transports.nccl.group import (
     END_S,
     REACH_S,
     GroupError,
-    Place,
+    GroupSeat,
     StoreServer,
     connect,
     device_name,
@@ -49,8 +56,8 @@ from trainer_bridge.transports.nccl.group import (
 from trainer_bridge.transports.nccl.kept_group import KeptGroup
 from trainer_bridge.transports.nccl.member import Member
 from trainer_bridge.transports.nccl.ranks import OtherRanks
+from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, ConnectionLost, RolloutError, WeightsRejected
-from trainer_bridge.wire.fingerprint import fingerprints_digest
 
 Members = tuple[Any, ...]  # the device of rank 0, workers by endpoint, ranks of the trainer with their places
 
@@ -74,7 +81,7 @@ class NcclReceiver(TransportReceiver):
         self._members: list[Member] = []  # whose threads have not ended
         self._kept = KeptGroup()
 
-    def begin(self, incoming: Incoming, options: Mapping[str, Any]) -> dict[str, Any]:
+    def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Look whether the group can be reached, and start to join it. Raises `BadRequest`."""
         hosts, port = _read_options(options)
         backend = "nccl" if self.on_device else "gloo"
@@ -95,13 +102,13 @@ class NcclReceiver(TransportReceiver):
         self._members = [*(member for member in self._members if member.alive), self._member]
         return grant
 
-    def advance(self, incoming: Incoming | None) -> bool:
+    def advance(self, incoming: IncomingUpdate | None) -> bool:
         """Raise what went wrong in the thread."""
         if incoming is not None and self._member is not None and self._member.error is not None:
             raise self._member.error
         return False
 
-    def finish(self, incoming: Incoming, options: Mapping[str, Any]) -> bool:
+    def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """True when all buckets are in place and are those that were sent."""
         assert self._member is not None
         self.advance(incoming)
@@ -111,7 +118,7 @@ class NcclReceiver(TransportReceiver):
             raise WeightsRejected("the digest of all buckets' fingerprints differs from what arrived", field="options")
         return True
 
-    def drop(self, incoming: Incoming, error: RolloutError | None) -> None:
+    def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
         """Have the thread end, and write nothing more."""
         if self._member is not None:
             self._member.cancel()
@@ -170,17 +177,17 @@ class NcclSender(TransportSender):
         backend = "nccl" if payload.device.type == "cuda" else "gloo"
         return {**where, "backend": backend, "devices": self._others.devices}
 
-    def transfer(self, payload: Payload, peers: Sequence[Peer], rules: TransferRules) -> dict[str, Any]:
-        """Make the group and broadcast every bucket. A group breaks for all: each peer then gets `GroupBroken`."""
+    def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
+        """Make the group and broadcast every bucket. A group breaks for all: each recipient then gets `GroupBroken`."""
         server, others = self._server, self._others
         assert server is not None and others is not None
-        places = others.places(len(peers))
+        places = others.places(len(recipients))
         runs = others.runs(payload, places)
-        size = 1 + len(peers) + len(places)
+        size = 1 + len(recipients) + len(places)
         before = self._kept.name
-        place = Place(self._group_of(payload, peers, places), 0, size, len(runs) if places else 0)
-        for rank, peer in enumerate(peers, 1):
-            server.store.set(f"member/{peer.token.hex()}", json.dumps([place.name, rank, size, place.runs]))
+        place = GroupSeat(self._group_of(payload, recipients, places), 0, size, len(runs) if places else 0)
+        for rank, recipient in enumerate(recipients, 1):
+            server.store.set(f"member/{recipient.token.hex()}", json.dumps([place.name, rank, size, place.runs]))
         # A client of its own: one that waits for members keeps others from asking.
         watch = connect(server.local_host, server.port, rules.stall_s)
         others.join(server.hosts, server.port, place, places, rules.stall_s)
@@ -204,7 +211,7 @@ class NcclSender(TransportSender):
         self._server = None  # those that are tried again meet at a new one; `server` lives until this returns
         self._kept.let_go()
         why = job.error or missing[0]
-        _fail(peers, places, watch, why, job.sent, payload.manifest.bucket_count, kept=place.name == before)
+        _fail(recipients, places, watch, why, job.sent, payload.manifest.bucket_count, kept=place.name == before)
         return {}
 
     def release(self, payload: Payload, applied: bool) -> None:
@@ -216,24 +223,24 @@ class NcclSender(TransportSender):
         self._server = None
         self._kept.close()
 
-    def _group_of(self, payload: Payload, peers: Sequence[Peer], places: Mapping[int, int]) -> str:
+    def _group_of(self, payload: Payload, recipients: Sequence[Recipient], places: Mapping[int, int]) -> str:
         """The name of the group that all have kept, if they are the same members in the same places; else a new one."""
-        members: Members = (payload.device, *(peer.endpoint for peer in peers), *places.items())
+        members: Members = (payload.device, *(recipient.endpoint for recipient in recipients), *places.items())
         name, before, self._kept_with = self._kept.name, self._kept_with, members
-        same = name and members == before and all(peer.grant.get("kept") == name for peer in peers)
+        same = name and members == before and all(recipient.grant.get("kept") == name for recipient in recipients)
         return name if same else secrets.token_hex(8)
 
 
 def _fail(
-    peers: Sequence[Peer], places: dict[int, int], store: dist.Store, why: str, sent: int, of: int, kept: bool
+    recipients: Sequence[Recipient], places: dict[int, int], store: dist.Store, why: str, sent: int, of: int, kept: bool
 ) -> None:
-    """Tell every peer that the group broke, and how far each member was."""
+    """Tell every recipient that the group broke, and how far each member was."""
     ranks = "".join(f", rank {rank} {_progress(store, at)}" for rank, at in places.items())
-    for at, peer in enumerate(peers, 1):
-        had = f"{peer.endpoint} had {_progress(store, at)} of {of} buckets"
+    for at, recipient in enumerate(recipients, 1):
+        had = f"{recipient.endpoint} had {_progress(store, at)} of {of} buckets"
         broken = GroupBroken(f"transfer: {why}, after {sent} buckets; {had}{ranks}")
         broken.met, broken.kept = sent > 0 or kept, kept
-        peer.fail(broken)
+        recipient.fail(broken)
 
 
 def _progress(store: dist.Store, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""The fingerprint of bytes on a GPU, in one pass. The twin, `trainer_bridge.wire.fingerprint`, defines it."""
+"""Triton kernel that adds up a fingerprint of bytes on a GPU; `fingerprint` is its torch twin."""
 
 from __future__ import annotations
 

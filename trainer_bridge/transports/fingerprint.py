@@ -23,7 +23,7 @@ def fingerprint(data: torch.Tensor) -> torch.Tensor:
     whole = data.numel() // 4 * 4
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     if data.is_cuda and whole:
-        from rollout_kernels.triton_fingerprint import add_words
+        from trainer_bridge.transports.triton_fingerprint import add_words
 
         with torch.cuda.device(data.device):  # where Triton launches: a new thread's current device is the first one
             add_words(data[:whole].view(torch.int32), total, _K)

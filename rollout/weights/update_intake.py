@@ -25,19 +25,27 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.weights.adapter_updates import IncomingAdapter, read_adapter
-from rollout.weights.apply_mode import ApplyMode, Landed, Update
-from rollout.weights.begin import Begin, read_begin
-from rollout.weights.landing import StagedLanding
-from rollout.weights.parameter_map import ParameterMap
-from trainer_bridge.transports import Incoming, TransportReceiver
-from trainer_bridge.wire.errors import BadRequest, InternalError, NotFound, RolloutError, Unavailable, WeightsRejected
-from trainer_bridge.wire.weight_messages import Applied, Commit, Reply, check_fields, error_reply, read_token
+from rollout.weights.apply_mode import ApplyMode, Update, UpdateDestination
+from rollout.weights.destination import StagedDestination
+from rollout.weights.parameter_map import Fit, ParameterMap
+from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
+from trainer_bridge.wire.errors import (
+    BadRequest,
+    InternalError,
+    NotFound,
+    RolloutError,
+    Unavailable,
+    WeightsRejected,
+    error_reply,
+)
+from trainer_bridge.wire.manifest import Manifest, from_wire
+from trainer_bridge.wire.weight_messages import check_fields, read_token
 
 if TYPE_CHECKING:
     from rollout.weights.adapter_target import AdapterTarget
@@ -48,13 +56,67 @@ _BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
 _log = logging.getLogger(__name__)
 
 
+#: Takes the one answer to a control message.
+Reply = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Commit:
+    """A publisher that waits for its update to apply."""
+
+    token: bytes
+    options: dict[str, Any]
+    reply: Reply
+    transport: str
+    phases: dict[str, float]  # seconds
+    since_s: float  # when this phase began, on the monotonic clock
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The update that is in use, and how it came to be."""
+
+    version: int
+    transport: str
+    nbytes: int
+    pause_s: float  # for which generation stood still
+    phases: Mapping[str, float]  # seconds: receive, verify, wait, apply
+    at_s: float = field(default_factory=time.time)  # Unix time
+
+    def reply(self) -> dict[str, Any]:
+        """What the publisher gets for its `commit`."""
+        return {"version": self.version, "pause_s": self.pause_s, "bytes": self.nbytes, "phases": dict(self.phases)}
+
+    def summary(self) -> dict[str, Any]:
+        """What a worker's `status` says of it."""
+        return {
+            "version": self.version,
+            "transport": self.transport,
+            "at_s": self.at_s,
+            "age_s": max(0.0, time.time() - self.at_s),
+            "bytes": self.nbytes,
+            "phases_ms": {name: 1e3 * seconds for name, seconds in self.phases.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """An update that fits what it is for, and the way its bytes are to come."""
+
+    manifest: Manifest
+    fit: Fit  # without content for an adapter
+    receiver: TransportReceiver
+    options: Mapping[str, Any]  # of the transport
+    adapter: IncomingAdapter | None  # that the update is of; None: it is of the model
+
+
 @dataclass(slots=True)
-class Current:
+class ReceivedUpdate:
     """The update that is being received."""
 
-    begin: Begin
-    incoming: Incoming
-    landing: Landed
+    begin: UpdatePlan
+    incoming: IncomingUpdate
+    destination: UpdateDestination
     begun_s: float
     commit: Commit | None = None  # asked for; its bytes are not all verified yet
 
@@ -64,7 +126,7 @@ class Current:
         return None if self.begin.adapter is None else self.begin.adapter.name
 
 
-class Reception:
+class UpdateIntake:
     """Belongs to the receiver's thread, but for `version`, `last` and `ready`.
 
     `post` has a function called on that thread. `endpoint` is for the answer to `status`.
@@ -87,7 +149,7 @@ class Reception:
         self.last: Applied | None = None  # replaced as a whole: any thread may look
         self.ready: deque[Update | AdapterUpdate] = deque()  # the loop takes from it
         self.closing = False
-        self.current: Current | None = None
+        self.current: ReceivedUpdate | None = None
         self.committed: tuple[Update | AdapterUpdate, Commit] | None = None  # ready or being applied
         self.waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
         self.failure: tuple[bytes, RolloutError] | None = None  # the token of what was rejected last, and why
@@ -101,11 +163,6 @@ class Reception:
         self._post = post
 
     # --- the thread's turn -------------------------------------------------------------------------------------------
-
-    @property
-    def held(self) -> bool:
-        """True while an update has begun whose bytes may not land yet."""
-        return self.current is not None and not self.current.incoming.open.is_set()
 
     def poll_ms(self) -> int | None:
         """How long the thread may wait for something to come; None: for ever."""
@@ -122,8 +179,7 @@ class Reception:
         busy = False
         for receiver in self._receivers.values():
             mine = incoming if incoming is not None and incoming.transport in receiver.carries else None
-            if mine is None or mine.open.is_set():
-                busy |= receiver.advance(mine)
+            busy |= receiver.advance(mine)
         return busy
 
     def settle(self) -> None:
@@ -145,16 +201,16 @@ class Reception:
         current, self.current = self.current, None
         if current is None:
             return
-        incoming, landing = current.incoming, current.landing
+        incoming, destination = current.incoming, current.destination
         _log.warning("weights version %d rejected: %s", incoming.manifest.version, error)
         # Without its frames, which hold buckets and where they were to land.
         self.failure = (incoming.token, error.with_traceback(None))
         try:
             current.begin.receiver.drop(incoming, error)
-            landing.abandon()
+            destination.abandon()
         except Exception:  # of a device or a publisher that is gone; whoever waits must be told all the same
             _log.exception("letting go of weights version %d failed", incoming.manifest.version)
-        if landing.dirty:
+        if destination.dirty:
             self._gate.fail_hold(
                 f"version {incoming.manifest.version} of the weights was written in place, in part: {error}. "
                 "Publish a whole update"
@@ -213,26 +269,26 @@ class Reception:
             _let_land(incoming)
         reply({"op": "ok", "version": begin.manifest.version, "token": incoming.token.hex(), "grant": grant})
 
-    def _read_begin(self, header: Mapping[str, Any], adapter: IncomingAdapter | None) -> Begin:
+    def _read_begin(self, header: Mapping[str, Any], adapter: IncomingAdapter | None) -> UpdatePlan:
         served = self.version if adapter is None else adapter.version
         # Where the weights are half written or were dropped, the version that it had is as good as a newer one.
         again = adapter is None and bool(self._gate.stale)
         return read_begin(header, adapter, self._parameters, self._receivers, served, again)
 
-    def _open(self, begin: Begin, begun_s: float) -> tuple[Incoming, dict[str, Any]]:
+    def _open(self, begin: UpdatePlan, begun_s: float) -> tuple[IncomingUpdate, dict[str, Any]]:
         """Make the update the current one: what arrives, and what its sender must know."""
         manifest, receiver = begin.manifest, begin.receiver
         if begin.adapter is not None:
-            landing: Landed = begin.adapter.open(manifest)
+            destination: UpdateDestination = begin.adapter.open(manifest)
         else:
-            landing = self._mode.open(manifest, begin.fit, receiver.on_device)
-        incoming = Incoming(manifest, receiver.name, secrets.token_bytes(16), landing)
+            destination = self._mode.open(manifest, begin.fit, receiver.on_device)
+        incoming = IncomingUpdate(manifest, receiver.name, secrets.token_bytes(16), destination)
         try:
             grant = receiver.begin(incoming, begin.options)
         except RolloutError:
             receiver.drop(incoming, None)
             raise
-        self.current = Current(begin, incoming, landing, begun_s)
+        self.current = ReceivedUpdate(begin, incoming, destination, begun_s)
         return incoming, grant
 
     def _must_wait(self, adapter: str | None) -> bool:
@@ -297,15 +353,15 @@ class Reception:
         current = self.current
         if current is None or current.commit is None:
             return
-        begin, landing, commit = current.begin, current.landing, current.commit
-        if not begin.receiver.finish(current.incoming, commit.options) or not landing.settled():
+        begin, destination, commit = current.begin, current.destination, current.commit
+        if not begin.receiver.finish(current.incoming, commit.options) or not destination.settled():
             return
-        landing.check_aliases(begin.manifest, begin.fit, self._parameters.views)
+        destination.check_aliases(begin.manifest, begin.fit, self._parameters.views)
         if begin.adapter is not None:
-            assert isinstance(landing, StagedLanding)
-            update: Update | AdapterUpdate = begin.adapter.update(begin.manifest, landing)
+            assert isinstance(destination, StagedDestination)
+            update: Update | AdapterUpdate = begin.adapter.update(begin.manifest, destination)
         else:
-            update = self._mode.update(begin.manifest, begin.fit, landing)
+            update = self._mode.update(begin.manifest, begin.fit, destination)
         begin.receiver.drop(current.incoming, None)
         self.current = None
         now_s = time.monotonic()
@@ -344,6 +400,40 @@ def ended() -> Unavailable:
     return Unavailable("the worker is shutting down")
 
 
-def _let_land(incoming: Incoming) -> None:
+def _let_land(incoming: IncomingUpdate) -> None:
     incoming.last_data_s = time.monotonic()
     incoming.open.set()
+
+
+def read_begin(
+    header: Mapping[str, Any],
+    adapter: IncomingAdapter | None,
+    parameters: ParameterMap,
+    receivers: Mapping[str, TransportReceiver],
+    served: int | None,
+    again: bool,
+) -> UpdatePlan:
+    """The update that `header` begins. `served` is the version that is in use; with `again` it may come once more.
+
+    Raises `BadRequest` and `WeightsRejected`, naming the field.
+    """
+    # A few too many are read all the same, so that the refusal can name them.
+    most = 2 * len(parameters.views) + 64 if adapter is None else adapter.max_tensors
+    manifest = from_wire(header["manifest"], max_tensors=most)
+    if type(header["version"]) is not int or header["version"] != manifest.version:
+        raise WeightsRejected(f"version must be the manifest's, {manifest.version}", field="version")
+    if served is not None and manifest.version <= served - again:
+        raise WeightsRejected(
+            f"version {manifest.version} is not newer than version {served}, which is served; "
+            "publish with a version that grows",
+            field="version",
+        )
+    transport = header["transport"]
+    if type(transport) is not str or transport not in receivers:
+        raise BadRequest(f"transport must be one of {', '.join(receivers)}", field="transport")
+    fit = Fit((), ())
+    if adapter is None:
+        fit = parameters.check(manifest)
+    else:
+        adapter.check(manifest)
+    return UpdatePlan(manifest, fit, receivers[transport], header["options"], adapter)

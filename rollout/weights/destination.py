@@ -1,7 +1,7 @@
 """Where an update's bytes land on a worker: in staging memory, or in the parameters themselves.
 
-    StagedLanding     host buffer  [--> shadow buffer on the device, on a stream of its own]  --swap--> parameters
-    InPlaceLanding    a bucket at a time, straight into the parameters, while generation is held
+    StagedDestination     host buffer  [--> shadow buffer on the device, on a stream of its own]  --swap--> parameters
+    InPlaceDestination    a bucket at a time, straight into the parameters, while generation is held
 
 Both run in the receiver's thread (or one that it waits for). Staged bytes may be wrong: nobody reads them before all
 of them are verified. Bytes that land in place change what is served at once: `dirty` says that they have begun to.
@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from rollout.weights.parameter_map import Fit
-from rollout.weights.staging import TORCH_DTYPES, DeviceShadow, typed_view
+from rollout.weights.staging import DeviceShadow
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest, TensorEntry
+from trainer_bridge.wire.tensors import TORCH_DTYPES, typed_view
 
 
-class StagedLanding:
+class StagedDestination:
     """The whole stream, in host memory and (with `shadow`) from there in memory of the device."""
 
     dirty = False
@@ -68,7 +69,7 @@ class StagedLanding:
             self._shadow.wait()
 
 
-class InPlaceLanding:
+class InPlaceDestination:
     """The parameters. `room` is one buffer, so each room must have landed before the next is asked for."""
 
     def __init__(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], pinned: bool) -> None:

@@ -19,13 +19,18 @@ from __future__ import annotations
 
 import os
 import select
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from trainer_bridge.client.keys import ClientCurve
-from trainer_bridge.wire.socket_events import socket_events
+from trainer_bridge.wire.keys import ClientCurve
+
+#: How long a client waits for an endpoint that refuses connections, unless its user says how long to wait.
+REFUSED_S = 3.0
 
 _RECONNECT_MAX_MS = 1000
 _HEARTBEATS_MISSED = 3
@@ -37,6 +42,7 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
 )
 #: What the system says of a socket whose peer has closed it. Linux has it; elsewhere a loss is known when ZeroMQ tells.
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
@@ -63,6 +69,8 @@ class Connection:
         self.endpoint = endpoint
         self._heartbeat_ms = int(heartbeat_s * 1000)
         self.gone = False
+        self.refusing_since_s: float | None = None
+        self._reached = False  # a worker has been there
         self._context = context
         self._curve = curve
         self._unsent: dict[str, Sequence[bytes]] = {}  # only while not connected, or ending
@@ -144,8 +152,12 @@ class Connection:
     def _read_monitor(self) -> bool:
         """Take in what has happened, up to a loss: what comes after it is of a socket that is thrown away."""
         for event in socket_events(self.monitor):
-            if event["event"] == zmq.EVENT_CONNECTED:
+            if event["event"] == zmq.EVENT_CLOSED:  # an attempt to connect ended before there was a connection
+                if self.refusing_since_s is None and not self._reached:
+                    self.refusing_since_s = time.monotonic()
+            elif event["event"] == zmq.EVENT_CONNECTED:
                 self._descriptor = event["value"]
+                self._reached, self.refusing_since_s = True, None
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected, self.gone, self.hint = True, False, ""
             elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -199,3 +211,13 @@ def _close_all(context: zmq.Context, connections: list[Connection], process: int
     for connection in connections:
         connection.close()
     context.term()
+
+
+def socket_events(monitor: zmq.Socket) -> Iterator[dict[str, Any]]:
+    """The events that a socket's monitor has, oldest first. Never blocks."""
+    while True:
+        try:
+            message = monitor.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield dict(parse_monitor_message(message))

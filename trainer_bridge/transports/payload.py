@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from rollout.weights.staging import TORCH_DTYPES, typed_view
-from trainer_bridge.publish.shards import Shards, is_spread
+from trainer_bridge.transports.shards import Shards, is_spread
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack, usual_bucket_bytes
+from trainer_bridge.wire.tensors import TORCH_DTYPES, typed_view
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -38,6 +38,8 @@ class Payload:
     def __init__(
         self, named_tensors: NamedTensors, version: int, bucket_bytes: int | None, spread: bool = False
     ) -> None:
+        if isinstance(named_tensors, torch.nn.Module):
+            raise ValueError("publish takes the tensors by name, not the model; pass model.state_dict()")
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         tensors = [(name, _checked(name, tensor)) for name, tensor in pairs]
         if not tensors:

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from trainer_bridge.wire.errors import RolloutError
-
-if TYPE_CHECKING:
-    from trainer_bridge.publish.trainer_ranks import TrainerRanks
 
 HEADER = 3  # of a table: version, tensors, a digest of version, names, types and shapes
 _DEVICE = 5  # behind that: the name of the GPU that the parts are on, in so many numbers
@@ -29,6 +26,24 @@ _DIGEST_DIGITS = 15  # that fit in 63 bits
 
 #: The part of a tensor that a rank holds: first index and size in each dimension.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class TrainerGroup(Protocol):
+    """What rank 0 asks of the other trainer ranks. Methods raise `RolloutError` when a rank is gone."""
+
+    address: str  # of this host, as the other trainers reach it
+
+    def fetch(self, index: int, first: int, parts: Sequence[tuple[int, torch.Tensor]], last: int) -> None:
+        """Have `parts` (rank, where its elements go) of elements `first` to `last` of a tensor filled."""
+
+    def fetch_whole(self, index: int, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Have `parts` (rank, a tensor like its part) of a tensor filled."""
+
+    def join(self, order: dict[str, Any]) -> None:
+        """Have the ranks with a place in a group take part."""
+
+    def ending(self, out: torch.Tensor, rank: int, timeout_s: float) -> None:
+        """Wait for a rank's report about its part in a group."""
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
@@ -45,7 +60,7 @@ class Shards:
         self.locals = [tensor.to_local() if is_spread(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
         self.mine = [False] * len(self.shapes)
         self.devices: list[str] = []  # by rank: names of GPUs
-        self.ranks: TrainerRanks | None = None
+        self.ranks: TrainerGroup | None = None
         self._digest = int(digest[:_DIGEST_DIGITS], 16)
         self._owners: list[list[tuple[int, Box]]] = []  # by tensor
         self._whole: tuple[int, torch.Tensor] | None = None  # the last tensor that was fetched whole

@@ -1,0 +1,48 @@
+"""TRL's GRPOTrainer on a CPU with rollouts of a worker: the program of `scripts/trl_grpo_rollout_func.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integration_worker import worker_environment
+
+if importlib.util.find_spec("trl") is None:
+    pytest.skip("TRL is not installed: pip install 'rollout-engine[trl]'", allow_module_level=True)
+
+from scripts import trl_grpo_rollout_func as program
+
+STEPS = 3
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """Log-softmax of the logits at the tokens of a completion, as transformers has it [tokens]."""
+    ids = torch.tensor([prompt + completion])
+    logits = model(ids[:, :-1]).logits[0, len(prompt) - 1 :]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def test_the_worker_completes_with_the_trainers_weights_of_every_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    errors: list[float] = []
+    plain = program.Rollouts.__call__
+
+    def compared(self: program.Rollouts, prompts: list[str], trainer: Any) -> dict[str, list]:
+        told = plain(self, prompts, trainer)
+        first = {name: values[0] for name, values in told.items()}
+        theirs = logprobs_of(trainer.model, first["prompt_ids"], first["completion_ids"])
+        errors.append(float((theirs - torch.tensor(first["logprobs"])).abs().max()))
+        return told
+
+    monkeypatch.setattr(program.Rollouts, "__call__", compared)
+    flags = {"env": worker_environment(), "log_file": tmp_path / "worker.log", "wandb": False}
+    model = program.fresh_model(tmp_path / "model")
+    rewards = program.train(model, STEPS, str(tmp_path / "trl"), progress=False, **flags)
+    assert len(rewards) == STEPS and all(math.isfinite(reward) for reward in rewards)
+    assert len(errors) == STEPS and max(errors) < 1e-3

@@ -1,0 +1,181 @@
+"""The two halves of a transport, and what they work on. Each transport is one file: a sender and a receiver as twins.
+
+The control messages (`begin`, `commit`, `abort`) are the same for all transports:
+
+    publisher                                   worker's receiver thread
+    sender.prepare(payload)       -- begin -->  receiver.begin(incoming, options)
+                                  <-- grant --
+    sender.transfer(payload, ..)  == bytes ==>  receiver.advance(incoming)        again and again, in small pieces
+                                  -- commit ->  receiver.finish(incoming, options)
+    sender.release(payload)       <-- ok ---                                      once the update is applied
+
+A transport moves bytes and finds damage. Names, shapes, versions and all-or-nothing are its caller's business.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+import zmq
+
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.wire.errors import ConnectionLost, RolloutError
+from trainer_bridge.wire.manifest import Manifest
+
+
+class Destination(Protocol):
+    """Where an update's bytes go: memory in which they wait, or the parameters themselves."""
+
+    def room(self, start: int, end: int) -> np.ndarray:
+        """Host memory (uint8) to write bytes `start` to `end` of the stream to; then call `landed`."""
+
+    def landed(self, start: int, end: int) -> None:
+        """The room for these bytes is filled. Each byte lands once."""
+
+    def put(self, start: int, data: torch.Tensor) -> None:
+        """Take bytes (uint8, one dimension, any device) from `start` on, on the current stream of their device."""
+
+
+@dataclass
+class IncomingUpdate:
+    """An update that a worker is receiving, and where its bytes go."""
+
+    manifest: Manifest
+    transport: str
+    token: bytes  # 16 random bytes that mark this update's data
+    destination: Destination
+    open: threading.Event = field(default_factory=threading.Event)  # set once bytes may land
+    arrived_bytes: int = 0
+    last_data_s: float = field(default_factory=time.monotonic)  # on the monotonic clock
+
+    def room(self, start: int, end: int) -> np.ndarray:
+        """Host memory (uint8) for these bytes of the stream; `arrived` hands it over."""
+        return self.destination.room(start, end)
+
+    def arrived(self, start: int, end: int) -> None:
+        """Hand over bytes `start` to `end` of the stream, which are in their room."""
+        self.destination.landed(start, end)
+        self.note(end - start)
+
+    def note(self, nbytes: int) -> None:
+        """Count bytes that have arrived."""
+        self.arrived_bytes += nbytes
+        self.last_data_s = time.monotonic()
+
+    def summary(self) -> dict[str, Any]:
+        """The update as `status` reports it."""
+        return {
+            "version": self.manifest.version,
+            "transport": self.transport,
+            "arrived_bytes": self.arrived_bytes,
+            "total_bytes": self.manifest.total_bytes,
+        }
+
+
+class TransportReceiver(ABC):
+    """The worker's side of a transport. All methods run in the receiver's thread."""
+
+    name: ClassVar[str]
+    #: Transports whose data `advance` takes: the socket of `zmq` also announces the buckets of `shm` and `cuda_ipc`.
+    carries: ClassVar[tuple[str, ...]] = ()
+    #: All bytes arrive on the device, by `put`: they need no host memory.
+    on_device: bool = False
+
+    @abstractmethod
+    def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Prepare for an update; return the grant (plain data) for the sender.
+
+        Raises `RolloutError` when the options are not usable.
+        """
+
+    @abstractmethod
+    def advance(self, incoming: IncomingUpdate | None) -> bool:
+        """Do one piece of work; return true when there may be more to do at once.
+
+        `incoming` is None while this transport carries no update. Nothing may land before `incoming.open` is set.
+        Raises `RolloutError` when the update cannot succeed.
+        """
+
+    @abstractmethod
+    def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
+        """The publisher has committed: return true when all bytes are there and verified, false to be asked again.
+
+        Raises `RolloutError` when the bytes can never be complete.
+        """
+
+    def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:  # noqa: B027
+        """Forget an update, complete or failed; a transport that can tell its sender sends it `error`."""
+
+    def rest(self) -> None:  # noqa: B027
+        """Give back what was kept for the next update: none comes for a while."""
+
+    @property
+    def sockets(self) -> Sequence[zmq.Socket]:
+        """Sockets to poll: `advance` has work when one is readable."""
+        return ()
+
+    def close(self) -> None:  # noqa: B027
+        """Free sockets and files."""
+
+
+class GroupBroken(ConnectionLost):
+    """A group of several workers broke. Another member may be at fault, so live workers can be tried again."""
+
+    met = True  # false if the group never formed: this transport may not work at all
+    kept = False  # true for a group of an earlier update, which may have broken long ago
+
+
+@dataclass
+class Recipient:
+    """One worker of an update: what it granted, and the error that ended its part, if any."""
+
+    endpoint: str  # of its request socket
+    token: bytes = b""
+    grant: dict[str, Any] = field(default_factory=dict)
+    error: RolloutError | None = None
+    transport: str = ""  # the transport that it granted
+    why: str = ""  # why it is this transport and not a faster one
+
+    def fail(self, error: RolloutError) -> None:
+        """Give up on this worker; the first error stays."""
+        if self.error is None:
+            self.error = error
+
+
+@dataclass(frozen=True)
+class TransferRules:
+    """Bounds of a transfer: seconds without progress after which a worker is given up, and the publisher's end."""
+
+    stall_s: float
+    closing: threading.Event
+
+
+class TransportSender(ABC):
+    """The trainer's side of a transport. All methods run in the publisher's thread."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def prepare(self, payload: Payload) -> dict[str, Any]:
+        """Prepare to send an update; return the options of `begin` (plain data)."""
+
+    @abstractmethod
+    def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
+        """Send the bytes to all recipients and return the options of `commit`.
+
+        A recipient that fails gets its `error` and does not stop the others. The sender calls `payload.read()` as soon
+        as it no longer reads the tensors. Returns early when `rules.closing` is set.
+        """
+
+    def release(self, payload: Payload, applied: bool) -> None:  # noqa: B027
+        """Free what the update took: all workers have answered. `applied` is true when one of them uses it."""
+
+    def close(self) -> None:  # noqa: B027
+        """Free sockets, files and memory."""
