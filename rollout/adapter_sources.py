@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rollout.config import EngineSettings
 from rollout.engine.adapter_table import AdapterRegistry
-from rollout.models.lora_slots import AdapterWeights
 from rollout.models.decoder import Decoder
+from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.weights.adapter_target import AdapterTarget

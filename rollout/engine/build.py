@@ -52,11 +52,11 @@ from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import ALIGNMENT_WORDS
 from rollout.metrics.meter import Meter
-from rollout.models.lora_slots import AdapterSlots
 from rollout.models.batch import KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.deterministic import check_deterministic
 from rollout.models.fused import supports
+from rollout.models.lora_slots import AdapterSlots
 
 log = logging.getLogger(__name__)
 

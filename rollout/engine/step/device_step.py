@@ -20,10 +20,10 @@ from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.step.scores import StepScores
 from rollout.engine.step.upload import StepInput
-from rollout.models.lora_slots import AdapterSlots, StepAdapters
 from rollout.models.batch import AttentionBatch, Chunk, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, supports
+from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
 _ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
 
