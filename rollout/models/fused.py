@@ -38,6 +38,7 @@ from rollout.models.fused_experts import FusedExperts
 from rollout.models.fused_experts import kernels_take as experts_take
 from rollout.models.layers import Attention, DenseFeedForward, Linear, SparseFeedForward, StepContext
 from rollout.models.lora_slots import Product, StepAdapters
+from rollout.models.rope import Rope
 from rollout.models.spec import AttentionSpec, FeedForwardSpec, MixerSpec, MoESpec
 
 
@@ -85,6 +86,7 @@ class FusedDecoder:
             one_order.check_deterministic(model.spec)
         self._model = model
         self._deterministic = deterministic
+        self._ropes = [cast(Rope, rope) for rope in model.ropes]
         dtype, layers = model.embed.dtype, [cast(DecoderLayer, layer) for layer in model.layers]
         mixers = {layer.mixer for layer in layers if takes_mixer(layer.mixer.spec)}
         feed_forwards = {layer.feed_forward for layer in layers if takes_feed_forward(layer.feed_forward.spec, dtype)}
@@ -110,7 +112,7 @@ class FusedDecoder:
         self._configs = {product: linear_config(*product, tokens, self._deterministic) for product in self._kinds}
         if self._experts is not None:
             self._experts.begin_step(tokens)
-        first, *others = model.ropes
+        first, *others = self._ropes
         residual_TH, cos_sin = embed_rope(token_ids_T, batch.positions_T, model.embed, first.inv_freq_D, first.sign_D)
         slots_T = batch.kv_slots_T.long() if self._generic_blocks else batch.kv_slots_T
         context = StepContext((cos_sin, *(rope(batch.positions_T) for rope in others)), slots_T, batch, kv)
