@@ -51,8 +51,8 @@ class RolloutClient:
     `trainer_bridge.wire.errors`.
 
     With `resume`, the client continues a request whose worker is lost, fails or ends, at this endpoint when it is back
-    or at another one. It raises `ResumeFailed` when a completion has had no worker for `resume_timeout_s`, or after more
-    than `resume_max_faults` lost workers in a row without a new token. `journal` (which includes `resume`) is a file of
+    or at another one. It raises `ResumeFailed` when a completion has had no worker for `resume_timeout_s`, or after
+    more than `resume_max_faults` lost workers in a row without a new token. `journal` (which includes `resume`) is a file of
     requests, tokens and results: any process that asks for the same request again, by its `request_id`, gets the rest
     or the result from there. `journal_fsync` says when the client waits for the disk: never (a killed process loses
     nothing, a machine that goes down may), at results, or always.
