@@ -52,7 +52,7 @@ class Assembler:
         parts.append(chunk.part)
         self._ends[chunk.index] += len(chunk.token_ids)
 
-    def hold(self, partials: Iterable[Completion]) -> None:
+    def begin_with(self, partials: Iterable[Completion]) -> None:
         """Begin with an earlier stream's partial completions of this request. Raises ValueError if they do not fit."""
         for part in partials:
             if not 0 <= part.index < len(self._parts):

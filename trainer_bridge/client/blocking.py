@@ -50,12 +50,12 @@ class RolloutClient:
     (`ClientCurve.from_files`); one that does not take them raises `AccessRefused`. All errors are in
     `trainer_bridge.wire.errors`.
 
-    With `resume`, the client continues a request whose worker is lost, fails or ends, at this endpoint when it is back
-    or at another one. It raises `ResumeFailed` when a completion has had no worker for `resume_timeout_s`, or after
-    more than `resume_max_faults` lost workers in a row without a new token. `journal` (which includes `resume`) is a file of
-    requests, tokens and results: any process that asks for the same request again, by its `request_id`, gets the rest
-    or the result from there. `journal_fsync` says when the client waits for the disk: never (a killed process loses
-    nothing, a machine that goes down may), at results, or always.
+    With `resume`, the client continues a request whose worker is lost, fails or ends, at this endpoint when it is
+    back or at another one. It raises `ResumeFailed` when a completion has had no worker for `resume_timeout_s`, or
+    after more than `resume_max_faults` lost workers in a row without a new token. `journal` (which includes `resume`)
+    is a file of requests, tokens and results: any process that asks for the same request again, by its `request_id`,
+    gets the rest or the result from there. `journal_fsync` says when the client waits for the disk: never (a killed
+    process loses nothing, a machine that goes down may), at results, or always.
 
     Workers keep a result until it is acknowledged. With `acknowledge` the client does that as soon as it has the result
     (in the journal, if there is one). This is the default, except for a client with a name and without a journal: its

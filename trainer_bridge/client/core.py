@@ -219,7 +219,7 @@ class ClientCore:
         call.target = target
         if stream:
             call.assembler = Assembler(given.get("n", 1), whole=stream == "completions")
-            call.assembler.hold(partials)
+            call.assembler.begin_with(partials)
         return call
 
     def end_session(self, session: str) -> None:

@@ -286,7 +286,7 @@ class Resumer:
             return
         for part in due:
             if part.leg is None and not part.done:  # sending takes in messages, which may change the call
-                self._send(call, [part], continued_plan(call.plan, call.held(part), remaining_s, call.scored))
+                self._send(call, [part], continued_plan(call.plan, call.so_far(part), remaining_s, call.scored))
 
     def _send(self, call: ResumedCall, parts: list[ResumedCompletion], plan: RequestPlan) -> None:
         avoid = frozenset(part.avoid for part in parts if part.avoid is not None)
@@ -428,7 +428,7 @@ class Resumer:
         least = call.plan.fields.get("min_complete")
         if least is None or call.cancelled or call.done or not (call.resumes or call.waiting):
             return
-        reasons = [call.held(part).finish_reason for part in call.parts if part.done]
+        reasons = [call.so_far(part).finish_reason for part in call.parts if part.done]
         if len(reasons) < len(call.parts) and sum(reason in ("stop", "length") for reason in reasons) >= least:
             self.cancel(call)
 
@@ -448,7 +448,7 @@ class Resumer:
             return
         self.calls.pop(call.id, None)
         self._drop_legs(call)
-        error.partials = [call.held(part) for part in call.parts]
+        error.partials = [call.so_far(part) for part in call.parts]
         error.__cause__ = cause
         call.fail(error)
 

@@ -99,7 +99,7 @@ class ResumedCall(Call):
         here = _all_known(self.assembler.prompt_logprobs)
         return here or self.scoring in self.legs or not self.plan.fields.get("prompt_logprobs")
 
-    def held(self, part: ResumedCompletion) -> Completion:
+    def so_far(self, part: ResumedCompletion) -> Completion:
         """A completion so far, with its seed."""
         if not self.assembler.has(part.index):
             return empty_part(part.index, part.seed)
@@ -200,7 +200,7 @@ class ResumedCall(Call):
     def completions(self) -> list[Completion]:
         """Every completion, with the text that a result told where there was one."""
         return [
-            replace(self.held(part), text=part.text) if part.text is not None else self.held(part)
+            replace(self.so_far(part), text=part.text) if part.text is not None else self.so_far(part)
             for part in self.parts
         ]
 
@@ -255,8 +255,10 @@ def first_plan(plan: RequestPlan, seed: int, remaining_s: float | None) -> Reque
     return replace(plan, fields=fields, stream="tokens")
 
 
-def continued_plan(plan: RequestPlan, held: Completion, remaining_s: float | None, scored: bool = True) -> RequestPlan:
-    """The request that goes on with one completion: `held` is what there is of it, its seed included.
+def continued_plan(
+    plan: RequestPlan, partial: Completion, remaining_s: float | None, scored: bool = True
+) -> RequestPlan:
+    """The request that continues one completion: `partial` is the completion so far, with its seed.
 
     With `scored` the log-probs of the prompt are known, or another request brings them: they are not asked for. Routing
     stays here, since it may be large: chunks bring what is added to it.
@@ -265,12 +267,12 @@ def continued_plan(plan: RequestPlan, held: Completion, remaining_s: float | Non
     fields = {name: value for name, value in plan.fields.items() if name not in left_out}
     if "sampling" in fields:
         fields["sampling"] = {name: value for name, value in fields["sampling"].items() if name != "seed"}
-    if fields.get("return_text") and held.text is None and (plan.prior is None or plan.stream != "tokens"):
-        held = replace(held, text="")
-    fields |= {"stream": "tokens", "continue_from": prior_fields(replace(held, routing=None))}
+    if fields.get("return_text") and partial.text is None and (plan.prior is None or plan.stream != "tokens"):
+        partial = replace(partial, text="")
+    fields |= {"stream": "tokens", "continue_from": prior_fields(replace(partial, routing=None))}
     if remaining_s is not None:
         fields["deadline_s"] = remaining_s
-    prior = replace(held, index=0)
+    prior = replace(partial, index=0)
     return replace(plan, fields=fields, n=1, prior=prior, request_id=None, stream="tokens")
 
 
