@@ -44,8 +44,12 @@ class Settled:
 
 def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[RequestPlan]:
     """Plans of all requests; fields of an item replace the common ones. Raises as `plan_request` does."""
+    if isinstance(items, (str, Mapping)):
+        raise ValueError("generate_many takes a list of prompts; use generate for a single one")
     plans = []
     for item in items:
+        if isinstance(item, (int, np.integer)):
+            raise ValueError("generate_many takes a list of prompts, not the tokens of one; use generate(tokens)")
         fields: dict[str, Any] = {**common}
         if isinstance(item, Mapping):
             fields |= item
