@@ -37,10 +37,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollout.metrics.mismatch import Mismatch, compare
 from rollout.metrics.wandb_mode import wandb_mode
 from scripts.bench.shapes import SHAPES, model_config
-from trainer_bridge.client.launch import start_worker
-from trainer_bridge.client.results import GenerateResult
+from trainer_bridge import GenerateResult, PublishHandle, WeightPublisher, start_worker
 from trainer_bridge.integrations.background import BackgroundClient
-from trainer_bridge.publish.publisher import PublishHandle, WeightPublisher
 
 # Shape suffixes: N completions of a batch, S positions that predict a token (all but the last one), V vocabulary.
 EOS, COLON = 0, 1

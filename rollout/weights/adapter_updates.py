@@ -1,9 +1,9 @@
-"""Updates of a LoRA adapter instead of the model: `begin` has `adapter`, all else of the bridge is the same.
+"""Updates of a LoRA adapter instead of the model: `begin` has the field `adapter`; the rest of the bridge is the same.
 
     {name, config}      the adapter's name, and its adapter_config.json as a map; tensors have PEFT's names
 
-The bytes land in host memory of their own; once all are verified they are packed as slots hold them, on the receiver's
-thread, and the loop takes the adapter between two steps. Generation goes on all the while, however weights are applied.
+The bytes go to host memory of their own. Once all are verified, the receiver's thread packs them in the layout of
+adapter slots, and the loop takes the adapter between two steps. Generation never stops for an adapter.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class IncomingAdapter:
 
     @property
     def max_tensors(self) -> int:
-        """More than any adapter of the model has; the few too many are for the refusal to name."""
+        """Limit of tensors to read: a few more than any adapter of the model has, so that the refusal can name them."""
         return self._target.max_tensors + 64
 
     @property
     def version(self) -> int | None:
-        """Of the adapter that is known by this name; None if there is none."""
+        """Version of the adapter that is loaded under this name, or None."""
         return self._target.version_of(self.name)
 
     def check(self, manifest: Manifest) -> None:
-        """Raise `WeightsRejected` that names what does not fit the model, or the adapters that are there."""
+        """Raise `WeightsRejected` that names what does not fit the model or the loaded adapters."""
         self._check_room(manifest)
         shapes = {entry.name: entry.shape for entry in manifest.tensors}
         try:
@@ -55,13 +55,13 @@ class IncomingAdapter:
             raise _rejected(error) from None
 
     def open(self, manifest: Manifest) -> StagedDestination:
-        """Where the bytes go; `check` has bounded how many they are."""
+        """Where the bytes go; `check` has bounded their number."""
         return StagedDestination(torch.empty(manifest.total_bytes, dtype=torch.uint8), None)
 
     def update(self, manifest: Manifest, destination: StagedDestination) -> AdapterUpdate:
-        """What the loop takes; `destination` is whole and verified.
+        """The update for the loop; all bytes in `destination` are verified.
 
-        Raises `WeightsRejected` where other adapters have come meanwhile, so that it cannot be taken any more.
+        Raises `WeightsRejected` when other adapters took the last room meanwhile.
         """
         from rollout.engine.adapter_table import AdapterUpdate
 
@@ -79,7 +79,7 @@ class IncomingAdapter:
 
 
 def read_adapter(header: Mapping[str, Any], target: AdapterTarget | None) -> IncomingAdapter | None:
-    """The adapter that a `begin` is for, None for one of the model. Raises `BadRequest`."""
+    """The adapter that a `begin` names; None for an update of the model. Raises `BadRequest`."""
     value = header.get("adapter")
     if value is None:
         return None

@@ -39,10 +39,10 @@ _log = logging.getLogger(__name__)
 
 
 class ApplyMode:
-    """Makes the landings and updates of one mode. Owned by the receiver's thread.
+    """Makes the destinations and updates of one mode. Owned by the receiver's thread.
 
     `asked` and `staging` are the settings `weights.apply` and `weights.staging`; `allocate` makes memory for a shadow.
-    Raises ValueError where there is none for one that was asked for.
+    Raises ValueError when the memory that the settings ask for cannot be had.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class ApplyMode:
 
     @property
     def busy(self) -> bool:
-        """Whether an update that may still be read is in the memory that the next one needs."""
+        """Whether the memory for the next update still holds one that may be read."""
         return self._staging.busy
 
     def open(self, manifest: Manifest, fit: Fit, on_device: bool) -> UpdateDestination:
-        """Where an update's bytes go; `on_device` if they all come from a device, by `put`."""
+        """Where an update's bytes go; with `on_device` all of them arrive on the device, by `put`."""
         if self.in_place:
             return InPlaceDestination(manifest, fit, self._views, pinned=self._cuda is not None)
         nbytes = manifest.total_bytes
@@ -87,7 +87,7 @@ class ApplyMode:
         return StagedDestination(self._staging.reserve(0 if on_device and shadow is not None else nbytes), shadow)
 
     def update(self, manifest: Manifest, fit: Fit, destination: UpdateDestination) -> Update:
-        """The update that is whole and checked in `destination`; nothing lands anywhere until it is released."""
+        """The verified update in `destination`; no other bytes land until it is released."""
         update: Update
         if isinstance(destination, InPlaceDestination):
             update = InPlaceWeights(manifest)
@@ -97,7 +97,7 @@ class ApplyMode:
         return update
 
     def _plan(self, manifest: Manifest, fit: Fit, stream: torch.Tensor) -> list[Copy]:
-        """The copies of an update; made once for updates that look alike."""
+        """The copies of an update; updates of one layout share them."""
         key = (manifest.layout_digest, stream.data_ptr())
         if self._copies is None or self._copies[0] != key:
             self._copies = (key, plan_copies(manifest, fit, self._views, stream))
@@ -105,7 +105,7 @@ class ApplyMode:
 
 
 def _parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of an update in the parameters' own types, padding included; memory that has several names counts once."""
+    """Bytes of an update in the parameters' own dtypes, with padding; memory with several names counts once."""
     storages = {}
     for view in views.values():
         widened = 2 if view.dtype == torch.uint8 else 1  # codes: what arrives for each is a number of 16 bits
@@ -119,7 +119,7 @@ def _shadow(
     free_bytes = 0 if device is None else torch.cuda.mem_get_info(device)[0]
     if staging == "device" and nbytes > free_bytes:
         raise ValueError(
-            f"weights.staging = device takes {nbytes / (1 << 30):.1f} GiB of a GPU beside the weights, "
+            f"weights.staging = device takes {nbytes / (1 << 30):.1f} GiB of a GPU next to the weights, "
             f"{free_bytes / (1 << 30):.1f} GiB are free; set it to host, or weights.apply to in_place"
         )
     if device is None or staging == "host" or (staging == "auto" and nbytes > SHADOW_SHARE * free_bytes):
@@ -128,11 +128,11 @@ def _shadow(
 
 
 def _pin(staging: HostStaging, nbytes: int) -> None:
-    """Take the host memory before anything decodes: for 61 GB that takes half a minute. Raises ValueError."""
+    """Allocate the host memory before anything decodes: for 61 GB this takes half a minute. Raises ValueError."""
     try:
         with stage("pinning host memory for updates of the weights"):
             staging.reserve(nbytes)
-    except RuntimeError as error:  # of an allocator: the memory there is may not be had, or not be pinned
+    except RuntimeError as error:  # of the allocator
         raise ValueError(
             f"the host does not give {nbytes / (1 << 30):.1f} GiB of pinned memory for updates of the weights: set "
             f"weights.staging to device, or weights.apply to in_place ({error!s:.200})"
@@ -144,4 +144,4 @@ def _free_host_bytes() -> float:
         with open("/proc/meminfo", encoding="ascii") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return float("inf")  # not Linux: whoever asks for more than there is gets the system's own error
+        return float("inf")  # not Linux: an allocation that is too large fails with the system's own error

@@ -1,10 +1,10 @@
-"""Where an update's bytes land on a worker: in staging memory, or in the parameters themselves.
+"""The destination of an update's bytes on a worker: staging memory, or the parameters themselves.
 
     StagedDestination     host buffer  [--> shadow buffer on the device, on a stream of its own]  --swap--> parameters
     InPlaceDestination    a bucket at a time, straight into the parameters, while generation is held
 
-Both run in the receiver's thread (or one that it waits for). Staged bytes may be wrong: nobody reads them before all
-of them are verified. Bytes that land in place change what is served at once: `dirty` says that they have begun to.
+Both run in the receiver's thread, or in a thread that it waits for. Staged bytes may be wrong: they are used only after
+all of them are verified. Bytes that land in place change the served weights at once; `dirty` is true from then on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StagedDestination:
 
     @property
     def stream(self) -> torch.Tensor:
-        """Where the update is complete once it has settled."""
+        """The memory of the complete update, once `settled`."""
         return self._host if self._shadow is None else self._shadow.memory
 
     def room(self, start: int, end: int) -> np.ndarray:
@@ -41,7 +41,7 @@ class StagedDestination:
         return self._bytes[start:end]
 
     def landed(self, start: int, end: int) -> None:
-        """Start to copy them on to the device."""
+        """Start to copy the bytes to the device."""
         if self._shadow is not None:
             self._shadow.upload(self._host, start, end)
 
@@ -64,13 +64,13 @@ class StagedDestination:
             _check_equal(kept, other, a, b, views[kept].dtype)
 
     def abandon(self) -> None:
-        """Return when nothing of this update is written or read any more."""
+        """Return when this update's memory is neither written nor read."""
         if self._shadow is not None:
             self._shadow.wait()
 
 
 class InPlaceDestination:
-    """The parameters. `room` is one buffer, so each room must have landed before the next is asked for."""
+    """The parameters. `room` is one buffer: call `landed` for each room before you ask for the next."""
 
     def __init__(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], pinned: bool) -> None:
         self.dirty = False
@@ -98,7 +98,7 @@ class InPlaceDestination:
 
     @torch.inference_mode()
     def put(self, start: int, data: torch.Tensor) -> None:
-        """Copy bytes into the parameters; `data` may be used again once this has returned, in stream order."""
+        """Copy bytes into the parameters; `data` may be reused after the call, in stream order."""
         end = start + data.numel()
         first = max(0, bisect.bisect_right(self._starts, start) - 1)
         for i in range(first, len(self._entries)):
@@ -112,7 +112,7 @@ class InPlaceDestination:
             self._copied.record(torch.cuda.current_stream(self._device))
 
     def settled(self) -> bool:
-        """Whether everything has been copied: what reads the parameters next runs on another stream."""
+        """Whether all copies are done: the next reader of the parameters is on another stream."""
         return self._copied is None or self._copied.query()
 
     def check_aliases(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor]) -> None:
@@ -125,7 +125,7 @@ class InPlaceDestination:
                 _check_equal(kept, other, views[kept], typed_view(part, _at_zero(entry)), views[kept].dtype)
 
     def abandon(self) -> None:
-        """Return when nothing of this update is written any more; let go of what was gathered."""
+        """Return when this update writes no more; free the gathered parts."""
         if self._copied is not None:
             self._copied.synchronize()
         self._parts.clear()

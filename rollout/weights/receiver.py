@@ -65,9 +65,8 @@ class WeightReceiver:
     """Receives updates for `views`, a map of Hugging Face names to views of the model's parameters.
 
     `version` is the version of the weights that `views` hold now. `gate` lets updates in and holds generation while one
-    is written in place. The socket is bound on return (`endpoint`); raises
-    ValueError when it cannot be, or must not be without CURVE, or when updates have no room where they shall wait.
-    `allocate` makes memory of the device for updates that wait there.
+    is written in place. `allocate` makes device memory for staged updates. The weight socket is bound on return
+    (`endpoint`). Raises ValueError when it cannot be bound, when it needs CURVE, or when staged updates have no room.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class WeightReceiver:
         self._post(lambda: None)
 
     def close(self) -> None:
-        """End the thread and answer whoever waits. Idempotent."""
+        """End the thread and answer all unanswered messages. Idempotent."""
         self._post(self._stop)
         self._thread.join()
 
@@ -182,7 +181,7 @@ class WeightReceiver:
     def _run(self) -> None:
         try:
             self._serve()
-        finally:  # whatever ended the thread, nobody waits for it in vain
+        finally:  # every message gets its answer, whatever ended the thread
             self._shut_down()
 
     def _serve(self) -> None:
@@ -273,7 +272,7 @@ class WeightSocket:
         self._control.append((sender, frames))
 
     def next_control(self) -> tuple[dict[str, Any], Reply] | None:
-        """A control message, and where its answer goes; None if there is none. Answers what is no control message."""
+        """The next control message and the function for its answer, or None. Wrong messages are answered here."""
         while self._control:
             sender, frames = self._control.popleft()
             delimiter, frames = split_envelope(frames)

@@ -1,4 +1,4 @@
-"""Memory in which an update waits, and the update that the engine's loop takes from it.
+"""Memory in which a staged update waits, and the update that the engine's loop takes.
 
     stream bytes (one buffer, reused)   |-- a --|..|---- b ----|.|-- c --|
                                             | typed view  --copy_-->  view of a fused parameter
@@ -9,7 +9,7 @@ pieces, on a stream of their own, while decoding runs, and the swap copies withi
 Invariants:
 
 - A buffer is allocated once, for the largest layout seen; updates of one layout find it at the same address.
-- From `lend` until the update is released nothing is written to the buffer: `busy` says so.
+- From `lend` until the update is released the buffer is not written; `busy` is true.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ class DeviceShadow:
         return self._done.query()
 
     def wait(self) -> None:
-        """Return when every copy so far is done."""
+        """Wait for every copy so far."""
         self._done.synchronize()
 
 
 class InPlaceWeights:
-    """An update that lies in the parameters already: all that is left is that the engine takes note of it."""
+    """An update that is in the parameters already: the engine only notes its version."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.version = manifest.version

@@ -1,4 +1,4 @@
-"""What a worker has in hand of updates, one at a time: what it receives, what is ready, which begins wait.
+"""The state of a worker's updates: the one it receives, the one that is ready, and the begins that wait.
 
     idle --begin--> receiving --commit, all verified--> ready --take_ready--> applying --applied/failed--> idle
                         |                               `-------- `committed` --------'
@@ -62,7 +62,7 @@ Reply = Callable[[dict[str, Any]], None]
 
 @dataclass
 class Commit:
-    """A publisher that waits for its update to apply."""
+    """An unanswered `commit`: its publisher waits until the update is in use."""
 
     token: bytes
     options: dict[str, Any]
@@ -74,7 +74,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The update that is in use, and how it came to be."""
+    """The update that is in use, and how long its phases took."""
 
     version: int
     transport: str
@@ -84,11 +84,11 @@ class Applied:
     at_s: float = field(default_factory=time.time)  # Unix time
 
     def reply(self) -> dict[str, Any]:
-        """What the publisher gets for its `commit`."""
+        """The answer to `commit`."""
         return {"version": self.version, "pause_s": self.pause_s, "bytes": self.nbytes, "phases": dict(self.phases)}
 
     def summary(self) -> dict[str, Any]:
-        """What a worker's `status` says of it."""
+        """The update as a worker's `status` reports it."""
         return {
             "version": self.version,
             "transport": self.transport,
@@ -101,13 +101,13 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """An update that fits what it is for, and the way its bytes are to come."""
+    """An accepted `begin`: the update fits its target, and its transport is known."""
 
     manifest: Manifest
-    fit: Fit  # without content for an adapter
+    fit: Fit  # empty for an adapter
     receiver: TransportReceiver
     options: Mapping[str, Any]  # of the transport
-    adapter: IncomingAdapter | None  # that the update is of; None: it is of the model
+    adapter: IncomingAdapter | None  # None: an update of the model
 
 
 @dataclass(slots=True)
@@ -118,18 +118,18 @@ class ReceivedUpdate:
     incoming: IncomingUpdate
     destination: UpdateDestination
     begun_s: float
-    commit: Commit | None = None  # asked for; its bytes are not all verified yet
+    commit: Commit | None = None  # came; not all bytes are verified yet
 
     @property
     def adapter(self) -> str | None:
-        """The name of the adapter that it is of; None: it is of the model."""
+        """The adapter's name; None for an update of the model."""
         return None if self.begin.adapter is None else self.begin.adapter.name
 
 
 class UpdateIntake:
-    """Belongs to the receiver's thread, but for `version`, `last` and `ready`.
+    """Decides about updates. Belongs to the receiver's thread, except for `version`, `last` and `ready`.
 
-    `post` has a function called on that thread. `endpoint` is for the answer to `status`.
+    `post` calls a function on that thread. `endpoint` is the weight socket's, for the answer to `status`.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class UpdateIntake:
     # --- the thread's turn -------------------------------------------------------------------------------------------
 
     def poll_ms(self) -> int | None:
-        """How long the thread may wait for something to come; None: for ever."""
+        """How long the thread may wait for messages; None: without limit."""
         current = self.current
         if current is None:
             return _BUSY_POLL_MS if self.waiting and self.committed is None else None
@@ -174,7 +174,7 @@ class UpdateIntake:
         return int(max(0.0, current.incoming.last_data_s + self._idle_s - time.monotonic()) * 1000) + 1
 
     def advance(self) -> bool:
-        """Take what the transports have, a piece of each; true when there may be more. Raises `RolloutError`."""
+        """Let each transport do a piece of work; true when there may be more. Raises `RolloutError`."""
         incoming = None if self.current is None else self.current.incoming
         busy = False
         for receiver in self._receivers.values():
@@ -183,7 +183,7 @@ class UpdateIntake:
         return busy
 
     def settle(self) -> None:
-        """Make ready what is whole, begin what waited, drop what nobody sends. Raises `RolloutError`."""
+        """Make a complete update ready, begin one that waited, drop one without data. Raises `RolloutError`."""
         self._try_commit()
         self._retry_begin()
         self._drop_idle()
@@ -197,18 +197,18 @@ class UpdateIntake:
             self._gate.updates_done()
 
     def reject(self, error: RolloutError) -> None:
-        """Drop the update that is being received, if there is one, and tell everyone who waits for it."""
+        """Drop the update that is being received, if any, and answer its `commit`."""
         current, self.current = self.current, None
         if current is None:
             return
         incoming, destination = current.incoming, current.destination
         _log.warning("weights version %d rejected: %s", incoming.manifest.version, error)
-        # Without its frames, which hold buckets and where they were to land.
+        # Without the traceback, whose frames hold buckets and their destination.
         self.failure = (incoming.token, error.with_traceback(None))
         try:
             current.begin.receiver.drop(incoming, error)
             destination.abandon()
-        except Exception:  # of a device or a publisher that is gone; whoever waits must be told all the same
+        except Exception:  # a device or a publisher is gone; the publishers still get their answers
             _log.exception("letting go of weights version %d failed", incoming.manifest.version)
         if destination.dirty:
             self._gate.fail_hold(
@@ -222,7 +222,7 @@ class UpdateIntake:
             current.commit.reply(error_reply(error))
 
     def close(self) -> None:
-        """Answer whoever waits."""
+        """Answer all unanswered messages."""
         self.reject(ended())
         for _, reply in self.waiting.values():
             reply(error_reply(ended()))
@@ -271,12 +271,12 @@ class UpdateIntake:
 
     def _read_begin(self, header: Mapping[str, Any], adapter: IncomingAdapter | None) -> UpdatePlan:
         served = self.version if adapter is None else adapter.version
-        # Where the weights are half written or were dropped, the version that it had is as good as a newer one.
+        # Half-written or dropped weights may be replaced by the same version.
         again = adapter is None and bool(self._gate.stale)
         return read_begin(header, adapter, self._parameters, self._receivers, served, again)
 
     def _open(self, begin: UpdatePlan, begun_s: float) -> tuple[IncomingUpdate, dict[str, Any]]:
-        """Make the update the current one: what arrives, and what its sender must know."""
+        """Make the update the current one; return it and the grant for its sender."""
         manifest, receiver = begin.manifest, begin.receiver
         if begin.adapter is not None:
             destination: UpdateDestination = begin.adapter.open(manifest)
@@ -294,8 +294,8 @@ class UpdateIntake:
     def _must_wait(self, adapter: str | None) -> bool:
         """Whether an update of this adapter (None: of the model) can't begin yet.
 
-        A begin breaks off what comes before it of the same kind. An adapter's breaks off nothing else: of the model
-        that could leave the weights half written.
+        A begin replaces an unfinished update of the same target, and of any adapter if it is the model's. An adapter
+        never replaces the model's update, which could leave the weights half written.
         """
         others = adapter is not None and self.current is not None and self.current.adapter != adapter
         return others or self.committed is not None or self._mode.busy
@@ -396,7 +396,7 @@ class UpdateIntake:
 
 
 def ended() -> Unavailable:
-    """What is answered once the worker ends."""
+    """The answer to every message once the worker ends."""
     return Unavailable("the worker is shutting down")
 
 
@@ -413,11 +413,11 @@ def read_begin(
     served: int | None,
     again: bool,
 ) -> UpdatePlan:
-    """The update that `header` begins. `served` is the version that is in use; with `again` it may come once more.
+    """The update that `header` begins. `served` is the version in use; with `again` the same version is accepted.
 
     Raises `BadRequest` and `WeightsRejected`, naming the field.
     """
-    # A few too many are read all the same, so that the refusal can name them.
+    # A few more than fit are read, so that the refusal can name them.
     most = 2 * len(parameters.views) + 64 if adapter is None else adapter.max_tensors
     manifest = from_wire(header["manifest"], max_tensors=most)
     if type(header["version"]) is not int or header["version"] != manifest.version:

@@ -52,8 +52,8 @@ class Assembler:
         parts.append(chunk.part)
         self._ends[chunk.index] += len(chunk.token_ids)
 
-    def hold(self, partials: Iterable[Completion]) -> None:
-        """Begin with what an earlier stream of the same request has brought. Raises ValueError if it cannot be."""
+    def begin_with(self, partials: Iterable[Completion]) -> None:
+        """Begin with an earlier stream's partial completions of this request. Raises ValueError if they do not fit."""
         for part in partials:
             if not 0 <= part.index < len(self._parts):
                 raise ValueError(f"a partial is of completion {part.index}, but there are {len(self._parts)}; set n")
@@ -61,15 +61,15 @@ class Assembler:
             self._ends[part.index] = len(part)
 
     def partials(self) -> list[Completion]:
-        """Every completion of which something has come, with what has come."""
+        """All completions that have begun, as far as they have come."""
         return [self.joined(index) for index, parts in enumerate(self._parts) if parts]
 
     def joined(self, index: int) -> Completion:
-        """A completion of which something has come, with what has come."""
+        """A completion that has begun, as far as it has come."""
         return _join(self._parts[index], index, self._prior)
 
     def has(self, index: int) -> bool:
-        """True if something of a completion is there, if only that it ended."""
+        """True if any chunk of a completion has come."""
         return bool(self._parts[index])
 
     def length(self, index: int) -> int:
@@ -81,7 +81,7 @@ class Assembler:
         return np.concatenate([np.zeros(0, np.int32), *(part.token_ids for part in self._parts[index])])
 
     def missing(self, result: GenerateResult) -> list[Chunk]:
-        """The rest of a result that the chunks have not brought: a worker ends the stream of a reader that is too slow.
+        """The rest of a result after its chunks: a worker ends the stream of a client that reads too slowly.
 
         Raises `ProtocolError` unless the chunks are the beginning of the result.
         """
@@ -164,7 +164,7 @@ def _join(parts: list[Completion], index: int, prior: Completion | None) -> Comp
 
 
 def _check_routing(chunk: Chunk, parts: list[Completion]) -> None:
-    """Raise `ProtocolError` unless a chunk's entries, if it has any, go on where those of the parts before it end."""
+    """Raise `ProtocolError` unless a chunk's routing continues the routing of the parts before it."""
     routing = chunk.part.routing
     if routing is None:
         return
@@ -175,13 +175,13 @@ def _check_routing(chunk: Chunk, parts: list[Completion]) -> None:
     before = next((part.routing for part in reversed(parts) if part.routing is not None), routing)
     if before.dtype != routing.dtype or before.shape[1:] != routing.shape[1:]:
         raise ProtocolError(
-            f"the routing of a chunk is {routing.dtype} with {list(routing.shape[1:])} for each token, that of those "
-            f"before it {before.dtype} with {list(before.shape[1:])}"
+            f"the routing of a chunk is {routing.dtype} with {list(routing.shape[1:])} for each token, the routing "
+            f"before it is {before.dtype} with {list(before.shape[1:])}"
         )
 
 
 def _last_entries(completion: Completion, start: int) -> np.ndarray | None:
-    """The entries of routing that came with the tokens from `start` on; those of a prompt came with the first."""
+    """The routing of the tokens from `start` on; a prompt's entries belong to the first token."""
     routing = completion.routing
     if routing is None or start == 0:
         return routing
@@ -219,6 +219,6 @@ def _drawn(parts: list[Completion], prior: Completion | None) -> np.ndarray | No
 def _drawn_of(part: Completion, prior: Completion | None) -> np.ndarray:
     if part.drawn_logprobs is not None:
         return part.drawn_logprobs
-    if part is prior:  # it came without; nobody knows
+    if part is prior:  # unknown: it came without
         return np.full(len(part), np.nan, np.float32)
     return part.logprobs  # drawn from the plain distribution

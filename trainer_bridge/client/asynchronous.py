@@ -87,7 +87,7 @@ class AsyncRolloutClient:
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[GenerateFields],
     ) -> Answer[Any]:
-        """Have `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
+        """Generate `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
         Await it: it returns the result or, with `stream`, an asynchronous iterator of chunks or completions.
         Cancelling the task cancels the request at the worker.
@@ -209,31 +209,31 @@ class AsyncRolloutClient:
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Have the device's memory given back until `wake`; the protocol page. For each `level`, `bytes` and more."""
+        """Give the device's memory back until `wake`; see the protocol page. Returns `level`, `bytes` and more."""
         return await self.control(
             "sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests)
         )
 
     async def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """End `sleep`. Raises `Unavailable` where the device has too little memory: then it sleeps on."""
+        """End `sleep`. Raises `Unavailable` if the device has too little memory; the worker then stays asleep."""
         return await self.control("wake", endpoint=endpoint, timeout_s=timeout_s)
 
     async def load_adapter(
         self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None
     ) -> None:
-        """Have requests name the LoRA adapter in a folder, as PEFT writes it, of the worker's `adapter_root`.
+        """Load the LoRA adapter in a PEFT folder below the worker's `adapter_root`, so that requests can name it.
 
-        Of a name that is there already it is a newer version: `version`, which must grow, or one more than the last.
+        For a loaded name this is a newer version: `version`, which must grow, or the last one plus 1.
         """
         fields: dict[str, Any] = {"name": name, "path": path} | ({} if version is None else {"version": version})
         await self.control("load_adapter", endpoint=endpoint, **fields)
 
     async def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
-        """Have an adapter forgotten that no unfinished request names."""
+        """Unload an adapter that no unfinished request names."""
         await self.control("unload_adapter", endpoint=endpoint, name=name)
 
     async def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
-        """End the worker, or all: after what it has (`drain`), or with what it has (`now`)."""
+        """End one worker or all: `drain` finishes running requests first, `now` ends them with the tokens they have."""
         await self.control("shutdown", endpoint=endpoint, mode=mode)
 
     async def control(
@@ -252,9 +252,9 @@ class AsyncRolloutClient:
         return tuple(self._core.endpoints)
 
     def end_session(self, session: str) -> None:
-        """Have the worker of a session give back what it holds, without waiting for it.
+        """Free a session's KV on its worker. Does not wait for the answer.
 
-        Were the session to come back, its endpoint would be chosen anew.
+        A later turn of the session may go to another endpoint.
         """
         self._core.end_session(session)
 
@@ -316,7 +316,7 @@ class AsyncRolloutClient:
     async def _wait(
         self, waits: Generator[float | None, None, _Value], calls: list[Call], keep: bool = False
     ) -> _Value:
-        """Run one of the core's waits to its end. If that fails, nobody waits for the calls any more, unless `keep`."""
+        """Run one of the core's waits to its end. If it fails, abandon the calls, unless `keep`."""
         changed = asyncio.Event()
         for call in calls:
             call.on_update = changed.set
@@ -409,7 +409,7 @@ class AsyncStream(StreamView, Generic[_Item]):
         return await self._client._finish(self._call)
 
     async def cancel(self) -> None:
-        """Have the worker end it with what it has: the rest of that still comes."""
+        """End the request at the worker; chunks of the tokens that it has still come."""
         if not self._call.done:
             calls = self._core.cancel(self.id, self.endpoint)
             await self._client._wait(until_ended(self._core, self._call, calls), calls)

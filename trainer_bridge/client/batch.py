@@ -35,7 +35,7 @@ class Settled:
     error: RolloutError | None = None
 
     def unwrap(self) -> GenerateResult:
-        """The result; raises the error if there is none."""
+        """The result, or raise the error."""
         if self.result is None:
             assert self.error is not None
             raise self.error
@@ -44,8 +44,12 @@ class Settled:
 
 def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[RequestPlan]:
     """Plans of all requests; fields of an item replace the common ones. Raises as `plan_request` does."""
+    if isinstance(items, (str, Mapping)):
+        raise ValueError("generate_many takes a list of prompts; use generate for a single one")
     plans = []
     for item in items:
+        if isinstance(item, (int, np.integer)):
+            raise ValueError("generate_many takes a list of prompts, not the tokens of one; use generate(tokens)")
         fields: dict[str, Any] = {**common}
         if isinstance(item, Mapping):
             fields |= item
@@ -58,7 +62,7 @@ def plan_batch(items: Iterable[BatchItem], common: GenerateFields) -> list[Reque
 def settle_all(
     core: ClientCore, plans: list[RequestPlan], max_in_flight: int, on_update: Callable[[], object]
 ) -> Generator[Settled | float | None, None, None]:
-    """Send all requests; yield each outcome as it comes and, when there is none, the seconds to wait at most.
+    """Send all requests; yield each outcome as it comes and, while there is none, the seconds to wait at most.
 
     `on_update` is called when something happened. Closing the generator abandons what is in flight.
     """

@@ -50,19 +50,19 @@ class RolloutClient:
     (`ClientCurve.from_files`); one that does not take them raises `AccessRefused`. All errors are in
     `trainer_bridge.wire.errors`.
 
-    With `resume`, a request whose worker is lost, fails or ends goes on by itself where it was, at this endpoint when
-    it is back or at another one; `ResumeFailed` is raised when a completion is without a worker for
-    `resume_timeout_s`, or after more than `resume_max_faults` lost workers in a row without a new token. `journal`
-    (which includes `resume`) is a file that requests, tokens and results are written to: the same request asked for
-    again, by its `request_id` and by whatever process, goes on or is answered from there. `journal_fsync` says when the
-    disk is waited for: never (a killed process loses nothing, a machine may), at results, or always.
+    With `resume`, the client continues a request whose worker is lost, fails or ends, at this endpoint when it is
+    back or at another one. It raises `ResumeFailed` when a completion has had no worker for `resume_timeout_s`, or
+    after more than `resume_max_faults` lost workers in a row without a new token. `journal` (which includes `resume`)
+    is a file of requests, tokens and results: any process that asks for the same request again, by its `request_id`,
+    gets the rest or the result from there. `journal_fsync` says when the client waits for the disk: never (a killed
+    process loses nothing, a machine that goes down may), at results, or always.
 
-    Workers keep a result until it is acknowledged. With `acknowledge` that is done as soon as it is here (in the
-    journal, if there is one). It is the default, but not for a client with a name and without a journal: its results
-    stay for whoever comes back for them, until `ack`.
+    Workers keep a result until it is acknowledged. With `acknowledge` the client does that as soon as it has the result
+    (in the journal, if there is one). This is the default, except for a client with a name and without a journal: its
+    results stay on the worker until `ack`.
 
-    A worker whose machine has vanished, or that was stopped, is lost after four times `heartbeat_s` at the latest; a
-    process that has ended is noticed at once.
+    A worker whose machine is gone, or whose process hangs, is lost after at most four times `heartbeat_s`; the client
+    notices the end of a process at once.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class RolloutClient:
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[GenerateFields],
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """Have `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
+        """Generate `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
 
         Returns the result or, with `stream`, an iterator of chunks or of completions in the order in which they end.
-        A call that is broken off (a timeout, Ctrl-C) is cancelled at the worker.
+        A call that is interrupted (a time-out, Ctrl-C) is cancelled at the worker.
         """
         call = self._core.generate(plan_request(prompt, fields, stream))
         return Stream(self, call, stream) if stream else self._finish(call)
@@ -128,11 +128,11 @@ class RolloutClient:
         max_in_flight: int = MAX_IN_FLIGHT,
         **common: Unpack[GenerateFields],
     ) -> list[GenerateResult]:
-        """Have many requests answered together; results are in the order of the requests.
+        """Send many requests at once; results are in the order of the requests.
 
-        A request is a prompt, or a map of `generate`'s arguments; `common` holds for all that do not say otherwise.
-        `timeout_s` is for each from when it is sent. The first error cancels the rest and is raised; to keep the
-        others' results, use `generate_as_completed`. A full queue is no error: the request is sent again later.
+        A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. `timeout_s` counts for
+        each request from when it is sent. The first error cancels the rest and is raised; to keep the other
+        results, use `generate_as_completed`. A request that meets a full queue is sent again later.
         """
         results: dict[int, GenerateResult] = {}
         plans = plan_batch(requests, common)
@@ -187,7 +187,7 @@ class RolloutClient:
         return Stream(self, call, stream) if stream else self._finish(call)
 
     def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
-        """Have results forgotten that are kept elsewhere now; ids that no worker knows are ignored.
+        """Tell workers to forget results that are safe here; unknown ids are ignored.
 
         Raises `BadRequest`, and that worker forgets none, if one of them is in flight.
         """
@@ -256,27 +256,27 @@ class RolloutClient:
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Have the device's memory given back until `wake`; the protocol page. For each `level`, `bytes` and more."""
+        """Give the device's memory back until `wake`; see the protocol page. Returns `level`, `bytes` and more."""
         return self.control("sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests))
 
     def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
-        """End `sleep`. Raises `Unavailable` where the device has too little memory: then it sleeps on."""
+        """End `sleep`. Raises `Unavailable` if the device has too little memory; the worker then stays asleep."""
         return self.control("wake", endpoint=endpoint, timeout_s=timeout_s)
 
     def load_adapter(self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None) -> None:
-        """Have requests name the LoRA adapter in a folder, as PEFT writes it, of the worker's `adapter_root`.
+        """Load the LoRA adapter in a PEFT folder below the worker's `adapter_root`, so that requests can name it.
 
-        Of a name that is there already it is a newer version: `version`, which must grow, or one more than the last.
+        For a loaded name this is a newer version: `version`, which must grow, or the last one plus 1.
         """
         fields: dict[str, Any] = {"name": name, "path": path} | ({} if version is None else {"version": version})
         self.control("load_adapter", endpoint=endpoint, **fields)
 
     def unload_adapter(self, name: str, *, endpoint: str | None = None) -> None:
-        """Have an adapter forgotten that no unfinished request names."""
+        """Unload an adapter that no unfinished request names."""
         self.control("unload_adapter", endpoint=endpoint, name=name)
 
     def shutdown(self, mode: Literal["drain", "now"] = "drain", *, endpoint: str | None = None) -> None:
-        """End the worker, or all: after what it has (`drain`), or with what it has (`now`)."""
+        """End one worker or all: `drain` finishes running requests first, `now` ends them with the tokens they have."""
         self.control("shutdown", endpoint=endpoint, mode=mode)
 
     def control(
@@ -294,9 +294,9 @@ class RolloutClient:
         return tuple(self._core.endpoints)
 
     def end_session(self, session: str) -> None:
-        """Have the worker of a session give back what it holds, without waiting for it.
+        """Free a session's KV on its worker. Does not wait for the answer.
 
-        Were the session to come back, its endpoint would be chosen anew.
+        A later turn of the session may go to another endpoint.
         """
         self._core.end_session(session)
 
@@ -336,7 +336,7 @@ class RolloutClient:
             self._core.absorb(place)
 
     def _wait(self, waits: Generator[float | None, None, _Value], calls: list[Call]) -> _Value:
-        """Run one of the core's waits to its end. If that fails, nobody waits for the calls any more."""
+        """Run one of the core's waits to its end. If it fails, abandon the calls."""
         try:
             while True:
                 try:
@@ -388,7 +388,7 @@ class Stream(StreamView, Generic[_Item]):
         return self._client._finish(self._call)
 
     def cancel(self) -> None:
-        """Have the worker end it with what it has: the rest of that still comes."""
+        """End the request at the worker; chunks of the tokens that it has still come."""
         if not self._call.done:
             calls = self._core.cancel(self.id, self.endpoint)
             self._client._wait(until_ended(self._core, self._call, calls), calls)

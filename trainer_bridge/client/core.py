@@ -90,10 +90,10 @@ class ClientCore:
     """Connections to all endpoints and the calls in flight on them. Not thread-safe.
 
     `on_unread`, `on_closing` and `on_opened` are called with the index of an endpoint: when there may be more to
-    `absorb`, for a message went out or much has come; before its socket is closed; and after another one was opened.
+    `absorb`, before its socket is closed, and after another one was opened.
 
-    Results are acknowledged at their worker once they are here, or in the journal, if `acknowledges` is true. By itself
-    it is, but for clients with a name and without a journal: somebody may come back for their results.
+    If `acknowledges` is true, results are acknowledged at their worker once they are here, or in the journal. This is
+    the default, except for clients with a name and without a journal, which may come back for their results.
     """
 
     #: A session whose endpoint is gone goes on at another one.
@@ -188,7 +188,7 @@ class ClientCore:
         return call
 
     def abandon(self, call: Call) -> None:
-        """Nobody waits for this call any more: end it here and, unless it is detached, have the worker stop it."""
+        """End a call whose caller gave it up and, unless it is detached, cancel it at the worker."""
         if not self._forget(call):
             return
         call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
@@ -196,11 +196,11 @@ class ClientCore:
             self.disown(call.place, call.id)
 
     def acknowledge(self, call: Call) -> None:
-        """Have the worker forget the result of a call, once what has come with it is taken in."""
+        """Acknowledge the result of a call after the messages at hand are taken in."""
         self._to_acknowledge.setdefault(call.place, []).append(call.target or call.id)
 
     def disown(self, place: int, request_id: str) -> None:
-        """Have a worker stop a request; what it answers is of no interest."""
+        """Cancel a request at a worker. The answer is ignored."""
         cancel_id = self.next_id()
         self._send(place, cancel_id, self._header("cancel", cancel_id) | {"target": request_id})
 
@@ -219,7 +219,7 @@ class ClientCore:
         call.target = target
         if stream:
             call.assembler = Assembler(given.get("n", 1), whole=stream == "completions")
-            call.assembler.hold(partials)
+            call.assembler.begin_with(partials)
         return call
 
     def end_session(self, session: str) -> None:
@@ -249,7 +249,7 @@ class ClientCore:
             connection.close(_LINGER_S)
 
     def end_requests(self) -> None:
-        """The client closes: end what is in flight beside the calls of this class."""
+        """Called while the client closes: end requests that a subclass keeps."""
 
     def term(self) -> None:
         """Wait until what was sent last is out: a second at most."""
@@ -326,9 +326,9 @@ class ClientCore:
     # --- replies ------------------------------------------------------------------------------------------------------
 
     def absorb(self, place: int, most: int = _MESSAGES_A_LOOK) -> None:
-        """Take in what one connection has, `most` messages of it: others want their turn, too.
+        """Take in at most `most` messages of one connection, so that others get their turn.
 
-        If the connection was lost, its calls fail and another one is opened; what was not sent yet waits for that one.
+        If the connection was lost, its calls fail and another one is opened, over which unsent messages go.
         """
         if self._closed:
             return
@@ -355,7 +355,7 @@ class ClientCore:
         """An endpoint can be reached (again)."""
 
     def _send_acknowledgements(self, place: int) -> None:
-        """What it answers is of no interest. Results of a worker that is gone are gone, or expire."""
+        """Send collected acknowledgements. A worker that is gone needs none."""
         ids = self._to_acknowledge.pop(place, [])
         if ids and self.connections[place].can_send:
             for start in range(0, len(ids), _MOST_ACKS):
@@ -419,7 +419,7 @@ class ClientCore:
             raise ProtocolError(f"the worker answered {call.op} with {op!r:.40}")
 
     def _blame(self, place: int, request_id: str | None, message: str) -> None:
-        """Fail the call that a broken reply is for; if nobody knows which, every one that it may be for."""
+        """Fail the call of a broken reply; if its id is unknown, all calls at that endpoint."""
         call = self._calls.get(request_id) if request_id is not None else None
         if call is None:
             self._fail_all(place, ProtocolError, message)
@@ -499,12 +499,12 @@ class StreamView:
         return self._call.result
 
     def partials(self) -> list[Completion]:
-        """The completions as far as they have come, each put together from its chunks."""
+        """The completions so far, each joined from its chunks."""
         assert self._call.assembler is not None
         return self._call.assembler.partials()
 
     def close(self) -> None:
-        """Take no more; the worker stops if it still runs, but not what is detached or was attached to."""
+        """Stop reading; cancels the request, unless it is detached or was attached to."""
         self._core.abandon(self._call)
 
     def _item(self, chunk: Chunk) -> Any:

@@ -1,7 +1,7 @@
 """From the arguments of `generate` to the header of a request, and where that request should go.
 
-The two clients share this. What a worker would refuse is left to the worker, which knows its model and its limits;
-what cannot be written down as a message, or was misspelt, is an error here.
+Both clients use it. The worker checks values against its model and its limits; this file refuses only fields that are
+misspelt or cannot be put into a message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HALF = "\ufffd"  # what a text ends with whose last token is half a character; 
 
 
 class GenerateFields(TypedDict, total=False):
-    """Everything that `generate` takes besides the prompt and `stream`. A field that is None is not sent."""
+    """The arguments of `generate`, apart from the prompt and `stream`. A field that is None is not sent."""
 
     # instead of a prompt
     messages: Sequence[Mapping[str, Any]] | None  # role and content; rendered with the model's chat template
@@ -55,7 +55,7 @@ class GenerateFields(TypedDict, total=False):
     priority: int  # higher is admitted first and preempted last
     # for workers whose `status.capabilities` list them
     logprobs: int  # also the k likeliest tokens at each position: `top_ids`; the token's own log-prob always comes
-    prompt_logprobs: bool  # those of the prompt's tokens, in the result
+    prompt_logprobs: bool  # also log-probs of the prompt's tokens, in the result
     min_complete: int | None
     return_routing: bool | Literal["all"]  # experts of each forward: `routing`; "all": the prompt's, too
     constraint: Mapping[str, Any] | None
@@ -217,7 +217,7 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prior(partial: Completion | Mapping[str, Any]) -> Completion:
-    """An earlier partial completion; what a map does not say of it is NaN, and version -1."""
+    """An earlier partial completion; values that a map lacks become NaN, and version -1."""
     if isinstance(partial, Completion):
         text = partial.text and partial.text.rstrip(_HALF)
         return replace(partial, finish_reason=None, stop=None, error=None, text=text)
@@ -279,7 +279,7 @@ def prior_fields(prior: Completion) -> dict[str, Any]:
 
 
 class AttachFields(TypedDict, total=False):
-    """What `attach` takes beside the target and `stream`; the first three go with `stream`."""
+    """The arguments of `attach`, apart from the target and `stream`; the first three need `stream`."""
 
     stream_every: int | None  # tokens of a chunk, at the least
     n: int  # completions that the request has; 1

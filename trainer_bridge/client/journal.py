@@ -154,7 +154,7 @@ class Journal:
         return {request_id: index.finished for request_id, index in self._ids.items()}
 
     def read(self, request_id: str) -> Saved | None:
-        """What there is of a request."""
+        """The saved part of a request."""
         index = self._ids.get(request_id)
         if index is None:
             return None

@@ -6,8 +6,8 @@
     with start_worker("/models/qwen3-8b", workers=8) as worker:      a worker a device, and their supervisor
         client = RolloutClient(worker.endpoints)
 
-The worker is a process of its own, in a process group of its own, whose output goes to a log file. It does not inherit
-what torchrun and the like put into the environment of a rank: it is not one. Imports no torch.
+The worker is a process in its own process group; its output goes to a log file. It does not inherit the variables that
+torchrun and other launchers set for a rank. Imports no torch.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def flag_list(flags: Mapping[str, Any]) -> list[str]:
 def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     """The environment of a worker: what a launcher of ranks put there is taken out, then `changes` are made.
 
-    A torchrun that finds no OMP_NUM_THREADS sets it to 1, which nobody can tell from one that was 1 before: both go.
+    torchrun sets OMP_NUM_THREADS to 1 where it is absent. It cannot be told from a user's own 1, so a 1 is removed.
     """
     kept = {
         name: value
@@ -290,17 +290,17 @@ class WorkerProcess:
 def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the job has a copy of the object, but not the worker
         return
-    if process.poll() is None:  # else the number may be somebody else's by now
+    if process.poll() is None:  # otherwise the process id may have been reused
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 class StageLines:
-    """What a worker's log says of long stages, such as loading weights, on this process's stderr as it comes.
+    """Copies a worker's log lines about long stages, such as loading weights, to this process's stderr.
 
     Args:
-        log: the worker's log, in text or JSON lines; what is in it by now is of another worker.
+        log: the worker's log, in text or JSON lines; its present content belongs to an earlier worker.
     """
 
     _TEXT = re.compile(r"\S+ INFO (\S+) rollout\.progress: (.*?)(?: \[stage=.*\])?")
@@ -310,7 +310,7 @@ class StageLines:
         self._at = log.stat().st_size
 
     def tell(self) -> None:
-        """Print what is new. Never raises for what is in the log, or for a log that is gone."""
+        """Print new lines. Never raises for a broken or missing log."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._at)
@@ -324,7 +324,7 @@ class StageLines:
                 print(f"worker {found[0]}: {found[1]}", file=sys.stderr, flush=True)
 
     def _stage(self, line: str) -> tuple[str, str] | None:
-        """Which worker says what, if the line is of a stage."""
+        """The worker and its message, if the line is about a stage."""
         if not line.startswith("{"):
             match = self._TEXT.fullmatch(line)
             return None if match is None else (match[1], match[2])

@@ -96,7 +96,7 @@ def _arrays(logprobs: TrainerLogprobs) -> dict[str, np.ndarray]:
             raise ValueError(f"the log-probs of completion {index} have shape {array.shape}; send one for each token")
         arrays[str(index)] = array
     if not arrays:
-        raise ValueError("there are no log-probs to report; give those of at least one completion")
+        raise ValueError("there are no log-probs to report; give a row for at least one completion")
     return arrays
 
 

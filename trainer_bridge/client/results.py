@@ -21,7 +21,7 @@ _FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One completion, or the part of one that a stream has brought so far (`finish_reason` is None then).
+    """One completion, or its beginning so far in a stream (`finish_reason` is None then).
 
     `logprobs` are under the policy at the request's temperature, `raw_logprobs` at temperature 1; `drawn_logprobs`
     are under the distribution really drawn from, where truncation or penalties made it another one. `top_ids` and

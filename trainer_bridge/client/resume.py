@@ -1,15 +1,15 @@
-"""Requests that outlive their workers: what `RolloutClient(resume=True)` does by itself.
+"""Requests that outlive their workers: `RolloutClient(resume=True)`.
 
-Every request is streamed underneath, with a seed that the client knows. When a worker is lost, refuses, or hands back
-what it has, the unfinished completions go on with `continue_from`, each by itself and with its own seed, at whatever
-endpoint is there. A group of which nothing has come yet is sent again as a whole.
+Every request is sent as a stream, with a seed that the client knows. When a worker is lost, refuses, or hands its
+completions back, each unfinished completion continues by itself with `continue_from` and its own seed, at any endpoint
+that can be reached. A request without any token so far is sent again as a whole.
 
     waiting --pump: an endpoint is there, its pause is over--> leg in flight --chunks--> ... --result--> done
        ^                                                          |
        +------- suspend: connection lost, unavailable, ... -------+
 
-Nothing is sent from where replies are taken in: losing a leg only puts completions among the waiting; `patience`, which
-every wait of the clients calls, sends. With a journal, what comes is written down before anybody sees it.
+Replies never trigger a send directly: a lost leg only puts its completions among the waiting; `patience`, which every
+wait of the clients calls, sends. With a journal, tokens are written down before the caller gets them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LONGEST_PAUSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ResumePolicy:
-    """How long a client goes on by itself, and whether what comes is written down.
+    """How long a client resumes a request, and its journal.
 
     Both bounds are for one completion and start anew with each new token: `timeout_s` is the time that it may be
     without a worker, in seconds; `max_faults` how many workers may be lost with it, or fail at it, in a row.
@@ -76,7 +76,7 @@ class Leg(Assembler):
     """The chunks of one leg."""
 
     def missing(self, result: GenerateResult) -> list[Chunk]:
-        """None: the resumed call takes the rest from the result itself."""
+        """Nothing: the resumed call takes the rest from the result itself."""
         return []
 
 
@@ -90,7 +90,7 @@ def make_core(
     heartbeat_s: float,
     resume: ResumePolicy | None,
 ) -> ClientCore:
-    """What a client works with; `resume` is None for one that does not resume."""
+    """The core of a client; `resume` is None for a client that does not resume."""
     if resume is None:
         return ClientCore(endpoints, client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
     if resume.journal is not None and acknowledge is None:
@@ -113,7 +113,7 @@ class ResumingCore(ClientCore):
         return self.resumer.start(plan)
 
     def abandon(self, call: Call) -> None:
-        """End a call that nobody waits for any more."""
+        """End a call whose caller gave it up."""
         if isinstance(call, ResumedCall):
             self.resumer.abandon(call)
         else:
@@ -211,7 +211,7 @@ class Resumer:
         return None if least == math.inf else max(0.0, least)
 
     def cancel(self, call: ResumedCall) -> None:
-        """End a request with what it has: workers that have some of it are told, the rest ends here."""
+        """End a request with the tokens it has: cancel its legs at their workers, end waiting completions here."""
         call.cancelled = True
         for leg in list(call.legs):
             if self._core.connections[leg.place].connected:
@@ -222,14 +222,14 @@ class Resumer:
         self._end_waiting(call, "cancelled")
 
     def abandon(self, call: ResumedCall) -> None:
-        """Nobody waits for it any more. The journal keeps what there is."""
+        """End a call whose caller gave it up. The journal keeps its tokens."""
         if self.calls.pop(call.id, None) is None:
             return
         self._drop_legs(call)
         call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
 
     def endpoint_came(self) -> None:
-        """An endpoint can be reached: have those who wait for one look again."""
+        """An endpoint can be reached: wake the calls that wait for one."""
         for call in list(self.calls.values()):
             if call.waiting:
                 call.on_update()
@@ -285,8 +285,8 @@ class Resumer:
             self._send(call, due, replace(plan, request_id=first_id))
             return
         for part in due:
-            if part.leg is None and not part.done:  # sending takes in what has come, which may change anything
-                self._send(call, [part], continued_plan(call.plan, call.held(part), remaining_s, call.scored))
+            if part.leg is None and not part.done:  # sending takes in messages, which may change the call
+                self._send(call, [part], continued_plan(call.plan, call.so_far(part), remaining_s, call.scored))
 
     def _send(self, call: ResumedCall, parts: list[ResumedCompletion], plan: RequestPlan) -> None:
         avoid = frozenset(part.avoid for part in parts if part.avoid is not None)
@@ -303,7 +303,7 @@ class Resumer:
             self.journal.sent(call.id, self._core.endpoints[leg.place], leg.id)
 
     def _leg_id(self, call: ResumedCall) -> str:
-        """What a worker knows a leg by: an id that nobody has used, with the request's own for who reads the logs."""
+        """A fresh id for a leg; it begins with the request's id, for readers of the worker's log."""
         fresh = self._core.next_id()
         return f"{call.id[: wire.MAX_ID_CHARS - len(fresh) - 1]}/{fresh}"
 
@@ -313,7 +313,7 @@ class Resumer:
             self._core.disown(place, leg_id)
 
     def _due(self, call: ResumedCall, part: ResumedCompletion, now: float) -> float:
-        """When a waiting completion needs looking at; an endpoint that comes back is told of by `endpoint_came`."""
+        """When to look at a waiting completion again; `endpoint_came` reports an endpoint that is back."""
         limit = min(call.ends_at, now + self._time_left(part, now))
         return min(limit, part.due) if self._core.reachable(call.plan) else limit
 
@@ -366,7 +366,7 @@ class Resumer:
         call.learn_prompt(result)
         del call.legs[leg]
         call.results[leg] = result
-        if self._core.acknowledges or leg.id != call.id:  # ids of our own are known to nobody else
+        if self._core.acknowledges or leg.id != call.id:  # nobody else can ask for the ids of legs
             self._core.acknowledge(leg)
 
     def _leg_lost(self, call: ResumedCall, leg: Call, error: RolloutError) -> None:
@@ -428,7 +428,7 @@ class Resumer:
         least = call.plan.fields.get("min_complete")
         if least is None or call.cancelled or call.done or not (call.resumes or call.waiting):
             return
-        reasons = [call.held(part).finish_reason for part in call.parts if part.done]
+        reasons = [call.so_far(part).finish_reason for part in call.parts if part.done]
         if len(reasons) < len(call.parts) and sum(reason in ("stop", "length") for reason in reasons) >= least:
             self.cancel(call)
 
@@ -448,7 +448,7 @@ class Resumer:
             return
         self.calls.pop(call.id, None)
         self._drop_legs(call)
-        error.partials = [call.held(part) for part in call.parts]
+        error.partials = [call.so_far(part) for part in call.parts]
         error.__cause__ = cause
         call.fail(error)
 

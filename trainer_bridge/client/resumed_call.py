@@ -1,4 +1,4 @@
-"""What one request of a resuming client has so far, over all the workers that have had a part in it.
+"""One request of a resuming client: its tokens so far, from all workers that took part.
 
     ResumedCall  1 --- n  ResumedCompletion   with a worker (`leg`), waiting for one (`down_since`), or done
                  1 --- *  Call                a leg: one request to one worker, for some of the completions
@@ -42,7 +42,7 @@ class ResumedCompletion:
     text: str | None = None  # of the whole completion, once a result told it
     due: float = 0.0  # when to look for a worker again
     tries: int = 0  # workers lost since the last new token
-    faults: int = 0  # those of them that may be this request's fault
+    faults: int = 0  # lost workers for which this request may be to blame
     down_since: float | None = None
     down_s: float = 0.0  # time without a worker since the last new token, up to `down_since`
     avoid: int | None = None  # the endpoint that refused it last
@@ -89,18 +89,18 @@ class ResumedCall(Call):
         return self.resumes > 0 or any(self.new_tokens(part) or part.done for part in self.parts)
 
     def new_tokens(self, part: ResumedCompletion) -> int:
-        """Tokens of a completion beyond those that the request brought."""
+        """Tokens of a completion, without those of `continue_from`."""
         prior = 0 if self.plan.prior is None else len(self.plan.prior)
         return self.assembler.length(part.index) - prior
 
     @property
     def scored(self) -> bool:
-        """True if nobody is to be asked for the log-probs of the prompt: they are here, on their way, or not wanted."""
+        """True if no leg has to ask for the prompt's log-probs: they are here, on their way, or not wanted."""
         here = _all_known(self.assembler.prompt_logprobs)
         return here or self.scoring in self.legs or not self.plan.fields.get("prompt_logprobs")
 
-    def held(self, part: ResumedCompletion) -> Completion:
-        """What there is of a completion, its seed included."""
+    def so_far(self, part: ResumedCompletion) -> Completion:
+        """A completion so far, with its seed."""
         if not self.assembler.has(part.index):
             return empty_part(part.index, part.seed)
         return replace(self.assembler.joined(part.index), seed=part.seed)
@@ -132,7 +132,7 @@ class ResumedCall(Call):
         """The completion that a leg calls `index`; None if it was taken from it."""
         indexes = self.legs[leg]
         if not 0 <= index < len(indexes):
-            raise ProtocolError(f"the worker tells of completion {index}, but it has {len(indexes)}")
+            raise ProtocolError(f"the worker sent completion {index}, but the request has {len(indexes)}")
         part = self.parts[indexes[index]]
         return part if part.leg is leg else None
 
@@ -200,7 +200,7 @@ class ResumedCall(Call):
     def completions(self) -> list[Completion]:
         """Every completion, with the text that a result told where there was one."""
         return [
-            replace(self.held(part), text=part.text) if part.text is not None else self.held(part)
+            replace(self.so_far(part), text=part.text) if part.text is not None else self.so_far(part)
             for part in self.parts
         ]
 
@@ -214,7 +214,7 @@ class ResumedCall(Call):
 
 
 def _all_known(prompt_logprobs: np.ndarray | None) -> bool:
-    """True if they are here, all but the first, which nobody knows."""
+    """True if all are known except the first, which has no log-prob."""
     return prompt_logprobs is not None and not np.isnan(prompt_logprobs[1:]).any()
 
 
@@ -230,7 +230,7 @@ def draw_seed() -> int:
 
 
 def request_seed(plan: RequestPlan) -> int | None:
-    """The seed that a request names: its own, or that of the completion which it continues. Raises ValueError."""
+    """The seed that a request names: its own, or the seed of the completion that it continues. Raises ValueError."""
     seed = plan.fields.get("sampling", {}).get("seed") if plan.prior is None else plan.prior.seed
     if seed is None:
         return None
@@ -255,8 +255,10 @@ def first_plan(plan: RequestPlan, seed: int, remaining_s: float | None) -> Reque
     return replace(plan, fields=fields, stream="tokens")
 
 
-def continued_plan(plan: RequestPlan, held: Completion, remaining_s: float | None, scored: bool = True) -> RequestPlan:
-    """The request that goes on with one completion: `held` is what there is of it, its seed included.
+def continued_plan(
+    plan: RequestPlan, partial: Completion, remaining_s: float | None, scored: bool = True
+) -> RequestPlan:
+    """The request that continues one completion: `partial` is the completion so far, with its seed.
 
     With `scored` the log-probs of the prompt are known, or another request brings them: they are not asked for. Routing
     stays here, since it may be large: chunks bring what is added to it.
@@ -265,12 +267,12 @@ def continued_plan(plan: RequestPlan, held: Completion, remaining_s: float | Non
     fields = {name: value for name, value in plan.fields.items() if name not in left_out}
     if "sampling" in fields:
         fields["sampling"] = {name: value for name, value in fields["sampling"].items() if name != "seed"}
-    if fields.get("return_text") and held.text is None and (plan.prior is None or plan.stream != "tokens"):
-        held = replace(held, text="")
-    fields |= {"stream": "tokens", "continue_from": prior_fields(replace(held, routing=None))}
+    if fields.get("return_text") and partial.text is None and (plan.prior is None or plan.stream != "tokens"):
+        partial = replace(partial, text="")
+    fields |= {"stream": "tokens", "continue_from": prior_fields(replace(partial, routing=None))}
     if remaining_s is not None:
         fields["deadline_s"] = remaining_s
-    prior = replace(held, index=0)
+    prior = replace(partial, index=0)
     return replace(plan, fields=fields, n=1, prior=prior, request_id=None, stream="tokens")
 
 

@@ -27,7 +27,7 @@ class Words:
     lines: str
 
     def line(self, coordinates: int) -> str:
-        """The EBNF of so many coordinates."""
+        """The EBNF of a line with this number of coordinates."""
         return f" {json.dumps(self.between)} ".join(["coordinate"] * coordinates)
 
 
@@ -35,7 +35,7 @@ NUMBERS = Words('"0" | [1-9] [0-9]{0,2}', " ", "\n")
 
 
 def vocabulary(words: Iterable[str]) -> Words:
-    """Coordinates that a model has words of its own for. Raises ValueError where there are none.
+    """Coordinates that are words of the model's own vocabulary. Raises ValueError for an empty list.
 
     Tokens that the tokenizer calls special are no text, and no constraint allows them.
     """

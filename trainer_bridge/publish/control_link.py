@@ -145,7 +145,7 @@ class ControlLink:
         try:
             connection = self._open(address)
         except ValueError as error:
-            raise ProtocolError(f"status: {self.endpoint} named a weights_endpoint that is none: {error}") from error
+            raise ProtocolError(f"status: {self.endpoint} named no valid weights_endpoint: {error}") from error
         self._connection.close()
         self._connection, self._found, self._question = connection, found, ""
         self._since_s = time.monotonic()

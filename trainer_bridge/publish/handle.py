@@ -1,4 +1,4 @@
-"""What a trainer holds of an update on its way: when it may change its tensors, and who uses the new weights."""
+"""The handle of an update: when the trainer may change its tensors, and which workers use the new weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WorkerReport:
     endpoint: str
     version: int
     transport: str
-    why: str  # that transport, and no faster one
+    why: str  # why it is this transport and not a faster one
     nbytes: int
     pause_s: float  # how long generation stood still
     seconds: float  # from publish() until the worker used the new weights
@@ -68,7 +68,7 @@ class PublishHandle:
         return list(self.reports.values())
 
     def report(self, recipient: Recipient, reply: dict[str, Any]) -> None:
-        """A worker uses the new weights, and sent this."""
+        """A worker uses the new weights; `reply` is its answer to `commit`."""
         endpoint = recipient.endpoint
         try:
             self.reports[endpoint] = WorkerReport(
@@ -85,12 +85,12 @@ class PublishHandle:
             self.errors[endpoint] = ProtocolError(f"commit: {endpoint} sent a report that cannot be read: {error!r}")
 
     def learn(self, reports: list[WorkerReport], error: RolloutError | None) -> None:
-        """On another rank than 0: what rank 0 tells of the end."""
+        """Ranks other than 0: take the outcome from rank 0."""
         self.reports = {report.endpoint: report for report in reports}
         self.end(error)
 
     def end(self, error: RolloutError | None) -> None:
-        """Nothing more will happen."""
+        """The update is over, with or without an error."""
         if error is None and self.errors:
             error, *others = self.errors.values()
             for other in others:

@@ -1,8 +1,8 @@
-"""The last update, kept in the publisher's host memory: what a worker that comes back is brought up to date with.
+"""The last update, kept in the publisher's host memory for workers that come back.
 
-A trainer changes its tensors once they are `held`, so what is to be sent again has to be a copy. It is filled as the
-update is packed, into one buffer that every update uses: from a new one's first bytes on there is none to be sent
-again, until all of it was packed. An update that is refused before that leaves the one before as it is.
+A trainer may change its tensors after `held`, so an update that is sent again must be a copy. It is made while the
+update is packed, into one buffer that all updates use: from the first bytes of a new update until its last, no update
+can be sent again. An update that is refused before its first bytes leaves the kept one alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class KeptUpdate:
             return self._buffer[:nbytes]
 
     def settle(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
-        """The update is over: keep it whole, also if no worker got all of it, unless it is not for them."""
+        """The update is over: keep all of it, even if no worker got it, unless the workers refused it."""
         lost = any(isinstance(error, UNANSWERED) for error in handle.errors.values())
         if handle.refused or not (handle.begun or lost):
             return
@@ -69,7 +69,7 @@ class KeptUpdate:
         payload.keep_in(None)
 
     def wanted_by(self, endpoint: str, status: dict[str, Any]) -> bool:
-        """Whether a worker has older weights, or none that are whole, nobody brings it others, and it may take it."""
+        """Whether a worker has older or incomplete weights, receives no update, and has not refused this one."""
         served, state = status.get("version"), status.get("state")
         if self._manifest is None or type(served) is not int or self._refusals[endpoint] == _MOST_REFUSALS:
             return False
@@ -77,11 +77,11 @@ class KeptUpdate:
         return (behind and state == "idle") or (served <= self._manifest.version and state == "stale")
 
     def forgive(self, endpoint: str) -> None:
-        """What was refused there counts no more: the worker took it, or was away and may be another one now."""
+        """Forget the refusals of an endpoint: its worker took the update, or may be another worker now."""
         self._refusals.pop(endpoint, None)
 
     def refused(self, endpoint: str) -> None:
-        """A worker refused it; one that has done so too often is not asked any more."""
+        """Note a refusal; a worker that refused too often is not asked again."""
         self._refusals[endpoint] += 1
         if self._refusals[endpoint] == _MOST_REFUSALS:
             _log.error(

@@ -129,9 +129,9 @@ class WeightPublisher:
         given before is waited for on the device. They must not change before `held`. Raises ValueError for tensors
         that cannot be sent, `WeightsRejected` for a version or names that no worker can take.
 
-        With `adapter` they are those of a LoRA adapter of that name, as PEFT's `get_peft_model_state_dict` gives them,
-        and `adapter_config` is PEFT's `LoraConfig` of it, or a map with the fields of adapter_config.json. The version
-        is the adapter's own, and must grow, too. `keep` keeps no adapters.
+        With `adapter` the tensors belong to a LoRA adapter of that name, as PEFT's `get_peft_model_state_dict` returns
+        them; `adapter_config` is PEFT's `LoraConfig`, or a map with the fields of adapter_config.json. The version is
+        the adapter's own and must grow, too. `keep` does not keep adapters.
         """
         if (adapter is None) != (adapter_config is None):
             raise ValueError("adapter and adapter_config go together: pass both, or none")
@@ -207,7 +207,7 @@ class WeightPublisher:
                     kept.settle(payload, handle, self._closing)
             except RolloutError as caught:
                 error = caught
-            except Exception as caught:  # whoever waits for the handle must hear of it, whatever it is
+            except Exception as caught:  # the handle reports every error
                 _log.exception("publishing version %d failed", handle.version)
                 error = RolloutError(f"{handle.phase}: the publisher failed: {caught!r:.300}")
                 error.__cause__ = caught
@@ -228,7 +228,7 @@ class WeightPublisher:
                 if (version := self._kept.version) is not None:
                     try:
                         self._bring_up_to_date(version)
-                    except Exception:  # whatever it was, the thread lives on for the trainer's next update
+                    except Exception:  # the thread must live on for the trainer's next update
                         _log.exception("workers cannot be brought to version %d", version)
         return self._jobs.get()
 
@@ -326,7 +326,7 @@ class WeightPublisher:
         return transfer_all(payload, senders, self._rules)
 
     def _still_there(self, recipients: list[Recipient]) -> list[Recipient]:
-        """Those of a broken group that answer: what they have is dropped, and they can begin anew."""
+        """The recipients of a broken group that still answer; they drop the update and can begin again."""
         messages = [
             (self._links[recipient.endpoint], {"action": "abort", "token": recipient.token.hex()})
             for recipient in recipients
@@ -376,7 +376,7 @@ class WeightPublisher:
         note: Any = None,
         grace_s: float = 0.0,
     ) -> list[tuple[Recipient, dict[str, Any]]]:
-        """Ask the recipients that have not failed; the replies of those that did not fail now."""
+        """Ask the recipients that have not failed; return the replies, without the recipients that fail now."""
         asked = [(recipient, self._links[recipient.endpoint]) for recipient in recipients if not recipient.error]
         answers = ask_all(
             [(link, message(recipient)) for recipient, link in asked], phase, timeout_s, self._closing, grace_s

@@ -38,7 +38,7 @@ from trainer_bridge.transports.shards import HEADER, Shards
 from trainer_bridge.wire.errors import RolloutError, from_reply
 
 START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN = range(7)
-_ENDING = 1  # tag of what a rank says of its part in a group, while commands and pieces go on
+_ENDING = 1  # tag of a rank's report about its part in a group; commands and pieces have tag 0
 _COMMAND_S = 3600.0  # for which a rank waits for rank 0: its last update may still be on its way
 _KEY = "rollout-weights"
 
@@ -119,7 +119,7 @@ class TrainerRanks:
         self._tell_map(JOIN, order)
 
     def ending(self, out: torch.Tensor, rank: int, timeout_s: float) -> None:
-        """Rank 0: wait for what a rank says of its part in a group. Raises `RolloutError`, which names it."""
+        """Rank 0: wait for a rank's report about its part in a group. Raises `RolloutError`, which names the rank."""
         data = out.view(torch.uint8)
         self._do(lambda: self._group.receive(data, rank, timeout_s, _ENDING), f"rank {rank}", "transfer")
 

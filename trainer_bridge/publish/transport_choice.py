@@ -1,4 +1,4 @@
-"""Which transport an update takes to each worker: the one that was asked for, or, with `auto`, the first that works.
+"""The transport of an update to each worker: the requested one, or, with `auto`, the first that works.
 
     cuda_ipc   between GPUs of one host, or on one, for tensors on a GPU
     nccl       from GPU to GPU, for tensors on a GPU
@@ -153,7 +153,7 @@ class TransportChoice:
 def transfer_all(payload: Payload, senders: Mapping[str, Served], rules: TransferRules) -> dict[str, dict[str, Any]]:
     """Run the senders side by side, so that slow workers don't hold up others; the options of `commit` by transport.
 
-    An error that a sender raises ends its workers' part of the update, not that of others.
+    An error of one sender fails its own workers only.
     """
     if len(senders) > 1:
         payload.expect_readers(len(senders))
@@ -162,7 +162,7 @@ def transfer_all(payload: Payload, senders: Mapping[str, Served], rules: Transfe
     def transfer(name: str, sender: TransportSender, recipients: Sequence[Recipient]) -> None:
         try:
             finished[name] = sender.transfer(payload, recipients, rules)
-        # Whatever it was, the other workers get their update and these are told.
+        # The other workers still get their update.
         except Exception as error:
             if not isinstance(error, RolloutError):
                 _log.exception("the transport %s failed", name)

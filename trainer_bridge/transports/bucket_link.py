@@ -62,7 +62,7 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether the worker still takes part."""
+        """Whether the worker has not failed."""
         return self.recipient.error is None
 
     def send(self, index: int, check: int, data: memoryview | None) -> None:
@@ -112,7 +112,7 @@ class Link:
             self.acknowledged += 1
             self.last_progress_s = time.monotonic()
         else:
-            self.fail(ProtocolError(f"transfer: {self.recipient.endpoint} sent an answer that is none"))
+            self.fail(ProtocolError(f"transfer: {self.recipient.endpoint} sent a message that is no answer"))
 
     def check_stall(self) -> None:
         """Give the worker up if nothing has moved for too long."""
@@ -185,7 +185,7 @@ Pack = Callable[[range, int], list[tuple[int, memoryview | None]]]
 
 
 def pack_on_host(payload: Payload, slot: Callable[[int], torch.Tensor], travels: bool) -> Pack:
-    """Into host memory: `slot(i)` is that of bucket `i`, and `travels` says whether its bytes are sent along."""
+    """Pack into host memory: `slot(i)` is the memory of bucket `i`; with `travels` its bytes are sent, too."""
 
     def pack(indices: range, slots: int) -> list[tuple[int, memoryview | None]]:
         packed = []

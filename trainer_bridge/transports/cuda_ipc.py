@@ -137,7 +137,7 @@ class _Array:
 
 
 def _runtime_path() -> str:
-    """The CUDA runtime that this process has loaded. Raises OSError where there is none."""
+    """The path of the CUDA runtime that this process has loaded. Raises OSError if it has loaded none."""
     torch.cuda.init()
     found = _LIBRARY.search(Path("/proc/self/maps").read_text())
     if found is None:
@@ -249,7 +249,7 @@ class CudaIpcSender(TransportSender):
         self._curve = curve
         self._memory = memory
         self._slots: list[torch.Tensor] = []
-        self._left: list[torch.Tensor] = []  # slots that somebody may still read
+        self._left: list[torch.Tensor] = []  # slots that a worker may still read
         self._used = False  # by the update that they were prepared for
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
@@ -305,7 +305,7 @@ class CudaIpcSender(TransportSender):
             return [(low, None) for low in _low_words([fingerprint(data) for data in buckets])]
 
     def _allocate(self, nbytes: int, count: int) -> None:
-        """So many slots, or half as often until there is room. Raises OSError where there is none for two."""
+        """Allocate `count` slots; if memory is short, half as many, and so on. Raises OSError if two do not fit."""
         assert self._memory is not None
         while len(self._slots) < count:
             try:

@@ -2,7 +2,7 @@
 
     <folder>/version-12-5f0c.../model-00001-of-00003.safetensors ... model.safetensors.index.json
 
-The publisher writes the folder under a temporary name and renames it once it is whole, so whoever finds it finds all
+The publisher writes the folder under a temporary name and renames it when it is complete, so a reader never finds half
 of it; any reader of Hugging Face checkpoints can read it. The worker gets names, sizes and checksums of the files in
 `begin`, reads them while it generates, and writes their bytes straight to the staging memory.
 
@@ -257,7 +257,7 @@ def _read_notes(files: Any) -> list[_FileNote]:
 class DiskSender(TransportSender):
     """Writes one folder for each update, for all workers.
 
-    Keeps the newest `keep` of those that a worker took, and the newest behind them that none did.
+    Keeps the newest `keep` folders that a worker took, and the newest folder that no worker has taken yet.
     """
 
     name = "disk"
@@ -268,7 +268,7 @@ class DiskSender(TransportSender):
         self._file_bytes = file_bytes
         self._keep = keep
         self._taken: list[Path] = []
-        self._fresh: list[Path] = []  # nobody has taken them, yet
+        self._fresh: list[Path] = []  # not taken by a worker yet
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
         """Write the folder; the tensors are not read any more afterwards. Raises `RolloutError` when it cannot."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 _K = 0x1E3779B97F4A7C15  # odd, below 2^63
-_WORDS = 4 << 20  # of a piece: what the int64 copies take beside the data is 8 bytes a word, a few times
+_WORDS = 4 << 20  # in one piece: bounds the int64 copies, which take a few times 8 bytes a word
 
 
 def fingerprint(data: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Payload:
         tensors = [(name, _checked(name, tensor)) for name, tensor in pairs]
         if not tensors:
             raise ValueError("there are no tensors to publish; pass every parameter of the model")
-        if bucket_bytes is None:  # alike on all ranks, also where the tensors of some are not on their GPUs
+        if bucket_bytes is None:  # the same on all ranks, even if the tensors of some are not on a GPU
             total_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
             bucket_bytes = usual_bucket_bytes(total_bytes, torch.cuda.is_available())
         self.manifest: Manifest = pack(
@@ -60,9 +60,9 @@ class Payload:
                 )
             self.shards = Shards(self._tensors, self.manifest.digest)
             self._tensors = self.shards.locals
-        self.adapter: dict[str, Any] | None = None  # name and configuration, if it is of an adapter
+        self.adapter: dict[str, Any] | None = None  # name and configuration; None for the model
         self.on_release: Callable[[], object] = lambda: None
-        self.again = False  # a copy of what was sent before
+        self.again = False  # a kept update that is sent again
         self._keep_in: Callable[[], torch.Tensor] | None = None
         self._kept: torch.Tensor | None = None
         self._starts = [entry.offset for entry in self.manifest.tensors]
@@ -120,7 +120,7 @@ class Payload:
         return nbytes
 
     def start_bucket(self, index: int, out: torch.Tensor) -> int:
-        """As `pack_bucket`, but on a GPU complete only for what comes behind it in `on_side_stream`."""
+        """As `pack_bucket`, but on a GPU the bytes are there only for later work in `on_side_stream`."""
         with self._packing:
             start, end = self._fill(index, out)
             if (kept := self.kept) is not None:
@@ -202,7 +202,7 @@ class Payload:
         return out
 
     def expect_readers(self, count: int) -> None:
-        """So many senders will call `read` before the tensors are free."""
+        """Set how many senders will call `read` before the tensors are free."""
         with self._packing:
             self._readers = count
 
@@ -246,12 +246,12 @@ class Payload:
             if self._flat is None or self._flat[0] != i:
                 self._flat = (i, self._tensors[i].contiguous().view(-1))  # a copy only where it is not contiguous
             piece = self._flat[1][first:last]
-        # As bytes: in a part of a bucket a tensor may begin anywhere. What was fetched is gone once this returns.
+        # As bytes: in a part of a bucket a tensor may begin anywhere. A fetched piece is freed on return.
         out.copy_(piece.view(torch.uint8), non_blocking=piece.is_cuda)
 
     @contextlib.contextmanager
     def on_side_stream(self) -> Iterator[None]:
-        """What is enqueued meanwhile runs behind what was packed, and behind what `publish` was called after."""
+        """Work that is enqueued here runs after the packing so far, and after the trainer's work before `publish`."""
         if self._stream is None or self._after is None:
             yield
             return

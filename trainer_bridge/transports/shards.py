@@ -20,7 +20,7 @@ import torch
 from trainer_bridge.wire.errors import RolloutError
 
 HEADER = 3  # of a table: version, tensors, a digest of version, names, types and shapes
-_DEVICE = 5  # behind that: the name of the GPU that the parts are on, in so many numbers
+_DEVICE = 5  # numbers after the header: the name of the GPU that has the parts
 _DIMS = 8  # as manifests allow
 _DIGEST_DIGITS = 15  # that fit in 63 bits
 

@@ -107,7 +107,7 @@ class ShmReceiver(TransportReceiver):
         at = _HEADER_BYTES + index % self._slots * self._slot_bytes
         room = incoming.room(start, end)
         np.copyto(room, np.frombuffer(self._map, np.uint8, end - start, at))
-        check_bucket(index, memoryview(room), check)  # type: ignore[arg-type]  # the copy: nobody else can change it
+        check_bucket(index, memoryview(room), check)  # type: ignore[arg-type]  # of the copy, which the publisher cannot change
         incoming.arrived(start, end)
         return True
 
@@ -119,7 +119,7 @@ def _map_segment(options: Mapping[str, Any], nbytes: int) -> mmap.mmap:
     """The publisher's memory, read-only."""
     pid, number, secret = options["pid"], options["fd"], options["secret"].encode()
     if pid < 1 or number < 0:
-        raise BadRequest("pid and fd must be those of the publisher's segment", field="options")
+        raise BadRequest("pid and fd must name the publisher's segment", field="options")
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -165,7 +165,7 @@ class Segment:
             os.close(self._fd)
             raise
         mapped[: 2 * _SECRET_BYTES] = self._secret.encode()
-        # The tensor keeps the mapping alive; it goes when nobody looks at it any more.
+        # The tensor keeps the mapping alive.
         self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
         self._pinned = False
 

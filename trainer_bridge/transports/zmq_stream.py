@@ -109,7 +109,7 @@ class ZmqReceiver(TransportReceiver):
         return {"endpoint": self._socket.endpoint, "window": window}
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Take one message, or settle what came when there is none."""
+        """Take one message; without one, settle the buckets that came."""
         if incoming is not None and self._early and incoming.open.is_set():
             self._take_bucket(incoming, *self._early.popleft())
             return True
@@ -225,7 +225,7 @@ def is_bucket(frames: Sequence[memoryview]) -> bool:
 
 
 def check_bucket(index: int, data: memoryview, check: int) -> None:
-    """Raise `WeightsRejected` if a bucket's bytes are not those that were sent."""
+    """Raise `WeightsRejected` if a bucket's bytes changed on their way."""
     actual = checksum(data)
     if actual != check:
         raise WeightsRejected(

@@ -1,14 +1,12 @@
 """One DEALER connection to one worker, and what happens to it.
 
-ZeroMQ reconnects quietly, but a worker that comes back is another worker: it knows nothing of the requests before. So
-a connection that was up and went down is `lost`: the socket is thrown away with all that it holds, and a new one is
-opened. Heartbeats make a peer that vanished without a word count as gone. What is sent before a worker is there waits
-here, where it can still be withdrawn.
+ZeroMQ reconnects silently, but a worker that comes back is another process and does not know earlier requests. So a
+connection that was up and went down is `lost`: its socket is thrown away and a new one is opened. Heartbeats detect a
+worker that vanished. Messages for a worker that is not connected wait here, where they can still be withdrawn.
 
-ZeroMQ's own thread learns of a loss later than the system does: on a busy machine, much later. What would be sent
-meanwhile would be lost with the socket, though the worker had gone before it was asked. So the system is asked, too: a
-connection whose peer has closed it is `ending`. It still delivers what has come, but what is sent waits for the next
-one.
+ZeroMQ's own thread learns of a loss later than the operating system does: on a busy machine, much later. Messages sent
+meanwhile would be lost with the socket. So the operating system is asked, too: a connection that the worker has closed
+is `ending`. It still delivers messages that have arrived; new ones wait for the next connection.
 
 A worker that refuses the connection (CURVE keys) is not asked again by ZeroMQ: `refused` says why, until `reopen`.
 
@@ -150,7 +148,7 @@ class Connection:
         return bool(poll.poll(0))
 
     def _read_monitor(self) -> bool:
-        """Take in what has happened, up to a loss: what comes after it is of a socket that is thrown away."""
+        """Take in the monitor's events, up to a loss: later ones belong to a socket that is thrown away."""
         for event in socket_events(self.monitor):
             if event["event"] == zmq.EVENT_CLOSED:  # an attempt to connect ended before there was a connection
                 if self.refusing_since_s is None and not self._reached:
@@ -199,8 +197,8 @@ class Connection:
 def close_when_dropped(owner: object, context: zmq.Context, connections: list[Connection]) -> None:
     """Close the connections that are in the list by then, and their context, once `owner` is garbage.
 
-    A context that is left to the garbage collector waits there, for ever, for sockets that nobody has closed. At the
-    end of the process nothing waits, and threads may still use the sockets: they are left alone.
+    A context that the garbage collector finds waits without limit for sockets that are still open. At the end of the
+    process nothing waits, and threads may still use the sockets, so they are left alone.
     """
     weakref.finalize(owner, _close_all, context, connections, os.getpid()).atexit = False
 

@@ -81,8 +81,8 @@ class InternalError(RolloutError, code="internal"):
 
 
 class ConnectionLost(RolloutError, code="connection_lost"):
-    """The worker cannot be reached, or went away while it had the request. What it had done is lost to this client,
-    apart from the chunks of a stream: `stream.partials()` holds them, for `continue_from`.
+    """The worker cannot be reached, or went away while it had the request. Its tokens are lost to this client, except
+    for the chunks of a stream: `stream.partials()` has them, for `continue_from`.
     """
 
 
@@ -94,7 +94,7 @@ class RolloutTimeout(RolloutError, TimeoutError, code="timeout"):
     """No answer within `timeout_s`. The request was cancelled."""
 
 
-#: Nobody answered: the worker may be gone, or another one by now.
+#: Errors without an answer: the worker may be gone, or another one by now.
 UNANSWERED = (ConnectionLost, RolloutTimeout)
 
 

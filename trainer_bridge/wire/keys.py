@@ -102,7 +102,7 @@ def _text(public: bytes, secret: bytes | None = None) -> str:
 
 
 def _write_new(file: Path, mode: int, text: str) -> None:
-    # O_EXCL: whoever was faster keeps the file. The mode is there from the first byte on.
+    # O_EXCL: never overwrite a file that another process made. The mode is set before the first byte.
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "w") as out:
         os.fchmod(descriptor, mode)  # whatever the umask

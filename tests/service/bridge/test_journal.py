@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import resource
+import signal
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -276,10 +279,15 @@ def test_a_named_client_ends_what_its_earlier_process_left_running(
     connect: Connect, serve: Serve, tmp_path: Path
 ) -> None:
     worker = serve(Model(3, reach=(4,), fail=silent))
-    before = RolloutClient(worker.endpoint, journal=tmp_path / "j", client="trainer")
-    stream = before.generate([1], max_tokens=8, seed=SEED, request_id="r", stream="tokens")
-    assert [next(stream).offset, next(stream).offset] == [0, 2]
-    before._core.resumer.journal.close()  # as a killed process does: nothing is sent any more
+    killed = f"""
+import os, signal
+from trainer_bridge import RolloutClient
+client = RolloutClient({worker.endpoint!r}, journal={str(tmp_path / "j")!r}, client="trainer")
+stream = client.generate([1], max_tokens=8, seed={SEED}, request_id="r", stream="tokens")
+assert [next(stream).offset, next(stream).offset] == [0, 2]
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", killed], timeout=120).returncode == -signal.SIGKILL
     worker.handler = Model(4)
     after = connect(worker.endpoint, journal=tmp_path / "j", client="trainer")
     result = after.generate([1], max_tokens=8, seed=SEED, request_id="r")
@@ -288,8 +296,6 @@ def test_a_named_client_ends_what_its_earlier_process_left_running(
         ("cancel", worker.requests[0]["id"]),
         ("generate", None),
     ]
-    before._core.resumer = None
-    before.close()
 
 
 def test_another_request_with_a_known_id_is_refused(connect: Connect, serve: Serve, tmp_path: Path) -> None:

@@ -73,6 +73,12 @@ def test_what_cannot_be_meant_is_refused_with_what_to_write(
         connect(serve().endpoint).generate(**{"prompt": [1], **fields})
 
 
+@pytest.mark.parametrize("requests", ["one prompt", [1, 2, 3], np.array([1, 2]), {"prompt": [1]}])
+def test_one_prompt_is_not_many(connect: Connect, serve: Serve, requests: Any) -> None:
+    with pytest.raises(ValueError, match="use generate"):
+        connect(serve().endpoint).generate_many(requests)
+
+
 def test_a_model_is_not_its_tensors() -> None:
     with Worker() as worker, WeightPublisher(worker.endpoint) as publisher:
         with pytest.raises(ValueError, match=r"model\.state_dict\(\)"):

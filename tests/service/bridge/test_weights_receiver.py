@@ -16,7 +16,7 @@ from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import HostStaging
 from tests.hostile import little_memory_and_time
 from trainer_bridge.transports.payload import Payload
-from trainer_bridge.wire.codec import decode, split_envelope
+from trainer_bridge.wire.codec import decode, encode, split_envelope
 from trainer_bridge.wire.manifest import checksum, checksums_digest, pack
 
 BUCKET = 128
@@ -244,6 +244,26 @@ def test_garbage_on_the_data_socket_disturbs_nothing(worker: Worker) -> None:
     raw.send_all()
     assert raw.commit()["op"] == "ok" and serves(worker.model, tensors)
     stranger.close(0)
+
+
+@pytest.mark.parametrize("delimiter", [[], [b""]])
+def test_the_weight_socket_answers_control_messages(worker: Worker, delimiter: list[bytes]) -> None:
+    def ask(**header: Any) -> dict[str, Any]:
+        socket.send_multipart([*delimiter, *encode(header)])
+        assert socket.poll(20_000)
+        had_delimiter, frames = split_envelope(socket.recv_multipart())
+        assert had_delimiter == bool(delimiter)
+        return decode(frames)
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(worker.receiver.endpoint)
+        status = ask(v=1, op="weights", id="a", action="status")
+        assert (status["op"], status["id"], status["endpoint"]) == ("ok", "a", worker.receiver.endpoint)
+        assert ask(v=1, op="weights", id="b", action="undo")["field"] == "action"
+        assert ask(v=1, op="generate", id="c", prompt="x")["field"] == "op"
+        assert ask(v=2, op="weights", id="d", action="status")["code"] == "bad_message"
+        assert ask(v=1, op="weights", action="status")["field"] == "id"
 
 
 def test_an_update_half_way_is_replaced_by_a_new_begin(worker: Worker) -> None:

@@ -87,7 +87,7 @@ class Broadcasts:
             self.error = self.error or f"the group with the workers broke: {error}"
         except RolloutError as error:  # it says itself what happened: the publisher was closed while it packed
             self.error = self.error or str(error)
-        # Workers are told, and keep what they serve.
+        # The workers learn of it and keep their weights.
         except Exception as error:
             _log.exception("sending weights failed")
             self.error = f"the publisher failed in its group: {error!r:.300}"

@@ -189,7 +189,7 @@ class BroadcastGroup:
     def broadcast(self, data: torch.Tensor, root: int = 0) -> Pending:
         """Start to send `data` from one member to all others, behind what was started before. Raises `GroupError`.
 
-        On a GPU also behind the present work of the current stream.
+        On a GPU also after the work that the current stream has now.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0

@@ -25,7 +25,7 @@ class KeptGroup:
 
     @property
     def name(self) -> str:
-        """Of the group; empty while there is none."""
+        """The group's name; empty if no group is kept."""
         kept = self._kept
         return "" if kept is None else kept[0].name
 

@@ -88,7 +88,7 @@ class Member:
             self._receive()
         except GroupError as error:
             self.error = WeightsRejected(f"transfer: the group with the publisher broke: {error}")
-        # The old weights serve on, and the publisher is told.
+        # The old weights stay in use, and the publisher gets the error.
         except Exception as error:
             _log.exception("receiving weights failed")
             self.error = WeightsRejected(f"transfer: the worker failed in its group: {error!r:.300}")

@@ -1,4 +1,4 @@
-"""Trainer ranks in a group: those that own parts of an update are members beside rank 0, and send them themselves.
+"""Trainer ranks in a group: every rank that owns parts of an update is a member, like rank 0, and sends its own parts.
 
     rank 0, `OtherRanks`                                 ranks that own runs, `take_part`, a thread for each update
     runs: who sends which bytes
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class OtherRanks:
-    """Rank 0: the ranks beside it that send what they own of an update; `numbers` is empty where it sends all alone."""
+    """Rank 0: the other ranks that send their own parts of an update; `numbers` is empty if rank 0 sends everything."""
 
     def __init__(self, payload: Payload) -> None:
         self.numbers: list[int] = []
@@ -69,7 +69,7 @@ class OtherRanks:
         return [self._ranks.address] if self.numbers and self._ranks is not None else []
 
     def places(self, peers: int) -> dict[int, int]:
-        """By rank: its place in a group of rank 0, so many workers, and them."""
+        """By trainer rank: its rank in a group of rank 0, `peers` workers, and these ranks."""
         return {rank: place for place, rank in enumerate(self.numbers, 1 + peers)}
 
     def runs(self, payload: Payload, places: dict[int, int]) -> Runs:
@@ -132,10 +132,10 @@ def take_part(
             ending[0] = 1
         except GroupError as error:
             _log.warning("rank %d did not send its part of the weights: %s", rank, error)
-        # Rank 0 must be told, whatever it was.
+        # Rank 0 waits for the ending in any case.
         except Exception:
             _log.exception("rank %d failed to send its part of the weights", rank)
-        with contextlib.suppress(RolloutError):  # rank 0 is gone: whoever waits here hears of it
+        with contextlib.suppress(RolloutError):  # rank 0 is gone; `serve` reports that
             tell(ending)
 
     thread = threading.Thread(target=run, name="weights-rank", daemon=True)

@@ -73,7 +73,7 @@ class Runs:
         firsts_R, roots_R = table.cpu().numpy().view("<i8").reshape(2, -1)
         rising = firsts_R[0] == 0 and firsts_R[-1] < manifest.total_bytes and bool(np.all(np.diff(firsts_R) > 0))
         if not rising or np.any(firsts_R % 2) or np.any((roots_R < 0) | (roots_R >= place.size)):
-            raise GroupError("the publisher's table of who sends what is none")
+            raise GroupError("the publisher sent an invalid table of senders")
         return cls(manifest, firsts_R, roots_R)
 
     def share(self, group: BroadcastGroup, stop: threading.Event) -> None:

@@ -15,8 +15,8 @@ whoever still lives meets again in a new one.
 Invariants:
 
 - torch.distributed's default group is neither used nor changed.
-- Who waits in a group waits in a thread (`group_member`, `group_broadcasts`): neither a worker's receiver nor a
-  publisher hangs with it.
+- All waits in a group are in threads of their own (`member`, `broadcasts`): neither a worker's receiver nor a publisher
+  can hang with a group.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class NcclReceiver(TransportReceiver):
         return False
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
-        """True when all buckets are in place and are those that were sent."""
+        """True when all buckets are in place and their fingerprints match."""
         assert self._member is not None
         self.advance(incoming)
         if not self._member.done.is_set():
@@ -146,7 +146,7 @@ def _read_options(options: Mapping[str, Any]) -> tuple[list[str], int]:
     if not 1 <= len(hosts) <= _MAX_HOSTS or any(type(host) is not str or not 1 <= len(host) <= 255 for host in hosts):
         raise BadRequest("hosts must be a few addresses of the publisher", field="options.hosts")
     if not 1 <= port <= 65535:
-        raise BadRequest("port must be that of the publisher's store", field="options.port")
+        raise BadRequest("port must be the port of the publisher's store", field="options.port")
     return hosts, port
 
 
@@ -208,7 +208,7 @@ class NcclSender(TransportSender):
         if job.error is None and not missing:
             payload.read()
             return {"fingerprints": fingerprints_digest([parts[root][index] for index, root in job.order])}
-        self._server = None  # those that are tried again meet at a new one; `server` lives until this returns
+        self._server = None  # a second try uses a new store; `server` lives until this returns
         self._kept.let_go()
         why = job.error or missing[0]
         _fail(recipients, places, watch, why, job.sent, payload.manifest.bucket_count, kept=place.name == before)
