@@ -14,7 +14,8 @@ import torch
 import zmq
 from weights_harness import Worker, new_tensors, serves
 
-from tests.hostile import little_memory_and_time, rss_bytes, throw_junk
+from tests.robustness.corpus import throw_junk
+from tests.robustness.limits import little_memory_and_time, rss_bytes
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest, TensorEntry, checksum, from_wire, pack

@@ -18,8 +18,8 @@ import zmq
 from service_harness import Bench, Client, done, serving
 
 from rollout.engine.messages import Delta, Done, Finish, Pause, Request, Resume, Shutdown, Submit
-from tests.hostile import little_memory_and_time, rss_bytes, throw_junk
-from tests.service.hostile_messages import MAKERS, UNREADABLE, Hostile, hostile_messages
+from tests.robustness.corpus import MAKERS, UNREADABLE, Hostile, hostile_messages, throw_junk
+from tests.robustness.limits import little_memory_and_time, rss_bytes
 from trainer_bridge.wire.codec import DEFAULT_LIMITS, WireError, WireLimits, decode, encode, header_id
 
 MESSAGES = 100_000

@@ -11,8 +11,8 @@ import msgpack
 import zmq
 from worker_harness import check
 
-from tests.hostile import rss_bytes, throw_junk
-from tests.service.hostile_messages import Hostile, hostile_messages
+from tests.robustness.corpus import Hostile, hostile_messages, throw_junk
+from tests.robustness.limits import rss_bytes
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 

@@ -10,10 +10,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.service.hostile_messages import hostile_messages
+from tests.robustness.corpus import hostile_messages
 from trainer_bridge.wire import codec as wire
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "check" / "fuzz_codec.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check" / "fuzz_codec.py"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, LoadedModel, load_model
 from rollout.service.text.codec import TextCodec, load_text_codec
-from tests.hostile import little_memory_and_time
+from tests.robustness.limits import little_memory_and_time
 from tests.tokenizer_folder import make_tokenizer_folder
 from tests.unit.models.families import FAMILIES, make_checkpoint
 
