@@ -11,7 +11,7 @@ from service_harness import ServedModel, delta, done, serving
 
 from rollout.engine.messages import MAX_TOP_LOGPROBS, Finish
 from rollout.service.requests.fields import top_id_rows, top_logprob_rows
-from tests.service.hostile_messages import PLAIN, junk
+from tests.robustness.corpus import PLAIN, junk
 
 PROMPT = np.array([np.nan, -0.5, -1.5], np.float32)
 

@@ -14,7 +14,7 @@ from rollout.config import WeightsSettings
 from rollout.engine.gate import Gate
 from rollout.weights.receiver import WeightReceiver
 from rollout.weights.staging import HostStaging
-from tests.hostile import little_memory_and_time
+from tests.robustness.limits import little_memory_and_time
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.codec import decode, encode, split_envelope
 from trainer_bridge.wire.manifest import checksum, checksums_digest, pack

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from raw_client import RawClient
-from worker_harness import launch, until
+from worker_harness import assert_idle, launch
 
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
@@ -61,21 +61,3 @@ def raw(worker: WorkerProcess) -> Iterator[RawClient]:
     """A DEALER socket to the first worker."""
     with RawClient(worker.endpoint) as client:
         yield client
-
-
-def assert_idle(worker: WorkerProcess) -> None:
-    """No row, no page and no slot is in use, and nobody waits: whatever a test did, everything went back."""
-    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
-
-        def idle() -> bool:
-            status = client.status()
-            pages, slots = status["pages"], status["slots"]["in_flight"]
-            busy = status["rows"]["running"], status["queue"]["waiting"], pages["used"], slots
-            return busy == (0, 0, 0, 0) and pages["free"] + pages["cached"] == pages["total"]
-
-        left_in = client.status()["state"]
-        if left_in == "paused":
-            client.pause("abort")  # so that the next test has a chance
-            client.resume()
-        until(idle, "the worker to be idle again")
-        assert left_in == "serving"

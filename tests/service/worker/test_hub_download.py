@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fake_hub import fake_hub
 from worker_harness import ONES, facts, launch, subprocess_environment
 
-from tests.fake_hub import fake_hub
 from trainer_bridge.client.blocking import RolloutClient
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.demo.counting import CountingReport, check_completion
+from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess, start_worker
 from trainer_bridge.client.results import Completion
 
@@ -87,3 +88,21 @@ def is_gone(pid: int) -> bool:
 def facts(log: Path) -> list[dict[str, Any]]:
     """The JSON lines of a worker's output: ready and, at the end, ended."""
     return [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"event"')]
+
+
+def assert_idle(worker: WorkerProcess) -> None:
+    """Wait until no row, page or slot is in use and no request waits; the worker must not be paused or asleep."""
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
+
+        def idle() -> bool:
+            status = client.status()
+            pages, slots = status["pages"], status["slots"]["in_flight"]
+            busy = status["rows"]["running"], status["queue"]["waiting"], pages["used"], slots
+            return busy == (0, 0, 0, 0) and pages["free"] + pages["cached"] == pages["total"]
+
+        left_in = client.status()["state"]
+        if left_in == "paused":
+            client.pause("abort")  # so that the next test has a chance
+            client.resume()
+        until(idle, "the worker to be idle again")
+        assert left_in == "serving"

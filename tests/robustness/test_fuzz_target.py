@@ -1,4 +1,4 @@
-"""The fuzz target without its fuzzer: right messages pass, hostile ones hold, and a broken reader is noticed."""
+"""The fuzz target without its fuzzer: good messages pass, hostile ones are refused, a broken reader is detected."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.service.hostile_messages import hostile_messages
+from tests.robustness.corpus import hostile_messages
 from trainer_bridge.wire import codec as wire
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "check" / "fuzz_codec.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check" / "fuzz_codec.py"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_a_reader_that_is_broken_is_noticed(fuzz: ModuleType, monkeypatch: pytes
     assert fuzz.check_frames(frames)
     decode = wire.decode
     monkeypatch.setattr(wire, "decode", lambda frames: decode(frames) | {"y": np.arange(3)})
-    with pytest.raises(AssertionError):  # an array that can be written to
+    with pytest.raises(AssertionError):  # a writable array
         fuzz.check_frames(frames)
     readings = iter([{"y": 1}, {"y": 1.0}])
     monkeypatch.setattr(wire, "decode", lambda frames: next(readings))

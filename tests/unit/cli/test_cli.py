@@ -26,7 +26,7 @@ from rollout.cli.serve import SYNONYMS
 from rollout.settings_sources import setting_keys
 from trainer_bridge.wire import codec as wire
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 HEAVY = (
     "torch",
     "transformers",

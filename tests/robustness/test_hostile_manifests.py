@@ -1,4 +1,4 @@
-"""Updates of the weights made to do harm: refused soon, without the memory that they ask for, and nothing changes."""
+"""Hostile weight updates: refused quickly, without the memory that they ask for; the old weights keep serving."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import torch
 import zmq
 from weights_harness import Worker, new_tensors, serves
 
-from tests.hostile import little_memory_and_time, rss_bytes, throw_junk
+from tests.robustness.corpus import mangled, throw_junk, wire_values
+from tests.robustness.limits import little_memory_and_time, rss_bytes
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest, TensorEntry, checksum, from_wire, pack
 
 WAIT_S = 20.0
-SIZES: list[Any] = [2**50, 2**50 + 1, 2**63, 2**64 - 1, -1, -(2**63), True, 1.0, float("nan"), "6", None, [], {}, b"6"]
+WIRE_VALUES = wire_values()
 
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    """A worker that must serve the same weights at the end, and then take a good update."""
+    """A worker that must serve the same weights after the test, and then accept a good update."""
     with Worker() as worker:
         before = worker.model.snapshot()
         yield worker
@@ -43,7 +44,7 @@ def rows_of(worker: Worker) -> list[list[Any]]:
 
 
 def sealed(rows: list[list[Any]], version: int = 1, bucket_bytes: int = 64) -> dict[str, Any]:
-    """A manifest whose digest matches whatever it says."""
+    """A manifest whose digest matches its content, whatever that is."""
     entries = tuple(TensorEntry(row[0], row[1], tuple(row[2]), 0) for row in rows)
     try:
         return Manifest(version, entries, bucket_bytes).to_wire()
@@ -66,11 +67,11 @@ def refused(worker: Worker, manifest: Any, text: str = "", **changes: Any) -> No
 # --- manifests --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES, ids=repr)
-def test_absurd_shapes_are_refused(worker: Worker, size: Any) -> None:
+def test_absurd_shapes_are_refused(worker: Worker) -> None:
     rows = rows_of(worker)
-    for shape in ([size], [size, 6], [6, size], [size] * 8):
-        refused(worker, sealed([[rows[0][0], "bfloat16", shape], *rows[1:]]))
+    for value in WIRE_VALUES:
+        for shape in ([value], [value, 6], [6, value], [value] * 8):
+            refused(worker, sealed([[rows[0][0], "bfloat16", shape], *rows[1:]]))
 
 
 def test_a_shape_of_the_right_size_and_the_wrong_form_is_refused(worker: Worker) -> None:
@@ -93,65 +94,42 @@ def test_one_tensor_many_times_is_refused(worker: Worker) -> None:
 
 
 def test_more_buckets_than_an_update_needs_are_refused(worker: Worker) -> None:
-    """Each bucket costs the worker an entry: tiny buckets of a large stream are a bomb."""
+    """Each bucket costs the worker an entry; tiny buckets of a large stream would fill its memory."""
     refused(worker, sealed([["embed.weight", "float32", [1 << 40]]], bucket_bytes=64), "buckets")
     with pytest.raises(WeightsRejected, match="buckets"):
         pack(1, [("a", "float32", [1 << 23])], 64)
 
 
-@pytest.mark.parametrize(
-    "name", ["", "x" * 513, "x" * 1_000_000, 5, None, ["a"], b"a", "../../etc/passwd", "a\0b", "\n"]
-)
-def test_names_that_no_tensor_has_are_refused(worker: Worker, name: Any) -> None:
-    manifest = sealed(rows_of(worker))
-    manifest["tensors"][0][0] = name
-    refused(worker, manifest)
+def test_unknown_names_are_refused(worker: Worker) -> None:
+    for name in [*WIRE_VALUES, "x" * 513, "x" * 1_000_000, "a\0b"]:
+        manifest = sealed(rows_of(worker))
+        manifest["tensors"][0][0] = name
+        refused(worker, manifest)
 
 
-@pytest.mark.parametrize("digest", ["", "0" * 32, "x" * 1_000_000, None, 5, b"0" * 16, ["a"]])
-def test_a_wrong_digest_is_refused(worker: Worker, digest: Any) -> None:
-    refused(worker, sealed(rows_of(worker)) | {"digest": digest}, "digest")
+def test_a_wrong_digest_is_refused(worker: Worker) -> None:
+    for digest in [*WIRE_VALUES, "0" * 32, "x" * 1_000_000, b"0" * 16]:
+        refused(worker, sealed(rows_of(worker)) | {"digest": digest}, "digest")
 
 
-@pytest.mark.parametrize("version", [-1, 2**63, 2**64 - 1, True, 1.0, "1", None, [1], 0])
-def test_a_version_that_cannot_be_is_refused(worker: Worker, version: Any) -> None:
-    refused(worker, sealed(rows_of(worker)) | {"version": version}, version=version)
-    refused(worker, sealed(rows_of(worker)), version=version)
+def test_an_impossible_version_is_refused(worker: Worker) -> None:
+    for version in WIRE_VALUES:
+        if type(version) is not int or version != 1:  # the manifest's own
+            refused(worker, sealed(rows_of(worker)) | {"version": version}, version=version)
+            refused(worker, sealed(rows_of(worker)), version=version)
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, -64, 1, 63, 65, 2**28 + 64, 2**62, True, "64", None, 64.0])
-def test_a_bucket_size_that_cannot_be_is_refused(worker: Worker, bucket_bytes: Any) -> None:
-    refused(worker, sealed(rows_of(worker)) | {"bucket_bytes": bucket_bytes})
+def test_an_impossible_bucket_size_is_refused(worker: Worker) -> None:
+    for bucket_bytes in [*WIRE_VALUES, -64, 63, 65, 2**28 + 64, 64.0, "64"]:
+        refused(worker, sealed(rows_of(worker)) | {"bucket_bytes": bucket_bytes})
 
 
-@pytest.mark.parametrize("transport", ["", "pickle", "x" * 100_000, None, 5, ["zmq"], {"zmq": 1}])
-def test_a_transport_that_is_none_is_refused(worker: Worker, transport: Any) -> None:
-    refused(worker, sealed(rows_of(worker)), transport=transport)
+def test_an_unknown_transport_is_refused(worker: Worker) -> None:
+    for transport in [*WIRE_VALUES, "pickle", "x" * 100_000, ["zmq"], {"zmq": 1}]:
+        refused(worker, sealed(rows_of(worker)), transport=transport)
 
 
-def mangled(value: Any, rng: random.Random) -> Any:
-    """A copy of a plain value with one place in it replaced, dropped, doubled or wrapped."""
-    junk = rng.choice([None, True, -1, 2**63, 1e308, "", "x" * 300, b"\xff", [], {}, [[]], {"a": []}, float("nan")])
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        key = rng.choice(sorted(value))
-        change = rng.random()
-        if change < 0.1:
-            return {name: item for name, item in value.items() if name != key}
-        if change < 0.2:
-            return value | {"extra": junk}
-        return value | {key: mangled(value[key], rng)}
-    if isinstance(value, list) and value and rng.random() < 0.85:
-        at = rng.randrange(len(value))
-        change = rng.random()
-        if change < 0.1:
-            return value[:at] + value[at + 1 :]
-        if change < 0.2:
-            return [*value, value[at]]
-        return [*value[:at], mangled(value[at], rng), *value[at + 1 :]]
-    return junk
-
-
-def test_three_thousand_mangled_manifests_are_refused_and_take_no_memory(worker: Worker) -> None:
+def test_mangled_manifests_are_refused_and_take_no_memory(worker: Worker) -> None:
     rng = random.Random(5)
     good = begin(sealed(rows_of(worker)))
     before = rss_bytes()
@@ -160,7 +138,7 @@ def test_three_thousand_mangled_manifests_are_refused_and_take_no_memory(worker:
         if not isinstance(message, dict):
             continue
         reply = worker.control(**{str(key): value for key, value in message.items() if key not in ("v", "op", "id")})
-        if reply["op"] == "ok":  # nothing was changed after all
+        if reply["op"] == "ok":  # the change changed nothing
             assert message == good, (number, message)
         else:
             assert reply["code"] != "internal", (number, message, reply)
@@ -176,8 +154,8 @@ def test_junk_on_the_data_port_takes_no_memory(worker: Worker) -> None:
     assert rss_bytes() - before < 64 << 20
 
 
-def test_random_messages_on_the_data_socket_are_counted_and_nothing_else(worker: Worker) -> None:
-    """Also while an update is being received, with its own token: only a whole right bucket is written."""
+def test_random_messages_on_the_data_socket_write_nothing(worker: Worker) -> None:
+    """Also while an update is being received, with its own token: only a whole, right bucket is written."""
     rng = random.Random(7)
     manifest = pack(3, [(row[0], row[1], row[2]) for row in rows_of(worker)], 128)
     context = zmq.Context()
@@ -218,7 +196,7 @@ def hostile_bucket(token: bytes, rng: random.Random) -> list[bytes]:
 
 
 def write_update(worker: Worker, folder: Path, edit: Any) -> dict[str, Any]:
-    """A folder of one safetensors file whose header `edit` has spoiled, and the `begin` that names it."""
+    """Write a folder of one safetensors file whose header `edit` spoils; returns the `begin` that names it."""
     folder.mkdir()
     tensors = new_tensors(worker.model, 2)
     header: dict[str, Any] = {}
@@ -272,7 +250,7 @@ def test_a_folder_whose_header_lies_is_refused(worker: Worker, name: str, tmp_pa
     assert reply["code"] != "internal" and len(reply["message"]) < 4000
 
 
-def test_the_spoiled_folders_are_right_but_for_what_was_spoiled(tmp_path: Path) -> None:
+def test_a_folder_with_its_header_unspoiled_is_accepted(tmp_path: Path) -> None:
     with Worker() as worker:
         reply = worker.control(**write_update(worker, tmp_path / "update", lambda header: None))
         assert worker.control(action="commit", token=reply["token"], options={})["op"] == "ok"
@@ -290,8 +268,8 @@ def test_a_folder_that_holds_no_update_is_refused(worker: Worker, folder: str) -
     assert reply["op"] == "error" and reply["code"] != "internal", reply
 
 
-def test_a_manifest_that_was_read_is_one_that_can_be() -> None:
-    """What `from_wire` lets pass is sound in itself, however it was made."""
+def test_a_manifest_that_passes_is_consistent() -> None:
+    """`from_wire` lets only manifests pass whose tensors neither overlap nor repeat a name."""
     rng = random.Random(11)
     good = pack(1, [("a", "float32", [3, 2]), ("b", "bfloat16", [5]), ("c", "float16", [])], 64).to_wire()
     passed = 0

@@ -11,7 +11,7 @@ import pytest
 from rollout.config import Settings
 from rollout.settings_sources import SettingsError, load_settings, setting_keys
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 

@@ -1,4 +1,7 @@
-"""Hostile messages at a real worker: a good client's streams stay right to the last token, and memory stays flat."""
+"""Hostile messages at a whole worker: the streams of a good client stay right, and memory stays flat.
+
+The full count is 12,000 messages, in nightly runs; a default run sends a tenth.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,19 @@ from collections import Counter
 from collections.abc import Iterator
 
 import msgpack
+import pytest
 import zmq
 from worker_harness import check
 
-from tests.hostile import rss_bytes, throw_junk
-from tests.service.hostile_messages import Hostile, hostile_messages
+from tests.robustness.corpus import Hostile, hostile_messages, throw_junk
+from tests.robustness.limits import rss_bytes
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 
-MESSAGES = 12_000
-WARM_UP = 2_000
+MESSAGES = [1_200, pytest.param(12_000, marks=pytest.mark.nightly)]
 BURST = 250
 PROMPT = "17:"
-COMPLETIONS, TOKENS = 2, 15_000  # more than are generated meanwhile, so that the streams last to the end
+COMPLETIONS, TOKENS = 2, 15_000  # more than are generated during the attack
 
 
 class Attacker:
@@ -39,7 +42,7 @@ class Attacker:
         self.expected[message.id] += 1
 
     def read_all(self) -> None:
-        """Until every message has its answer."""
+        """Read until every message has its answer."""
         while self.answers.total() < self.expected.total():
             assert self.socket.poll(60_000), "no answer comes any more"
             frames = self.socket.recv_multipart()
@@ -57,26 +60,28 @@ def attack(attackers: list[Attacker], messages: Iterator[Hostile]) -> None:
             attacker.read_all()
 
 
+@pytest.mark.parametrize("messages", MESSAGES)
 def test_hostile_messages_leave_a_good_stream_without_a_wrong_token(
-    worker: WorkerProcess, client: RolloutClient
+    messages: int, worker: WorkerProcess, client: RolloutClient
 ) -> None:
+    warm_up = messages // 6
     context = zmq.Context()
     attackers = [Attacker(context, worker.endpoint) for _ in range(3)]
-    attack(attackers, hostile_messages(WARM_UP, seed=21))
+    attack(attackers, hostile_messages(warm_up, seed=21))
     before = rss_bytes(worker.pid)
     with client.generate(PROMPT, n=COMPLETIONS, max_tokens=TOKENS, stream="tokens", stream_every=16) as stream:
         next(stream)
-        attack(attackers, hostile_messages(MESSAGES - WARM_UP, seed=22))
+        attack(attackers, hostile_messages(messages - warm_up, seed=22))
         taken = rss_bytes(worker.pid) - before
         stream.cancel()
         result = stream.wait()
     for completion in result.completions:
-        assert len(completion) > 500, "the stream stood still"
+        assert len(completion) > messages // 24, "the stream stood still"
         check(PROMPT, completion, {0: 1})
     for attacker in attackers:
         assert attacker.answers == attacker.expected, "each message has one answer, with the id that it had"
         assert not attacker.codes["internal"], attacker.codes
-        assert attacker.codes["bad_message"] > 100 and attacker.codes["bad_request"] > 100, attacker.codes
+        assert min(attacker.codes["bad_message"], attacker.codes["bad_request"]) > messages // 120, attacker.codes
         attacker.socket.close()
     context.term()
     assert taken < 48 << 20, f"{taken >> 20} MiB more"

@@ -16,8 +16,8 @@ from rollout.config import ModelSettings
 from rollout.models import CheckpointError, load_model
 from rollout.models.peft_tensors import CONFIG, WEIGHTS, load_peft_folder
 from rollout.models.spec import ModelSpec
-from tests.hostile import little_memory_and_time
 from tests.peft_adapters import make_adapter
+from tests.robustness.limits import little_memory_and_time
 from tests.unit.models.families import make_checkpoint
 
 CPU = torch.device("cpu")

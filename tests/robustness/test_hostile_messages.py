@@ -1,4 +1,7 @@
-"""100,000 messages that no client should send: each is answered once, and a good client's stream never notices."""
+"""Hostile messages at a server: each has one answer, and the stream of a good client stays right.
+
+The full count is 100,000 messages, in nightly runs; a default run sends a tenth.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ import zmq
 from service_harness import Bench, Client, done, serving
 
 from rollout.engine.messages import Delta, Done, Finish, Pause, Request, Resume, Shutdown, Submit
-from tests.hostile import little_memory_and_time, rss_bytes, throw_junk
-from tests.service.hostile_messages import MAKERS, UNREADABLE, Hostile, hostile_messages
+from tests.robustness.corpus import MAKERS, UNREADABLE, Hostile, hostile_messages, throw_junk
+from tests.robustness.limits import little_memory_and_time, rss_bytes
 from trainer_bridge.wire.codec import DEFAULT_LIMITS, WireError, WireLimits, decode, encode, header_id
 
-MESSAGES = 100_000
-WARM_UP = 20_000
-IN_FLIGHT = 1000  # messages that are not answered yet
+MESSAGES = [10_000, pytest.param(100_000, marks=pytest.mark.nightly)]
+WARM_UP = 0.2  # of the messages
+IN_FLIGHT = 1000  # unanswered messages
 BURST_S = 30.0
 PIECE = 8  # tokens of one delta of the good stream
 LIMITS: dict[str, Any] = {
@@ -39,7 +42,7 @@ LIMITS: dict[str, Any] = {
 
 
 class Engine:
-    """In the engine's place: the good request's stream goes on for ever, everything else ends at once."""
+    """Stands in for the engine: the good request streams until `finish`, every other request ends immediately."""
 
     def __init__(self, bench: Bench, good: str) -> None:
         self._bench, self._good = bench, good
@@ -85,7 +88,7 @@ class Engine:
 
 
 def stream_tokens(start: int, count: int) -> np.ndarray:
-    """What the good stream must be."""
+    """The tokens of the good stream."""
     return (np.arange(start, start + count, dtype=np.int32) * 7919) % 301
 
 
@@ -144,7 +147,7 @@ class GoodStream:
 
 
 def attack(attackers: list[Attacker], good: GoodStream, messages: Iterator[Hostile]) -> int:
-    """Send them all in bursts, in turn from each attacker, while the good stream is read; the most memory taken."""
+    """Send all messages in bursts, from each attacker in turn, and read the good stream; returns the peak of memory."""
     most = rss_bytes()
     while burst := list(itertools.islice(messages, IN_FLIGHT)):
         for number, message in enumerate(burst):
@@ -162,22 +165,24 @@ def settle(attackers: list[Attacker], good: GoodStream) -> None:
     for socket in (good.client.socket, *(attacker.client.socket for attacker in attackers if attacker.waiting)):
         poller.register(socket, zmq.POLLIN)
     assert poller.poll(20_000), "no answer comes any more"
-    time.sleep(0.005)  # leaves the interpreter to the service: one thread at a time is faster than two in turns
+    time.sleep(0.005)  # let the service have the interpreter: two threads in turns are slower
     for attacker in attackers:
         attacker.read()
     good.read()
 
 
-def test_a_hundred_thousand_hostile_messages_disturb_nobody(codec) -> None:
+@pytest.mark.parametrize("messages", MESSAGES)
+def test_each_hostile_message_has_one_answer_and_disturbs_nobody(messages: int, codec) -> None:
+    warm_up = int(messages * WARM_UP)
     with serving(codec, **LIMITS) as bench:
         engine = Engine(bench, "good")
         good = GoodStream(bench.client())
         fields: dict[str, Any] = {"client": "good", "prompt": [1], "max_tokens": 900, "stream": "tokens"}
         good.client.send("generate", "good", **fields, stream_every=PIECE)
         attackers = [Attacker(bench.client()) for _ in range(4)]
-        attack(attackers, good, hostile_messages(WARM_UP, seed=1))
+        attack(attackers, good, hostile_messages(warm_up, seed=1))
         before, tokens_before = rss_bytes(), good.tokens
-        most = attack(attackers, good, hostile_messages(MESSAGES - WARM_UP, seed=2))
+        most = attack(attackers, good, hostile_messages(messages - warm_up, seed=2))
         engine.finish()
         while not good.ended:
             assert good.client.socket.poll(20_000)
@@ -185,10 +190,12 @@ def test_a_hundred_thousand_hostile_messages_disturb_nobody(codec) -> None:
         assert good.tokens > tokens_before > 0, "the good stream stood still"
         for attacker in attackers:
             assert attacker.answers == attacker.expected, "each message has one answer, with the id that it had"
-            assert not attacker.codes["internal"], attacker.codes
-            for code in ("bad_message", "bad_request", "too_long", "not_found", "result"):
-                assert attacker.codes[code] > 10, (code, attacker.codes)
-        assert sum(attacker.answers.total() for attacker in attackers) == MESSAGES
+        assert sum(attacker.answers.total() for attacker in attackers) == messages
+        codes = sum((attacker.codes for attacker in attackers), Counter())
+        assert not codes["internal"], codes
+        assert all(codes[code] > 10 for code in ("bad_message", "bad_request", "too_long", "not_found", "result")), (
+            codes
+        )
         assert most - before < 48 << 20, f"{(most - before) >> 20} MiB more"
 
 
@@ -210,7 +217,7 @@ def test_the_messages_are_hostile_in_every_way_and_always_the_same() -> None:
             assert bad > 20 or maker.__name__ in ("too_large", "many_containers"), maker.__name__
 
 
-def test_the_codec_takes_no_memory_that_a_message_only_talks_of() -> None:
+def test_the_codec_allocates_nothing_for_a_length_that_is_only_claimed() -> None:
     kinds = "huge_lengths deep_nesting wrong_blobs cut_off changed_byte"
     messages = list(hostile_messages(3000, seed=6, kinds=kinds))
     with little_memory_and_time(64 << 20, soon_s=20.0):
@@ -229,8 +236,8 @@ def test_a_header_of_many_containers_is_cut_off() -> None:
     decode([msgpack.packb({"id": "x", "y": [[]] * 998})], limits)
 
 
-def test_what_can_be_sent_can_be_given_back(codec) -> None:
-    """Metadata at the limit of depth is echoed: no message is taken whose reply could not be made."""
+def test_metadata_that_is_accepted_can_be_returned(codec) -> None:
+    """Metadata at the limit of depth is echoed: a message whose reply could not be encoded is refused."""
     with serving(codec) as bench:
         client = bench.client()
         for depth in (1, 29, 30, 31, 32, 33):
@@ -246,7 +253,7 @@ def test_what_can_be_sent_can_be_given_back(codec) -> None:
             assert reply["op"] == "error" or reply["metadata"] == nested
 
 
-def test_names_in_a_message_do_not_blow_up_its_answer(codec) -> None:
+def test_long_names_in_a_message_do_not_make_its_answer_long(codec) -> None:
     with serving(codec) as bench:
         client = bench.client()
         for fields in ({"x" * 100_000: 1}, {"sampling": {"x" * 100_000: 1}}, {"stop": {"strings": [], "y" * 9999: 0}}):
@@ -279,8 +286,8 @@ def test_junk_on_the_port_disturbs_nobody_and_takes_no_memory(codec) -> None:
         assert good.receive()["op"] == "result"
 
 
-def test_a_connection_that_sends_a_message_without_end_leaves_the_others_alone(codec) -> None:
-    """A message counts when its last frame is here: until then nobody waits for it."""
+def test_an_endless_message_does_not_block_other_connections(codec) -> None:
+    """The server reads a message when its last frame has arrived; until then it serves other connections."""
     with serving(codec) as bench:
         endless, good = bench.client(), bench.client()
         for _ in range(5000):
@@ -344,7 +351,7 @@ def test_control_messages_that_wait_have_a_bound(codec) -> None:
 
 
 class SilentReceiver:
-    """A weight receiver that answers when it is told to."""
+    """A weight receiver that answers when the test says so."""
 
     endpoint = "tcp://127.0.0.1:1"
 
@@ -370,7 +377,7 @@ def test_weight_messages_that_wait_have_a_bound(codec) -> None:
         assert Counter(client.receive()["op"] for _ in range(64)) == {"ok": 64}
         receiver.at_once = True
         reply = client.ask("weights", "again", action="status")
-        assert (reply["op"], reply["id"]) == ("ok", "again"), "those that were answered count no more"
+        assert (reply["op"], reply["id"]) == ("ok", "again"), "an answered message no longer counts"
 
 
 def test_a_cancel_that_is_repeated_reaches_the_engine_once(codec) -> None:
@@ -386,8 +393,8 @@ def test_a_cancel_that_is_repeated_reaches_the_engine_once(codec) -> None:
         assert client.receive()["op"] == "result"
 
 
-def test_a_right_message_is_still_right() -> None:
-    """The generator's idea of a right message is the worker's: else its hostile ones would prove little."""
+def test_an_unspoiled_message_is_valid() -> None:
+    """The messages that the corpus spoils are valid before it spoils them."""
     message = {"id": "x", "v": 1, "op": "generate", "prompt": [3, 4, 14], "max_tokens": 4, "stop": {"ignore_eos": True}}
     with serving() as bench:
         client = bench.client()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "pydantic", "wandb", "triton", "safetensors", "prometheus_client", "huggingface_hub")
 
 

@@ -18,17 +18,14 @@ from safetensors.torch import load_file, save_file
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, LoadedModel, load_model
 from rollout.service.text.codec import TextCodec, load_text_codec
-from tests.hostile import little_memory_and_time
+from tests.robustness.corpus import json_values
+from tests.robustness.limits import little_memory_and_time
 from tests.tokenizer_folder import make_tokenizer_folder
 from tests.unit.models.families import FAMILIES, make_checkpoint
 
 CPU = torch.device("cpu")
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-
-ABSURD: list[Any] = [
-    *(10**9, 2**31, 2**63, 10**400, 0, -1, -(2**63), True, False, 1.5, 1e308, "7", "9" * 100, ""),
-    *([], [1], [10**9], {}, {"a": 1}, None, [[[]]], ["x"] * 3000, "nan", "inf"),
-]
+ABSURD = json_values()
 
 
 @pytest.fixture(scope="module")

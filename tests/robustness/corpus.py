@@ -1,13 +1,24 @@
-"""Messages that no client should send, endless and reproducible: each with the id that its one answer must have.
+"""The corpus of hostile input: one list of values, and what is made of it for each entrance.
 
-A message is made so that it is known whether its id can be read: `id` stands first in the header, or nowhere. What
-`hostile_messages` yields may still be valid, if absurd; it never pauses or ends a worker.
+| entrance | made by |
+|---|---|
+| a message to the service: frames and headers | `hostile_messages`, endless and reproducible |
+| a manifest of a weight update, a field of it | `wire_values`, `mangled` |
+| a JSON file of a model or adapter folder | `json_values` |
+| a TCP port | `junk_for_a_port`, `throw_junk` |
+
+Each message comes with the id of its one answer: `id` is the first key of the header, or the header has none. A message
+may be valid, if absurd; none pauses or ends a worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
+import os
 import random
+import socket
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +29,7 @@ import numpy as np
 
 from trainer_bridge.wire.codec import encode
 
-UNREADABLE = ""  # the id of an answer to a message without one
+UNREADABLE = ""  # the id of the answer to a message without one
 _DIGITS = [3 + digit for digit in range(10)]  # tokens of the counting checkpoints
 
 
@@ -39,6 +50,38 @@ def hostile_messages(count: int, seed: int, kinds: str | None = None) -> Iterato
         yield rng.choices(makers, weights)[0](rng, f"h{seed}-{number}")
 
 
+#: No prompt, size, count, name, digest, version or list of a right message, manifest or config.
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 10**9, 2**31, 2**50, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 10**400),
+    *(1.0, 1.5, -0.0, 1e308, float("nan"), float("inf")),
+    *("", "x", "7", "generate", "nan", "\0", "\n", "é\U0001f600", "../../etc/passwd", "9" * 100, "x" * 600),
+    *(b"", b"6", b"\xff\xfe", b"x" * 300),
+    *([], [1], [10**9], [2**40], ["1"], [[]], [[[]]], [0] * 50, ["x"] * 3000),
+    *({}, {"a": 1}, {"1": 1}, {"-1": 1}, {"blob": 0}, {"blob": 0, "dtype": "<i4", "shape": [1], "x": 1}),
+]
+
+
+def wire_values() -> list[Any]:
+    """The values that msgpack can hold."""
+    return [value for value in VALUES if _can(msgpack.packb, value)]
+
+
+def json_values() -> list[Any]:
+    """The values that JSON can hold, by the standard."""
+    return [value for value in VALUES if _can(lambda value: json.dumps(value, allow_nan=False), value)]
+
+
+def _can(write: Callable[[Any], object], value: Any) -> bool:
+    try:
+        write(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+PLAIN = wire_values()
+
+
 def junk(rng: random.Random, depth: int = 2) -> Any:
     """Any value that msgpack can hold."""
     kind = rng.randrange(13 if depth else 11)
@@ -49,12 +92,28 @@ def junk(rng: random.Random, depth: int = 2) -> Any:
     return copy.copy(rng.choice(PLAIN))  # makers write into what they get
 
 
-PLAIN: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2**31, 2**63 - 1, 2**64 - 1, -(2**63), 1e308, -0.0, float("nan"), float("inf")),
-    *("", "x", "generate", "\0", "é\U0001f600", "x" * 300, b"", b"\xff\xfe", b"x" * 300, [], {}, [[]], [0] * 50),
-    *({"blob": 0}, {"blob": 0, "dtype": "<i4", "shape": [1], "x": 1}, [2**40], ["1"], {"1": 1}, {"-1": 1}),
-]
-#: Without `min_version`: a version that never comes is waited for.
+def mangled(value: Any, rng: random.Random) -> Any:
+    """A copy of a message or manifest with one place in it replaced, dropped, doubled or extended."""
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(sorted(value))
+        change = rng.random()
+        if change < 0.1:
+            return {name: item for name, item in value.items() if name != key}
+        if change < 0.2:
+            return value | {"extra": junk(rng)}
+        return value | {key: mangled(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.85:
+        at = rng.randrange(len(value))
+        change = rng.random()
+        if change < 0.1:
+            return value[:at] + value[at + 1 :]
+        if change < 0.2:
+            return [*value, value[at]]
+        return [*value[:at], mangled(value[at], rng), *value[at + 1 :]]
+    return junk(rng)
+
+
+#: Without `min_version`: a request waits for a version that never comes.
 NAMES = [
     *("v", "op", "id", "client", "prompt", "messages", "tools", "chat_template_kwargs", "n", "max_tokens", "sampling"),
     *("stop", "stream", "stream_every", "return_text", "continue_from", "priority", "deadline_s", "metadata", "target"),
@@ -318,3 +377,55 @@ MAKERS: list[Callable[[random.Random, str], Hostile]] = [
     *(absurd_but_valid, too_large),
 ]
 WEIGHTS = {"many_containers": 0.02, "too_large": 0.002, "wrong_types": 3.0, "deep_nesting": 0.5}
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)  # ZMTP 3.0
+READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+
+
+def junk_for_a_port() -> list[bytes]:
+    """Bytes for a ZeroMQ port: other protocols, half handshakes, frames with a wrong length."""
+    huge = [struct.pack(">BQ", flags, size) for flags in (2, 3, 6) for size in (2**31, 2**40, 2**62, 2**63, 2**64 - 1)]
+    return [
+        b"",
+        b"\0",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        os.urandom(1) * 4096,
+        b"\xff" * 10_000,
+        bytes(10_000),
+        GREETING[:11],
+        GREETING[:40],
+        GREETING,
+        GREETING.replace(b"NULL", b"EVIL"),
+        GREETING.replace(b"NULL\0", b"CURVE"),
+        GREETING + b"\x04\xff" + b"\x05READY" + b"\xff" * 249,
+        GREETING + b"\x04\x0e\x05READY\xff" + b"x" * 7,
+        GREETING + READY,
+        GREETING + READY + b"\x00\x05ab",
+        *(GREETING + frame for frame in huge),
+        *(GREETING + READY + frame + b"x" * 1000 for frame in huge),
+        *(GREETING + READY + b"\x01\x00" * 1000 + frame for frame in huge[:3]),
+    ]
+
+
+def throw_junk(endpoint: str, read_timeout_s: float = 0.02) -> int:
+    """Write each piece of junk to a TCP endpoint on its own connection; returns the number of connections."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    pieces = junk_for_a_port()
+    kept = []
+    for number, piece in enumerate(pieces):
+        connection = socket.create_connection((host, int(port)), timeout=5)
+        connection.settimeout(read_timeout_s)
+        with contextlib.suppress(OSError):
+            connection.sendall(piece)
+            connection.recv(4096)
+        if number % 2:
+            kept.append(connection)  # some stay open and send nothing more
+        else:
+            connection.close()
+    for connection in kept:
+        connection.close()
+    return len(pieces)
