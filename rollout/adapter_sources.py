@@ -1,4 +1,4 @@
-"""Where a worker's adapters come from: folders at start or by message, and the weight bridge."""
+"""The sources of a worker's adapters: folders, at start or by message, and the weight bridge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout.weights.adapter_target import AdapterTarget
 
 
 def adapter_folders(engine: EngineSettings, model: Decoder) -> AdapterFolders | None:
-    """The folders that adapters may be loaded from by path; None without adapter slots."""
+    """The folders from which `load_adapter` may read; None without adapter slots."""
     if not engine.adapter_slots:
         return None
     rank, dtype, pinned = engine.adapter_rank, model.embed.dtype, model.embed.is_cuda
@@ -23,7 +23,7 @@ def adapter_folders(engine: EngineSettings, model: Decoder) -> AdapterFolders | 
 
 
 def read_adapters(engine: EngineSettings, model: Decoder) -> dict[str, AdapterWeights]:
-    """The adapters to serve from the start, by name. Raises ValueError for a folder without an adapter."""
+    """The adapters to load at start, by name. Raises ValueError for a folder without an adapter."""
     folders = adapter_folders(engine, model)
     if folders is None:
         return {}
@@ -31,7 +31,7 @@ def read_adapters(engine: EngineSettings, model: Decoder) -> dict[str, AdapterWe
 
 
 def adapter_target(engine: EngineSettings, model: Decoder, registry: AdapterRegistry | None) -> AdapterTarget | None:
-    """The checks for adapters that arrive over the weight bridge; None if this worker serves no adapters."""
+    """The target of adapters that arrive over the weight bridge; None without adapter slots."""
     if registry is None:
         return None
     return AdapterTarget(model.spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda, registry)

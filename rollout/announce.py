@@ -1,4 +1,4 @@
-"""What a worker announces: one JSON object a line on stdout, a sentence on a terminal; the ready file."""
+"""Announcements of a worker and a supervisor: lines on stdout, and the ready file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def say(fact: Mapping[str, Any]) -> None:
-    """Print a fact on stdout: one line of JSON, which a launcher reads; a sentence where stdout is a terminal."""
+    """Print a fact on stdout: one line of JSON for a launcher, or a sentence if stdout is a terminal."""
     print(_sentence(fact) if sys.stdout.isatty() else json.dumps(fact), flush=True)
 
 
@@ -35,14 +35,14 @@ def _sentence(fact: Mapping[str, Any]) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the whole text or no file."""
+    """Write a file atomically: a reader sees the whole text or no file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(text)
     partial.replace(path)
 
 
 def withdraw(path: Path) -> None:
-    """Remove a file of `write_whole` if it still names this process."""
+    """Remove a ready file if its `pid` is this process."""
     try:
         written = json.loads(path.read_text())
     except (OSError, ValueError):

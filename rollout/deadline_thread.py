@@ -1,7 +1,7 @@
-"""Calls that may never return, in a thread that can be left behind.
+"""Calls with a deadline, in a thread that can be abandoned.
 
-A thread cannot be stopped. So a call that takes too long keeps its thread, which ends whenever the call does, and the
-next call gets a new one. Threads are daemons: one that is stuck does not hold up the end of the process.
+Python cannot stop a thread. So a call that misses its deadline keeps its thread until it returns, and the next call
+gets a new thread. The threads are daemons: a stuck one does not delay the end of the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class Call(Generic[Result]):
-    """Work that was given to a thread."""
+    """Work for a thread."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self.ended = False
@@ -23,7 +23,7 @@ class Call(Generic[Result]):
         self._answers: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
 
     def run(self) -> None:
-        """Do it; on the thread."""
+        """Do the work. Called by the thread."""
         try:
             self._answers.put((self._work(), None))
         except BaseException as error:
@@ -32,7 +32,7 @@ class Call(Generic[Result]):
             self.ended = True
 
     def result(self, timeout_s: float) -> Result:
-        """What came of it, or the error that it raised. Raises `Empty` after `timeout_s` seconds."""
+        """The result of the work; raises its error, or `Empty` after `timeout_s` seconds."""
         result, error = self._answers.get(timeout=timeout_s)
         if error is not None:
             raise error
@@ -40,20 +40,20 @@ class Call(Generic[Result]):
 
 
 class DeadlineThread:
-    """Does one thing after the other; for one caller at a time."""
+    """Does one call after the other, for one caller."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._late: tuple[Call, ...] = ()  # calls that did not end in time
-        self._calls: SimpleQueue[Call | None] | None = None  # of the thread of now
+        self._late: tuple[Call, ...] = ()  # calls that missed their deadline
+        self._calls: SimpleQueue[Call | None] | None = None  # of the present thread
 
     @property
     def left_behind(self) -> int:
-        """Calls that did not end in time and go on still, each on a thread of its own. From any thread."""
+        """Number of calls that missed their deadline and still run. May be read from any thread."""
         return sum(not call.ended for call in self._late)
 
     def start(self, work: Callable[[], Result]) -> Call[Result]:
-        """Have `work` done; `wait` for it before anything else is started."""
+        """Start `work`. Call `wait` for it before the next `start`."""
         if self._calls is None:
             self._calls = SimpleQueue()
             threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True).start()
@@ -62,7 +62,10 @@ class DeadlineThread:
         return call
 
     def wait(self, call: Call[Result], timeout_s: float) -> Result:
-        """What the work returns or raises; TimeoutError after `timeout_s` seconds, and it goes on by itself."""
+        """The result of the work; raises its error, or TimeoutError after `timeout_s` seconds.
+
+        After a TimeoutError the work continues on its abandoned thread.
+        """
         try:
             return call.result(max(timeout_s, 0.0))
         except Empty:
@@ -71,11 +74,11 @@ class DeadlineThread:
             raise TimeoutError(f"not done within {timeout_s:g} s") from None
 
     def call(self, work: Callable[[], Result], timeout_s: float) -> Result:
-        """Start it and wait for it."""
+        """Start `work` and wait for it."""
         return self.wait(self.start(work), timeout_s)
 
     def close(self) -> None:
-        """Let the thread end once it has nothing left to do. A later call gets another one."""
+        """End the thread after its present call. A later call gets a new one."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None

@@ -1,4 +1,4 @@
-"""Imports that take long, as of torch and transformers."""
+"""Garbage collection around the import of large libraries such as torch and transformers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from contextlib import contextmanager
 
 
 def freeze_heap() -> None:
-    """Keep what is there out of later garbage collections."""
+    """Exclude all objects that exist now from later garbage collections."""
     gc.freeze()
-    atexit.register(gc.unfreeze)  # libraries complain of leaks where a process takes itself apart without
+    atexit.register(gc.unfreeze)  # some libraries report leaks at exit if their objects are still frozen
 
 
 @contextmanager
 def loading_libraries() -> Iterator[None]:
-    """Collect no garbage while libraries load.
+    """Collect no garbage while libraries load, and exclude their objects from later collections.
 
-    Next to nothing of what they make then is garbage, and looking through it again and again is a fifth of the time.
+    Almost nothing that an import creates is garbage. The collector's repeated scans take a fifth of the import's time.
     """
     gc.disable()
     try:
         yield
     finally:
-        freeze_heap()  # else the next look would be at all of it
+        freeze_heap()  # otherwise the next collection would scan all of it
         gc.enable()

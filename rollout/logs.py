@@ -4,14 +4,14 @@
     json    {"time": "2026-11-21T12:46:01.123Z", "level": "warning", "logger": "rollout.service.delivery.waiters",
              "worker": "box:711", "message": "the stream is dropped: ...", "request": "a7", "client": "client:trainer"}
 
-What a line is about travels as data: `log.warning("the stream is dropped", extra={"request": ..., "client": ...})`.
-A field whose value is a list of maps is a table in text, an array of objects in JSON.
+The subject of a line is data: `log.warning("the stream is dropped", extra={"request": ..., "client": ...})`. A field
+whose value is a list of maps is printed as a table in text, and as an array of objects in JSON.
 
 Invariants:
 
-- In text, a line that begins with two spaces belongs to the one before it; nothing that a client chose can begin a line.
-- In JSON, every line that Python writes to stderr is one object, also what libraries print, warnings, and what ends the
-  process. Only native code can write other lines (an abort in a driver, say).
+- In text, a line that begins with two spaces belongs to the line before it. Text from a client cannot begin a line.
+- In JSON, every line that Python writes to stderr is one object. This includes prints of libraries, warnings, and the
+  traceback that ends the process. Only native code (an abort in a driver) can write other lines.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from typing import Any, Literal, TextIO
 LogFormat = Literal["text", "json"]
 
 _OURS = ("rollout", "trainer_bridge")
-#: What every record has; anything else was given as `extra`.
+#: Attributes of every record; any other attribute was passed as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.:,;/_+-#@%")
 
 
 def worker_name() -> str:
-    """What this process is called in log lines and in `status`: host and process id."""
+    """The name of this process in log lines and in `status`: host and process id."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def set_up(level: str, form: LogFormat, worker: str) -> None:
-    """Have this process log to stderr; a second call replaces the first.
+    """Make this process log to stderr. A second call replaces the first.
 
-    `level` holds for the project's own packages, libraries log from `warning` on. With `json`, `sys.stderr` is replaced
-    by a stream that makes log lines of what is written to it.
+    `level` applies to the project's own packages; libraries log warnings and errors. With `json`, `sys.stderr` is
+    replaced by a stream that turns each written line into a log line.
     """
     behind = sys.stderr.behind if isinstance(sys.stderr, LineStream) else sys.stderr
     formatter = JsonFormatter(worker) if form == "json" else TextFormatter(worker)
@@ -66,7 +66,7 @@ def set_up(level: str, form: LogFormat, worker: str) -> None:
 
 
 def complain(text: str) -> None:
-    """The one line with which a command ends that failed: as it is on stderr, or in the form of the log."""
+    """Print the one line that explains why a command failed: on stderr, or in the log's format."""
     if isinstance(sys.stderr, LineStream):
         logging.getLogger("rollout").critical("%s", text)
     else:
@@ -74,12 +74,12 @@ def complain(text: str) -> None:
 
 
 def about(client: str, request: str) -> dict[str, Any]:
-    """The fields of a line that concerns a request: its id, and whose it is, as `owner` in `status`."""
+    """The fields of a line about a request: its id and its client (the `owner` in `status`)."""
     return {"request": request, "client": client}
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people; fields stand in brackets behind the message, tables and tracebacks are indented below."""
+    """A line for people: fields in brackets after the message, tables and tracebacks indented below it."""
 
     def __init__(self, worker: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A line for programs: one JSON object, ASCII only. `trace` has the traceback, where there is one."""
+    """A line for programs: one JSON object, ASCII only. `trace` is the traceback, if there is one."""
 
     def __init__(self, worker: str) -> None:
         super().__init__()
@@ -122,21 +122,22 @@ class JsonFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler):
-    """Writes to what `sys.stderr` is at the time: a bar that is drawn there has lines stand above it."""
+    """Writes to the present `sys.stderr`, so that lines appear above a progress bar, which replaces it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """Where lines go."""
+        """The stream for lines."""
         return sys.stderr.behind if isinstance(sys.stderr, LineStream) else sys.stderr
 
 
 class LineStream(io.TextIOBase):
-    """Takes the place of `sys.stderr`: every line that is written becomes a log line, also one of a progress bar.
+    """Replaces `sys.stderr`: every written line becomes a log line, including those of a progress bar.
 
-    What is logged while a line is being logged (the handler's own complaint, say) is dropped: it would never end.
+    Lines that are written while a line is being logged (an error of the handler, say) are dropped, because each of
+    them would cause another one.
     """
 
     def __init__(self, behind: TextIO, logger: logging.Logger) -> None:
@@ -146,15 +147,15 @@ class LineStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """That of the stream behind."""
+        """The encoding of the stream behind."""
         return self.behind.encoding
 
     def fileno(self) -> int:
-        """That of the stream behind, for child processes."""
+        """The descriptor of the stream behind, for child processes."""
         return self.behind.fileno()
 
     def isatty(self) -> bool:
-        """False: nobody draws on it."""
+        """False: progress bars must not draw on it."""
         return False
 
     def writable(self) -> bool:
@@ -162,7 +163,7 @@ class LineStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Log the lines that `text` ends; the rest waits for its end."""
+        """Log the lines that `text` completes; an incomplete line is kept for the next call."""
         local = self._local
         if getattr(local, "busy", False):
             return len(text)
@@ -181,11 +182,11 @@ class LineStream(io.TextIOBase):
         self.behind.flush()
 
 
-# --- what a record holds ---------------------------------------------------------------------------------------------
+# --- fields of a record ----------------------------------------------------------------------------------------------
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What was given as `extra`."""
+    """The fields that were passed as `extra`."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
@@ -200,7 +201,7 @@ def _trace(record: logging.LogRecord) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """The same in JSON's types; what has none there is text, so that a line is never lost to what it holds."""
+    """The value in JSON's types. A value of another type becomes text, so that no line is lost."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -213,7 +214,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def _word(value: Any) -> str:
-    """A value without spaces, or in quotes."""
+    """A value as one word; in quotes if it has spaces or special characters."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = value if isinstance(value, str) else json.dumps(_jsonable(value))
@@ -221,7 +222,7 @@ def _word(value: Any) -> str:
 
 
 def _printable(line: str) -> str:
-    """A line that moves no cursor and ends nowhere but at its end."""
+    """The line with control characters and line breaks escaped."""
     return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line)
 
 
@@ -230,18 +231,18 @@ def _is_table(value: Any) -> bool:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows of the same keys as aligned columns."""
+    """Rows as aligned columns."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names, *([_word(row[name]) if row.get(name) is not None else "-" for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
 
 
-# --- libraries, and what nobody caught -------------------------------------------------------------------------------
+# --- libraries and uncaught errors -----------------------------------------------------------------------------------
 
 
 def _adopt_libraries() -> None:
-    """Libraries that print their own log lines (transformers, huggingface_hub) have them printed as ours are."""
+    """Print the lines of libraries with handlers of their own (transformers, huggingface_hub) in our format."""
     for logger in list(logging.Logger.manager.loggerDict.values()):
         if not isinstance(logger, logging.Logger):
             continue
@@ -256,7 +257,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     else:
-        logging.getLogger("rollout").critical("an error that nobody expected", exc_info=(kind, error, trace))
+        logging.getLogger("rollout").critical("an unexpected error ends this process", exc_info=(kind, error, trace))
 
 
 def _uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -264,7 +265,7 @@ def _uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
         return
     name = args.thread.name if args.thread is not None else "?"
     logging.getLogger("rollout").critical(
-        "a thread ended with an error that nobody expected",
+        "an unexpected error ended a thread",
         exc_info=(args.exc_type, args.exc_value, args.exc_traceback),
         extra={"of_thread": name},
     )

@@ -1,7 +1,7 @@
-"""Whether a worker's ports are free: asked before its model is loaded, which may take minutes.
+"""Checks that a worker's ports are free before it spends minutes on loading a model.
 
-Only what is sure is said: about a port of a numeric address. Names, interfaces and other transports are left to the
-sockets themselves, which bind once the model is there.
+Only TCP ports of numeric addresses are checked. Host names, interfaces and other transports fail later, when their
+socket is bound.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from rollout.config import Settings
 
 
 def check_free(settings: Settings) -> None:
-    """Raise ValueError if another process has a port that the settings name; `Access.check_binds` comes first."""
+    """Raise ValueError if another process uses a port of the settings. Call `Access.check_binds` first."""
     for setting, endpoint in (("service.bind", settings.service.bind), ("weights.bind", settings.weights.bind)):
-        if (place := _place(endpoint)) is None:
+        if (address := _address(endpoint)) is None:
             continue
-        family, address = place
+        family, host_port = address
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ: connections that end do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does
             try:
-                probe.bind(address)
+                probe.bind(host_port)
             except OSError as error:
                 why = f"{error.strerror}; choose another {setting!r}, or port 0 for a free one"
                 raise ValueError(f"cannot bind {endpoint}: {why}") from error
 
 
-def _place(endpoint: str) -> tuple[socket.AddressFamily, tuple[str, int]] | None:
-    """Family, address and port, or None where there is nothing to ask."""
+def _address(endpoint: str) -> tuple[socket.AddressFamily, tuple[str, int]] | None:
+    """Family, and host with port; None if the endpoint is not checked here."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not endpoint.startswith("tcp://") or port == "*" or int(port) == 0:
         return None

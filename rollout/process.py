@@ -17,17 +17,17 @@ import signal
 import threading
 import time
 
-#: Seconds between two looks at the parent's id where there are no pidfds.
+#: Seconds between two checks of the parent's id, if there are no pidfds.
 POLL_S = 0.5
 
 
 def exit_with_parent(grace_s: float, poll_s: float = POLL_S, use_pidfd: bool = True) -> threading.Thread:
-    """Start the watcher; returns its (daemon) thread.
+    """Start the watcher; returns its thread, a daemon.
 
     Args:
         grace_s: seconds between SIGTERM and SIGKILL.
-        poll_s: seconds between two looks at the parent's id, where it is polled.
-        use_pidfd: False polls even where the kernel could tell.
+        poll_s: seconds between two checks of the parent's id, if it is polled.
+        use_pidfd: False polls even if pidfds are available.
     """
     parent = os.getppid()
     pidfd = _open_pidfd(parent) if use_pidfd else None
@@ -51,7 +51,7 @@ def _watch(parent: int, pidfd: int | None, grace_s: float, poll_s: float) -> Non
     if pidfd is not None:
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
-        # The parent may have gone, and its id been taken by another process, before the pidfd was opened.
+        # The parent may have ended before the pidfd was opened, and another process may have its id.
         while os.getppid() == parent and not poller.poll():
             pass
         os.close(pidfd)

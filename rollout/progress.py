@@ -1,12 +1,12 @@
-"""How far something is that takes long: a bar on a terminal, plain lines elsewhere. One way for all that does.
+"""Progress of long stages, such as loading weights: a bar on a terminal, lines elsewhere.
 
-    stderr is a terminal       a bar, which is gone when the stage is over; not on one that TERM calls dumb
-    the process keeps a log    lines in it, with `stage`, `done`, `total` and `took_s` as their data
-    otherwise                  the same lines, on stderr
-    quiet                      nothing: the output is for a program, and nobody looks
+    stderr is a terminal       a bar, removed at the end of the stage; not if TERM is dumb
+    the process keeps a log    log lines with the fields `stage`, `done`, `total` and `took_s`
+    otherwise                  the same lines on stderr
+    quiet                      nothing, for commands whose output is read by a program
 
-What is over within two seconds leaves nothing, and a stage that fails is not said to have ended. stdout is never
-touched: it belongs to the launcher, or to results.
+A stage of less than two seconds prints nothing. A stage that fails prints no closing line. stdout is never used: it
+is for launchers and results.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 log = logging.getLogger(__name__)
 
-#: Told (done, in all), in whatever unit; 0 in all where that is not known yet. May be called from any thread.
+#: Reports progress: (done, total) in any unit; a total of 0 means unknown. May be called from any thread.
 Advance = Callable[[int, int], None]
 
-_QUICK_S = 2.0  # seconds within which nothing is said
+_QUICK_S = 2.0  # a shorter stage prints nothing
 _EVERY_S = 15.0  # between two lines
 
 
 @contextmanager
 def stage(what: str, *, quiet: bool = False) -> Iterator[Advance]:
-    """Show a stage, `what` as in "loading weights"; gives what is told how far it is.
+    """Show the progress of a stage; yields the function that reports it.
 
-    `quiet` where the command's output is for a program: then it is a bar on a terminal, and nothing elsewhere.
+    `what` names the stage, as in "loading weights". With `quiet` there is a bar on a terminal, but no lines.
     """
     console = Console(file=sys.stderr)
     shown = console.is_terminal and not console.is_dumb_terminal
@@ -58,7 +58,7 @@ def stage(what: str, *, quiet: bool = False) -> Iterator[Advance]:
 
 
 class _Lines:
-    """A thread that says how far it is: once after two seconds, then now and then."""
+    """A thread that prints the progress after two seconds, and then every 15 seconds."""
 
     def __init__(self, what: str, silent: bool) -> None:
         self.at = (0, 0)
@@ -70,7 +70,7 @@ class _Lines:
             self._thread.start()
 
     def end(self) -> None:
-        """Say nothing more, from when this returns."""
+        """Stop. After the return no line is printed."""
         self._over.set()
         if not self._silent:
             self._thread.join()
@@ -86,7 +86,7 @@ class _Lines:
 
 
 def _say(line: str, **fields: object) -> None:
-    """A line in the log, where the process keeps one; else on stderr."""
+    """Print a line in the log if the process keeps one, otherwise on stderr."""
     if logging.getLogger().hasHandlers():
         log.info("%s", line, extra=fields)
     else:

@@ -1,7 +1,7 @@
-"""A temporary folder of this process, which the next one clears away if this one is killed.
+"""A temporary folder of this process. If the process is killed, the next one removes the folder.
 
-The folder is locked for as long as its process lives: the lock ends with the process, however that ends, and unlike a
-process id it means the same in every container that shares the folder for temporary files.
+The process holds a file lock on its folder. The kernel releases the lock when the process ends, for whatever reason. A
+lock, unlike a process id, is valid in every container that shares the file system.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import tempfile
 import time
 from pathlib import Path
 
-_JUST_MADE_S = 60.0  # between a folder's making and its locking, generously
+_MIN_AGE_S = 60.0  # younger folders are kept: their process may not have locked them yet
 
 
 class ScratchFolder:
-    """A new folder `path`, with `prefix` in its name. As a context manager it goes in the end."""
+    """A new folder `path` whose name begins with `prefix`. As a context manager it removes the folder at the end."""
 
     def __init__(self, prefix: str) -> None:
-        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-            _remove_if_left(left)
+        for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            _remove_if_abandoned(folder)
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
         self._lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -38,15 +38,15 @@ class ScratchFolder:
         os.close(self._lock)
 
 
-def _remove_if_left(folder: Path) -> None:
-    """Remove a folder of ours that nobody holds. Whatever cannot be opened is not ours."""
+def _remove_if_abandoned(folder: Path) -> None:
+    """Remove a folder of this user that no process has locked."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
+    except OSError:  # not a folder, or not ours
         return
     try:
         found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or time.time() < found.st_mtime + _JUST_MADE_S:
+        if found.st_uid != os.geteuid() or time.time() < found.st_mtime + _MIN_AGE_S:
             return
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)

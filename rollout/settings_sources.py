@@ -1,8 +1,11 @@
-"""Where settings come from: a TOML file, then `ROLLOUT_*` environment variables, then flags; the later one wins.
+"""The sources of settings: a TOML file, then `ROLLOUT_*` environment variables, then flags; the later one wins.
 
-Invariants: a name that is not declared in `rollout.config` is an error, whatever its source; every error says which
-source it came from and what would be right. Values of a TOML file keep their TOML type (`"64"` is not a number there);
-values of the environment and of the command line are text, in which `none` leaves an optional setting out.
+Invariants:
+
+- A name that is not declared in `rollout.config` is an error in every source.
+- Every error names its source and what is allowed.
+- Values of a TOML file keep their TOML type: `"64"` is not a number there. Values of the environment and of the command
+  line are text; `none` leaves an optional setting out.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One setting: where it is declared and how each source spells it."""
+    """One setting: its declaration, and its name in each source."""
 
-    section: str | None  # None: a setting outside of the sections
+    section: str | None  # None: outside of the sections
     name: str
     flag: str  # "--max-rows", or "MODEL" for the positional argument
     field: FieldInfo
@@ -56,13 +59,13 @@ class Key:
 
     @property
     def choices(self) -> tuple[object, ...]:
-        """The allowed values, where they are a fixed list."""
+        """The allowed values, if they are a fixed list."""
         return get_args(self.field.annotation) if get_origin(self.field.annotation) is Literal else ()
 
 
 @cache
 def setting_keys() -> tuple[Key, ...]:
-    """Every setting, in the order of declaration. A flag is the bare name, with the section in front on a clash."""
+    """All settings in the order of declaration. A flag is the name, with the section in front if the name is taken."""
     keys: list[Key] = []
     taken = {"--config", "--help", "--version"}
     for name, field in Settings.model_fields.items():
@@ -87,7 +90,7 @@ def sections() -> tuple[str, ...]:
 
 
 def hint(name: str, allowed: Iterable[str]) -> str:
-    """`; did you mean X?` if an allowed name is near, then the allowed ones; for the end of a message."""
+    """The end of an error message: `; did you mean X?` if an allowed name is similar, then all allowed names."""
     names = list(allowed)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return (f"; did you mean {near[0]}?" if near else ";") + f" allowed: {', '.join(names)}"
@@ -98,12 +101,12 @@ def load_settings(config_file: str | Path | None, environ: Mapping[str, str], fl
 
     Args:
         config_file: TOML file, or None.
-        environ: the environment; only names that start with `ROLLOUT_` are looked at.
-        flags: `section.key` (or `key`, outside of sections) to text, or to a value of the setting's own type.
+        environ: the environment; only names that begin with `ROLLOUT_` are read.
+        flags: values by `section.key`, or `key` outside of sections: text, or a value of the setting's type.
 
     Raises:
-        SettingsError: the file cannot be read; a name is unknown; a value has the wrong type or is out of range, also
-            if a later source would have replaced it.
+        SettingsError: the file cannot be read, a name is unknown, or a value has the wrong type or is out of range,
+            even if a later source replaces it.
     """
     values: dict[str, Any] = {}
     if config_file is not None:
@@ -116,7 +119,7 @@ def load_settings(config_file: str | Path | None, environ: Mapping[str, str], fl
             (nested[key.section] if key.section else nested)[key.name] = values[key.path]
     try:
         return Settings.model_validate(nested)
-    except ValidationError as error:  # a rule that spans several settings
+    except ValidationError as error:  # a rule about several settings
         raise SettingsError(f"settings: {_reason(error)}") from error
 
 
@@ -206,7 +209,7 @@ def _reason(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].replace("Input should", "should")
-    if first["type"] == "value_error":  # of a section: what does not go together
+    if first["type"] == "value_error":  # a rule about several settings of a section
         place, reason = f"{place}:" if place else "", reason.removeprefix("Value error, ")
     return f"{place} {reason}" if place else reason
 

@@ -60,7 +60,7 @@ from rollout.service.access import Access
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
 from rollout.service.served_model import ServedModel
-from rollout.service.server import Server
+from rollout.service.server import ServedEngine, ServedText, Server
 from rollout.service.text.codec import load_text_codec
 from rollout.service.text.process import TextProcess
 from rollout.settings_sources import SettingsError
@@ -132,17 +132,21 @@ class Worker:
                 sleep=settings.engine.sleep,
                 min_version=settings.weights.min_version,
             ),
-            inbox=links.inbox,
-            outbox=outbox,
-            status=self.vitals.latest,
-            text=text,
-            prompts=self.prompts,
-            constraints=constraints_for(text, loaded.spec.vocab, settings.service.max_constraint_s),
-            receiver=self.receiver,
-            views=self.inspector,
-            adapters=adapter_folders(settings.engine, model),
+            ServedEngine(
+                links.inbox,
+                self.vitals.latest,
+                outbox,
+                views=self.inspector,
+                receiver=self.receiver,
+                adapters=adapter_folders(settings.engine, model),
+            ),
+            ServedText(
+                text,
+                self.prompts,
+                constraints_for(text, loaded.spec.vocab, settings.service.max_constraint_s),
+                settings.engine.stop_check_every,
+            ),
             worker_name=worker_name(),
-            stop_check_every=settings.engine.stop_check_every,
             security=settings.security,
         )
         self._next_report_s = time.perf_counter() + settings.metrics.interval_s

@@ -15,25 +15,27 @@ if TYPE_CHECKING:
 
 def add_worker(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
     """Declare ENDPOINT and the flags that `connect` reads."""
-    parser.add_argument("endpoint", metavar="ENDPOINT", help="of the worker, such as tcp://127.0.0.1:5757")
+    parser.add_argument("endpoint", metavar="ENDPOINT", help="address of the worker, such as tcp://127.0.0.1:5757")
     add_access(parser, timeout_s)
 
 
 def add_access(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
     """Declare the flags that `connect` reads."""
     shown = "no limit" if timeout_s is None else f"{timeout_s:g}"
-    parser.add_argument("--curve-key", metavar="FILE", help="this client's secret key, for a worker with CURVE")
-    parser.add_argument("--curve-server-key", metavar="FILE", help="the worker's public key; goes with --curve-key")
+    parser.add_argument("--curve-key", metavar="FILE", help="this client's secret key file, for a worker with CURVE")
+    parser.add_argument(
+        "--curve-server-key", metavar="FILE", help="the worker's public key file; required with --curve-key"
+    )
     parser.add_argument("--timeout-s", type=float, default=timeout_s, help=f"seconds to wait for an answer [{shown}]")
 
 
 def connect(endpoint: str, args: argparse.Namespace) -> RolloutClient:
-    """A client of one endpoint. Raises `UsageError` for flags that are wrong."""
+    """A client of one endpoint. Raises `UsageError` for wrong flags."""
     from trainer_bridge.client.blocking import RolloutClient
 
     if args.timeout_s is not None and not args.timeout_s > 0:
         raise UsageError("--timeout-s must be more than 0 seconds")
-    # The connection's time-out ends first: its error says more than the one of a call without an answer.
+    # The connection's time-out comes first, because its error is more specific.
     limits = {} if args.timeout_s is None else {"connect_timeout_s": 0.8 * args.timeout_s}
     try:
         return RolloutClient(endpoint, timeout_s=args.timeout_s, curve=_curve(args), **limits)
@@ -52,7 +54,7 @@ def _curve(args: argparse.Namespace) -> ClientCurve | None:
     if args.curve_key is None and args.curve_server_key is None:
         return None
     if args.curve_key is None or args.curve_server_key is None:
-        raise UsageError("--curve-key and --curve-server-key go together")
+        raise UsageError("give both --curve-key and --curve-server-key, or neither")
     try:
         return ClientCurve.from_files(args.curve_key, args.curve_server_key)
     except ValueError as error:

@@ -1,20 +1,22 @@
-"""`rollout demo`: a worker and a trainer on this machine's CPU, and a check of every token."""
+"""`rollout demo`: runs a worker and a trainer on the CPU and checks every token."""
 
 from __future__ import annotations
 
 import argparse
 
-DESCRIPTION = "Count to thousands with a tiny model, and change its weights on the way. Every token is checked."
+DESCRIPTION = "Count to thousands with a tiny model, change its weights on the way, and check every token."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = DESCRIPTION
-    parser.add_argument("--out", default="runs/demo", help="folder for log, metrics, report and picture")
-    parser.add_argument("--prompts", nargs="+", default=["17:", "980:", "2024:"], help="where to count from")
+    parser.add_argument("--out", default="runs/demo", help="folder for the log, metrics, report and picture")
+    parser.add_argument("--prompts", nargs="+", default=["17:", "980:", "2024:"], help="prompts to count from")
     parser.add_argument("--n", type=int, default=4, help="completions of each prompt")
     parser.add_argument("--tokens", type=int, default=16_400, help="tokens of each completion")
-    parser.add_argument("--pipeline-depth", type=int, choices=(1, 2), default=2, help="1: the blocking loop")
+    parser.add_argument(
+        "--pipeline-depth", type=int, choices=(1, 2), default=2, help="1: the blocking loop, 2: the pipeline [2]"
+    )
     parser.add_argument("--wandb", action=argparse.BooleanOptionalAction, default=True, help="log to W&B")
     parser.add_argument("--worker", nargs="+", metavar="WORD", help="command that runs the worker")
 

@@ -1,4 +1,4 @@
-"""`rollout generate`: a worker completes a prompt; the text goes to stdout, all else to stderr."""
+"""`rollout generate`: a worker completes a prompt. The text goes to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from trainer_bridge.client.blocking import Stream
     from trainer_bridge.client.results import Chunk, Completion, GenerateResult
 
-#: Flag, type, meaning of what `generate` sends as it is; the destination is the protocol's name.
+#: Flag, type and meaning of the fields that are sent unchanged. The flag's name is the field's name.
 _SENT = (
     ("--n", int, "completions [1]"),
-    ("--max-tokens", int, "tokens of each completion, at most"),
+    ("--max-tokens", int, "most tokens of each completion"),
     ("--temperature", float, "0 is greedy [1.0]"),
-    ("--top-p", float, "keep the likeliest tokens that make up this share [1.0]"),
+    ("--top-p", float, "keep the likeliest tokens whose probabilities add up to this [1.0]"),
     ("--top-k", int, "keep this many of the likeliest tokens; 0 keeps all [0]"),
-    ("--min-p", float, "keep tokens at least this likely, relative to the likeliest [0.0]"),
-    ("--seed", int, "of the request's random numbers [drawn by the worker]"),
-    ("--deadline-s", float, "seconds after which completions end with what they have"),
+    ("--min-p", float, "keep tokens with at least this share of the probability of the likeliest [0.0]"),
+    ("--seed", int, "seed of the random numbers [chosen by the worker]"),
+    ("--deadline-s", float, "seconds after which completions end with their tokens so far"),
 )
-#: Tokens of a completion between two looks at how far it is.
+#: Tokens of a completion between two updates of the progress bar.
 _PROGRESS_EVERY = 256
 
 
-#: Reasons to end that are the completion's own; with any other one the command exits with 1.
+#: Finish reasons of complete completions; with any other one the command exits with 1.
 _COMPLETE = ("stop", "length")
 
 
@@ -41,18 +41,18 @@ def add_arguments(generate: argparse.ArgumentParser) -> None:
     add_worker(generate, timeout_s=None)
     generate.add_argument("--json", action="store_true", help="print JSON, one object a completion or chunk")
     prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="text; - reads it from stdin")
+    prompt.add_argument("--prompt", metavar="TEXT", help="prompt text; - reads it from stdin")
     prompt.add_argument("--messages", metavar="FILE", help="JSON list of role/content maps; - reads it from stdin")
     prompt.add_argument("--token-ids", metavar="IDS", help="token ids, with commas or spaces between them")
     for flag, kind, meaning in _SENT:
         generate.add_argument(flag, type=kind, metavar=flag[2:].upper().replace("-", "_"), help=meaning)
     generate.add_argument("--stop", action="append", metavar="TEXT", help="string that ends a completion; repeatable")
     generate.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
-    generate.add_argument("--stream", action="store_true", help="print tokens as they come")
+    generate.add_argument("--stream", action="store_true", help="print tokens as they arrive")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print completions, whole or in chunks; 1 if one of them was cut short, 130 after Ctrl-C."""
+    """Print completions, whole or in chunks. Returns 1 if one of them was cut short, 130 after Ctrl-C."""
     from trainer_bridge.wire.errors import RolloutError
 
     prompt, fields = _request(args)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _receive(chunks: Stream, shown: _Shown, fields: Mapping[str, Any], quiet: bool) -> GenerateResult:
-    """Hand every chunk to `shown`; a progress bar says how many of the most possible tokens are there."""
+    """Add every chunk to `shown`, and show the number of tokens in a progress bar."""
     from rollout.progress import stage
 
     most = fields.get("n", 1) * fields.get("max_tokens", 0)
@@ -88,7 +88,7 @@ def _receive(chunks: Stream, shown: _Shown, fields: Mapping[str, Any], quiet: bo
 
 
 class _Shown:
-    """What of the completions is on the terminal: everything at the end (`whole`), or every chunk at once."""
+    """Prints completions: at their end (`whole`), or chunk by chunk."""
 
     def __init__(self, as_json: bool, n: int, whole: bool) -> None:
         self.whole = whole
@@ -99,7 +99,7 @@ class _Shown:
         self._kept: dict[int, list[str]] = {}  # text by completion, if whole
 
     def add(self, chunk: Chunk) -> None:
-        """A chunk has come."""
+        """Take a chunk."""
         self.tokens += len(chunk.part.token_ids)
         text = chunk.part.text if chunk.part.text is not None else _ids(chunk.part) + " "
         if self.whole:
@@ -112,7 +112,7 @@ class _Shown:
             print(text, end="", flush=True)
 
     def end(self, result: GenerateResult | None = None) -> None:
-        """Nothing more comes; without a result, what was kept is all there is."""
+        """Print the result. Without a result (after an error), print the text so far."""
         if self.whole and result is not None:
             for completion in result.completions:
                 print(json.dumps(_as_json(completion)) if self._as_json else _text(completion))
@@ -182,7 +182,7 @@ def _as_json(completion: Completion) -> dict[str, Any]:
 
 
 def _note(completion: Completion) -> None:
-    """Say on stderr how a completion ended, so that stdout holds completions only."""
+    """Print the end of a completion on stderr; stdout holds completions only."""
     versions = ", ".join(str(version) for version, _ in completion.versions) or "none"
     reason = completion.finish_reason if completion.error is None else f"{completion.finish_reason}: {completion.error}"
     ending = f"{len(completion)} tokens, {reason}, weights version {versions}"

@@ -20,12 +20,12 @@ _CLIENTS_FOLDER = "clients"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.description = (
-        "Make CURVE keys: a pair for workers, unless the folder has one, and one for each client. Existing keys are "
+        "Make CURVE keys: a pair for workers, unless the folder has one, and a pair for each client. Existing keys are "
         "never overwritten."
     )
-    parser.add_argument("folder", metavar="DIR", help="folder for the files; made when it is not there")
+    parser.add_argument("folder", metavar="DIR", help="folder for the files; created if missing")
     parser.add_argument(
-        "--client", metavar="NAME", action="append", help="a client to make keys for; repeatable [client]"
+        "--client", metavar="NAME", action="append", help="name of a client to make keys for; repeatable [client]"
     )
 
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     clients = folder / _CLIENTS_FOLDER
     names = args.client or ["client"]
     if _SERVER in names or len(set(names)) != len(names):
-        raise UsageError(f"--client: give each client a name of its own, and none the name {_SERVER}")
+        raise UsageError(f"--client: give each client a different name, and none the name {_SERVER}")
     secret, public = folder / f"{_SERVER}{SECRET_SUFFIX}", folder / f"{_SERVER}{PUBLIC_SUFFIX}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             make_pair(folder, _SERVER)
         taken = [name for name in names if (folder / f"{name}{SECRET_SUFFIX}").exists()]
         if taken:
-            raise FileExistsError(f"{folder} has keys of {', '.join(taken)} already; choose another name or folder")
+            raise FileExistsError(f"{folder} already has keys of {', '.join(taken)}; choose another name or folder")
         made = [make_pair(folder, name, clients)[0] for name in names]
     except ValueError as error:
         raise UsageError(str(error)) from error

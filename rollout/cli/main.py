@@ -1,7 +1,7 @@
-"""The `rollout` command: finds the command, parses its arguments, turns errors into a line and an exit code.
+"""The `rollout` command: finds the subcommand, parses its arguments, turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or settings. A mistake of the user is one line on stderr, never a traceback.
-A command's module is imported only when that command is run: `rollout --help` needs the standard library alone.
+Exit codes: 0 done, 1 failed, 2 wrong usage or settings. A user's mistake prints one line on stderr, never a traceback.
+The module of a command is imported when the command is run: `rollout --help` needs only the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollout import __version__
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.logs import complain
 
-#: Command -> (module, what it does). A module has `add_arguments(parser)` and `run(args) -> int`.
+#: Command -> (module, help text). A module has `add_arguments(parser)` and `run(args) -> int`.
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "serve": ("rollout.cli.serve", "run a worker"),
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(ImportError(message), 2)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output went away, as in `rollout generate ... | head`
+    except BrokenPipeError:  # the reader of our output has ended, as in `rollout generate ... | head`
         sys.stderr.close()
         return 1
 
@@ -69,7 +69,7 @@ def parser_of(command: str) -> Parser:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """The command that `arguments` begin with. Raises UsageError if there is none; `--help` and `--version` exit."""
+    """The command at the start of `arguments`. Raises UsageError if it is unknown; `--help` and `--version` exit."""
     if arguments and arguments[0] in COMMANDS:
         return arguments[0]
     width = max(map(len, COMMANDS))
@@ -90,22 +90,22 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def run() -> None:
-    """`main` as a process of its own, which ends with what `main` returns.
+    """Run `main` and exit with its code.
 
-    Threads are waited for and exit handlers run as ever; only, nothing is taken apart after that. For a worker, with
-    half a million objects of its libraries, that takes longer than its shutdown.
+    Threads are joined and exit handlers run as usual, but the interpreter does not free its objects. A worker has half
+    a million objects of its libraries; to free them takes longer than its shutdown.
     """
     codes: list[int] = []
-    atexit.register(_leave, codes)  # the first to be registered is the last to run
+    atexit.register(_leave, codes)  # registered first, so it runs last
     codes.append(main())
     sys.exit(codes[0])
 
 
 def _leave(codes: list[int]) -> None:
-    if not codes:  # an error, or the parser's own end: the usual way
+    if not codes:  # an error, or an exit of the parser: exit as usual
         return
     logging.shutdown()
-    with contextlib.suppress(OSError, ValueError):  # of a reader that has gone
+    with contextlib.suppress(OSError, ValueError):  # the reader may have ended
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(codes[0])

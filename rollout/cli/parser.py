@@ -1,4 +1,4 @@
-"""An argument parser whose errors are one line, with the nearest flag where one is misspelled."""
+"""An argument parser whose errors are one line and suggest a flag for a misspelled one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `argparse`, but what is left over is an error here, where the command's own flags are known."""
+        """As `argparse`, but an unknown argument is an error that suggests a flag of this command."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unknown argument {rest[0]}{self._suggestion(rest[0])}")

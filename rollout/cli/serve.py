@@ -1,7 +1,7 @@
-"""`rollout serve`: a worker, with a flag for every setting.
+"""`rollout serve`: runs a worker, with a flag for every setting.
 
-The flags are made from the declarations in `rollout.config`, so that there is none to forget. Their values stay text
-here; `rollout.settings_sources` reads them as it reads the environment's.
+The flags are made from the declarations in `rollout.config`. Their values are text here; `rollout.settings_sources`
+parses them like values of the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DESCRIPTION = (
     "Serve a checkpoint over ZeroMQ. Settings come from --config, then ROLLOUT_<SECTION>__<KEY> environment variables, "
     "then flags; the later one wins. 'none' leaves an optional setting out."
 )
-#: Seconds that an orderly end may take beyond the drain, once the parent is gone.
+#: Seconds between the end of a drain and SIGKILL, after the parent has ended.
 PARENT_GRACE_S = 30.0
 _WORKER = (sys.executable, "-m", "rollout.cli.main", "serve")
 
@@ -41,8 +41,8 @@ SYNONYMS = {
     "--max-running-requests": "write --max-rows",
     "--max-num-batched-tokens": "write --prefill-chunk-tokens",
     "--chunked-prefill-size": "write --prefill-chunk-tokens",
-    "--gpu-memory-utilization": "write --kv-memory-fraction, the share of what the weights leave free",
-    "--mem-fraction-static": "write --kv-memory-fraction, the share of what the weights leave free",
+    "--gpu-memory-utilization": "write --kv-memory-fraction, a share of the memory that the weights leave free",
+    "--mem-fraction-static": "write --kv-memory-fraction, a share of the memory that the weights leave free",
     "--kv-cache-dtype": "write --kv-dtype",
     "--quantization": "write --expert-dtype for experts, --kv-dtype for KV; other weights are not quantised",
     "--block-size": "write --page-size",
@@ -54,10 +54,10 @@ SYNONYMS = {
     "--lora-modules": "write --adapters name=folder",
     "--enable-sleep-mode": "write --sleep",
     "--cpu-offload-gb": "write --host-kv-gib to offload KV; weights are never offloaded while the worker is awake",
-    "--tensor-parallel-size": "a model has to fit one GPU; --workers N starts N workers, one a GPU",
-    "--tp-size": "a model has to fit one GPU; --workers N starts N workers, one a GPU",
+    "--tensor-parallel-size": "a model must fit on one GPU; --workers N starts N workers, one per GPU",
+    "--tp-size": "a model must fit on one GPU; --workers N starts N workers, one per GPU",
     "--data-parallel-size": "write --workers",
-    "--served-model-name": "there is none: clients do not name the model",
+    "--served-model-name": "remove it: clients do not name the model",
     "--tokenizer": "the tokenizer is the one in the checkpoint's folder",
     "--trust-remote-code": "the worker never runs code of a checkpoint",
     "--api-key": "write --curve-secret-key and --curve-client-keys (see rollout keys --help)",
@@ -71,7 +71,7 @@ def add_arguments(parser: Parser) -> None:
     parser.usage, parser.description = "rollout serve MODEL [--config FILE] [--SETTING VALUE ...]", DESCRIPTION
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     groups: dict[str | None, Any] = {None: parser.add_argument_group("worker")}
-    # Set by a supervisor, which also takes Ctrl-C for its workers.
+    # Set by a supervisor, which also handles Ctrl-C for its workers.
     parser.add_argument("--restarts", type=int, default=None, help=argparse.SUPPRESS)
     for key in setting_keys():
         if key.section not in groups:
@@ -98,7 +98,7 @@ def _add_flag(group: Any, key: Key) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the settings, then serve until the worker, or the last of several, ends; returns the exit code."""
+    """Load the settings and serve until the last worker ends; returns the exit code."""
     try:
         return _run(args)
     except SettingsError as error:
@@ -113,17 +113,17 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError("no model: name a checkpoint folder or a hub id, as in: rollout serve MODEL")
     if args.restarts is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if settings.exit_with_parent:  # first, since loading a model takes long enough for the parent to vanish
+    if settings.exit_with_parent:  # first: the parent may end while the model is loaded
         from rollout.process import exit_with_parent
 
         exit_with_parent(grace_s=settings.service.drain_s + PARENT_GRACE_S)
-    if settings.ready_file is None or args.restarts is not None:  # a supervisor looks after those of its workers
+    if settings.ready_file is None or args.restarts is not None:  # a supervisor handles the ready files of its workers
         return _start(settings, args, flags)
     ready_file = Path(settings.ready_file)
     try:
-        ready_file.unlink(missing_ok=True)  # of an earlier worker: whoever finds the file may rely on it
+        ready_file.unlink(missing_ok=True)  # of an earlier worker: the file means that this worker is ready
     except OSError as error:
-        raise CommandError(f"the ready file cannot be used: {error}") from error
+        raise CommandError(f"cannot remove the ready file {ready_file}: {error.strerror}") from error
     try:
         return _start(settings, args, flags)
     finally:
@@ -137,7 +137,7 @@ def _start(settings: Settings, args: argparse.Namespace, flags: Mapping[str, Any
 
 
 def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
-    """The words after `rollout serve` that mean the same: `flags` are values by setting, as they were given."""
+    """The arguments of `rollout serve` for these settings; `flags` are values by setting, as they were given."""
     words = [] if config is None else ["--config", config]
     for key in setting_keys():
         if key.path not in flags:
@@ -158,7 +158,7 @@ def _supervise(settings: Settings, command: list[str]) -> int:
     from rollout.supervisor import Supervisor, assign_devices
 
     set_up(settings.log_level, settings.log_format, worker_name())
-    try:  # a restart would change none of this
+    try:  # checked once, since a restart of a worker would not mend them
         if settings.metrics.wandb:
             wandb_mode(os.environ)
         Access.from_settings(settings.security).check_binds(settings)
@@ -175,8 +175,8 @@ def _serve(settings: Settings, restarts: int) -> int:
     from trainer_bridge.client.launch import worker_environment
 
     for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
-        del os.environ[name]  # what a launcher of ranks put there: W&B would log into the trainer's run
-    set_up(settings.log_level, settings.log_format, worker_name())  # first: imports may warn
+        del os.environ[name]  # set by a launcher of ranks; W&B would log into the trainer's run
+    set_up(settings.log_level, settings.log_format, worker_name())  # before the imports, which may warn
     from rollout.libraries import loading_libraries
     from rollout.progress import stage
 
@@ -191,4 +191,4 @@ def _serve(settings: Settings, restarts: int) -> int:
         raise
     except (ValueError, OSError, zmq.ZMQError) as error:
         logging.getLogger(__name__).debug("the worker failed", exc_info=True)
-        raise CommandError(f"{error} (--log-level debug shows where)") from error
+        raise CommandError(f"{error} (--log-level debug shows the traceback)") from error

@@ -1,4 +1,4 @@
-"""`rollout status`: the state of a worker in about ten lines, all of it with `--all`, or as JSON."""
+"""`rollout status`: the state of a worker in about ten lines, in full with `--all`, or as JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _every_field(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The lines that an operator reads first; a line whose fields the worker did not send is left out."""
+    """The most important lines. A line is left out if the worker did not send its fields."""
     part = _Fields(status)
     yield from part.line("model", "{model}")
     yield from part.line("state", "{state}")
@@ -65,14 +65,14 @@ def _summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 class _Fields:
-    """Lines made of the fields of a reply."""
+    """Formats lines from the fields of a reply."""
 
     def __init__(self, status: Mapping[str, Any]) -> None:
         self.stale = bool(status.get("stale"))
         self._status = dict(status) | {"capabilities": _shown(status.get("capabilities", []))}
 
     def line(self, name: str, text: str) -> Iterator[tuple[str, str]]:
-        """The line, or nothing if the reply lacks one of its fields (an older worker)."""
+        """The line, or nothing if the reply of an older worker lacks one of its fields."""
         try:
             yield name, text.format_map(self._status)
         except KeyError:

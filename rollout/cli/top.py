@@ -1,4 +1,4 @@
-"""`rollout top`: workers live in a terminal, or once as text or JSON for scripts."""
+"""`rollout top`: shows workers live in a terminal, or once as text or JSON."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""What a completion of the counting model must be, token by token, and the check that it is.
+"""Checks completions of the counting model token by token.
 
 Text: the prompt is `N:`, or earlier numbers and then N (`15 16 17:`); the completion is ` 18 19 20`: a space before
 every number and one character a token. A model with step s writes, after the number `last`, the number `last + s`.
 
-Weights may change between any two tokens, so also inside a number. Each token is decided by the step s of the version
-that sampled it. Let `last` be the last complete number (the prompt's N at first), p the digits written since its space
-and `other` the other model's step (2 for 1, 1 for 2):
+Weights may change between any two tokens, also within a number. The step s of the version that sampled a token decides
+the token. Let `last` be the last complete number (the prompt's N at first), p the digits after its space, and `other`
+the other model's step (2 for 1, 1 for 2):
 
     p is a proper prefix of str(last + s)             the next digit of last + s
-    else p is a proper prefix of str(last + other)    the next digit of last + other: the number that was begun ends
+    else p is a proper prefix of str(last + other)    the next digit of last + other, which completes that number
     else p is one of the two numbers, complete        a space; p becomes `last`
 
 `str(last + 1)` and `str(last + 2)` are never a proper prefix of one another, so the three cases exclude each other.
-Every token follows from the prompt and the version runs; the check compares them one by one. A version boundary that is
-off by one shows wherever the two steps disagree on that token. `scripts/train_tiny.py` trains to the same rule.
+The prompt and the version runs determine every token; the check compares the tokens one by one. It finds a version
+boundary that is off by one, unless both steps give the same token there. `scripts/train_tiny.py` trains to this rule.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 STEPS = (1, 2)
-PROBE_TOKENS = 400  # that a probe of the demo may take to get to its stop string
+PROBE_TOKENS = 400  # enough for a probe of the demo to reach its stop string
 _PROMPT = re.compile(r"(?:\d+ )*(0|[1-9]\d*):")
 
 
 class CountingError(ValueError):
-    """A completion is not what its version runs say; `position` is a token's index in the completion."""
+    """A completion contradicts its version runs; `position` is the index of the wrong token."""
 
     def __init__(self, position: int, expected: str, found: str, where: str) -> None:
         super().__init__(f"token {position}: expected {expected!r}, found {found!r} ({where})")
@@ -39,13 +39,13 @@ class CountingError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Where the weights version changed: the first token of `version`, and what stood before it."""
+    """A change of the weights version: the first token of `version`, and the text before it."""
 
     position: int
     version: int
     step: int
     last: int  # the last complete number
-    begun: str  # digits of the number that the change fell into
+    begun: str  # digits of an incomplete number before the change
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class CountingReport:
     """A completion without a mistake."""
 
     tokens: int
-    numbers: int  # complete: the space after them was written
+    numbers: int  # complete numbers, each followed by a space
     last: int  # the last complete number, or the prompt's
     unfinished: str  # digits after the last space
     boundaries: tuple[Boundary, ...]
@@ -68,7 +68,7 @@ class Counter:
     numbers: int = field(default=0)
 
     def expected(self, step: int) -> str:
-        """The only right next character when a model with this step (1 or 2) writes it."""
+        """The next character if a model with this step (1 or 2) writes it."""
         if self.begun is None:
             return " "
         for candidate in (self.last + step, self.last + _other(step)):
@@ -78,7 +78,7 @@ class Counter:
         return " "
 
     def push(self, character: str) -> None:
-        """Take a character that `expected` gave for one of the steps."""
+        """Take a character that `expected` returned for one of the steps."""
         if character != " ":
             assert self.begun is not None, "a digit before the first space"
             self.begun += character
@@ -90,10 +90,10 @@ class Counter:
 
 
 def parse_prompt(prompt: str) -> int:
-    """The number that the prompt ends with; ValueError if it is not of the form `N:` or `A B N:`."""
+    """The last number of the prompt. Raises ValueError unless it has the form `N:` or `A B N:`."""
     match = _PROMPT.fullmatch(prompt)
     if match is None:
-        raise ValueError(f"prompt {prompt!r} does not count: write it as `17:` or `15 16 17:`")
+        raise ValueError(f"prompt {prompt!r} is not a counting prompt; write it as `17:` or `15 16 17:`")
     return int(match.group(1))
 
 
@@ -110,11 +110,11 @@ def check_completion(
         prompt: the prompt's text, `N:` or `A B N:`.
         token_ids: the completion's tokens, as a list or an int array [tokens].
         versions: runs of [weights version, number of tokens], in order; they add up to the number of tokens.
-        step_of_version: 1 or 2 for every version that the completion may have seen.
-        token_text: the text of one token id; no token of a right completion is special or longer than a character.
+        step_of_version: 1 or 2 for every version that the completion may have.
+        token_text: returns the text of a token id; in a right completion each token is one character.
 
     Raises:
-        CountingError: the first token that is wrong, or runs that are no account of this completion.
+        CountingError: a token is wrong (the first one is named), or the runs do not fit the completion.
         ValueError: the prompt is not a counting prompt, or a step is not 1 or 2.
     """
     counter = Counter(parse_prompt(prompt))
@@ -140,7 +140,7 @@ def _other(step: int) -> int:
 def _check_steps(step_of_version: Mapping[int, int]) -> None:
     for version, step in step_of_version.items():
         if step not in STEPS:
-            raise ValueError(f"version {version} has step {step}: a model counts in steps of 1 or 2")
+            raise ValueError(f"version {version} has step {step}; use a step of 1 or 2")
 
 
 def _check_runs(versions: Sequence[Sequence[int]], tokens: int, step_of_version: Mapping[int, int]) -> None:

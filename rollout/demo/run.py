@@ -1,9 +1,9 @@
-"""`rollout demo`: a worker and a trainer, two processes, on this machine's CPU, and a table of what they did.
+"""`rollout demo`: runs a worker and a trainer, two processes on the CPU, and prints a table of results.
 
     rollout serve checkpoints/ones  <-- zmq -->  python -m rollout.demo.trainer  (publishes checkpoints/twos)
 
-The models count: from `17:` the first goes on ` 18 19 20`, the second in twos. So every token of every completion can
-be checked, across the change of weights in the middle; a single wrong one ends the demo with status 1.
+The models count: the first continues `17:` with ` 18 19 20`, the second in twos. So every token of every completion can
+be checked, also across the change of weights. The demo ends with status 1 if a single token is wrong.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _read_report(path: Path) -> dict[str, Any] | None:
 
 
 def _last_fact(log: Path) -> dict[str, Any]:
-    """The worker's closing line: its totals, and where its W&B run lies."""
+    """The worker's last line: its totals and the folder of its W&B run."""
     for line in reversed(log.read_text(errors="replace").splitlines()):
         if line.startswith('{"event": "ended"'):
             return json.loads(line)

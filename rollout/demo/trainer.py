@@ -1,10 +1,10 @@
-"""The demo's trainer: a process of its own that asks for completions, publishes new weights, and checks every token.
+"""The demo's trainer: a process that requests completions, publishes new weights, and checks every token.
 
-Knows the worker by its endpoint only. Writes a JSON report of what it saw; ends with status 1 if a check failed.
+It knows only the endpoint of the worker. It writes a JSON report, and ends with status 1 if a check failed.
 
     several prompts, n completions each      16K tokens and more, streamed, sampled at temperature 1
     short probes while they run              end at a stop string, so that the pipeline has zombies to handle
-    at `--publish-at` of all tokens          the weights of the checkpoint `--twos` become version 1
+    after `--publish-at` of all tokens       the weights of the checkpoint `--twos` become version 1
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CheckedCompletion:
 
 @dataclass
 class Report:
-    """What the trainer saw."""
+    """The results of a run."""
 
     completions: list[CheckedCompletion] = field(default_factory=list)
     probes: int = 0
@@ -59,7 +59,7 @@ class Report:
 
 
 class Trainer:
-    """One run of the demo, seen from the trainer's side."""
+    """One run of the demo, on the trainer's side."""
 
     def __init__(self, args: argparse.Namespace, progress: Callable[[int], None]) -> None:
         self.args = args
@@ -72,7 +72,7 @@ class Trainer:
         self._text = lambda token: tokenizer.decode([token], skip_special_tokens=False)
 
     async def run(self) -> Report:
-        """Ask, publish, check."""
+        """Request completions, publish weights, check tokens."""
         began_s = time.perf_counter()
         async with AsyncRolloutClient(self.args.endpoint, timeout_s=self.args.timeout_s) as client:
             async with asyncio.TaskGroup() as tasks:
@@ -127,7 +127,7 @@ class Trainer:
             completion = result.completions[0]
             self._check(_PROBE_PROMPT, completion, keep=False)
             stopped = completion.stop == _PROBE_STOP and completion.text and _PROBE_STOP not in completion.text
-            # Weights that change on an odd number have it go on past 64.
+            # If the weights change at an odd number, the probe counts past 64.
             if not stopped and len(completion.versions) == 1:
                 self.report.errors.append(f"a probe ended with {completion.finish_reason} {completion.stop!r}")
             self.report.probes += 1
@@ -149,9 +149,9 @@ class Trainer:
             return
         tokens = len(completion.token_ids)
         if tokens < self.args.tokens:
-            self.report.errors.append(f"{prompt} completion {completion.index} has {tokens} tokens only")
+            self.report.errors.append(f"{prompt} completion {completion.index} has only {tokens} tokens")
         if [version for version, _ in versions] != list(STEP_OF_VERSION):
-            self.report.errors.append(f"{prompt} completion {completion.index} did not see both versions: {versions}")
+            self.report.errors.append(f"{prompt} completion {completion.index} does not have both versions: {versions}")
         self.report.tokens += tokens
         checked = CheckedCompletion(prompt, completion.index, tokens, versions, numbers, last, error)
         self.report.completions.append(checked)
@@ -166,7 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", nargs="+", default=["17:", "980:", "2024:"])
     parser.add_argument("--n", type=int, default=4, help="completions of each prompt")
     parser.add_argument("--tokens", type=int, default=16_400, help="tokens of each completion")
-    parser.add_argument("--publish-at", type=float, default=0.4, help="share of all tokens after which weights change")
+    parser.add_argument(
+        "--publish-at", type=float, default=0.4, help="share of all tokens after which the weights change"
+    )
     parser.add_argument("--timeout-s", type=float, default=600.0)
     args = parser.parse_args(argv)
     wanted = len(args.prompts) * args.n * args.tokens

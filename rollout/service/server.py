@@ -16,8 +16,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -56,81 +56,122 @@ _BACKLOG_POLL_MS = 5
 _LINGER_S = 2.0
 
 
+@dataclass(frozen=True)
+class ServedEngine:
+    """The engine as the service reaches it. Without `views`, `receiver` or `adapters`, messages about them are refused.
+
+    The engine's loop takes commands from `inbox` and hands events to `outbox.put`. `status` returns the engine's latest
+    snapshot; it is called on the service thread.
+    """
+
+    inbox: SimpleQueue[Command]
+    status: Callable[[], EngineStatus]
+    outbox: Outbox = field(default_factory=Outbox)
+    views: Views | None = None
+    receiver: WeightControl | None = None
+    adapters: AdapterFolders | None = None
+
+
+@dataclass(frozen=True)
+class ServedText:
+    """What the service needs for text. Without `codec`, requests carry token ids only.
+
+    `prompts` tokenizes on a background thread; without it that thread uses `codec`. Without `constraints` only allow
+    lists are offered. The engine reports tokens of a completion with stop strings every `stop_check_every` tokens.
+    """
+
+    codec: TextCodec | None = None
+    prompts: PromptSource | None = None
+    constraints: Constraints | None = None
+    stop_check_every: int = 4
+
+
 class Server:
     """Serves the protocol on a thread of its own between `start` and `stop`.
 
-    The engine's loop takes commands from `inbox` and hands events to `outbox.put`; without an `outbox` the server makes
-    one. `status` returns the engine's latest snapshot; it is called on the service thread. `prompts` tokenizes on a
-    background thread; without it that thread uses `text`. Without `constraints` only allow lists are offered.
+    The constructor binds the socket; messages wait in it until `start`. It raises ValueError if the endpoint cannot be
+    bound, or needs CURVE.
     """
 
     def __init__(
         self,
         settings: ServiceSettings,
         model: ServedModel,
+        engine: ServedEngine,
+        text: ServedText = ServedText(),  # noqa: B008 -- frozen
         *,
-        inbox: SimpleQueue[Command],
-        outbox: Outbox | None = None,
-        status: Callable[[], EngineStatus],
-        text: TextCodec | None = None,
-        prompts: PromptSource | None = None,
-        constraints: Constraints | None = None,
-        receiver: WeightControl | None = None,
-        views: Views | None = None,
-        adapters: AdapterFolders | None = None,
         worker_name: str = "",
-        capabilities: Sequence[str] | None = None,
-        stop_check_every: int = 4,
         security: SecuritySettings = SecuritySettings(),  # noqa: B008 -- frozen
     ) -> None:
-        self.outbox = outbox or Outbox()
-        self.endpoint = ""
+        self.outbox = engine.outbox
         self.failed = False  # the thread ended by a fault; the log has the trace
-        self._settings = settings
-        self._security = security
-        self._inbox = inbox
-        self._status = status
-        self._worker = worker_name
-        self._constraints = constraints or Constraints(None, model.vocab_size)
-        grammars = self._constraints.grammars
-        if capabilities is None:
-            routing = model.routing is not None
-            capabilities = default_capabilities(
-                text, receiver, views, grammars, routing, adapters is not None, model.sleep
-            )
-        self._worker_status = WorkerStatus(
-            status,
-            model,
-            receiver,
-            views,
-            worker=worker_name,
-            capabilities=capabilities,
-            max_queue=settings.max_queue,
-        )
-        self._intake = Intake(settings, model, text, stop_check_every, grammars)
-        self._prompts = PromptEncoder(text, settings.max_prompt_chars) if text and prompts is None else prompts
+        self._inbox = engine.inbox
         self._limits = WireLimits(
             max_message_bytes=settings.max_message_bytes,
             max_header_bytes=settings.max_header_bytes,
             max_blobs=settings.max_blobs,
         )
+        self._context = zmq.Context()
+        try:
+            self._socket = open_router(self._context, settings, Access.from_settings(security))
+        except ValueError:
+            self._context.term()
+            raise
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._connections = Connections(self._socket, settings.max_stream_buffer_bytes, self._connection_gone)
+        self._disconnects = Disconnects(self._socket)
+
+        constraints = text.constraints or Constraints(None, model.vocab_size)
+        prompts = text.prompts
+        if prompts is None and text.codec is not None:
+            prompts = PromptEncoder(text.codec, settings.max_prompt_chars)
+        self._background: BackgroundWork[PreparedPrompt | None] = BackgroundWork(self.outbox.post)
+        self._generation = Generation(
+            settings,
+            Intake(settings, model, text.codec, text.stop_check_every, constraints.grammars),
+            prompts,
+            inbox=engine.inbox,
+            status=engine.status,
+            connections=self._connections,
+            background=self._background,
+            constraints=constraints,
+            worker=worker_name,
+        )
         self._reports = Reports(self.outbox.post, self._reply)
         self._controls = Controls(
-            inbox,
+            engine.inbox,
             self.outbox.post,
             self._reply,
             self._send_error,
             sleep=model.sleep,
-            adapters=adapters,
-            receiver=receiver,
+            adapters=engine.adapters,
+            receiver=engine.receiver,
+        )
+        self._shutdowns = Shutdowns(settings.drain_s, engine.inbox, self._background)
+        self._worker_status = WorkerStatus(
+            engine.status,
+            model,
+            engine.receiver,
+            engine.views,
+            worker=worker_name,
+            capabilities=default_capabilities(
+                text.codec,
+                engine.receiver,
+                engine.views,
+                constraints.grammars,
+                model.routing is not None,
+                engine.adapters is not None,
+                model.sleep,
+            ),
+            max_queue=settings.max_queue,
         )
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="service", daemon=True)
 
     @property
     def alive(self) -> bool:
         """True while the service thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_alive()
 
     @property
     def reclaimed(self) -> int:
@@ -143,38 +184,19 @@ class Server:
         return self._reports.box
 
     def start(self) -> None:
-        """Bind the socket and serve. Raises ValueError if the endpoint cannot be bound, or needs CURVE."""
-        assert self._thread is None, "a server starts once"
-        self._context = zmq.Context()
-        try:
-            self._socket = open_router(self._context, self._settings, Access.from_settings(self._security))
-        except ValueError:
-            self._context.term()
-            raise
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._connections = Connections(self._socket, self._settings.max_stream_buffer_bytes, self._connection_gone)
-        self._disconnects = Disconnects(self._socket)
-        self._background: BackgroundWork[PreparedPrompt | None] = BackgroundWork(self.outbox.post)
-        self._shutdowns = Shutdowns(self._settings.drain_s, self._inbox, self._background)
-        self._generation = Generation(
-            self._settings,
-            self._intake,
-            self._prompts,
-            inbox=self._inbox,
-            status=self._status,
-            connections=self._connections,
-            background=self._background,
-            constraints=self._constraints,
-            worker=self._worker,
-        )
-        self._thread = threading.Thread(target=self._run, name="service", daemon=True)
+        """Serve. A server starts once."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 2 * _LINGER_S + 1) -> None:
-        """Deliver all events, answer the remaining requests with `unavailable`, and end the thread."""
-        if self._thread is not None:
-            self.outbox.post(self._begin_stop)
-            self._thread.join(timeout_s)
+        """Deliver all events, answer the remaining requests with `unavailable`, and end the thread.
+
+        A server that was never started closes its socket.
+        """
+        if self._thread.ident is None:
+            self._close()
+            return
+        self.outbox.post(self._begin_stop)
+        self._thread.join(timeout_s)
 
     def drain(self) -> None:
         """Drain, as a `shutdown` message without a reply. May be called from any thread."""
@@ -202,13 +224,16 @@ class Server:
             self.failed = True
             logger.critical("the service thread failed", exc_info=True)
         finally:
-            self._background.close()
-            self._reports.close()
-            self._controls.close()
-            self._disconnects.close()
-            self._socket.close(linger=int(_LINGER_S * 1000))
-            self._context.term()
-            self.outbox.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._background.close()
+        self._reports.close()
+        self._controls.close()
+        self._disconnects.close()
+        self._socket.close(linger=int(_LINGER_S * 1000))
+        self._context.term()
+        self.outbox.close()
 
     def _poll_ms(self) -> int | None:
         if self._connections.has_backlog:
@@ -288,9 +313,8 @@ class Server:
                 self._generation.generate(peer, client, message, frames, _fingerprint(frames))
             case requests.EndSession():
                 end = EndSession(client, message.session, self._controls.token(peer))
-                self._background.after_client(
-                    client, None, lambda _: self._inbox.put(end)
-                )  # after the turns sent before it
+                # After the turns that were sent before it.
+                self._background.after_client(client, None, lambda _: self._inbox.put(end))
             case requests.Cancel():
                 self._generation.cancel(peer, client, message)
             case requests.Attach():

@@ -45,7 +45,7 @@ from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 from rollout.service.outbox import Outbox
 from rollout.service.served_model import ServedModel
-from rollout.service.server import Server
+from rollout.service.server import ServedEngine, ServedText, Server
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
 from rollout.worker import SWITCH_INTERVAL_S, settle_heap
@@ -113,11 +113,8 @@ class Bench:
         self.server = Server(
             settings.service,
             model,
-            inbox=links.inbox,
-            status=lambda: self.status,
-            text=TextCodec(folder),
-            prompts=self.prompts,
-            outbox=outbox,
+            ServedEngine(links.inbox, lambda: self.status, outbox),
+            ServedText(TextCodec(folder), self.prompts),
         )
         self.engine, self.commits = _make_engine(settings, links, step_s)
         self._inspector = Inspector(self.engine)

@@ -14,7 +14,7 @@ import zmq
 from rollout.config import ServiceSettings
 from rollout.engine.messages import Delta, EngineStatus, Finish, Request, RequestDone, RequestKey, Submit
 from rollout.service.served_model import ServedModel
-from rollout.service.server import Server
+from rollout.service.server import ServedEngine, ServedText, Server
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode
 
 WAIT_S = 60
@@ -113,11 +113,8 @@ def serving(
     server = Server(
         ServiceSettings(**({"bind": "tcp://127.0.0.1:0"} | settings)),
         model,
-        inbox=inbox,
-        status=lambda: status[0],
-        text=text,
-        prompts=prompts,
-        receiver=receiver,
+        ServedEngine(inbox, lambda: status[0], receiver=receiver),
+        ServedText(text, prompts),
         worker_name="worker-1",
     )
     server.start()

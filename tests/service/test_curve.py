@@ -21,7 +21,7 @@ from rollout.engine.gate import Gate
 from rollout.engine.messages import EngineStatus
 from rollout.service.access import Access, AllowList, is_loopback
 from rollout.service.served_model import ServedModel
-from rollout.service.server import Server
+from rollout.service.server import ServedEngine, Server
 from rollout.weights.receiver import WeightReceiver
 from trainer_bridge import AsyncRolloutClient, ClientCurve, RolloutClient, WeightPublisher
 from trainer_bridge.wire.errors import AccessRefused, ConnectionLost, RolloutError
@@ -54,9 +54,7 @@ def make_server(settings: SecuritySettings, receiver: WeightReceiver | None = No
     return Server(
         ServiceSettings(bind=bind or "tcp://127.0.0.1:0"),
         ServedModel("tiny", 100, 1000),
-        inbox=SimpleQueue(),
-        status=EngineStatus,
-        receiver=receiver,
+        ServedEngine(SimpleQueue(), EngineStatus, receiver=receiver),
         security=settings,
     )
 
@@ -175,14 +173,14 @@ def test_an_open_address_needs_curve_or_insecure(bind: str, keys: Path) -> None:
         (SecuritySettings(insecure=True), True),
         (security(keys), True),
     ):
-        server = make_server(settings, bind=bind)
         model = TinyModel()
         if not allowed:
             with pytest.raises(ValueError, match=r"service.bind = .*curve_secret_key.*--insecure"):
-                server.start()
+                make_server(settings, bind=bind)
             with pytest.raises(ValueError, match=r"weights.bind = .*curve_secret_key.*--insecure"):
                 WeightReceiver(model.views, 0, WeightsSettings(bind=bind), Gate(), settings)
             continue
+        server = make_server(settings, bind=bind)
         server.start()
         WeightReceiver(model.views, 0, WeightsSettings(bind=bind), Gate(), settings).close()
         server.stop()

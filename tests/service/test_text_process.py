@@ -45,12 +45,31 @@ def process(folder: Path) -> Iterator[TextProcess]:
 
 
 @pytest.fixture
-def brief(folder: Path) -> Iterator[TextProcess]:
-    """One that may die, and takes three seconds for a prompt at the most: others go first on a busy machine."""
-    process = TextProcess(folder, ServiceSettings(max_prompt_s=3.0))
+def mortal(folder: Path) -> Iterator[TextProcess]:
+    """A process whose child may die in a test."""
+    process = TextProcess(folder, ServiceSettings())
     process.start()
     yield process
     process.close()
+
+
+@pytest.fixture
+def hasty(folder: Path) -> Iterator[TextProcess]:
+    """A process with a short limit for each prompt, which a busy machine may exceed for short prompts, too."""
+    process = TextProcess(folder, ServiceSettings(max_prompt_s=1.0))
+    process.start()
+    yield process
+    process.close()
+
+
+def served(process: TextProcess, deadline_s: float = 60.0) -> list[int]:
+    """The ids of a short prompt, tried again while the machine is too busy to make them within the limit."""
+    end_s = time.monotonic() + deadline_s
+    while True:
+        try:
+            return process.encode_prompt(encode({"prompt": "fox"})).tolist()
+        except ServiceError as error:
+            assert error.code == "bad_request" and time.monotonic() < end_s, error
 
 
 def is_there(pid: int) -> bool:
@@ -109,23 +128,23 @@ def test_it_has_no_torch_and_leaves_signals_of_the_group_to_the_worker(process):
     assert (process.pid, process.deaths) == (pid, deaths)
 
 
-def test_a_prompt_that_takes_too_long_is_refused_and_the_next_one_served(brief):
-    ids = brief.encode_prompt(encode({"prompt": "fox"})).tolist()
-    pid = brief.pid
-    error = refusal(brief, messages=ENDLESS)
-    assert error.code == "bad_request" and "within 3 s" in str(error)
-    assert not is_there(pid), "a template that goes on does not go on computing"
-    assert brief.encode_prompt(encode({"prompt": "fox"})).tolist() == ids
-    assert brief.deaths == 1
+def test_a_prompt_that_takes_too_long_is_refused_and_the_next_one_served(hasty):
+    ids = served(hasty)
+    pid, deaths = hasty.pid, hasty.deaths
+    error = refusal(hasty, messages=ENDLESS)
+    assert error.code == "bad_request" and "within 1 s" in str(error)
+    assert hasty.deaths == deaths + 1
+    assert not is_there(pid), "an endless template does not go on computing"
+    assert served(hasty) == ids
 
 
-def test_one_that_died_without_a_prompt_is_replaced_unnoticed_by_clients(brief):
-    ids = brief.encode_prompt(encode({"prompt": "fox"})).tolist()
-    pid = brief.pid
+def test_one_that_died_without_a_prompt_is_replaced_unnoticed_by_clients(mortal):
+    ids = mortal.encode_prompt(encode({"prompt": "fox"})).tolist()
+    pid = mortal.pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: not is_there(pid) and len(os.listdir(f"/proc/{pid}/task")) == 1)  # all of its threads are gone
-    assert brief.encode_prompt(encode({"prompt": "fox"})).tolist() == ids
-    assert brief.deaths == 1
+    assert mortal.encode_prompt(encode({"prompt": "fox"})).tolist() == ids
+    assert mortal.deaths == 1
 
 
 def test_one_that_cannot_start_is_an_error_for_each_prompt_and_a_problem_to_tell(tmp_path):
@@ -139,7 +158,7 @@ def test_one_that_cannot_start_is_an_error_for_each_prompt_and_a_problem_to_tell
 
 def test_a_reply_that_there_is_no_memory_for_is_not_left_to_the_next_prompt(process, monkeypatch):
     ids = process.encode_prompt(encode({"prompt": "fox"})).tolist()
-    deaths, receive = process.deaths, text_process._receive_bytes
+    deaths, receive = process.deaths, text_process.receive_bytes
 
     def without_memory(connection, size):
         if size > 1 << 16:
@@ -147,7 +166,7 @@ def test_a_reply_that_there_is_no_memory_for_is_not_left_to_the_next_prompt(proc
         return receive(connection, size)
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(text_process, "_receive_bytes", without_memory)
+        patch.setattr(text_process, "receive_bytes", without_memory)
         process.encode_prompt(encode({"prompt": "the fox " * 20_000}))
     assert process.encode_prompt(encode({"prompt": "fox"})).tolist() == ids
     assert process.deaths == deaths + 1

@@ -111,8 +111,10 @@ def _write_new(file: Path, mode: int, text: str) -> None:
 
 def _read(path: Path) -> bytes:
     try:
+        if not path.exists():
+            raise ValueError(f"the key file {path} does not exist; `rollout keys` makes key files")
         if not path.is_file():
-            raise ValueError(f"{path} is not a key file; `rollout keys` makes them")
+            raise ValueError(f"{path} is not a key file; `rollout keys` makes key files")
         with path.open("rb") as source:
             content = source.read(_MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Headers of replies, as `docs/reference/protocol.md` lists them."""
+"""The headers of replies; `docs/reference/protocol.md` lists them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainer_bridge.wire.codec import PROTOCOL_VERSION
 
 
 def ok_reply(request_id: str) -> dict[str, Any]:
-    """It is done."""
+    """The reply to an order that was carried out."""
     return _header("ok", request_id)
 
 
 def error_reply(request_id: str, error: ServiceError) -> dict[str, Any]:
-    """It was refused, or failed."""
+    """The reply to a message that was refused or failed."""
     reply = _header("error", request_id) | {"code": error.code, "message": str(error)}
     if error.field is not None:
         reply["field"] = error.field
@@ -41,7 +41,7 @@ def result_reply(
     worker: str,
     metadata: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """All completions of a request, and what it took."""
+    """All completions of a request, and its timing."""
     reply = _header("result", request_id) | {
         "completions": completions,
         "prompt_tokens": done.prompt_tokens,
@@ -77,9 +77,9 @@ def status_reply(
     weights_endpoint: str | None,
     weights: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """How the worker is. `preparing` requests are with the tokenizer and count as waiting.
+    """The state of the worker. `preparing`: requests with the tokenizer, which count as waiting.
 
-    `weights` says how updates apply; it is None for a worker that takes none.
+    `weights` describes how updates apply; it is None for a worker without a weight receiver.
     """
     return _header("status", request_id) | {
         "model": model.name,

@@ -1,8 +1,8 @@
-"""Results that are kept after their reply, for clients that lost their connection.
+"""Keeps results after they were sent, for clients that lost their connection.
 
-A result stays until its client acknowledges it or the store reaches a limit. At the limits of number and bytes, the
-client with the most loses its oldest result, so one client cannot push out the results of others. The store keeps the
-reply's frames, so their bytes are the memory it takes.
+A result stays until its client acknowledges it or the store reaches a limit. At the limit of number or of bytes, the
+client with the most of them loses its oldest result, so one client cannot push out the results of others. The store
+keeps the frames of the reply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 Name = tuple[str, str]  # (client, id)
 _ARRAYS = ("token_ids", "logprobs", "raw_logprobs", "drawn_logprobs", "top_ids", "top_logprobs")
-_OVERHEAD_BYTES = 1024  # of an entry without its frames: a generous guess
+_OVERHEAD_BYTES = 1024  # of an entry besides its frames; a generous estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Memory, bytes."""
+        """Bytes of memory."""
         return _OVERHEAD_BYTES + sum(len(frame) for frame in self.frames)
 
     def completions(self) -> list[StoredCompletion]:
-        """Its completions, for a stream."""
+        """The completions, which can be streamed."""
         result = decode(self.frames, REPLY_LIMITS)
         completions = [StoredCompletion(fields, self.start) for fields in result["completions"]]
         completions[0].prompt_logprobs = result.get("prompt_logprobs")
@@ -82,7 +82,7 @@ class StoredCompletion:
 
 
 class ResultStore:
-    """Results by (client, id), in the order in which they came. Times are of `clock`."""
+    """Results by (client, id), in order of arrival. Times are of `clock`."""
 
     def __init__(self, settings: ServiceSettings, clock: Callable[[], float]) -> None:
         self.size = 0  # bytes
@@ -98,7 +98,7 @@ class ResultStore:
         return len(self._results)
 
     def add(self, name: Name, frames: list[bytes], content: bytes, start: Position) -> None:
-        """Keep a result, as long as the limits allow. One that is larger than all of the store is not kept."""
+        """Keep a result, as long as the limits allow. A result that is larger than the store is not kept."""
         assert name not in self._results, "an id is taken until its result is forgotten"
         stored = Stored(frames, content, self._clock(), start)
         if stored.size > self._max_bytes:
@@ -116,12 +116,12 @@ class ResultStore:
         self.expire()
 
     def get(self, name: Name) -> Stored | None:
-        """The result of this request, if it is still there."""
+        """The result of this request, or None if it is not kept."""
         self.expire()
         return self._results.get(name)
 
     def forget(self, name: Name) -> None:
-        """Its client has it, or never will. A name that is unknown by now is ignored."""
+        """Drop a result. An unknown name is ignored."""
         stored = self._results.pop(name, None)
         if stored is not None:
             client, request_id = name
@@ -140,7 +140,7 @@ class ResultStore:
             self.forget((client, request_id))
 
     def expire(self) -> None:
-        """Forget what is too old."""
+        """Drop results that are too old."""
         while self.wait_s() == 0.0:
             self.forget(next(iter(self._results)))
 

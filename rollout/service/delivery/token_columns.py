@@ -1,4 +1,4 @@
-"""The tokens of one completion with what is known of each: columns that grow in place."""
+"""The tokens of one completion with their log-probs and versions, as columns that grow in place."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from rollout.engine.messages import VersionRuns
 
 _FIRST_CAPACITY = 64
-#: In `top_ids`, where nobody knows the likeliest tokens.
+#: In `top_ids`: the likeliest tokens are unknown.
 UNKNOWN_ID = -1
 
 
 class TokenColumns:
-    """One entry a token: id, log-probs, weights version, and the `tops` likeliest tokens.
+    """One entry per token: id, log-probs, weights version, and the `tops` likeliest tokens.
 
-    Memory follows the number of tokens, not of additions.
+    Memory grows with the number of tokens, not with the number of calls.
     """
 
     def __init__(self, tops: int = 0) -> None:
@@ -41,10 +41,10 @@ class TokenColumns:
         top_ids: np.ndarray | None = None,
         top_logprobs: np.ndarray | None = None,
     ) -> None:
-        """Add tokens: arrays of one length, and runs that add up to it.
+        """Add tokens: arrays of one length, and version runs that add up to it.
 
-        `drawn_logprobs` None: these tokens were drawn from the plain distribution. `top_ids` and `top_logprobs` None in
-        a completion with top log-probs: those of these tokens are unknown.
+        `drawn_logprobs` is None if the tokens were drawn from the plain distribution. `top_ids` and `top_logprobs` are
+        None if they are unknown, or if the completion has none.
         """
         assert len(token_ids) == len(logprobs) == len(raw_logprobs) == sum(count for _, count in versions)
         start, end = self.count, self.count + len(token_ids)
@@ -100,7 +100,7 @@ class TokenColumns:
 
 
 def marks_between(marks: Iterable[Sequence[int]], start: int, end: int) -> list[list[int]]:
-    """The marks ((position, ...)) at positions `start` to `end` (exclusive)."""
+    """The marks, tuples that begin with a position, from position `start` to `end` (exclusive)."""
     return [list(mark) for mark in marks if start <= mark[0] < end]
 
 

@@ -1,4 +1,4 @@
-"""`constraint` of a `generate` message, and what becomes of it."""
+"""The `constraint` of a `generate` message, and the constraint for the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollout.service.text.codec import TextCodec
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 64 * 1024
-MAX_REGEX_CHARS = regex_check.MAX_CHARS  # what compiling takes may also grow with the square of it
+MAX_REGEX_CHARS = regex_check.MAX_CHARS  # the time to compile may grow with the square of the length
 MAX_CHOICES = 4096
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARS)]
@@ -27,14 +27,14 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARS)]
 
 def _schema(value: Any) -> Any:
     if not isinstance(value, (dict, str)):
-        raise ValueError("a schema is a map, or its JSON as text")
+        raise ValueError("send the schema as a map, or as JSON text")
     if isinstance(value, str) and not 1 <= len(value) <= MAX_CHARS:
-        raise ValueError(f"the schema has no character, or more than {MAX_CHARS}")
+        raise ValueError(f"send a schema of 1 to {MAX_CHARS} characters")
     return value
 
 
 class ConstraintFields(BaseModel):
-    """Exactly one of these."""
+    """The fields of `constraint`; exactly one of them is set."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
@@ -52,11 +52,11 @@ class ConstraintFields(BaseModel):
         if self.token_ids is not None and len(self.token_ids) == 0:
             raise ValueError("allow at least one token")
         if self.choices is not None and sum(map(len, self.choices)) > MAX_CHARS:
-            raise ValueError(f"the choices have more than {MAX_CHARS} characters together")
+            raise ValueError(f"the choices have more than {MAX_CHARS} characters in total; shorten them")
         return self
 
     def to_spec(self) -> ConstraintSpec:
-        """The same as plain data. Raises `ServiceError` for a schema that is no JSON."""
+        """The constraint as plain data. Raises `ServiceError` if the schema is not JSON."""
         if self.regex is not None:
             return ConstraintSpec("regex", self.regex)
         if self.grammar is not None:
@@ -70,7 +70,7 @@ class ConstraintFields(BaseModel):
 
 
 class Constraints:
-    """Makes constraints ready, and says no as the service does. Without a compiler there are allow lists only."""
+    """Prepares constraints; errors are `ServiceError`. Without a compiler only allow lists are offered."""
 
     def __init__(self, compiler: ConstraintCompiler | None, vocab: int) -> None:
         self._compiler = compiler
@@ -78,11 +78,11 @@ class Constraints:
 
     @property
     def grammars(self) -> bool:
-        """True if more than allow lists can be had."""
+        """True if other constraints than allow lists are offered."""
         return self._compiler is not None
 
     def prepare(self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]) -> Constraint:
-        """A constraint for the engine. Raises `ServiceError`. It may take long, and is called by one thread."""
+        """A constraint for the engine. It may take seconds. Called by one thread. Raises `ServiceError`."""
         try:
             return self._prepare(spec, stop_ids, prior)
         except ConstraintError as error:
@@ -91,19 +91,19 @@ class Constraints:
     def _prepare(self, spec: ConstraintSpec, stop_ids: tuple[int, ...], prior: list[int]) -> Constraint:
         if spec.kind == "token_ids":
             return allow_list(spec, stop_ids, prior, self._vocab)
-        assert self._compiler is not None, "without a compiler it was refused"
+        assert self._compiler is not None, "the request should have been refused"
         return self._compiler.compile(spec, stop_ids, prior)
 
 
 def constraints_for(text: TextCodec | None, vocab: int, compile_s: float) -> Constraints:
-    """What a model of `vocab` output tokens can be constrained to, here and with this tokenizer."""
+    """The constraints for a model of `vocab` output tokens, as far as this machine and tokenizer support them."""
     if text is None or not available():
         return Constraints(None, vocab)
     try:
         return Constraints(ConstraintCompiler(text.tokenizer, vocab, compile_s), vocab)
-    # It knows some kinds of tokenizers; a worker serves the others too, and `capabilities` says what it offers.
+    # The compiler does not support every tokenizer. The worker serves without it; see `capabilities`.
     except (ImportError, ValueError, RuntimeError) as error:
-        logger.warning("no constraints but 'token_ids' with this tokenizer", extra={"why": str(error)})
+        logger.warning("this tokenizer supports no constraint except 'token_ids'", extra={"why": str(error)})
         return Constraints(None, vocab)
 
 
@@ -113,7 +113,9 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise bad_request(f"the schema is no JSON: {error}", "constraint.json_schema") from error
+        raise bad_request(
+            f"the schema cannot be written as JSON ({error}); send JSON values only", "constraint.json_schema"
+        ) from error
     if len(text) > MAX_CHARS:
-        raise bad_request(f"the schema has more than {MAX_CHARS} characters", "constraint.json_schema")
+        raise bad_request(f"the schema has more than {MAX_CHARS} characters; shorten it", "constraint.json_schema")
     return text

@@ -1,4 +1,4 @@
-"""`continue_from` of a `generate` message: an earlier partial completion, as far as it is wanted back."""
+"""The `continue_from` of a `generate` message: an earlier partial completion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout.service.requests.fields import (
 
 
 class ContinueFrom(BaseModel):
-    """An earlier partial completion. `logprobs` and the others are as long as `token_ids`, where given."""
+    """An earlier partial completion. Columns such as `logprobs` are optional, and as long as `token_ids`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
@@ -41,29 +41,35 @@ class ContinueFrom(BaseModel):
         for name in ("logprobs", "raw_logprobs", "drawn_logprobs"):
             values = getattr(self, name)
             if values is not None and len(values) != tokens:
-                raise ValueError(f"'{name}' has {len(values)} entries and 'token_ids' {tokens}; send as many of both")
+                raise ValueError(
+                    f"'{name}' has {len(values)} entries, but 'token_ids' has {tokens}; send one for each token"
+                )
             if values is not None and (values > HIGHEST_LOGPROB).any():
-                raise ValueError(f"'{name}' are at most 0, NaN where not known; send them as the completion had them")
+                raise ValueError(f"'{name}' must be at most 0, or NaN if unknown; send them as in the completion")
         self._check_tops(tokens)
         if self.versions is not None and sum(count for _, count in self.versions) != tokens:
-            raise ValueError(f"the counts in 'versions' must add up to the {tokens} of 'token_ids'")
+            raise ValueError(f"the counts in 'versions' must add up to {tokens}, the length of 'token_ids'")
         for name in ("recomputed", "adapter_versions"):
             marks = getattr(self, name)
             if marks and marks[-1][0] >= tokens:
-                raise ValueError(f"'{name}' tells of token {marks[-1][0]}, and 'token_ids' has {tokens}")
+                raise ValueError(
+                    f"'{name}' has position {marks[-1][0]}, but 'token_ids' has {tokens} tokens; send positions below that"
+                )
         return self
 
     def _check_tops(self, tokens: int) -> None:
         if (self.top_ids is None) != (self.top_logprobs is None):
-            raise ValueError("'top_ids' and 'top_logprobs' go together; send both, or none")
+            raise ValueError("send both 'top_ids' and 'top_logprobs', or neither")
         for name in ("top_ids", "top_logprobs"):
             rows = getattr(self, name)
             if rows is not None and len(rows) != tokens:
-                raise ValueError(f"'{name}' has {len(rows)} rows and 'token_ids' {tokens}; send as many of both")
+                raise ValueError(
+                    f"'{name}' has {len(rows)} rows, but 'token_ids' has {tokens}; send one for each token"
+                )
         if self.tops != (0 if self.top_logprobs is None or not tokens else self.top_logprobs.shape[1]):
-            raise ValueError("the rows of 'top_ids' and 'top_logprobs' differ in length; send as many of both")
+            raise ValueError("the rows of 'top_ids' and 'top_logprobs' differ in length; send rows of one length")
 
     @property
     def tops(self) -> int:
-        """How many of the likeliest tokens there are for each token; 0 without tokens."""
+        """Number of likeliest tokens in each row; 0 without tokens."""
         return 0 if self.top_ids is None or not len(self.token_ids) else self.top_ids.shape[1]

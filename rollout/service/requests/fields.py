@@ -1,6 +1,6 @@
-"""Field types of message headers that need more than a plain type: arrays that travel as lists or as blobs.
+"""Field types of message headers that need checks: arrays (sent as lists or as blobs) and maps.
 
-Every check raises ValueError with what to send instead; `requests` turns that into a `bad_request`.
+Every check raises ValueError with a message that says what to send; `schema` turns it into a `bad_request`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollout.engine.messages import MAX_LOGIT_BIAS, VERSION_END
 
 INT32_MAX = 2**31 - 1
 SEED_END = 2**63
-#: A log-prob is at most 0; rounding, a trainer's too, may put it a little above.
+#: A log-prob is at most 0; rounding, also a trainer's, may raise it slightly above.
 HIGHEST_LOGPROB = 1.0
 MAX_BIAS = 100
 MAX_INDEX_ENTRIES = 65_536
@@ -27,7 +27,9 @@ def token_id_array(value: Any) -> np.ndarray:
     """A list of integers, or a one-dimensional integer array, as int32 [n]."""
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.kind not in "iu":
-            raise ValueError(f"token ids must be one row of integers, not {value.dtype} of shape {list(value.shape)}")
+            raise ValueError(
+                f"token ids must be a one-dimensional array of integers, not {value.dtype} of shape {list(value.shape)}"
+            )
         array = value
     elif isinstance(value, list):
         wrong = next((_type_name(item) for item in value if type(item) is not int), "")
@@ -45,10 +47,12 @@ def token_id_array(value: Any) -> np.ndarray:
 
 
 def logprob_array(value: Any) -> np.ndarray:
-    """A list of numbers, or a one-dimensional float array, as float32 [n]. NaN stands for not known."""
+    """A list of numbers, or a one-dimensional float array, as float32 [n]. NaN means unknown."""
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.kind != "f":
-            raise ValueError(f"log-probs must be one row of floats, not {value.dtype} of shape {list(value.shape)}")
+            raise ValueError(
+                f"log-probs must be a one-dimensional array of floats, not {value.dtype} of shape {list(value.shape)}"
+            )
         return _as_float32(value)
     if not isinstance(value, list):
         raise ValueError(f"log-probs must be a list of numbers or a float blob, not {_type_name(value)}")
@@ -59,26 +63,26 @@ def logprob_array(value: Any) -> np.ndarray:
 
 
 def top_id_rows(value: Any) -> np.ndarray:
-    """A list of rows of integers, or a two-dimensional integer array, as int32 [n, k]. -1 stands for not known."""
-    array = _rows(value, "iu", "token ids, with as many in each")
+    """A list of rows of integers, or a two-dimensional integer array, as int32 [n, k]. -1 means unknown."""
+    array = _rows(value, "iu", "token ids, all of one length")
     if array.size and (int(array.min()) < -1 or int(array.max()) > INT32_MAX):
         raise ValueError("an id is less than -1 or does not fit in 32 bits; send ids of the model's vocabulary")
     return array.astype(np.int32)
 
 
 def top_logprob_rows(value: Any) -> np.ndarray:
-    """A list of rows of numbers, or a two-dimensional float array, as float32 [n, k]. NaN stands for not known."""
-    array = _rows(value, "iuf" if isinstance(value, list) else "f", "numbers, with as many in each")
+    """A list of rows of numbers, or a two-dimensional float array, as float32 [n, k]. NaN means unknown."""
+    array = _rows(value, "iuf" if isinstance(value, list) else "f", "numbers, all of one length")
     return _as_float32(array)
 
 
 def _as_float32(array: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what does not fit is infinite
+    with np.errstate(over="ignore"):  # a value that does not fit becomes infinite
         return array.astype(np.float32)
 
 
 def _rows(value: Any, kinds: str, what: str) -> np.ndarray:
-    problem = f"send rows of {what}, as a list of lists or as a blob of two dimensions"
+    problem = f"send rows of {what}, as a list of lists or as a two-dimensional blob"
     if isinstance(value, list):
         if not all(isinstance(row, list) and all(type(item) in (int, float) for item in row) for row in value):
             raise ValueError(problem)
@@ -94,14 +98,14 @@ def _rows(value: Any, kinds: str, what: str) -> np.ndarray:
 
 
 def routing_array(value: Any) -> np.ndarray:
-    """Experts of tokens, uint8 or uint16 [entries, layers, experts], as a completion has them."""
+    """The experts of tokens, uint8 or uint16 [entries, layers, experts]."""
     if not isinstance(value, np.ndarray) or value.ndim != 3 or value.dtype not in (np.uint8, np.uint16):
-        raise ValueError("send the routing of a completion as it came: a blob of |u1 or <u2 with three dimensions")
+        raise ValueError("send the routing as in the completion: a three-dimensional blob of |u1 or <u2")
     return value
 
 
 def version_runs(value: Any) -> list[tuple[int, int]]:
-    """A list of `[version, count]`, version from -1 (not known) to 2**63 - 1, count at least 1."""
+    """A list of `[version, count]` with a version from -1 (unknown) to 2**63 - 1 and a count of at least 1."""
     problem = (
         "versions must be a list of [version, count] with a version from -1 to 2**63 - 1 and a count of at least 1"
     )
@@ -116,8 +120,8 @@ def version_runs(value: Any) -> list[tuple[int, int]]:
 
 
 def mark_list(value: Any) -> list[tuple[int, int]]:
-    """A list of `[position, version]`; positions do not fall, versions are from -1 (not known) to 2**63 - 1."""
-    problem = "it must be a list of [position, version], in order, as a completion has it"
+    """A list of `[position, version]` in order of position, with versions from -1 (unknown) to 2**63 - 1."""
+    problem = "send a list of [position, version] in order of position, as in the completion"
     if not isinstance(value, list):
         raise ValueError(problem)
     for mark in value:
@@ -131,9 +135,9 @@ def mark_list(value: Any) -> list[tuple[int, int]]:
 
 
 def bias_map(value: Any) -> dict[int, float]:
-    """A map of token id, as digits, to a bias in [-100, 100]."""
+    """A map from token id (a string of digits) to a bias in [-100, 100]."""
     if not isinstance(value, dict):
-        raise ValueError(f"send a map of token id (as a string of digits) to number, not {_type_name(value)}")
+        raise ValueError(f"send a map from token id (a string of digits) to number, not {_type_name(value)}")
     if len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"{len(value)} entries are too many; send at most {MAX_LOGIT_BIAS}")
     biases: dict[int, float] = {}
@@ -142,24 +146,24 @@ def bias_map(value: Any) -> dict[int, float]:
         if type(bias) not in (int, float) or not math.isfinite(bias) or abs(bias) > MAX_BIAS:
             raise ValueError(f"the bias of token {token} must be a number from -{MAX_BIAS} to {MAX_BIAS}")
         if token in biases:
-            raise ValueError(f"token {token} is there twice; send one bias for it")
+            raise ValueError(f"token {token} occurs twice; send one bias for it")
         biases[token] = float(bias)
     return biases
 
 
 def offset_map(value: Any) -> dict[int, int | None]:
-    """A map of a completion's index, as digits, to a number of tokens, or to null."""
+    """A map from a completion's index (a string of digits) to a number of tokens, or null."""
     return _index_map(value, lambda item: item is None or _is_count(item), "a number of tokens, or null")
 
 
 def char_map(value: Any) -> dict[int, int]:
-    """A map of a completion's index, as digits, to a number of characters."""
+    """A map from a completion's index (a string of digits) to a number of characters."""
     return _index_map(value, _is_count, "a number of characters")
 
 
 def _index_map(value: Any, fits: Callable[[Any], bool], what: str) -> dict[int, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"send a map of index (as a string of digits) to {what}, not {_type_name(value)}")
+        raise ValueError(f"send a map from index (a string of digits) to {what}, not {_type_name(value)}")
     if len(value) > MAX_INDEX_ENTRIES:
         raise ValueError(f"{len(value)} entries are too many; send at most {MAX_INDEX_ENTRIES}")
     counts: dict[int, Any] = {}
@@ -168,7 +172,7 @@ def _index_map(value: Any, fits: Callable[[Any], bool], what: str) -> dict[int, 
         if not fits(item):
             raise ValueError(f"the entry of completion {index} must be {what}")
         if index in counts:
-            raise ValueError(f"completion {index} is there twice; send one entry for it")
+            raise ValueError(f"completion {index} occurs twice; send one entry for it")
         counts[index] = item
     return counts
 
@@ -186,9 +190,9 @@ def _digits(key: Any, what: str) -> int:
 
 
 def index_digits(key: str) -> str:
-    """The index of a completion as digits, written in the one way that there is: no zeros in front."""
+    """The index of a completion as digits, without leading zeros."""
     if str(_digits(key, "the index of a completion")) != key:
-        raise ValueError(f"the key {key!r:.40} has zeros in front; write the index without them")
+        raise ValueError(f"the key {key!r:.40} has leading zeros; write the index without them")
     return key
 
 
@@ -207,7 +211,7 @@ Routing = Annotated[Any, BeforeValidator(routing_array)]
 VersionRunList = Annotated[Any, BeforeValidator(version_runs)]
 MarkList = Annotated[Any, BeforeValidator(mark_list)]
 LogitBias = Annotated[Any, BeforeValidator(bias_map)]
-#: By index of a completion: tokens that a client holds, None for all; and characters of its text.
+#: By index of a completion: number of tokens that a client has received, None for all; and of characters.
 Offsets = Annotated[Any, BeforeValidator(offset_map)]
 IndexDigits = Annotated[str, AfterValidator(index_digits)]
 CharCounts = Annotated[Any, BeforeValidator(char_map)]

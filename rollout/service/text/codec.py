@@ -1,8 +1,8 @@
-"""Text in and text out: the model's own tokenizer and chat template, from its folder.
+"""The tokenizer and the chat template of a model's folder.
 
-Nothing of the folder is executed: tokenizers are data, templates run in transformers' jinja sandbox, and a tokenizer
-that needs code of its own is refused. A folder without a tokenizer is fine: `load_text_codec` gives None, and the
-worker serves token ids only.
+No code of the folder is executed: tokenizers are data, templates run in transformers' jinja sandbox, and a tokenizer
+with code of its own is refused. For a folder without a tokenizer `load_text_codec` returns None; the worker then serves
+token ids only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEMPLATE_OPTIONS = {"add_generation_prompt", "continue_final_message", "documen
 
 
 def load_text_codec(folder: str | Path) -> TextCodec | None:
-    """The tokenizer of a model's folder; None if it has none. Raises ValueError for one that cannot be read."""
+    """The tokenizer of a model's folder, or None without one. Raises ValueError if it cannot be read."""
     folder = Path(folder)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -44,10 +44,10 @@ class TextCodec:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        # It checks little and fails in many ways; whatever it raises is about these files.
+        # transformers raises errors of many types for broken files.
         except Exception as error:
             reason = f"{type(error).__name__}: {error!s:.500}"
-            raise ValueError(f"cannot read the tokenizer in {folder}: {reason}") from error
+            raise ValueError(f"cannot read the tokenizer in {folder}: {reason}; repair or remove its files") from error
         self._tokenizer: Any = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
@@ -62,11 +62,11 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """True if `render_chat` can work."""
+        """True if the tokenizer has a chat template, which `render_chat` needs."""
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text prompt, int32 [n], with the special tokens that the tokenizer adds by itself."""
+        """Token ids of a text prompt, int32 [n], with the special tokens that the tokenizer adds."""
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(
@@ -75,15 +75,15 @@ class TextCodec:
         tools: list[dict[str, Any]] | None = None,
         options: dict[str, Any] | None = None,
     ) -> np.ndarray:
-        """Token ids of messages, int32 [n], through the chat template.
+        """Token ids of messages, int32 [n], rendered by the chat template.
 
-        `options` reach the template; `add_generation_prompt` is true unless they say otherwise or ask for
-        `continue_final_message`. Raises `ServiceError` (`bad_request`) when the template does not take the messages.
+        `options` are passed to the template. `add_generation_prompt` defaults to true, or to false with
+        `continue_final_message`. Raises `ServiceError` (`bad_request`) if the template refuses the messages.
         """
         return self.encode_rendered(self.render_chat(messages, tools, options))
 
     def encode_rendered(self, text: str) -> np.ndarray:
-        """Token ids of what `render_chat` made, int32 [n]; a template writes the special tokens itself."""
+        """Token ids of rendered messages, int32 [n]. The template has written the special tokens."""
         return self._encode(text, add_special_tokens=False)
 
     def render_chat(
@@ -92,32 +92,32 @@ class TextCodec:
         tools: list[dict[str, Any]] | None = None,
         options: dict[str, Any] | None = None,
     ) -> str:
-        """The text of messages; see `encode_chat`."""
+        """The rendered text of messages; arguments and errors as in `encode_chat`."""
         if not self.has_chat_template:
             raise bad_request("this model has no chat template; send a 'prompt' instead", "messages")
         options = dict(options or {})
         for name in options:
             if name in self._reserved:
-                raise bad_request("this is not an option of a template; leave it out", f"chat_template_kwargs.{name}")
+                raise bad_request("this option is reserved; remove it", f"chat_template_kwargs.{name}")
         options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
         try:
             text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-        # A template is a program over what the client sent; whatever it raises is about that.
+        # A template is a program that runs on the client's data; every error is about that data.
         except Exception as error:
             raise bad_request(
-                f"the chat template does not take these messages ({type(error).__name__}: {error!s:.500}); change them",
+                f"the chat template refuses these messages ({type(error).__name__}: {error!s:.500}); change them",
                 "messages",
             ) from error
         return text
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids, without special tokens, and with U+FFFD where bytes are no character."""
+        """Text of token ids, without special tokens. Bytes that form no character become U+FFFD."""
         if self._backend is not None:
             return self._backend.decode(token_ids, skip_special_tokens=True)
         return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def check_stop_strings(self, strings: Sequence[str]) -> None:
-        """Raise `ServiceError` for a stop string that never occurs, because text does not show special tokens."""
+        """Raise `ServiceError` for a stop string that contains a special token: text never shows special tokens."""
         for i, string in enumerate(strings):
             for token, token_id in self._special.items():
                 if token in string:
@@ -134,23 +134,23 @@ class TextCodec:
 
 
 class PromptSource(Protocol):
-    """Works out token ids of prompts: `PromptEncoder`, or a process that has one."""
+    """Tokenizes prompts: a `PromptEncoder`, or a process with one."""
 
     def encode_prompt(self, frames: Sequence[bytes]) -> np.ndarray:
-        """As `PromptEncoder.encode_prompt`. It may take long, and is called by one thread."""
+        """As `PromptEncoder.encode_prompt`. It may take seconds. Called by one thread."""
 
 
 class PromptEncoder:
-    """The token ids of prompts as they come in `generate` messages, worked out right here."""
+    """Tokenizes the prompts of `generate` messages in this process."""
 
     def __init__(self, text: TextCodec, max_chars: int) -> None:
         self._text = text
         self._max_chars = max_chars
 
     def encode_prompt(self, frames: Sequence[bytes | bytearray]) -> np.ndarray:
-        """Token ids, int32 [n], of the text or the chat in a message that was checked before.
+        """Token ids, int32 [n], of the prompt or the messages in a checked `generate` message.
 
-        Raises `ServiceError`: the template does not take the chat, or makes more than `max_chars` of it.
+        Raises `ServiceError` if the template refuses the messages, or if the text has more than `max_chars` characters.
         """
         header = decode(frames, REPLY_LIMITS)
         if header.get("messages") is None:
@@ -161,13 +161,13 @@ class PromptEncoder:
 
 
 def check_chars(text: str, max_chars: int, field: str) -> None:
-    """Raise `ServiceError` for a long text: tokenizing takes time for every character, whatever comes of it."""
+    """Raise `ServiceError` for a text that is too long. The time to tokenize grows with the number of characters."""
     if len(text) > max_chars:
         raise ServiceError("too_long", f"the prompt has {len(text)} characters; send at most {max_chars}", field)
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """What `decode` leaves out: text of a special token to its id."""
+    """The tokens that `decode` leaves out: ids by text."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token.content: token_id for token_id, token in added.items() if token.special and token.content}
     special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))

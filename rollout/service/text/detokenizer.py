@@ -1,11 +1,11 @@
-"""Text out of tokens that arrive a few at a time.
+"""Decodes tokens to text as they arrive.
 
-Decoding tokens one by one is wrong twice: a character may be spread over several tokens, and some tokenizers decode a
-token differently at the start of a text. So a window of tokens is decoded, which starts where an earlier window was
-complete, and only what it adds is new:
+Tokens cannot be decoded one by one: a character may consist of several tokens, and some tokenizers decode a token
+differently at the start of a text. So a window of tokens is decoded. It starts at the end of an earlier complete window,
+and only the text that it adds is new:
 
     ids      ....... a b c d | e f g            shown: the text of this window that was emitted
-             prefix--^       ^--complete        a tail that is not a whole character yet waits
+             prefix--^       ^--complete        the tail waits until it is a whole character
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[list[int]], str]
 
-_UNFINISHED = "\ufffd"  # what decoders put where bytes are not a character (yet)
+_UNFINISHED = "\ufffd"  # decoders write it for bytes that are not a character (yet)
 _MAX_TAIL = 3  # a UTF-8 character that lacks its last byte has at most three, so at most three tokens
-_MAX_PENDING = 256  # tokens whose bytes are no character: not text, and no longer worth waiting for
-_MAX_WINDOW = 4096  # tokens that show nothing
+_MAX_PENDING = 256  # after so many tokens without a character, their bytes are not text: stop waiting
+_MAX_WINDOW = 4096  # tokens without visible text
 
 
 class Detokenizer:
-    """The text of one completion, piece by piece: the pieces joined are the text of all tokens.
+    """The text of one completion in pieces; joined, they are the text of all its tokens.
 
-    `decode` turns token ids into text and puts U+FFFD where bytes are no character.
+    `decode` turns token ids into text, and bytes that form no character into U+FFFD.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -33,7 +33,7 @@ class Detokenizer:
         self._shown = ""  # emitted text of the window
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Text that these tokens add. An unfinished character at the end waits for the next call."""
+        """The text that these tokens add. An incomplete character at the end is kept for the next call."""
         if not token_ids:
             return ""
         self._ids.extend(token_ids)
@@ -49,7 +49,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """Text that was held back; nothing may be fed afterwards."""
+        """The text that was kept back. Do not call `feed` afterwards."""
         return self._decode(self._ids)[len(self._shown) :] if self._ids else ""
 
     def copy(self) -> Detokenizer:
@@ -59,7 +59,7 @@ class Detokenizer:
         return twin
 
     def _emit_ahead(self, text: str) -> str:
-        """What whole characters of an unfinished token add, as long as the decoder does not take shown text back."""
+        """The text that the whole characters of an incomplete token add; none if the decoder changed emitted text."""
         if len(text) <= len(self._shown) or not text.startswith(self._shown):
             return ""
         piece = text[len(self._shown) :]
@@ -67,7 +67,7 @@ class Detokenizer:
         return piece
 
     def _whole_tokens(self, text: str) -> int | None:
-        """How many tokens of the window make whole characters; None if that is no more than before."""
+        """The number of tokens of the window that form whole characters; None if it has not grown."""
         size = len(self._ids)
         if not text.endswith(_UNFINISHED):
             return size
@@ -77,9 +77,10 @@ class Detokenizer:
         return size if size - self._complete > _MAX_PENDING else None
 
     def _advance(self, end: int, ahead: str) -> None:
-        """Start the window at the tokens that became whole last.
+        """Start the window at the tokens that were completed last.
 
-        Not if they show nothing: a decoder that strips the space in front of a text must see text in front of it.
+        If they have no visible text, the window stays: some decoders strip the space at the start of a text, so the
+        window must begin with text.
         """
         start = self._complete
         context = self._decode(self._ids[start:end])

@@ -1,18 +1,18 @@
-"""Prompts are rendered and tokenized in a process of their own: nobody there waits for the loop's Python lock.
+"""Renders and tokenizes prompts in a child process, so that the engine's loop does not wait for Python's lock.
 
-    worker                                                    child: no torch, no sockets but this one
+    worker                                                    child: no torch, no other sockets
       BackgroundWork's thread  --- the request's own frames --->    decode, render the chat template, tokenize
                          <--- token ids, or an error ----
 
-Chat templates are Python, and a long chat takes the lock for long. The frames travel as the client sent them, so that
-the worker spends nothing on packing them either. One prompt is on its way at a time.
+Chat templates are Python code: a long chat holds Python's lock for a long time. The child gets the frames as the client
+sent them, so the worker does not pack them again. It works on one prompt at a time.
 
 Invariants:
 
-- Every prompt gets token ids or a `ServiceError`, also when the child dies with it, or takes more than `max_prompt_s`.
-  Then the child is replaced, once there is a next prompt; no other prompt is touched.
-- The child ends with the worker, however that ends. Signals to the process group are not for it: a draining worker
-  still needs it.
+- Every prompt gets token ids or a `ServiceError`, also if the child dies or takes more than `max_prompt_s`. The next
+  prompt then starts a new child. Other prompts are not affected.
+- The child ends with the worker, for whatever reason. It ignores signals to the process group, because a draining
+  worker still needs it.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode, header_id
 logger = logging.getLogger(__name__)
 
 _START_S = 120.0  # for the child to load the tokenizer
-_DEATH_S = 1.0  # for a child that closed its connection to be gone
-_AGAIN_S = 5.0  # after a child that could not start, before the next one
-_NICE = 10  # where cores are few, the worker's loop goes first
+_DEATH_S = 1.0  # for a child to end after it closed its connection
+_AGAIN_S = 5.0  # between two attempts to start a child
+_NICE = 10  # with few cores, the worker's loop comes first
 _COUNT = struct.Struct("<Q")
 
 
 class TextProcess:
-    """The worker's side. `encode_prompt` is for one thread; `close` and the counts may be used from any."""
+    """The worker's side. Only one thread may call `encode_prompt`; `close` and the attributes are for any thread."""
 
     def __init__(self, folder: str | Path, settings: ServiceSettings, log_format: LogFormat = "text") -> None:
-        self.deaths = 0  # children that ended by themselves, or took too long
-        self.problem: str | None = None  # why there is no child now, where none could be started
+        self.deaths = 0  # children that crashed or took too long
+        self.problem: str | None = None  # why no child could be started
         self._folder = folder
         self._log_format = log_format
         self._max_s = settings.max_prompt_s
@@ -66,7 +66,7 @@ class TextProcess:
         self._closed = False
 
     def start(self) -> None:
-        """Start the child, and do not wait for it: it loads beside the worker, and the first prompt waits."""
+        """Start the child. It loads while the worker starts; the first prompt waits for it."""
         ours, theirs = socket.socketpair()
         options = [f"--socket={theirs.fileno()}", f"--folder={self._folder}", f"--max-chars={self._max_chars}"]
         options += [f"--log-format={self._log_format}", f"--worker={worker_name()}"]
@@ -76,7 +76,7 @@ class TextProcess:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # the worker's stdout is for what it says itself
+                stdout=2,  # the worker's stdout is for its announcements
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path},
             )
@@ -84,7 +84,7 @@ class TextProcess:
 
     @property
     def pid(self) -> int | None:
-        """The child's process id, where there is one."""
+        """The child's process id, or None without a child."""
         return None if self._process is None else self._process.pid
 
     def encode_prompt(self, frames: Sequence[bytes]) -> np.ndarray:
@@ -95,7 +95,7 @@ class TextProcess:
         return reply["token_ids"]
 
     def close(self) -> None:
-        """End the child. Who waits for it gets an error."""
+        """End the child. A prompt that waits for it gets an error."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -112,19 +112,20 @@ class TextProcess:
         except TimeoutError:
             self._drop(f"took more than {self._max_s:g} s for a prompt", frames, grace_s=0.0)
             raise ServiceError(
-                "bad_request", f"the prompt was not rendered and tokenized within {self._max_s:g} s; shorten it"
+                "bad_request",
+                f"the prompt was not rendered and tokenized within {self._max_s:g} s (service.max_prompt_s); shorten it",
             ) from None
         except (EOFError, OSError):
             self._drop("died with a prompt", frames)
             raise _died("died with this prompt") from None
-        # Out of memory, for one. What is left of this reply must not be read as the next prompt's.
+        # Out of memory, for example. The rest of this reply must not be read as the reply to the next prompt.
         except BaseException:
-            self._drop("could not be understood", frames, grace_s=0.0)
+            self._drop("sent a reply that could not be read", frames, grace_s=0.0)
             raise
         return decode(reply, REPLY_LIMITS)
 
     def _have_child(self) -> None:
-        """Start a child if there is none, and wait until it can work. Raises `ServiceError`."""
+        """Start a child if there is none, and wait until it is ready. Raises `ServiceError`."""
         if self._closed:
             raise ServiceError("unavailable", "this worker has ended; send to another one")
         if self._process is not None and self._ready and self._process.poll() is not None:
@@ -154,7 +155,7 @@ class TextProcess:
         return _died("cannot be started")
 
     def _drop(self, what: str, frames: Sequence[bytes] = (), grace_s: float = _DEATH_S) -> None:
-        """The child is of no use any more: it dies, within `grace_s` by itself."""
+        """Discard the child: wait `grace_s` seconds for its end, then kill it."""
         assert self._process is not None and self._socket is not None
         try:
             self._process.wait(grace_s)
@@ -166,30 +167,30 @@ class TextProcess:
         if not self._closed:
             self.deaths += 1
             facts = {"status": status} | ({"request": header_id(list(frames))} if frames else {})
-            logger.error("the process that prepares prompts %s; the next prompt gets another one", what, extra=facts)
+            logger.error("the process that prepares prompts %s; the next prompt starts a new one", what, extra=facts)
 
 
 def _died(what: str) -> ServiceError:
-    return ServiceError("internal", f"the process that prepares prompts {what}; the worker's log may say why")
+    return ServiceError("internal", f"the process that prepares prompts {what}; the worker's log may show the reason")
 
 
 # --- the child -------------------------------------------------------------------------------------------------------
 
 
 def answer(prompts: PromptEncoder, frames: Sequence[bytearray]) -> dict[str, Any]:
-    """What becomes of one message: `token_ids`, or `code`, `message` and `field` of an error."""
+    """The reply to one message: `token_ids`, or `code`, `message` and `field` of an error."""
     try:
         return {"token_ids": prompts.encode_prompt(frames)}
     except ServiceError as error:
         return {"code": error.code, "message": str(error), "field": error.field}
-    # A fault of ours, or of the tokenizer, ends this request and nothing else.
+    # A fault of ours, or of the tokenizer, ends this request only.
     except Exception:
         logger.exception("a prompt could not be prepared", extra={"request": header_id(list(frames))})
         return {"code": "internal", "message": "a fault in the worker; its log has the trace", "field": None}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer until the worker closes the connection, or ends."""
+    """Answer until the worker closes the connection or ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--folder", required=True)
@@ -202,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_with_parent(grace_s=0.0)
     os.nice(_NICE)
     set_up("info", args.log_format, args.worker or worker_name())
-    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers does without: a second less, 180 MB less
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would say that torch is missing
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers works without it: saves 1 s and 180 MB
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # it would warn that torch is missing
     with socket.socket(fileno=args.socket) as connection:
         with loading_libraries():
             prompts = PromptEncoder(TextCodec(args.folder), args.max_chars)
@@ -211,11 +212,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             _send(connection, encode({"ready": True}))
             while True:
                 _send(connection, encode(answer(prompts, _receive(connection))))
-        except (EOFError, OSError):  # the worker has ended, or has no use for this process any more
+        except (EOFError, OSError):  # the worker has ended or discarded this process
             return 0
 
 
-# --- frames over a stream socket: their number, their sizes, their bytes ---------------------------------------------
+# --- frames on a stream socket: number of frames, their sizes, their bytes -------------------------------------------
 
 
 def _send(connection: socket.socket, frames: Sequence[bytes]) -> None:
@@ -226,13 +227,14 @@ def _send(connection: socket.socket, frames: Sequence[bytes]) -> None:
 
 
 def _receive(connection: socket.socket) -> list[bytearray]:
-    """The next frames. Raises EOFError when the other side has closed."""
-    (count,) = _COUNT.unpack(_receive_bytes(connection, _COUNT.size))
-    sizes = _receive_bytes(connection, count * _COUNT.size)
-    return [_receive_bytes(connection, size) for (size,) in _COUNT.iter_unpack(sizes)]
+    """The next frames. Raises EOFError if the other side has closed the connection."""
+    (count,) = _COUNT.unpack(receive_bytes(connection, _COUNT.size))
+    sizes = receive_bytes(connection, count * _COUNT.size)
+    return [receive_bytes(connection, size) for (size,) in _COUNT.iter_unpack(sizes)]
 
 
-def _receive_bytes(connection: socket.socket, size: int) -> bytearray:
+def receive_bytes(connection: socket.socket, size: int) -> bytearray:
+    """The next `size` bytes. Raises EOFError if the other side has closed the connection."""
     data = bytearray(size)
     view = memoryview(data)
     while view:

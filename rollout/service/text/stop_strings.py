@@ -1,8 +1,8 @@
-"""Stop strings in the text of one completion: which token completes one, and what text comes before it.
+"""Finds stop strings in the text of one completion: the token that completes one, and the text before it.
 
-Which match is found depends on the tokens alone, never on how many arrive at a time: the first token after which the
-text holds a stop string ends the completion; of several strings that it completes, the one that begins first does,
-then the one that the request names first.
+The match depends on the tokens only, not on how many arrive at a time. The first token after which the text contains a
+stop string ends the completion. If it completes several, the one that begins first counts, then the one that the
+request names first.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _DECODED_AT_ONCE = 256  # tokens
 class StopMatch:
     """A stop string was found."""
 
-    tokens: int  # the completion's tokens up to and including the one that completed the string
+    tokens: int  # number of tokens, including the one that completed the string
     string: str
 
 
 def _pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """A few tokens at a time: a tokenizer decodes with Python's lock held, which the engine's loop may wait for."""
+    """The tokens in small pieces: a tokenizer holds Python's lock while it decodes, and the engine's loop waits."""
     for start in range(0, len(token_ids), _DECODED_AT_ONCE):
         yield token_ids[start : start + _DECODED_AT_ONCE]
 
@@ -32,10 +32,9 @@ def _pieces(token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
 class StopText:
     """The text of one completion, and the search for stop strings in it.
 
-    `strings` may be empty: then this is text only. A string is found if all of it is text of tokens at index
-    `min_tokens` or later. `prior` tokens are text, too, and a string may begin in them, but one that lies in them
-    altogether was there before and stops nothing. `taken` characters of their text were handed out before: `take`
-    goes on after them; None says all.
+    `strings` may be empty; then nothing is searched. A match consists of text of tokens at index `min_tokens` or later.
+    The text of `prior` tokens counts: a match may begin in it, but a string that lies in it completely stops nothing.
+    `taken`: number of characters of that text that were sent before; `take` continues after them. None means all.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class StopText:
         self._min_tokens = min_tokens
         self._tokens = 0
         self._pieces: list[str] = []
-        self._tail = ""  # the last `_reach` characters, as far as a match may begin in them
-        self._pending = ""  # text that `take` has not handed out
+        self._tail = ""  # up to the last `_reach` characters, in which a match may begin
+        self._pending = ""  # text that `take` has not returned
         self._finished = False
         self.match: StopMatch | None = None
         early, late = self._split(prior)
@@ -62,10 +61,10 @@ class StopText:
                 self._append(self._detokenizer.feed(few), len(few), searched=searched)
         taken = len(self.text) if taken is None else taken
         self._pending = self.text[taken:]
-        self._skip = max(0, taken - len(self.text))  # handed out before, though not decoded yet
+        self._skip = max(0, taken - len(self.text))  # sent before, but not decoded yet
 
     def feed(self, token_ids: Sequence[int]) -> StopMatch | None:
-        """Add tokens. Returns the match, which is final: after it nothing may be fed."""
+        """Add tokens. Returns the match, if there is one; do not call `feed` after it."""
         assert self.match is None and not self._finished, "the completion is over"
         for few in _pieces(token_ids):
             if self.match is None:
@@ -84,24 +83,24 @@ class StopText:
             self._replay(before, late)
 
     def finish(self) -> None:
-        """No more tokens come: what waited for the rest of a character or of a stop string is text now."""
+        """No more tokens come. The beginnings of characters and stop strings that were kept back become text."""
         if self.match is None:
             self._append(self._detokenizer.finish(), 0, searched=True)
         self._finished = True
 
     @property
     def text(self) -> str:
-        """All text so far; what comes before the stop string when one was found."""
+        """All text so far, or the text before the stop string."""
         return "".join(self._pieces)
 
     @property
     def settled(self) -> str:
-        """The text that no more tokens can make part of a stop string."""
+        """The text without an end that may become part of a stop string."""
         text = self.text
         return text[: len(text) - self._possible_match()]
 
     def take(self) -> str:
-        """Text that was not taken before and can no longer become part of a stop string."""
+        """The settled text that was not taken before."""
         settled = max(0, len(self._pending) - self._possible_match())
         ready, self._pending = self._pending[:settled], self._pending[settled:]
         skipped = min(self._skip, len(ready))
@@ -109,7 +108,7 @@ class StopText:
         return ready[skipped:]
 
     def _split(self, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The tokens before index `min_tokens`, and those from it on."""
+        """The tokens before index `min_tokens`, and the others."""
         ids = list(token_ids)
         early = min(max(self._min_tokens - self._tokens, 0), len(ids))
         return ids[:early], ids[early:]
@@ -121,7 +120,7 @@ class StopText:
         self._tail = (self._tail + piece)[-self._reach :] if searched and self._reach else ""
 
     def _replay(self, detokenizer: Detokenizer, token_ids: list[int]) -> None:
-        """Go through tokens that hold a match one at a time, to see which of them completes it."""
+        """Add tokens that contain a match one at a time, to find the one that completes it."""
         self._detokenizer = detokenizer
         for token in token_ids:
             piece = detokenizer.feed([token])
@@ -132,7 +131,7 @@ class StopText:
             self._append(piece, 1, searched=True)
 
     def _find(self, piece: str) -> tuple[int, str] | None:
-        """Where in tail + piece a match begins that ends in the piece, and its string."""
+        """The start, in tail + piece, of a match that ends in the piece; and its string."""
         text, old = self._tail + piece, len(self._tail)
         starts = [(text.find(string, max(0, old - len(string) + 1)), i) for i, string in enumerate(self._strings)]
         found = [start for start in starts if start[0] >= 0]
@@ -142,7 +141,7 @@ class StopText:
         return start, self._strings[i]
 
     def _cut(self, piece: str, start: int, string: str) -> None:
-        """End the text where the match begins."""
+        """End the text at the start of the match."""
         surplus = len(self._tail) + len(piece) - start
         self._pending = (self._pending + piece)[: max(len(self._pending) + len(piece) - surplus, 0)]
         whole = "".join(self._pieces) + piece
@@ -150,7 +149,7 @@ class StopText:
         self.match = StopMatch(self._tokens + 1, string)
 
     def _possible_match(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string, and may become one."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         longest = 0
         if self._finished or self.match is not None:
             return longest
