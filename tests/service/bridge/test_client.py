@@ -289,7 +289,7 @@ def test_the_minimal_client_needs_nothing_of_ours(serve: Serve) -> None:
 # --- imports ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["client", "async_client", "launch", "wire", "errors"])
+@pytest.mark.parametrize("module", ["client", "client.asynchronous", "client.launch", "wire", "wire.errors"])
 def test_clients_import_nothing_heavy(module: str) -> None:
     heavy = ("torch", "pydantic", "transformers", "rollout", "rich", "safetensors", "wandb")
     code = f"import sys, trainer_bridge.{module}; print([m for m in {heavy!r} if m in sys.modules])"

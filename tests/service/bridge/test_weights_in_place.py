@@ -134,7 +134,7 @@ def test_auto_writes_in_place_where_the_host_has_no_room(monkeypatch: pytest.Mon
 def test_where_a_staged_update_waits_is_refused_where_there_is_no_such_place() -> None:
     with pytest.raises(ValueError, match=r"staging = device takes .* GiB of a GPU .*, 0\.0 GiB are free"):
         Worker(staging="device")
-    with pytest.raises(ValueError, match="staging = host is for staged updates"):
+    with pytest.raises(ValueError, match="staging = host"):
         Worker(apply="in_place", staging="host")
     with Worker(staging="host") as worker:
         assert worker.receiver.summary()["staging"] == "host"
