@@ -98,7 +98,7 @@ def test_steps_that_do_not_fit_are_an_error_with_the_numbers(folder):
 def test_pages_beyond_the_memory_are_an_error_with_the_numbers(folder):
     model = load_bf16(folder)
     page = model.spec.kv_bytes_per_token(torch.bfloat16) * 4
-    with pytest.raises(ValueError, match=r"kv_pages = \d+ are .* GiB of KV, .* captured ones"):
+    with pytest.raises(ValueError, match=r"kv_pages = \d+ .* GiB"):
         Bench(model, make_device("cuda"), kv_pages=torch.cuda.mem_get_info()[0] // page)
 
 
