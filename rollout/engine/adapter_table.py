@@ -93,7 +93,7 @@ class AdapterRegistry:
         if old is not None and version is not None and version <= old.version:
             raise AdapterError(f"adapter {name!r} is at version {old.version}; send a later version", "version")
         if old is not None and old.version == VERSION_END - 1:
-            raise AdapterError(f"adapter {name!r} is at the largest version; unload it first", "version")
+            raise AdapterError(f"adapter {name!r} is at the last version that is possible; unload it first", "version")
         return version if version is not None else 0 if old is None else old.version + 1
 
     def next_generation(self) -> int:
