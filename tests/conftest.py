@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# Before torch loads. The tensors here are small, and a second thread, of the tests or of what they start, waits with a
-# whole core for the first: beside workers that is many times as long.
+# Before torch loads. The tensors here are small, and a second thread spins on a core while it waits for the first: that
+# is many times slower beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
@@ -29,14 +29,14 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that run where their module's DEVICE says need a GPU where there is one."""
+    """A module with `DEVICE = "cuda"` runs on the GPU: mark its tests `gpu`."""
     for item in items:
         if getattr(getattr(item, "module", None), "DEVICE", "cpu") == "cuda":
             item.add_marker(pytest.mark.gpu)
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test stays: no collection needs to look at it."""
+    """Objects made before the first test stay: the garbage collector need not visit them."""
     gc.collect()
     gc.freeze()
 
@@ -47,7 +47,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_stays_as_it_was() -> Iterator[None]:
-    """A command that is run within a test sets up the log of its process; the next test has that of pytest."""
+    """Undo the logging setup of a command that a test ran in this process."""
     root, streams, hooks = logging.getLogger(), sys.stderr, (sys.excepthook, threading.excepthook)
     handlers = list(root.handlers)
     levels = {name: logging.getLogger(name).level for name in ("rollout", "trainer_bridge")}

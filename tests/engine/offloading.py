@@ -10,7 +10,7 @@ PAGE = 4
 
 
 def offloading(model, host_pages: int = 512, piece_pages: int = 3, device=None, receiver=None, **engine) -> Bench:
-    """An engine with room for so many pages on the host, copied so many at a time."""
+    """An engine with a given number of host pages, copied a given number at a time."""
     page_size = engine.setdefault("page_size", PAGE)
     page_bytes = model.spec.kv_bytes_per_token(torch.float32) * page_size
     fields = {"host_kv_gib": host_pages * page_bytes / 2**30, "host_kv_piece_mib": piece_pages * page_bytes / 2**20}

@@ -1,4 +1,4 @@
-"""What tests of sleep share: memory that notices whoever touches it meanwhile, and orders with their answers."""
+"""Shared by tests of sleep: memory that detects writes while it is released, and commands with their answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StrictPages(HostPages):
 
     def back(self, span: mmap.mmap) -> None:
         assert id(span) not in self.backed
-        assert (np.frombuffer(span, np.uint8) == 0xFF).all(), "somebody has written to memory that was given back"
+        assert (np.frombuffer(span, np.uint8) == 0xFF).all(), "memory was written to after it was released"
         if self.short_after is not None and len(self.backed) >= self.short_after:
             raise MemoryShortError("no more")
         self.backed.add(id(span))

@@ -64,7 +64,7 @@ class Endless:
     def fill(self, masks_RW: torch.Tensor, row: int) -> None:
         if self.good <= 0:
             self.let_go.wait()
-            masks_RW[row] = 0  # too late: by then the memory is somebody else's
+            masks_RW[row] = 0  # too late: the memory belongs to another mask by then
         else:
             masks_RW[row] = -1
 
@@ -283,7 +283,7 @@ def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_go
     assert bench.engine.masks.left_behind == 0
     bench.submit("next", prompt_of(9), 2, sampling=SAMPLED, constraint=Cycle([X]))
     bench.run()
-    assert not bench.engine.masks._owed_s, "what has ended is forgotten"
+    assert bench.completions["next", 0].finish.reason == "length", "the time of ended requests is not charged again"
     bench.close()
 
 
@@ -314,7 +314,7 @@ def test_a_continued_completion_is_followed_from_its_new_tokens(model, prompt_of
     class Later(Cycle):
         def start(self) -> CyclePlace:
             place = super().start()
-            place.at = 2  # behind the tokens that there are
+            place.at = 2  # past the end
             return place
 
     bench = Bench(model)

@@ -87,7 +87,7 @@ def test_more_adapters_than_slots_take_turns(model, adapters):
 
 
 def test_who_takes_no_adapter_does_not_wait_for_a_slot(model, adapters):
-    """And whoever waits for one does not wait for those that come later with an adapter that lies in it."""
+    """A request that waits for a slot does not wait for later requests whose adapter is in that slot."""
     bench = bench_of(model, adapters, 2, slots=1, max_rows=4)
     bench.submit("runs", prompt_of(6), 40, adapter="a0")
     bench.submit("waits", prompt_of(6), 5, adapter="a1")

@@ -58,7 +58,7 @@ def with_experts_of(done: Completion, hf_model) -> Iterator[None]:
     chosen_NLK = torch.from_numpy(np.concatenate(done.routing)).long()
 
     def take(chosen_NK: torch.Tensor, logits_TE: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor):
-        experts_TK = torch.cat([chosen_NK, experts_TK[len(chosen_NK) :]])  # nobody needs those of the last token
+        experts_TK = torch.cat([chosen_NK, experts_TK[len(chosen_NK) :]])  # the last token's are not needed
         regret = logits_TE.scatter(1, experts_TK, -torch.inf).amax(1) - logits_TE.gather(1, experts_TK).amin(1)
         assert regret.max() < 0.05, "but for near ties, they are its own"
         probs_TK = logits_TE.float().softmax(-1).gather(1, experts_TK)

@@ -53,7 +53,7 @@ def test_tensors_and_views_are_the_same_objects_at_the_same_addresses(monkeypatc
     kv.fill_(3.0)
     views = [tensor.view(-1) for tensor in tensors]
     places = [tensor.data_ptr() for tensor in tensors]
-    assert all(place % 16 == 0 for place in places) and len(memory._blocks) == 4
+    assert all(place % 16 == 0 for place in places)
     assert len({tensor.untyped_storage().data_ptr() for tensor in (first, large, coded)}) == 3
     assert first.untyped_storage().nbytes() == first.nbytes
     for _ in range(2):

@@ -109,3 +109,28 @@ def test_deltas_come_every_so_many_tokens_and_add_up(model, prompt_of):
     assert bench.completions["a", 0].deltas == 7 and bench.completions["b", 0].deltas == 1
     assert bench.tokens("a") == bench.tokens("b")
     bench.close()
+
+
+def test_a_logit_bias_ends_with_its_sequence(model, prompt_of, greedy):
+    """A plain row in the place of a biased one, next to another biased row, has no bias."""
+    bench = Bench(model, max_rows=2)
+    bench.submit("gone", prompt_of(6, 1), 3, sampling={"temperature": 0.0, "logit_bias": ((5, 100.0),)})
+    bench.submit("biased", prompt_of(6, 2), 60, sampling={"temperature": 0.0, "logit_bias": ((7, 100.0),)})
+    for _ in range(12):
+        bench.engine.tick()
+    bench.submit("plain", prompt_of(9, 3), 20)
+    bench.run()
+    assert bench.tokens("biased") == [7] * 60
+    assert bench.tokens("plain") == greedy(prompt_of(9, 3), 20)
+    bench.close()
+
+
+def test_min_tokens_without_stop_tokens_bans_nothing(model, prompt_of):
+    """A neighbour whose stop tokens are banned must not make a row without stop tokens lose any."""
+    bench = Bench(model, max_rows=2)
+    bench.submit("banned", prompt_of(6, 2), 60, stop={"token_ids": (3,), "min_tokens": 50})
+    bias = {"temperature": 0.0, "logit_bias": ((0, 100.0),)}
+    bench.submit("free", prompt_of(9, 3), 20, sampling=bias, stop={"min_tokens": 10})
+    bench.run()
+    assert bench.tokens("free") == [0] * 20
+    bench.close()

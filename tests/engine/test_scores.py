@@ -1,4 +1,4 @@
-"""Likeliest tokens and prompt log-probs are those of transformers; a step in which nobody asks has no more to do."""
+"""Top tokens and prompt log-probs equal those of transformers; a step without such a request does no extra work."""
 
 from __future__ import annotations
 
@@ -485,3 +485,10 @@ def test_what_goes_to_the_host_has_no_gaps():
         scores.copy(tops=3, scored=10)
     assert copies.of_one_piece == [True, True]
     assert scores.read((0, 2, 5), 10).top_ids_CK[:, 0].tolist() == [VOCAB - 1] * 3
+
+
+def test_logits_of_a_16_bit_model_are_not_rounded_to_16_bits(model):
+    model = model.to(torch.bfloat16)
+    hidden = torch.randn(3, model.spec.hidden).to(torch.bfloat16)
+    expected = hidden.float() @ model.lm_head.float().t()
+    assert torch.allclose(model.compute_logits(hidden), expected, atol=1e-4)

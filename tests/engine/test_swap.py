@@ -166,3 +166,19 @@ def test_a_fault_in_the_copy_ends_requests_with_an_error_not_in_silence(model, p
     assert len(bench.tokens("a")) >= 3 and set(bench.completions["a", 0].versions) == {0}
     assert mailbox.failures == [(1, finish.error)] and bench.engine.gate.swapping
     bench.close(check=False)
+
+
+def test_followers_share_one_prefill_after_a_swap_too(model, prompt_of):
+    bench = Bench(model, max_rows=4, prefix_cache=False)
+    bench.submit("g", prompt_of(60), 30, n=8)
+    for _ in range(10):
+        bench.engine.tick()
+    sizes, launched = [], bench.engine.scheduler.launched
+    bench.engine.scheduler.launched = lambda plan: (
+        plan.kind == "prefill" and sizes.append(plan.tokens),
+        launched(plan),
+    )
+    bench.engine.scheduler.weights_changed(1, recompute=False)
+    bench.run()
+    assert sum(sizes) <= 60 + 3, "four completions had not started: one prompt, and three last tokens"
+    bench.close()

@@ -337,4 +337,4 @@ def test_a_prompt_that_never_ends_does_not_hold_a_drain_up(folder):
         bench.server.stop()
         assert {client.receive()["id"] for _ in range(2)} == {"slow", "s"}
     process.close()
-    assert process.deaths == 0, "nobody is told of the end that was wanted"
+    assert process.deaths == 0, "a requested end is no death"

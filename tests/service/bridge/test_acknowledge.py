@@ -27,7 +27,7 @@ def test_a_client_without_a_name_acknowledges_what_it_was_given(connect: Connect
     for _ in client.generate([1], request_id="b", stream="tokens"):
         pass
     assert acknowledged(worker, 2) == ["a", "b"]
-    assert client.ping() is None, "the answer to it disturbs nobody"
+    assert client.ping() is None, "the answer to it reaches no other call"
 
 
 def test_results_that_come_together_are_acknowledged_together(connect: Connect, serve: Serve) -> None:

@@ -40,7 +40,7 @@ def test_the_last_words_of_a_worker_arrive(_: int) -> None:
         (answer,) = ask_all([(link, {"action": "status"})], "status", 30.0, threading.Event())
         assert isinstance(answer, InternalError) and "a fault" in str(answer)
         worker.join(10)
-        wait_for(lambda: link.send({"action": "status"}) is None, "that nothing goes where nobody is")
+        wait_for(lambda: link.send({"action": "status"}) is None, "a message without a worker to be dropped")
     finally:
         link.close()
 

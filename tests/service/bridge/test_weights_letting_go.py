@@ -1,4 +1,4 @@
-"""Updates that end badly: whoever waits is told, whatever letting go of them brings, and nothing keeps their memory."""
+"""Updates that fail: their waiters get the error, even if the cleanup fails too, and their memory is freed."""
 
 from __future__ import annotations
 

@@ -95,7 +95,6 @@ def test_ranks_that_each_send_what_they_own_all_end_with_the_whole(devices: list
     jobs, gave_up = broadcast(devices, runs, tensors)
     assert gave_up is None and [job.error for job in jobs] == [None] * len(devices)
     assert [job.sent for job in jobs] == [manifest.bucket_count] * len(devices)
-    assert torch.equal(jobs[0]._payload.kept, stream)
     assert all(job.order == jobs[0].order for job in jobs) and len({root for _, root in jobs[0].order}) == len(devices)
     for index, root in jobs[0].order:
         part = next(part for part in runs.bucket(index).parts if part.root == root)

@@ -1,4 +1,4 @@
-"""Two workers for all tests here, started once; each test leaves them as it found them."""
+"""Two workers, started once and shared by all tests here; each test leaves them idle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def worker(workers: tuple[WorkerProcess, WorkerProcess]) -> Iterator[WorkerProce
 
 @pytest.fixture(scope="session")
 def ledger() -> dict[int, int]:
-    """What each version of the second worker's weights counts in; whoever publishes to it writes it down."""
+    """The step that each version of the second worker's weights counts in; a test that publishes adds its version."""
     return {0: 1}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,18 +23,9 @@ def run_demo(folder: Path, *more: str) -> tuple[subprocess.CompletedProcess, dic
     return done, json.loads((folder / "report.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Future]]]:
-    """Both demos side by side: their folders, and what `run_demo` gives of them."""
-    flags = {"right": (), "corrupting": ("--no-wandb", "--worker", *CORRUPTING)}
-    with ThreadPoolExecutor(2) as pool:
-        folders = {name: tmp_path_factory.mktemp(name) for name in flags}
-        yield {name: (folder, pool.submit(run_demo, folder, *flags[name])) for name, folder in folders.items()}
-
-
-def test_the_demo_passes_and_leaves_its_records(demos: dict[str, tuple[Path, Future]]) -> None:
-    folder, demo = demos["right"]
-    done, report = demo.result()
+def test_the_demo_passes_and_leaves_its_records(tmp_path: Path) -> None:
+    folder = tmp_path
+    done, report = run_demo(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Every token of every completion is right." in done.stdout
     assert report["errors"] == [] and report["tokens"] == 4 * TOKENS and report["probes"] == 12
@@ -55,10 +44,10 @@ def test_the_demo_passes_and_leaves_its_records(demos: dict[str, tuple[Path, Fut
     assert [fact["event"] for fact in facts(folder / "worker.log")] == ["ready", "ended"]
 
 
-def test_the_demo_fails_when_a_page_in_use_is_overwritten(demos: dict[str, tuple[Path, Future]]) -> None:
-    folder, demo = demos["corrupting"]
-    done, report = demo.result()
-    assert (folder / "worker.log").read_text().count("overwriting page ") == 1
+@pytest.mark.nightly
+def test_the_demo_fails_when_a_page_in_use_is_overwritten(tmp_path: Path) -> None:
+    done, report = run_demo(tmp_path, "--no-wandb", "--worker", *CORRUPTING)
+    assert (tmp_path / "worker.log").read_text().count("overwriting page ") == 1
     assert done.returncode == 1, done.stdout + done.stderr
     assert "The demo failed" in done.stdout
     wrong = [row for row in report["completions"] if row["error"] is not None]

@@ -1,6 +1,6 @@
-"""Faults, hangs and drains of real workers: whoever waits is answered, with every token that there was.
+"""Faults, hangs and drains of real workers: each waiting client gets an answer with all its tokens.
 
-The worker is the real one, started by a script that raises errors to order in the places that the files name.
+A script starts the real worker and raises the errors that files in a folder order.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,26 +57,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def all_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Faulty]]:
-    """One worker a test, all started together."""
-    started = {}
-    for name, settings in SETTINGS.items():
-        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
-        command = (sys.executable, str(SCRIPT), str(folder), "serve")
-        flags = {"command": command, "max_context_tokens": 32_768, **settings}
-        started[name] = Faulty(launch(log=folder / "worker.log", wait=False, **flags), folder)
-    try:
-        for worker in started.values():
-            worker.process.wait_ready(120)
-        yield started
-    finally:
-        for worker in started.values():
-            worker.process.kill()
+@pytest.fixture
+def start_faulty(tmp_path: Path) -> Iterator[Callable[[str], Faulty]]:
+    """Starts a worker with the settings of that name, for one test: each test ends or harms its worker."""
+    started: list[Faulty] = []
+
+    def start(name: str) -> Faulty:
+        command = (sys.executable, str(SCRIPT), str(tmp_path), "serve")
+        flags = {"command": command, "max_context_tokens": 32_768, **SETTINGS[name]}
+        started.append(Faulty(launch(log=tmp_path / "worker.log", **flags), tmp_path))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.process.kill()
 
 
 def streams_of(client: RolloutClient) -> list[Stream]:
-    """Streams of tokens with several of them there, and one request of which nothing was told yet."""
+    """Two streams that have received tokens, and a request that has received none."""
     silent = client.generate("980:", stream="completions", **LONG)
     streams = [client.generate("17:", stream="tokens", **LONG), client.generate("2024:", n=2, stream="tokens", **LONG)]
     for stream in streams:
@@ -88,7 +86,7 @@ def streams_of(client: RolloutClient) -> list[Stream]:
 
 
 def assert_partial(stream: Stream, prompt: str, reason: str, error: str) -> None:
-    """The stream and the result agree, every token is right, and it says how it ended."""
+    """The stream and the result agree, every token is right, and the reason and the error are given."""
     result = stream.wait()
     for completion, partial in zip(result.completions, stream.partials(), strict=True):
         assert completion.finish_reason == reason and 30_000 > len(completion) >= 16
@@ -106,7 +104,7 @@ def assert_all_partial(streams: list[Stream], reason: str, error: str) -> None:
 
 
 def assert_serves(client: RolloutClient) -> None:
-    """New requests get the right tokens, and nothing of the old ones is left."""
+    """New requests get the right tokens, and the old ones hold no row, page or slot."""
     result = client.generate("17:", n=4, max_tokens=400)
     for completion in result.completions:
         assert (completion.finish_reason, len(completion)) == ("length", 400)
@@ -121,9 +119,9 @@ def assert_serves(client: RolloutClient) -> None:
 
 
 def test_after_a_fault_the_worker_hands_back_what_it_has_and_recovers_unless_it_fails_too_often(
-    all_workers: dict[str, Faulty],
+    start_faulty: Callable[[str], Faulty],
 ) -> None:
-    worker = all_workers["recovering"]
+    worker = start_faulty("recovering")
     with worker.client() as client:
         for count, kind in enumerate(["device", "cuda_memory", "memory", "torn", "commit", "device"], start=1):
             streams = streams_of(client)
@@ -138,10 +136,10 @@ def test_after_a_fault_the_worker_hands_back_what_it_has_and_recovers_unless_it_
 
 
 def test_a_request_that_cannot_be_taken_is_an_error_and_a_fault_amid_new_weights_ends_the_worker(
-    all_workers: dict[str, Faulty],
+    start_faulty: Callable[[str], Faulty],
 ) -> None:
-    """Nobody knows which weights the worker has then, so it may not go on; the publisher is told, too."""
-    worker = all_workers["publishing"]
+    """The worker's weights are unknown then, so it ends; the publisher gets the error, too."""
+    worker = start_faulty("publishing")
     with worker.client() as client:
         streams = streams_of(client)
         worker.order("submit")
@@ -169,9 +167,9 @@ def test_a_request_that_cannot_be_taken_is_an_error_and_a_fault_amid_new_weights
 
 
 def test_a_hang_shows_in_the_status_and_one_that_lasts_ends_the_worker_with_all_answered(
-    all_workers: dict[str, Faulty],
+    start_faulty: Callable[[str], Faulty],
 ) -> None:
-    worker = all_workers["hanging"]
+    worker = start_faulty("hanging")
     with worker.client() as client:
         streams = streams_of(client)
         worker.order("hang")
@@ -193,8 +191,10 @@ def test_a_hang_shows_in_the_status_and_one_that_lasts_ends_the_worker_with_all_
     assert worker.ended() == HUNG
 
 
-def test_threads_that_end_are_told_of_and_without_the_service_the_worker_ends(all_workers: dict[str, Faulty]) -> None:
-    worker = all_workers["threads"]
+def test_threads_that_end_are_told_of_and_without_the_service_the_worker_ends(
+    start_faulty: Callable[[str], Faulty],
+) -> None:
+    worker = start_faulty("threads")
     with worker.client() as client:
         assert client.status()["problems"] == []
         worker.order("metrics")
@@ -215,8 +215,10 @@ def test_threads_that_end_are_told_of_and_without_the_service_the_worker_ends(al
     assert worker.ended() == 1
 
 
-def test_a_drain_finishes_what_it_can_and_hands_the_rest_back_at_its_deadline(all_workers: dict[str, Faulty]) -> None:
-    worker = all_workers["deadline"]
+def test_a_drain_finishes_what_it_can_and_hands_the_rest_back_at_its_deadline(
+    start_faulty: Callable[[str], Faulty],
+) -> None:
+    worker = start_faulty("deadline")
     with worker.client() as client:
         streams = streams_of(client)
         short = client.generate("17:", max_tokens=200, stream="tokens", stream_every=1)
@@ -228,8 +230,9 @@ def test_a_drain_finishes_what_it_can_and_hands_the_rest_back_at_its_deadline(al
     assert worker.ended() == 0
 
 
-def test_without_time_to_drain_everything_is_handed_back_at_once(all_workers: dict[str, Faulty]) -> None:
-    worker = all_workers["at once"]
+@pytest.mark.nightly
+def test_without_time_to_drain_everything_is_handed_back_at_once(start_faulty: Callable[[str], Faulty]) -> None:
+    worker = start_faulty("at once")
     with worker.client() as client:
         streams = streams_of(client)
         os.kill(worker.process.pid, signal.SIGTERM)

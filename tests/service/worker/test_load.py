@@ -23,7 +23,7 @@ from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import GenerateResult
 from trainer_bridge.wire.errors import InternalError
 
-CLIENTS, REQUESTS_EACH = 8, 250
+CLIENTS = 8
 MAX_QUEUE, BUFFER_BYTES = 64, 1 << 16
 
 
@@ -80,21 +80,22 @@ def children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def test_of_2000_requests_from_8_clients_none_is_lost_and_none_comes_twice(folder: Path) -> None:
-    log = folder / "wide.log"
+@pytest.mark.parametrize("requests_each", [25, pytest.param(250, marks=pytest.mark.nightly)])
+def test_of_the_requests_of_8_clients_none_is_lost_and_none_comes_twice(requests_each: int, tmp_path: Path) -> None:
+    log = tmp_path / "wide.log"
     with launch(log=log, max_rows=32, max_context_tokens=4096) as worker:
 
         def work(place: int) -> None:
-            requests = short_requests(place * REQUESTS_EACH, REQUESTS_EACH)
+            requests = short_requests(place * requests_each, requests_each)
             with RolloutClient(worker.endpoint, client=f"client-{place}", timeout_s=60.0) as client:
                 check_all(requests, client.generate_many(requests))
 
         from_all_clients(CLIENTS, work)
         with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
-            assert client.status()["results"]["stored"] == CLIENTS * REQUESTS_EACH
+            assert client.status()["results"]["stored"] == CLIENTS * requests_each
             until(lambda: in_use(client) == (0, 0, 0), "the worker to be idle")
     totals = facts(log)[-1]["totals"]
-    sent = short_requests(0, CLIENTS * REQUESTS_EACH)
+    sent = short_requests(0, CLIENTS * requests_each)
     assert totals["total/completions"] == len(sent), "the worker generated each of them once"
     assert totals["total/tokens"] == sum(request["max_tokens"] for request in sent)
 

@@ -96,6 +96,7 @@ def assert_same(disturbed: Completion, undisturbed: Completion) -> None:
     assert sum(count for _, count in disturbed.versions) == len(disturbed)
 
 
+@pytest.mark.nightly
 def test_eight_completions_of_16k_tokens_survive_two_kills_of_their_worker(mortal: Any) -> None:
     dying = mortal(ONES, 3 * LONG, 6 * LONG, max_context_tokens=LONG + 64)
     fields = {"n": 4, "max_tokens": LONG, "temperature": 1.0, "stop": {"ignore_eos": True}}

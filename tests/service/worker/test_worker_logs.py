@@ -68,7 +68,7 @@ def fail(worker: WorkerProcess, folder: Path, kind: str, name: str) -> None:
 
 
 def check_block(line: dict[str, Any], name: str, last_states: set[str]) -> None:
-    """The line says whose requests ran and what the last steps were, those that nobody read yet at the end."""
+    """The line names the running requests and the last steps; unread steps come last."""
     assert line["level"] == "critical" and line["worker"].endswith(f":{line['worker'].rpartition(':')[2]}")
     assert line["requests"] == [{"client": f"client:{name}", "request": f"of#{name}"}] and line["running"] == 1
     steps = line["steps"]

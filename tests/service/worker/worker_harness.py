@@ -1,4 +1,4 @@
-"""Real workers for tests: how they are started, what they count, and waiting for what they tell of themselves."""
+"""Real workers for tests: starting them, waiting for a state, checking the tokens that they count."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def text_of(tokens: Any) -> str:
 
 
 def check(prompt: str, completion: Completion, steps: dict[int, int]) -> CountingReport:
-    """Check every token against the version that it says it is of; `steps` has what each version counts in."""
+    """Check every token against the version stamped on it; `steps` maps a version to the step that it counts in."""
     return check_completion(prompt, completion.token_ids.tolist(), completion.versions, steps, TEXTS.__getitem__)
 
 
 def is_gone(pid: int) -> bool:
-    """True if there is no such process, or it waits only to be reaped."""
+    """True if there is no such process, or it is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

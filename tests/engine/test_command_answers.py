@@ -1,0 +1,46 @@
+"""Each command gets its answer: pause, resume, shutdown, and a request that is refused."""
+
+from __future__ import annotations
+
+from harness import Bench
+
+from rollout.engine.messages import Done, Pause, Rejected, Resume, Shutdown
+
+
+def done_tokens(bench: Bench) -> list[int]:
+    return [event.token for event in bench.events if isinstance(event, Done)]
+
+
+def test_a_pause_that_is_resumed_at_once_is_still_answered(model, prompt_of):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(9), 300)
+    for _ in range(5):
+        bench.engine.tick()
+    bench.engine.inbox.put(Pause("keep", 1))
+    bench.engine.inbox.put(Resume(2))
+    for _ in range(50):
+        bench.engine.tick()
+    assert sorted(done_tokens(bench)) == [1, 2], "rows still run; a client waits for the answer to its pause"
+    bench.run()
+    bench.close()
+
+
+def test_every_shutdown_is_answered(model, prompt_of):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(9), 300)
+    bench.engine.inbox.put(Shutdown("drain", 1))
+    bench.engine.tick()
+    bench.engine.inbox.put(Shutdown("now", 2))
+    while not bench.engine.gate.stopped:
+        bench.engine.tick()
+    assert sorted(done_tokens(bench)) == [1, 2]
+    bench.close()
+
+
+def test_a_group_that_no_queue_can_hold_is_not_told_to_retry(model, prompt_of):
+    bench = Bench(model, max_queue=4)
+    bench.submit("g", prompt_of(4), 3, n=8)
+    bench.run()
+    refusal = next(event for event in bench.events if isinstance(event, Rejected))
+    assert refusal.code != "overloaded"
+    bench.close()
