@@ -103,10 +103,10 @@ class Commands:
                 self._shut_down(mode, token, parts)
             case Sleep() | Wake():
                 self._sleeper.take(command, parts)
-            case PutAdapter(name, weights, version, token):
-                self._adapt(token, parts, lambda: scheduler.put_adapter(name, version, weights, self._recompute))
-            case DropAdapter(name, token):
-                self._adapt(token, parts, lambda: scheduler.drop_adapter(name))
+            case PutAdapter(adapter, weights, version, token):
+                self._adapt(token, parts, lambda: scheduler.put_adapter(adapter, version, weights, self._recompute))
+            case DropAdapter(adapter, token):
+                self._adapt(token, parts, lambda: scheduler.drop_adapter(adapter))
             case EndSession(client, name, token):
                 scheduler.memory.sessions.end(client, name)
                 scheduler.events += [Done(token)] if token is not None else []

@@ -186,7 +186,7 @@ class Engine:
         """
         answer = self.commands.fail(self.parts, message)
         events = self.parts.scheduler.rescue(message) + answer + self.sleeper.fail(message)
-        self._send(events + self.gate.fail())
+        self._send([*events, *self.gate.fail()])
         self.swapper.fail(message)
 
     def restart(self, parts: EngineParts) -> None:

@@ -9,11 +9,12 @@ largest models.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -21,8 +22,8 @@ from transformers import AutoConfig
 
 from rollout.models.registry import check_model_type, check_supported
 
-if TYPE_CHECKING:
-    from rollout.models.checkpoint_tensors import Progress
+#: Called with (bytes done, bytes in all).
+Progress = Callable[[int, int], None]
 
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.txt")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")

@@ -6,22 +6,20 @@ All names and shapes are checked before the first tensor is read, so a wrong che
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rollout.models.checkpoint_folder import CheckpointError, read_json
+from rollout.models.checkpoint_folder import CheckpointError, Progress, read_json
 from rollout.models.names import Region, all_views, check_names, is_redundant
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES_SHOWN = 8
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

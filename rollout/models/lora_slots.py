@@ -47,7 +47,7 @@ class CorrectedModule(NamedTuple):
 
     layer: int
     product: Product
-    index: int  # among the modules of the product
+    number: int  # among the modules of the product
     begin: int  # the first of its outputs in the product
     outputs: int
     inputs: int

@@ -63,7 +63,7 @@ class AdapterPlan:
                 b = torch.zeros(linear.outputs, rank, dtype=self.dtype, pin_memory=pinned)
                 parts[key] = (a, b)
             a, b = parts[key]
-            first = module.index * rank
+            first = module.number * rank
             a[first : first + tensors_of.rank] = tensors[tensors_of.a]
             scaled = tensors[tensors_of.b].float() * tensors_of.scaling
             b[module.begin : module.begin + module.outputs, : tensors_of.rank] = scaled

@@ -54,7 +54,8 @@ class Packer:
     def pack(self, plan: Plan, staging: Staging) -> Upload:
         """Pack a step; its sequences are those of the plan's moment, before the step is noted as launched."""
         staging.begin()
-        size, layout = 0, ()
+        size = 0
+        layout: tuple[tuple[int, int, int], ...] = ()
         if plan.one_token_each:
             size = 0 if self.captured is None else self.captured.size_for(plan.rows, plan.features) or 0
             self._put_decode(plan.spans, staging, size or plan.rows)
@@ -64,7 +65,7 @@ class Packer:
         if plan.kind == "prefill":
             self._put_new_rows(plan.spans, staging)
             scored = self._put_scored(plan.spans, staging)
-        tops = ()
+        tops: tuple[int, ...] = ()
         if plan.features.value & _TOP:
             tops = put_tops(staging, [i for i, seq in enumerate(plan.sampled) if seq.tops is not None])
         return staging.upload(

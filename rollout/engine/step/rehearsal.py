@@ -144,7 +144,8 @@ def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: 
     staging.put("copies", np.zeros((rows, 2), dtype=np.int32))
     tokens = np.arange(total, dtype=np.int64) % executor.step.rows.vocab
     layout = put_prefill(staging, [(0, 0, length, 1) for length in step.prompts], tokens)
-    tops, scored = (), 0
+    tops: tuple[int, ...] = ()
+    scored = 0
     if step.features & Feature.TOP:
         tops = put_tops(staging, range(rows))
         scored = put_scored(staging, np.arange(total), tokens, scored_multiple(executor.device.torch_device))

@@ -76,7 +76,10 @@ class Header:
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Header:
         """What `to_fields` gave, also where a wire made lists of its tuples."""
-        sections = {name: Section(*rest, tuple(shape)) for name, (*rest, shape) in fields["sections"].items()}
+        sections = {
+            name: Section(start, words, dtype, tuple(shape))
+            for name, (start, words, dtype, shape) in fields["sections"].items()
+        }
         layout = tuple((first, tokens, context) for first, tokens, context in fields["layout"])
         return cls(**{**fields, "sections": sections, "layout": layout, "tops": tuple(fields["tops"])})
 
