@@ -120,7 +120,7 @@ class AdapterTable:
         self.registry = registry
         self.memory = memory
         self.evicted = 0  # adapters that lost their slot to others
-        self._loads, self._compute = loads, compute
+        self.loads, self.compute = loads, compute
         self._slots = [AdapterSlot(number, device.event()) for number in range(1, memory.slots + 1)]
         self._loading: AdapterSlot | None = None
         self._uses = 0
@@ -144,9 +144,9 @@ class AdapterTable:
             return adapter
         slot = adapter.slot
         if slot is not None and slot.refs:
-            self._compute.wait(slot.written)
-            self._compute.run(functools.partial(self.memory.write, slot.number, weights))
-            self._compute.record(slot.written)
+            self.compute.wait(slot.written)
+            self.compute.run(functools.partial(self.memory.write, slot.number, weights))
+            self.compute.record(slot.written)
         elif slot is not None:
             slot.adapter, adapter.slot = None, None  # it is written again before it is used
         # Last: if the device fails before this, the engine is built anew with the version of before.
@@ -211,9 +211,9 @@ class AdapterTable:
             slot.adapter.slot = None
         slot.adapter, adapter.slot = adapter, slot
         self._use(slot)
-        self._loads.wait(slot.written)
-        self._loads.run(functools.partial(self.memory.write, slot.number, adapter.weights))
-        self._loads.record(slot.written)
+        self.loads.wait(slot.written)
+        self.loads.run(functools.partial(self.memory.write, slot.number, adapter.weights))
+        self.loads.record(slot.written)
         self._loading = slot
         return slot
 

@@ -185,8 +185,8 @@ class Engine:
         watchdog's thread calls this.
         """
         answer = self.commands.fail(self.parts, message)
-        events = self.parts.scheduler.rescue(message) + answer + self.sleeper.fail(message)
-        self._send([*events, *self.gate.fail()])
+        events = self.parts.scheduler.rescue(message)
+        self._send([*events, *answer, *self.sleeper.fail(message), *self.gate.fail()])
         self.swapper.fail(message)
 
     def restart(self, parts: EngineParts) -> None:
