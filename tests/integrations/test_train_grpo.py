@@ -59,9 +59,7 @@ def test_every_completion_and_token_that_the_worker_made_was_trained_on(
     totals = json.loads(ended[0])["totals"]
     assert totals["total/completions"] == summary["completions"]
     assert totals["total/tokens"] == summary["tokens"] == sum(step["tokens"] for step in steps)
-    assert summary["workers"] == [
-        {"version": len(steps) + 1, "state": "idle"}
-    ]  # one before the first step, one after each
+    assert summary["workers"] == [{"version": len(steps) + 1, "state": "idle"}]  # one more than steps
 
 
 def test_staleness_is_bounded_and_used(run: tuple[Path, list[dict[str, Any]], dict[str, Any]]) -> None:
