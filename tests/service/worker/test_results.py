@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from raw_client import RawClient
-from worker_harness import check, launch, subprocess_environment, text_of, until
+from worker_harness import assert_idle, check, launch, subprocess_environment, text_of, until
 
 from trainer_bridge.client.assembly import Assembler
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
@@ -52,19 +52,6 @@ def worker(shared: WorkerProcess) -> Iterator[WorkerProcess]:
     """A worker of this file's own; idle again when a test is over."""
     yield shared
     assert_idle(shared)
-
-
-def assert_idle(worker: WorkerProcess) -> None:
-    """No row, no page and no slot is in use."""
-    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
-
-        def idle() -> bool:
-            status = client.status()
-            pages = status["pages"]
-            busy = status["rows"]["running"], status["queue"]["waiting"], pages["used"], status["slots"]["in_flight"]
-            return busy == (0, 0, 0, 0) and pages["free"] + pages["cached"] == pages["total"]
-
-        until(idle, "the worker to be idle again", 20.0)
 
 
 def same(one: GenerateResult, two: GenerateResult) -> bool:

@@ -121,6 +121,7 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if entry)
 
 
+@pytest.mark.nightly
 def test_workers_of_a_torchrun_job_have_none_of_its_variables_and_end_with_their_supervisor(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)

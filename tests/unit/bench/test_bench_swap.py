@@ -155,6 +155,7 @@ def test_updates_are_measured_beside_rows_that_decode_and_then_come_many_in_a_ro
     assert plain["gb_per_s"] == pytest.approx(facts["bytes"] / plain["plain_broadcast_ms"] / 1e6)
 
 
+@pytest.mark.nightly
 def test_an_update_of_several_ranks_is_applied_when_all_workers_use_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def test_the_decode_benchmark_measures_a_step_with_an_option_beside_one_without(
     assert other["overhead_pct"]["steady_ms"] == pytest.approx(overhead)
 
 
+@pytest.mark.nightly
 def test_the_decode_benchmark_takes_settings_and_its_floor_follows_them(monkeypatch, tmp_path):
     need = load_script("bench.decode").step_needs
     plain, coded = need("toy-moe", {}), need("toy-moe", {"expert_dtype": "mxfp8", "kv_dtype": "fp8_e4m3"})
@@ -80,6 +81,7 @@ def test_a_setting_that_is_none_is_wrong_usage(monkeypatch, tmp_path, capsys):
     assert end.value.code == 2 and "did you mean engine.kv_dtype?" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_scores_measures_steps_and_a_prompt(monkeypatch, tmp_path):
     sizes = ("--shape", "toy", "--rows", "2", "--prompt", "8", "--new", "20", "--tops", "3", "--long", "200")
     _, rows = run(load_script("bench.scores"), monkeypatch, tmp_path / "s.json", *sizes)
@@ -88,6 +90,7 @@ def test_the_benchmark_of_scores_measures_steps_and_a_prompt(monkeypatch, tmp_pa
     assert all(row.get("steady_ms", row.get("prefill_ms")) > 0 for row in rows)
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_offloading_runs_all_three(monkeypatch, tmp_path):
     sizes = ("--shape", "toy", "--rows", "4", "--prompt", "8", "--tokens", "120", "--holds", "2", "--piece-mib", "0.02")
     script = load_script("bench.offload")
@@ -108,6 +111,7 @@ def test_a_step_is_moving_while_a_piece_is_on_its_way():
     assert script.nearest_ratio(np.array([1.0, 3.0, 9.0, 2.0]), rows, moved) == 3.0
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_sleep_wakes_at_both_levels(monkeypatch, tmp_path):
     few = ("--shape", "toy", "--rows", "3", "--prompt", "20", "--new", "120", "--steps", "8", "--kv-pages", "60")
     status, rows = run(load_script("bench.sleep"), monkeypatch, tmp_path / "sleep.json", *few, "--repeat", "1")
@@ -131,7 +135,7 @@ def test_a_right_engine_passes(correctness, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["rope", "page"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_a_spoiled_engine_fails(correctness, monkeypatch, tmp_path, damage, dtype):
     arguments = ("--size", "toy", "--dtype", dtype, "--families", "qwen3", "--break", damage)
     status, (found,) = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)
@@ -140,6 +144,7 @@ def test_a_spoiled_engine_fails(correctness, monkeypatch, tmp_path, damage, dtyp
     assert "logits" in said and "log-probs" in said
 
 
+@pytest.mark.nightly
 def test_rows_that_part_between_the_depths_fail(correctness, monkeypatch, tmp_path):
     """One token that differs at depth 2."""
     plain = correctness.Driver.finish
@@ -163,6 +168,7 @@ def test_rows_that_part_between_the_depths_fail(correctness, monkeypatch, tmp_pa
     assert status == 1 and found["depths"]["equal"]["first_divergence"] == 7
 
 
+@pytest.mark.nightly
 def test_many_long_rows_give_everything_back(correctness, monkeypatch, tmp_path):
     arguments = ("--long", "--long-shape", "toy", "--long-rows", "2", "--long-tokens", "200")
     status, (found,) = run(correctness, monkeypatch, tmp_path / "l.json", *arguments)

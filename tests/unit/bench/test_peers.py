@@ -137,6 +137,7 @@ def test_tail_is_the_time_of_the_last_tenth():
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_every_experiment_runs_on_ours():
     engine = OursEngine(toy(experiments=EXPERIMENTS), depth=2)
     rows = list(run_job(engine, toy(experiments=EXPERIMENTS)))

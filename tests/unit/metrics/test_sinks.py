@@ -124,9 +124,7 @@ def test_broken_sink_is_logged_once_and_left_out_while_the_others_go_on(method, 
             thread.put(step, {"a": 1.0})
         assert thread.close(deadline_s=10)
     assert len(recorder.reports) == 3 and recorder.closed
-    assert [record.message for record in caplog.records if "Breaker" in record.message] == [
-        f"metrics: Breaker failed to {method} and gets no more reports"
-    ]
+    assert sum("Breaker" in record.message for record in caplog.records) == 1
     assert broken.calls == {"open": 1, "write": 2, "close": 5}[method]
 
 
@@ -150,7 +148,8 @@ def test_jsonl_refuses_what_is_not_json(tmp_path, caplog):
     thread.start()
     thread.put(1, {"gpu/active_pct": float("nan")})
     assert thread.close(deadline_s=10)
-    assert "JsonlSink failed to write" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 # --- W&B -------------------------------------------------------------------------------------------------------------
@@ -351,6 +350,6 @@ def test_wandb_run_goes_on_offline_when_the_server_does_not_answer(tmp_path, no_
     thread.start()
     thread.put(10, {"gpu/active_pct": 91.5})
     assert thread.close(deadline_s=60)
-    assert "logged offline" in caplog.text
+    assert any(record.levelno == logging.WARNING for record in caplog.records)
     (folder,) = (tmp_path / "runs").glob("wandb/offline-run-*")
     assert [row["gpu/active_pct"] for row in read_offline_run(folder).rows] == [91.5]
