@@ -169,7 +169,7 @@ def test_version_runs_that_are_no_account_of_the_tokens_are_found(versions, posi
 
 
 def test_a_step_that_no_model_has_is_refused():
-    with pytest.raises(ValueError, match="steps of 1 or 2"):
+    with pytest.raises(ValueError, match="1 or 2"):
         check("17:", " 20", [[0, 3]], steps={0: 3})
 
 
