@@ -67,7 +67,7 @@ class Trainer:
             raise
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """Send an order to all ranks; returns the first answer, or an error. Raises RuntimeError if a rank has ended."""
+        """Send an order to all ranks; returns the first answer or an error. Raises RuntimeError if a rank has ended."""
         for rank in self._ranks:
             rank.tell(do, **fields)
         return self._answer()
