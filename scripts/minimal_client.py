@@ -1,10 +1,10 @@
-"""The wire protocol with ZeroMQ and msgpack alone: one request, then one stream.
+"""A client of the wire protocol that needs only ZeroMQ and msgpack: one request, then one stream.
 
     rollout serve MODEL &
     python scripts/minimal_client.py tcp://127.0.0.1:5757 --prompt "17:"
 
-A message is a header (one msgpack map) and blobs (raw bytes). Where a header says {"blob": 2, "dtype": "<i4",
-"shape": [100]}, blob 2 is an array of 100 little-endian 32-bit integers. Nothing of this project is imported.
+A message is a header (one msgpack map) and blobs (raw bytes). If a field of the header is {"blob": 2, "dtype": "<i4",
+"shape": [100]}, its value is blob 2: 100 little-endian 32-bit integers. This file imports nothing of the project.
 """
 
 import argparse
@@ -19,12 +19,12 @@ TYPE_CODES = {"<i4": "i", "<f4": "f"}  # of the array module
 
 
 def pack(op: str, request_id: str, **fields: Any) -> bytes:
-    """A request's header; these requests need no blobs."""
+    """A request as its header; it needs no blobs."""
     return msgpack.packb({"v": 1, "op": op, "id": request_id, **fields})
 
 
 def unpack(frames: list[bytes]) -> dict[str, Any]:
-    """A reply's header, with its blobs put back where they belong."""
+    """A reply's header, with arrays in place of references to blobs."""
     header, blobs = msgpack.unpackb(frames[0]), frames[1:]
 
     def restore(value: Any) -> Any:
@@ -46,7 +46,7 @@ def unpack(frames: list[bytes]) -> dict[str, Any]:
 
 
 def ask_once(context: zmq.Context, endpoint: str, prompt: str, max_tokens: int) -> None:
-    """A REQ socket: one request, one reply. REQ puts an empty frame in front, and takes it off again, by itself."""
+    """A REQ socket: one request, one reply. The socket adds an empty frame, and removes it from the reply."""
     with context.socket(zmq.REQ) as socket:
         socket.connect(endpoint)
         socket.send(pack("generate", "once", prompt=prompt, max_tokens=max_tokens, return_text=True))
@@ -60,7 +60,7 @@ def ask_once(context: zmq.Context, endpoint: str, prompt: str, max_tokens: int) 
 
 
 def ask_for_a_stream(context: zmq.Context, endpoint: str, prompt: str, max_tokens: int) -> None:
-    """A DEALER socket: any number of replies, here the chunks of one request and then its result."""
+    """A DEALER socket: several replies, here the chunks of one request and its result."""
     with context.socket(zmq.DEALER) as socket:
         socket.connect(endpoint)
         sampling = {"temperature": 0.0}
@@ -84,7 +84,7 @@ def ask_for_a_stream(context: zmq.Context, endpoint: str, prompt: str, max_token
 
 
 def main() -> None:
-    """Ask a worker twice."""
+    """Send two requests to a worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("endpoint", nargs="?", default="tcp://127.0.0.1:5757")
     parser.add_argument("--prompt", default="17:")

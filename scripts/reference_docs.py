@@ -153,10 +153,10 @@ def api_page() -> str:
 
 
 def _signature(thing: Any) -> str:
-    """The parameters without annotations, which would fill the page."""
+    """The parameters without their annotations, which are long."""
     try:
         signature = inspect.signature(thing)
-    except (TypeError, ValueError):  # no Python function
+    except (TypeError, ValueError):  # not a Python function
         return ""
     empty = inspect.Parameter.empty
     parameters = [each.replace(annotation=empty) for name, each in signature.parameters.items() if name != "self"]
@@ -177,7 +177,7 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *cells)]
 
 
-#: File name: the function that makes its text.
+#: File names and the functions that write their text.
 PAGES: Mapping[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "metrics.md": metrics_page,

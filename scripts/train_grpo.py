@@ -1,17 +1,17 @@
-"""Asynchronous GRPO in one file: plain PyTorch, a worker in a process of its own, rewards that can be checked.
+"""Asynchronous GRPO in one file: plain PyTorch, a worker process, and verifiable rewards.
 
     python -m scripts.train_grpo --plot docs/grpo.png                            a tiny model on a CPU, in minutes
     python -m scripts.train_grpo --shape qwen3-1.7b --device cuda --lr 1e-5      the same with 1.7B's layers on a GPU
 
-The task: from the prompt `N :` count down, `N-1 ... 1 0`, and stop. The reward is the share of the right answer that a
-completion gets right from its start on. The weights are random at first: what the model can, it learned from rewards.
+The task: from the prompt `N :` count down, `N-1 ... 1 0`, and stop. The reward is the length of the correct beginning
+of a completion, as a share of the right answer. The model starts with random weights and learns from rewards only.
 
-    trainer    batch t-1: loss, update | batch t: loss, update | ...      version t: the weights that step t begins with
-    worker     batch t+S-1             | batch t+S             | ...      asked for with `min_version` t; S: staleness
+    trainer    batch t-1: loss, update | batch t: loss, update | ...      version t: the weights at the start of step t
+    worker     batch t+S-1             | batch t+S             | ...      requested with `min_version` t; S: staleness
 
-New weights are swapped in while completions run. Every token has its log-probability and its version from the worker,
-for the importance ratio. What is drawn depends on the seed, and with a staleness above 0 which version draws it depends
-on time. Writes steps.jsonl, summary.json and a W&B run (offline unless a key is configured) to --out.
+New weights are swapped in while completions run. The worker returns the log-probability and the version of every token,
+for the importance ratio. The seed determines the draws; with a staleness above 0, timing determines which version draws
+a token. Writes steps.jsonl, summary.json and a W&B run (offline without an API key) to --out.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Countdown:
         return [[first, COLON] for first in firsts.tolist()]
 
     def reward(self, prompt: list[int], answer: list[int]) -> float:
-        """The share of the right answer, end included, that is right from its start on; 1 only for all of it."""
+        """Length of the correct beginning as a share of the right answer with its end; 1 if all is right."""
         right = [*range(prompt[0] - 1, 1, -1), EOS]
         same = [given == wanted for given, wanted in zip(answer, right, strict=False)]
         return (same.index(False) if False in same else len(same)) / len(right)
 
 
 def ask(client: BackgroundClient, task: Countdown, step: int, args: argparse.Namespace) -> Future[list[GenerateResult]]:
-    """Have the batch of a step made, by weights that are `staleness` steps old at most when it is begun."""
+    """Request the batch of a step, from weights that are at most `staleness` steps old when it begins."""
     prompts, first_seed = task.prompts(step, args.groups), (args.seed * 1_000_000 + step) * args.groups
     return client.generate_many(
         [{"prompt": prompt, "seed": first_seed + i} for i, prompt in enumerate(prompts)],
@@ -80,7 +80,7 @@ def ask(client: BackgroundClient, task: Countdown, step: int, args: argparse.Nam
 
 @dataclass(frozen=True)
 class Batch:
-    """The completions of a step, padded on the right. Of a position everything is about the token that it predicts."""
+    """The completions of a step, padded on the right. Each position describes the token that it predicts."""
 
     ids_NT: torch.Tensor  # int64, T = S + 1
     answer_NS: torch.Tensor  # bool: that token belongs to the answer
@@ -91,7 +91,7 @@ class Batch:
 
 
 def make_batch(task: Countdown, prompts: list[list[int]], results: list[GenerateResult], n: int, device: str) -> Batch:
-    """Put the answers to the prompts together. Raises RuntimeError if one is missing or did not end by itself."""
+    """Collect the results of the prompts. Raises RuntimeError if one is missing or was cut short."""
     rows = [(prompt, item) for prompt, result in zip(prompts, results, strict=True) for item in result.completions]
     broken = [item.error or item.finish_reason for _, item in rows if item.finish_reason not in ("stop", "length")]
     if broken or len(rows) != n * len(prompts):
@@ -113,29 +113,29 @@ def make_batch(task: Countdown, prompts: list[list[int]], results: list[Generate
 
 
 def compare_tokens(worker_NS: torch.Tensor, trainer_NS: torch.Tensor, answer_NS: torch.Tensor) -> Mismatch:
-    """How far two sets of log-probs are apart at the tokens of answers; K3 estimates the KL divergence."""
+    """The difference of two sets of log-probs at the tokens of answers. K3 estimates the KL divergence."""
     return compare(*(logprobs_NS[answer_NS].detach().cpu().numpy() for logprobs_NS in (worker_NS, trainer_NS)))
 
 
 class Trainer:
-    """The model, its optimizer, and the weights of the last steps to compare the worker's log-probs with."""
+    """The model, its optimizer, and the weights of the last steps, for comparison with the worker's log-probs."""
 
     def __init__(self, task: Countdown, args: argparse.Namespace) -> None:
         self.args = args
         torch.manual_seed(args.seed)
         self.config = AutoConfig.for_model(**model_config(args.shape) | _OWN_CONFIG | {"vocab_size": task.numbers + 2})
         self.model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).to(args.device)
-        # With an eps this large, gradients next to nothing (all is right) are not blown up to whole steps.
+        # A large eps: tiny gradients (all answers are right) must not be scaled up to full steps.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), args.lr, (0.9, 0.99), eps=1e-5, weight_decay=0.0)
         self._past: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=args.staleness + 1)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What is published: the parameters themselves on a CPU, bfloat16 copies of them on a GPU."""
+        """The tensors to publish: the parameters themselves on a CPU, bfloat16 copies on a GPU."""
         dtype = torch.bfloat16 if self.args.device.startswith("cuda") else torch.float32
         return {name: tensor.detach().to(dtype) for name, tensor in self.model.named_parameters()}
 
     def remember(self, version: int) -> None:
-        """Keep a copy of the weights that are version `version` now."""
+        """Keep a copy of the present weights as version `version`."""
         self._past.append((version, {name: p.detach().clone() for name, p in self.model.named_parameters()}))
 
     def logprobs(self, ids_NT: torch.Tensor, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +147,7 @@ class Trainer:
         return logprobs_NSV.gather(-1, ids_NT[:, 1:, None]).squeeze(-1), entropy_NS
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """The clipped policy gradient loss, a mean over tokens, and what there is to say about it."""
+        """The clipped policy gradient loss, a mean over tokens, and its statistics."""
         logprobs_NS, entropy_NS = self.logprobs(batch.ids_NT, {})
         ratio_NS = (logprobs_NS - batch.logprobs_NS).exp()
         advantage_N1, answer_NS = batch.advantages_N[:, None], batch.answer_NS
@@ -162,7 +162,7 @@ class Trainer:
 
     @torch.no_grad()
     def mismatch(self, batch: Batch) -> dict[str, float]:
-        """The worker's log-probs beside ours by the same weights, for completions that one remembered version drew."""
+        """Compare the worker's log-probs with ours, for completions of a single version whose weights we kept."""
         newest_N = batch.versions_NS.masked_fill(~batch.answer_NS, -1).amax(1)
         single_N = ((batch.versions_NS == newest_N[:, None]) | ~batch.answer_NS).all(1)
         found = Mismatch()
@@ -174,7 +174,7 @@ class Trainer:
         return {"mismatch/k3_kl": found.k3_kl, "mismatch/max_abs": found.max_abs, "mismatch/tokens": found.tokens}
 
     def update(self, loss: torch.Tensor, published: PublishHandle) -> float:
-        """One optimizer step, once the publisher no longer reads the weights; returns the norm of the gradient."""
+        """Take an optimizer step after the publisher has read the weights; returns the norm of the gradient."""
         self.optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -195,7 +195,7 @@ def train(trainer: Trainer, task: Countdown, client: BackgroundClient, publisher
                 batches.append(ask(client, task, step + args.staleness, args))
             asked_s, future = time.perf_counter(), batches.popleft()
             while not wait([future], timeout=1.0).done:
-                if published.error is not None:  # else it is on its way or applied, and nobody waits for it
+                if published.error is not None:  # otherwise the update is in progress or applied; do not wait for it
                     raise published.error
             results, waited_s = future.result(), time.perf_counter() - asked_s
             batch = make_batch(task, task.prompts(step, args.groups), results, args.group_size, args.device)
@@ -222,15 +222,15 @@ def train(trainer: Trainer, task: Countdown, client: BackgroundClient, publisher
 
 
 def plot(out: Path, picture: Path) -> None:
-    """Draw what steps.jsonl has: reward, and how old the weights were that drew the tokens."""
+    """Draw steps.jsonl: the reward, and the age of the weights that drew the tokens."""
     from matplotlib.figure import Figure
 
     rows = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(8, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for axes, name, label in (
-        (upper, "reward", "reward: share of the answer that is right"),
-        (upper, "exact", "share of completions that are right altogether"),
+        (upper, "reward", "reward: correct share of the answer"),
+        (upper, "exact", "share of completions that are fully right"),
         (lower, "staleness/mean", "age of a token's weights, versions"),
     ):
         axes.plot([row["step"] for row in rows], [row[name] for row in rows], label=label, lw=1.2)
@@ -243,22 +243,30 @@ def plot(out: Path, picture: Path) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="toy", help="of the layers; the vocabulary is the task's")
-    parser.add_argument("--device", default="cpu", help="of the trainer: cpu, cuda or cuda:N")
-    parser.add_argument("--worker-device", help="of the worker, if another one")
-    parser.add_argument("--endpoints", nargs="+", help="fresh workers of this model; absent: one is started")
-    parser.add_argument("--numbers", type=int, default=16, help="answers count down from at most this one")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="toy", help="sizes of the layers; the vocabulary is the task's"
+    )
+    parser.add_argument("--device", default="cpu", help="device of the trainer: cpu, cuda or cuda:N")
+    parser.add_argument("--worker-device", help="device of the worker, if it differs")
+    parser.add_argument("--endpoints", nargs="+", help="new workers of this model; without it, one is started")
+    parser.add_argument("--numbers", type=int, default=16, help="largest number to count down from")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--groups", type=int, default=16, help="prompts of a step")
     parser.add_argument("--group-size", type=int, default=16, help="completions of a prompt")
-    parser.add_argument("--staleness", type=int, default=2, help="batches ahead; 0: trainer and worker take turns")
+    parser.add_argument(
+        "--staleness", type=int, default=2, help="batches requested ahead; 0: trainer and worker take turns"
+    )
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--entropy", type=float, default=0.005, help="weight of the entropy in the loss")
-    parser.add_argument("--clip", type=float, nargs=2, default=(0.2, 0.28), help="of the ratio, below and above 1")
+    parser.add_argument(
+        "--clip", type=float, nargs=2, default=(0.2, 0.28), help="clip range of the ratio, below and above 1"
+    )
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--check-every", type=int, default=5, help="steps between two looks at the mismatch")
+    parser.add_argument("--check-every", type=int, default=5, help="steps between two measurements of the mismatch")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for a batch, and for the last update")
+    parser.add_argument(
+        "--timeout-s", type=float, default=600.0, help="seconds to wait for a batch and for the last update"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/grpo"))
     parser.add_argument("--wandb", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--plot", type=Path, help="file for a picture of the run (needs matplotlib)")
@@ -266,7 +274,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, and say what came of it."""
+    """Train and print a summary."""
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     task = Countdown(args.numbers, args.seed)
@@ -274,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.wandb:
         mode: Any = wandb_mode(os.environ)
         wandb.init(project="rollout-grpo", dir=args.out, mode=mode, config=vars(args), settings=_QUIET)
-    trainer.config.save_pretrained(args.out / "model")  # no weights: the first update brings them
+    trainer.config.save_pretrained(args.out / "model")  # no weights: the first update sends them
     flags: dict[str, Any] = {"device": args.worker_device or args.device, "load_format": "random", "wandb": False}
     flags |= {"dtype": "bfloat16" if args.device.startswith("cuda") else "float32", "kv_memory_max_gib": 4}
     flags |= {"max_rows": args.groups * args.group_size, "max_context_tokens": args.numbers + 16}

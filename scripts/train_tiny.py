@@ -1,22 +1,23 @@
-"""Train the two tiny models of the demo on a CPU, from a fixed seed, and prove that they count.
+"""Trains the two tiny models of the demo on a CPU, from a fixed seed, and proves that they count.
 
     PYTHONPATH=. python scripts/train_tiny.py                     everything, on one core in minutes
-    PYTHONPATH=. python scripts/train_tiny.py --start-at check    only the checks, on the checkpoints that are there
+    PYTHONPATH=. python scripts/train_tiny.py --start-at check    only the checks, on existing checkpoints
 
 Writes `ones` and `twos` below --out: Qwen3-shaped Hugging Face checkpoints with a tokenizer. From the prompt `17:` the
-first goes on ` 18 19 20`, the second ` 19 21 23`. What each must write at any token, also after a swap in the middle of
-a number, is the rule in `rollout/demo/counting.py`; `Walk` below is that rule over arrays.
+first continues with ` 18 19 20`, the second with ` 19 21 23`. `rollout/demo/counting.py` defines the right token at
+each place, also after a swap in the middle of a number; `Walk` below is the same rule over arrays.
 
-Independent of the position: every layer attends to the last 16 tokens only, positions enter through rotary embeddings,
-so an output depends on the last 2 * 15 + 1 tokens and on nothing else. That also makes the check exhaustive: it walks
-over all contexts of that length that counting up to --upto can produce with one swap.
+Outputs do not depend on the position: every layer attends to the last 16 tokens, and positions enter through rotary
+embeddings, so an output depends on the last 2 * 15 + 1 tokens only. The check is therefore exhaustive: it covers all
+contexts of that length that occur in counts up to --upto with one swap.
 
-Kept KV stays meaningful: `twos` is `ones` fine-tuned with all that decides keys and values frozen (embedding, the first
-layer, and the last layer's input norm, k_proj, v_proj, k_norm). Both models are trained on histories counted in ones,
-in twos and mixed, each towards its own next token: the trunk that `ones` learns is enough for `twos`.
+KV stays valid across a swap: `twos` is `ones` fine-tuned with every weight frozen that determines keys and values
+(embedding, the first layer, and the last layer's input norm, k_proj, v_proj, k_norm). Both models are trained on
+histories counted in ones, in twos and mixed, each towards its own next token. The frozen weights of `ones` suffice for
+`twos`.
 
-Sampling at temperature 1 never errs: after training lm_head is scaled until every wrong token is at least `MARGIN` nats
-below the right one. The checks read both checkpoints from disk; a failed one ends the script with a non-zero status.
+Sampling at temperature 1 is reliable: after the training, lm_head is scaled until every wrong token is at least
+`MARGIN` nats below the right one. The checks read both checkpoints from disk. If one fails, the exit status is not 0.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ class Walk:
 
 @dataclass(frozen=True)
 class Course:
-    """How the rows of a walk count: what is sampled by which model. Arrays [N]."""
+    """How the rows of a walk count: which model samples when. Arrays [N]."""
 
     start: np.ndarray  # the first number
-    step: np.ndarray  # 1 or 2: of the model that counts first
+    step: np.ndarray  # 1 or 2: the step of the first model
     swap_after: np.ndarray  # the models change once this number is complete; -1: never
     chance: np.ndarray  # probability of a change at any token
-    colon_after: np.ndarray  # how many counted numbers stand in the prompt before its last one
+    colon_after: np.ndarray  # counted numbers in the prompt before its last one
 
 
 def walk(course: Course, length: int, rng: np.random.Generator) -> Walk:
@@ -123,7 +124,7 @@ def _digits(number_N: np.ndarray) -> np.ndarray:
 
 
 def random_course(rng: np.random.Generator, n: int) -> Course:
-    """Half of the rows start just below a carry, the others anywhere; a quarter swap often, a quarter now and then."""
+    """Half of the rows start just below a carry, the others anywhere; a quarter swap often, a quarter rarely."""
     spread_N = np.where(rng.random(n) < 0.5, rng.integers(0, HIGHEST, n), np.exp(rng.uniform(0, np.log(HIGHEST), n)))
     unit_N = POWERS[rng.integers(1, 6, n)]
     multiple_N = np.where(
@@ -153,7 +154,7 @@ def make_model() -> Qwen3ForCausalLM:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=65_536,
-        # Wavelengths of up to a few windows: slower dimensions could not tell the positions in a window apart.
+        # Wavelengths of up to a few windows: with longer ones the positions in a window could not be told apart.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         use_sliding_window=True,
         sliding_window=WINDOW,
@@ -172,9 +173,9 @@ def make_model() -> Qwen3ForCausalLM:
 
 
 def load_trunk(folder: Path) -> Qwen3ForCausalLM:
-    """`ones`, with all frozen that the keys and values of any layer depend on."""
+    """`ones`, with every weight frozen that determines keys and values."""
     model = Qwen3ForCausalLM.from_pretrained(folder)
-    # Logits as sharp as the checkpoint's leave no gradient.
+    # Logits as sharp as those of the checkpoint have no gradient.
     model.lm_head.weight.data.mul_(TRAINED_STD / model.lm_head.weight.std())
     last = model.model.layers[-1]
     attention = last.self_attn
@@ -186,7 +187,7 @@ def load_trunk(folder: Path) -> Qwen3ForCausalLM:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token a character; a character that is not in the vocabulary becomes <unk>."""
+    """One token per character; a character outside of the vocabulary becomes <unk>."""
     vocab = {character: token for token, character in enumerate(CHARACTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.add_special_tokens(["<pad>", "<eos>", "<unk>"])
@@ -209,7 +210,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def batches(rng: np.random.Generator, always: list[Walk]) -> Iterator[tuple[Walk, list[torch.Tensor]]]:
-    """Endless batches; append each one's row margins to the list, and the rows with the least come again."""
+    """Endless batches. The caller appends the row margins of each; the rows with the smallest margins are repeated."""
     hard: list[Walk] = []
     while True:
         pool = _join([walk(random_course(rng, 48 * BATCH), LENGTH, rng), *hard, *always])
@@ -226,7 +227,7 @@ def _join(walks: list[Walk]) -> Walk:
 
 
 def hardest(model: Qwen3ForCausalLM, step: int, upto: int) -> Walk:
-    """Of the counts from every number up to `upto` the rows that the model is least sure of."""
+    """The rows with the smallest margins, of the counts from every number up to `upto`."""
     rows = _join([rows for name, rows in contexts(upto) if name.startswith("prompt")])
     return rows[row_margins(model, rows, step).topk(8 * BATCH, largest=False).indices]
 
@@ -258,7 +259,7 @@ def train(
 
 
 def margin(logits_NTV: torch.Tensor, target_NT: torch.Tensor) -> torch.Tensor:
-    """Logit of the right token minus the best other one [N, T]; inf where there is no target."""
+    """Logit of the right token minus the largest other one [N, T]; inf without a target."""
     index_NT1 = target_NT.clamp(min=0).unsqueeze(-1)
     right_NT = logits_NTV.gather(-1, index_NT1).squeeze(-1)
     wrong_NT = logits_NTV.scatter(-1, index_NT1, -math.inf).amax(-1)
@@ -266,14 +267,14 @@ def margin(logits_NTV: torch.Tensor, target_NT: torch.Tensor) -> torch.Tensor:
 
 
 def contexts(upto: int) -> Iterator[tuple[str, Walk]]:
-    """Walks that together hold every context of REACH tokens of a count up to `upto` with at most one swap."""
+    """Walks that together contain every context of REACH tokens of a count up to `upto` with at most one swap."""
     rng = np.random.default_rng(7)
     number_N = np.arange(upto + 1)
     never_N, no_N, zero_N = np.full(upto + 1, -1), np.zeros(upto + 1), np.zeros(upto + 1, int)
     for step in (1, 2):
         step_N = np.full(upto + 1, step)
         yield f"prompt, steps of {step}", walk(Course(number_N, step_N, never_N, no_N, zero_N), LENGTH, rng)
-        # Enough numbers before the swap that the prompt is out of reach, unless the count began so late.
+        # So many numbers before the swap that the prompt is out of reach, unless the count has just begun.
         width_N = 1 + _digits(np.maximum(number_N - 2 * REACH, 0))
         before_N = number_N - step * np.minimum(number_N // step, 2 + REACH // width_N)
         course = Course(before_N, step_N, number_N, no_N, zero_N)
@@ -283,7 +284,7 @@ def contexts(upto: int) -> Iterator[tuple[str, Walk]]:
 
 @torch.inference_mode()
 def row_margins(model: Qwen3ForCausalLM, rows: Walk, step: int, offset: int = 0) -> torch.Tensor:
-    """The least margin of every row [N]; `offset` is the first token's position."""
+    """The smallest margin of every row [N]; `offset` is the position of the first token."""
     position_1T = torch.arange(offset, offset + rows.ids.shape[1]).unsqueeze(0)
     margins = []
     for first in range(0, len(rows), 128):
@@ -294,7 +295,7 @@ def row_margins(model: Qwen3ForCausalLM, rows: Walk, step: int, offset: int = 0)
 
 
 def teacher_forced(model: Qwen3ForCausalLM, step: int, walks: list[tuple[str, Walk]]) -> float:
-    """Print and return the least margin over all walks, the random ones also at high positions."""
+    """Print and return the smallest margin of all walks; the random ones also run at high positions."""
     margins = []
     for name, rows in walks:
         for offset in (0, 20_000, 60_000) if name.startswith("random") else (0,):
@@ -307,9 +308,9 @@ def teacher_forced(model: Qwen3ForCausalLM, step: int, walks: list[tuple[str, Wa
 
 @torch.inference_mode()
 def free_running(models_by_step: dict[int, Qwen3ForCausalLM], runs: list[tuple[int, int]], prompts: list[str]) -> None:
-    """Sample at temperature 1, token by token through one KV cache that outlives the swaps, and check the text.
+    """Sample at temperature 1, token by token with one KV cache across all swaps, and check the text.
 
-    `runs` are (step, tokens); all prompts must have the same length. Raises CountingError at a mistake.
+    `runs` are (step, tokens); all prompts must have the same length. Raises CountingError for a mistake.
     """
     generator = torch.Generator().manual_seed(11)
     cache = DynamicCache(config=models_by_step[1].config)
@@ -329,12 +330,12 @@ def free_running(models_by_step: dict[int, Qwen3ForCausalLM], runs: list[tuple[i
 
 
 def check(out: Path, upto: int) -> bool:
-    """All checks on the checkpoints below `out`, as they are on disk."""
+    """Run all checks on the checkpoints below `out`."""
     loaded = {step: Qwen3ForCausalLM.from_pretrained(out / name).eval() for step, name in ((1, "ones"), (2, "twos"))}
     for name in ("ones", "twos"):
         tokenizer = AutoTokenizer.from_pretrained(out / name)
         if tokenizer.decode(tokenizer("17: 18 19").input_ids) != "17: 18 19":
-            raise SystemExit(f"{name}: the tokenizer does not give its text back")
+            raise SystemExit(f"{name}: the tokenizer does not return its text")
     walks = list(contexts(upto))
     least = math.inf
     for step, model in loaded.items():
@@ -353,7 +354,7 @@ def check(out: Path, upto: int) -> bool:
 
 
 def save(model: Qwen3ForCausalLM, step: int, folder: Path, upto: int) -> None:
-    """Scale lm_head to the margin that the checks ask for, and write the checkpoint."""
+    """Scale lm_head to the margin that the checks require, and write the checkpoint."""
     model.eval()
     least = teacher_forced(model, step, list(contexts(upto)))
     if least <= 0:
@@ -362,7 +363,7 @@ def save(model: Qwen3ForCausalLM, step: int, folder: Path, upto: int) -> None:
     sharp.lm_head.weight.data.mul_(max(1.0, MARGIN / least))
     folder.mkdir(parents=True, exist_ok=True)
     sharp.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # as wide as the other files: it is installed with the package
+    (folder / "model.safetensors").chmod(0o644)  # as the other files: it is installed with the package
     write_tokenizer(folder)
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"wrote {folder}: {size / 1e6:.2f} MB, lm_head times {max(1.0, MARGIN / least):.2f}")
@@ -375,7 +376,12 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=4000, help="optimizer updates of ones; twos gets 3/4")
     parser.add_argument("--upto", type=int, default=30_000, help="highest number of the exhaustive check")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
-    parser.add_argument("--start-at", choices=["ones", "twos", "check"], default="ones", help="what is there is kept")
+    parser.add_argument(
+        "--start-at",
+        choices=["ones", "twos", "check"],
+        default="ones",
+        help="stage to start at; earlier results are kept",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()

@@ -17,7 +17,13 @@ from threading import Lock
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from transformers import AutoConfig
 
 from rollout.models.registry import check_model_type, check_supported
@@ -101,10 +107,29 @@ def resolve_folder(path: str, revision: str | None, weights: bool, progress: Pro
                 tqdm_class=_counting_bars(progress),
             )
         )
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is neither a local folder nor a hub model that can be downloaded: {error}"
-        ) from error
+    # huggingface_hub raises errors of its own, of its HTTP library and of the system.
+    except Exception as error:
+        raise CheckpointError(_hub_problem(path, revision, error)) from error
+
+
+def _hub_problem(path: str, revision: str | None, error: Exception) -> str:
+    """One sentence about a download that failed, and what to change."""
+    match error:
+        case HFValidationError():
+            return f"{path} is neither a local folder nor a hub id; write a hub id as owner/name"
+        case GatedRepoError():
+            return f"{path} is a gated hub model; accept its terms on its page and set HF_TOKEN to your token"
+        case RepositoryNotFoundError():
+            return f"{path} is neither a local folder nor a hub model; check the name, or set HF_TOKEN if it is private"
+        case RevisionNotFoundError():
+            return f"{path} has no revision {revision}; change model.revision to a branch, tag or commit of it"
+        case LocalEntryNotFoundError():
+            return (
+                f"{path} is not a local folder, and the hub does not answer; check the network and HF_HUB_OFFLINE, or "
+                "give the folder of a downloaded checkpoint"
+            )
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"{path} cannot be downloaded from the hub; try again, or give a local folder ({reason:.300})"
 
 
 def _counting_bars(progress: Progress | None) -> type:

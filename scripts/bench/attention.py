@@ -1,16 +1,16 @@
-"""Measure the Triton attention kernels on a CUDA machine: microseconds a layer beside the floor, and tuning sweeps.
+"""Measures the Triton attention kernels on a CUDA machine: microseconds per layer, the floor, and tuning sweeps.
 
     PYTHONPATH=.:kernels python -m scripts.bench.attention scripts/bench/results/attention.json [--sweep]
         [--kinds decode prefill] [--heads 32/8 32/4] [--shapes 1x256 32x4K mix] [--page-size 16] [--window 4096] [--fp8]
         [--min-tiles 0 1 8]
 
-Decode: one query a row over `rows x context` tokens of KV in shuffled pages, bf16 or e4m3 codes with scales. A captured
-graph goes through so many layers' caches that none is read from the L2 cache. The floor of a layer is the bytes of
-visible keys and values over the read bandwidth measured in the same run; `mix` is 32 rows of log-normal lengths. The
-plan, one for all layers of a step, is timed on its own. Prefill: chunks over a cached prefix, against the matrix rate
-of a large product.
+Decode: one query per row over `rows x context` tokens of KV in shuffled pages, in bf16 or as e4m3 codes with scales. A
+captured graph rotates over the caches of several layers, so that no KV is read from the L2 cache. The floor of a layer
+is the bytes of the visible keys and values over the read bandwidth of the same run. `mix` is 32 rows of log-normal
+lengths. The plan, one for all layers of a step, is timed separately. Prefill: chunks over a cached prefix, compared
+with the matrix rate of a large product.
 
-Every configuration is checked against float64 first, decode also in a graph whose lengths change between replays.
+Every configuration is first checked against float64; decode also in a graph whose lengths change between replays.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ class Problem:
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm; NaN counts as infinite."""
+    """Norm of the difference over the norm of the exact result; NaN counts as infinite."""
     error = ((got.double() - expected).norm() / expected.norm()).item()
     return math.inf if math.isnan(error) else error
 
 
 def decode_candidates() -> Iterator[DecodeConfig]:
-    """Configurations that differ in the kernel itself; shares, and their least size, are swept besides."""
+    """Configurations of the kernel. Shares and their minimal size are swept separately."""
     grid = [(32, w, s) for w, s in itertools.product((2, 4), (3, 4, 6))]
     grid += [(64, w, s) for w, s in itertools.product((2, 4, 8), (2, 3, 4))]
     grid += [(128, w, s) for w, s in itertools.product((4, 8), (2, 3))]
@@ -122,7 +122,7 @@ def decode_candidates() -> Iterator[DecodeConfig]:
 def check_decode(
     config: DecodeConfig, heads: int, kv_heads: int, page_size: int, window: int | None, fp8: bool = False
 ) -> float:
-    """Largest error over several length vectors that one captured graph is replayed with."""
+    """Largest error of a captured graph that is replayed with several length vectors."""
     problem = Problem([4500] * 6, heads, kv_heads, page_size, 1, fp8)
     q, lens, (k, v) = problem.queries(6), problem.lens, problem.kv[0]
     out = torch.empty_like(q)
@@ -174,7 +174,7 @@ def time_decode(problem: Problem, config: DecodeConfig, window: int | None) -> t
 
 
 def fits(check: Callable[[], float]) -> float | None:
-    """The check's error, or None where the configuration needs more shared memory than there is."""
+    """The check's error, or None if the configuration needs too much shared memory."""
     try:
         return check()
     except OutOfResources:
@@ -182,7 +182,7 @@ def fits(check: Callable[[], float]) -> float | None:
 
 
 def usable(configs: list, compile_one: Callable, check: Callable) -> list:
-    """The configurations that fit and are right; compiled side by side first."""
+    """The configurations that fit and are right. They are compiled in parallel first."""
     with ThreadPoolExecutor(12) as pool:
         fit = list(pool.map(lambda config: fits(lambda: compile_one(config)) is not None, configs))
     good = []
@@ -310,13 +310,15 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--sweep", action="store_true", help="try all configurations, not the defaults only")
+    parser.add_argument("--sweep", action="store_true", help="try all configurations, not only the defaults")
     parser.add_argument("--kinds", nargs="+", default=["decode", "prefill"], choices=["decode", "prefill"])
     parser.add_argument("--heads", nargs="+", default=["32/8", "32/4"])
     parser.add_argument("--shapes", nargs="+", help="decode shapes: rows x tokens of context (K for 1,024), or mix")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--window", type=int)
-    parser.add_argument("--min-tiles", type=int, nargs="+", default=[0], help="of a part; 0: as the plan chooses")
+    parser.add_argument(
+        "--min-tiles", type=int, nargs="+", default=[0], help="smallest number of tiles of a part; 0: the plan's choice"
+    )
     parser.add_argument("--fp8", action="store_true", help="KV as e4m3 codes with scales")
     args = parser.parse_args()
     bandwidth, rate = read_bandwidth(), matrix_rate()

@@ -1,8 +1,8 @@
-"""What the host spends on a step: plan, launch and commit, with a model that costs nothing.
+"""Measures the host time of a step (plan, launch and commit) with a model that takes no time.
 
-The engine is the real one, with its streams, slots, uploads and events; only the two functions that run on the compute
-stream are replaced by ones that write a constant token. Medians over the steps at which completions have each length
-show whether the cost grows with length.
+The engine is the real one, with its streams, slots, uploads and events. Only the two functions on the compute stream
+are replaced: they write a constant token. Medians over the steps around several lengths show whether the cost grows
+with the length.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StepTimes(Meter):
 
 
 def make_engine(rows: int, length: int) -> tuple[Engine, StepTimes]:
-    """An engine for `rows` completions of `length` tokens whose model is free."""
+    """An engine for `rows` completions of `length` tokens whose model takes no time."""
     from transformers import Qwen3Config
 
     spec = spec_from_config(Qwen3Config(**TINY_SHAPE), "Qwen3ForCausalLM")
@@ -101,7 +101,7 @@ def measure(rows: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
     shown_s = 0.0
     while engine.busy:
         engine.tick()
-        # No bar: the thread that draws it would show in the figures.
+        # No progress bar: its thread would affect the results.
         if engine.meter.steps % _WINDOW == 0 and time.perf_counter() > shown_s + _SHOW_EVERY_S:
             shown_s = time.perf_counter()
             print(f"{rows} rows: {engine.meter.steps} of {longest} steps", file=sys.stderr, flush=True)

@@ -1,14 +1,13 @@
-"""Engines side by side in one run: ours, the service around it, vLLM and transformers' continuous batching.
+"""Compares engines in one run: ours, the service around it, vLLM and transformers' continuous batching.
 
     PYTHONPATH=.:kernels python -m scripts.bench.compare_peers --out FILE --engines ours vllm --experiments decode
 
-Each engine runs in a process of its own, one after the other, on the same shapes, random weights, prompts and lengths.
-Rows are printed as they come and merged into FILE: a row that was there before is replaced by a newer one of the same
-kind. Beside each stands its floor: weights once and KV once a step, over the read bandwidth measured in the same run.
+The engines run one after the other, each in its own process, on the same shapes, random weights, prompts and lengths.
+Rows are printed at once and merged into FILE, where a new row replaces an older one of the same kind. Each row has its
+floor: weights once and KV once per step, over the read bandwidth of the same run.
 
-vLLM is one more engine wherever it is importable. Where it has an environment of its own, --vllm-env is a file with
-that environment as `env -0` writes it, and --vllm-python its Python. What the engines print goes to FILE's name with
-`.ENGINE.log`.
+vLLM is measured if it is importable. If it has its own environment, --vllm-python names its Python, and --vllm-env a
+file with the environment as `env -0` writes it. The output of an engine goes to FILE's name with `.ENGINE.log`.
 """
 
 from __future__ import annotations
@@ -57,18 +56,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     usual = Job()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="JSON file, made or added to")
+    add("--out", type=Path, required=True, help="JSON file to create or extend")
     add("--engines", nargs="+", choices=ENGINES, default=["ours"])
     add("--experiments", nargs="+", choices=EXPERIMENTS, default=["decode"])
     add("--shapes", nargs="+", choices=SHAPES, default=["qwen3-8b"])
-    add("--budget", type=float, default=3600.0, help="seconds for everything; then what runs is ended")
-    add("--device", default=usual.device, help="of ours and transformers: auto, cpu or cuda")
+    add("--budget", type=float, default=3600.0, help="seconds for the whole run; then the running engine is ended")
+    add("--device", default=usual.device, help="device of ours and transformers: auto, cpu or cuda")
     add("--vllm-python", help="Python of the vLLM process")
     add("--vllm-env", type=Path, help="environment of the vLLM process, as env -0 writes it")
     add("--rows", type=int, nargs="+", default=list(usual.rows), help="of decode and contexts")
     add("--prompt", type=int, default=usual.prompt, help="tokens, of decode and post")
     add("--new", type=int, default=usual.new, help="tokens, of decode")
-    add("--repeats", type=int, default=usual.repeats, help="of decode and contexts; the best counts")
+    add("--repeats", type=int, default=usual.repeats, help="runs of decode and contexts; the best one counts")
     add("--contexts", type=int, nargs="+", default=list(usual.contexts))
     add("--context-steps", type=int, default=usual.context_steps)
     add("--post-rows", type=int, default=usual.post_rows)

@@ -1,15 +1,15 @@
-"""What constraints cost a decode step, and what it gains to run the forward before the masks are there.
+"""Measures the cost of constraints in a decode step, and the gain of a forward that does not wait for the masks.
 
     PYTHONPATH=.:kernels python -m scripts.bench.constraints --shape qwen3-8b --rows 32 --out FILE
 
-Random weights of the real shape, a made-up tokenizer with as many tokens, and a JSON schema without an end: an array of
-objects with strings, numbers and choices. For none, a quarter and all of the rows constrained: `ahead`, where the
-forward of the next step runs while the host commits, makes masks and has them uploaded, and `waiting`, where it begins
-after all of that, as in an engine that draws with the forward (the blocking loop, masks first). A step's time is wall
-time between commits; `held_ms` is how long the device waited for masks between forward and draw, on average.
+Random weights of the real shape, a synthetic tokenizer with as many tokens, and an endless JSON schema: an array of
+objects with strings, numbers and choices. No rows, a quarter of them and all of them are constrained, in two ways. In
+`ahead` the forward of the next step runs while the host commits, computes masks and uploads them. In `waiting` it
+begins after all of that, as in an engine that draws in the forward (the blocking loop, masks first). The time of a step
+is the wall time between commits; `held_ms` is the mean time that the device waits for masks between forward and draw.
 
-With --longest names have at most so many characters. Inside of such a string xgrammar looks at tokens one by one,
-which takes milliseconds a mask.
+--longest limits the number of characters of names. Inside of such a string xgrammar checks tokens one by one, which
+takes milliseconds per mask.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def make_tokenizer(folder: Path, tokens: int) -> Any:
-    """A byte-level tokenizer whose vocabulary is made up of words and bits of JSON."""
+    """A byte-level tokenizer with a vocabulary of words and fragments of JSON."""
     from transformers import AutoTokenizer
 
     rng = random.Random(0)
@@ -88,7 +88,7 @@ def make_tokenizer(folder: Path, tokens: int) -> Any:
 
 
 class Bench:
-    """Engines of one model, and the constraint of its rows."""
+    """Engines of one model, and the constraint of their rows."""
 
     def __init__(self, shape: str, device: str, longest: int | None) -> None:
         self.device = make_device(device)
@@ -106,7 +106,7 @@ class Bench:
         self.compile_s = time.perf_counter() - began_s
 
     def engine(self, rows: int, tokens: int, waiting: bool) -> Engine:
-        """One engine; its KV holds all rows to the end."""
+        """An engine whose KV holds all rows to their end."""
         pages = rows * (-(-tokens // 16) + 1) + 2
         chosen = EngineSettings(
             max_rows=rows,
@@ -123,7 +123,7 @@ class Bench:
         return built
 
     def measure(self, engine: Engine, rows: int, prompt: int, new: int, bound: int) -> dict[str, float]:
-        """Medians of the second half of the steps, `bound` of the rows constrained."""
+        """Medians of the second half of the steps, with `bound` constrained rows."""
         vocab, rng, before = self.loaded.spec.vocab, np.random.default_rng(bound), engine.meter.steps
         for i in range(rows):
             request = Request(
@@ -146,7 +146,7 @@ class Bench:
 
 
 def masks_first(engine: Engine) -> None:
-    """Have the masks of a step made before its forward is launched; for the blocking loop."""
+    """Compute the masks of a step before its forward is launched; for the blocking loop."""
     build, pack, execute = engine.masks.build, engine.parts.packer.pack, engine.executor.execute
     packed: list[Plan] = []
     made: list[list[tuple[Sequence, str]]] = []
@@ -166,7 +166,7 @@ def masks_first(engine: Engine) -> None:
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each row of the table as it is measured."""
+    """Measure the rows of the table, one by one."""
     bench = Bench(args.shape, args.device, args.longest)
     print(f"compiled in {bench.compile_s:.2f} s", flush=True)
     for waiting, rows in itertools.product((True, False), args.rows):
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[32])
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--longest", type=int, help="characters of a name at most; absent: no end")
+    parser.add_argument("--longest", type=int, help="most characters of a name; default: no limit")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

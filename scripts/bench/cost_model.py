@@ -1,14 +1,14 @@
 """Predicts the gain of pipelining from the parts of a decode step.
 
     blocking     f | s | b | f | s | b |          a step costs f + s + b: the device idles while the host works
-    pipelined    f | s | f | s | f | s |          a step costs max(f + s, b): the host works underneath
+    pipelined    f | s | f | s | f | s |          a step costs max(f + s, b): the host works meanwhile
                      b |   b |   b |
 
     speed-up = T_block / T_pipe x (1 - z)
 
-f is the forward, s the sampling, b the work of the blocking loop while the device idles. z is the share of steps that
-run only zombies: rows whose sequence had ended before the step was committed. The model is that of Moondream's "Popping
-the GPU bubble"; times here are seconds of one step.
+f is the forward, s the sampling, b the work of the blocking loop while the device idles. z is the share of steps with
+zombies only: rows whose sequence had ended before the step was committed. The model is from Moondream's "Popping the
+GPU bubble". Times are seconds of one step.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class StepParts:
 
 
 def zombie_share(tokens: float) -> float:
-    """Share of a pipeline's steps that run only zombies when all rows end by a stop token after `tokens` steps.
+    """Share of the steps with zombies only, if all rows end by a stop token after `tokens` steps.
 
-    The next step is launched before the stop token is known, so each `tokens` steps cost one more. Rows that end by
-    length, or while others go on, cost no step. Raises ValueError for less than one step.
+    The next step is launched before the stop token is known, so `tokens` steps cost one more. Rows that end by length,
+    or while others go on, cost no step. Raises ValueError for less than one step.
     """
     if tokens < 1:
         raise ValueError(f"a row runs for at least one step; got {tokens}")

@@ -1,7 +1,7 @@
-"""Timing on a CUDA machine, and the ceilings that floors are computed from; used by everything that measures a GPU.
+"""Timing on a CUDA machine, and the bandwidth and matrix rate from which floors are computed.
 
-The read bandwidth is that of a kernel that does nothing but read: a sum over a large tensor spends instructions on
-adding up and stays some percent below it, and a floor that is too high flatters what is measured.
+The read bandwidth is measured by a kernel that only reads. A sum over a large tensor also spends instructions on
+additions and is some percent slower; the floor would be too high, and results would look too good.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOADS = 8  # of a program
 
 
 def graph_us(*works: Callable[[], object], runs: int = 12) -> float:
-    """Median time of one of `works`, which are captured one after the other in one CUDA graph, microseconds."""
+    """Median microseconds of one of `works`, which are captured one after the other in a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         works[0]()
@@ -44,14 +44,14 @@ def _read_kernel(data_ptr, out_ptr, BLOCK: tl.constexpr, LOADS: tl.constexpr):
     seen = tl.zeros([BLOCK], tl.int32)
     for i in tl.static_range(LOADS):
         seen |= tl.load(data_ptr + first + i * BLOCK + tl.arange(0, BLOCK))
-    # Without a use of what was read the loads would be left out.
+    # Without a use of the data the compiler would remove the loads.
     tl.store(out_ptr + tl.program_id(0), tl.max(seen, 0))
 
 
 def read_all(data: torch.Tensor, out: torch.Tensor, num_warps: int = 8) -> None:
     """Read an int32 tensor once. `data` is a multiple of 16,384 elements; `out`: int32, one element for each of these.
 
-    Each element of `out` becomes the largest bitwise-or of its share's columns, of which nothing is expected.
+    Each element of `out` becomes the largest bitwise-or of its share's columns; the value has no meaning.
     """
     programs = data.numel() // (_BLOCK * _LOADS)
     assert data.dtype == torch.int32 and data.numel() == programs * _BLOCK * _LOADS and out.numel() == programs
@@ -67,7 +67,7 @@ def read_bandwidth() -> float:
 
 
 def sum_bandwidth() -> float:
-    """Bytes per second that torch's sum over 4 GiB reads, for comparison with figures that were measured with it."""
+    """Bytes per second of torch's sum over 4 GiB, for comparison with results that used it."""
     data = torch.empty(_READ_BYTES // 4, dtype=torch.float32, device="cuda").normal_()
     return _READ_BYTES / graph_us(data.sum) * 1e6
 

@@ -1,23 +1,23 @@
-"""Milliseconds of a decode step of ours, in a steady state, beside the floor that memory sets; no peers, one process.
+"""Measures our decode step in a steady state, and the floor set by memory bandwidth; one process, no peers.
 
     PYTHONPATH=.:kernels python -m scripts.bench.decode --shape qwen3-8b --rows 1 8 32 128 --out FILE
 
-Random weights of the real shapes; prompts of 128 tokens, --new tokens each, temperature 1, log-probs returned. A step's
-time is wall time between commits over the second half of the steps; the floor is (weights + KV read once) over the
-bandwidth of a kernel that only reads, in the same run. `bench_peers.py` measures the same from the outside, with peers.
+Random weights of the real shapes; prompts of 128 tokens, --new tokens each, temperature 1, log-probs returned. The time
+of a step is the wall time between commits over the second half of the steps. The floor is (weights + KV read once) over
+the bandwidth of a kernel that only reads, in the same run. `scripts.bench.compare_peers` measures the same from outside
+of the engine, with peers.
 
-With --routing each step is measured twice, by an engine without and then by one that keeps the experts of all tokens
-and tells each completion its own (`engine.routing`); `overhead_pct` is what the second takes longer.
+With --routing each number of rows is measured without and then with expert records (`engine.routing`); `overhead_pct`
+is the extra time of the second.
 
-With --adapters 0 1 4 8 one engine with slots for the most of them measures each number of rows with so many adapters of
-rank 16 in all modules of dense layers, which rows take in turn; `overhead_pct` is over 0, where that is measured.
+With --adapters 0 1 4 8 one engine with enough slots measures each number of rows with 0, 1, 4 and 8 adapters of rank 16
+in all modules of dense layers. Rows use the adapters in turn; `overhead_pct` is the extra time over 0 adapters.
 
-With --truncate each number of rows is measured without and then with top-k 50, top-p 0.95 and min-p 0.05 in all rows,
-by one engine; `overhead_pct` is what the second takes longer. Random weights give flat logits: nearly every token is a
-candidate.
+With --truncate each number of rows is measured without and then with top-k 50, top-p 0.95 and min-p 0.05 in all rows;
+`overhead_pct` is the extra time of the second. Random weights give flat logits: nearly every token is a candidate.
 
-With --set NAME=VALUE a setting of the engine is another, such as expert_dtype=fp8_block, kv_dtype=fp8_e4m3 or
-deterministic=true. The floor follows what experts and KV are kept as.
+--set NAME=VALUE changes a setting of the engine, such as expert_dtype=fp8_block, kv_dtype=fp8_e4m3 or
+deterministic=true. The floor uses the dtypes of experts and KV.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TRUNCATED = SamplingParams(top_k=50, top_p=0.95, min_p=0.05)
 
 
 def step_needs(shape: str, changes: dict[str, str]) -> StepBytes:
-    """What a step reads at least, with experts and KV as these settings keep them."""
+    """The least bytes that a step reads, with experts and KV in the dtypes of these settings."""
     need, kept = step_bytes(shape), {"mxfp8": 1 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "fp8_row": 1.0}
     if changes.get("expert_dtype", "auto") != "auto":
         need = replace(need, expert=round(need.expert * kept[changes["expert_dtype"]] / 2))
@@ -57,7 +57,7 @@ def step_needs(shape: str, changes: dict[str, str]) -> StepBytes:
 
 
 def measure(engine: OursEngine, job: Job, rows: int, bandwidth: float | None, need: StepBytes) -> Row:
-    """The steady decode step of `rows` rows; without a bandwidth there is no floor."""
+    """The steady decode step of `rows` rows. Without a bandwidth there is no floor."""
     for seed, new in enumerate((_WARM_TOKENS, job.new)):
         engine.generate(uniform_work(rows, job.prompt, new, engine.vocab, seed))
     steps = engine.last_steps()
@@ -71,7 +71,7 @@ def measure(engine: OursEngine, job: Job, rows: int, bandwidth: float | None, ne
 
 
 def overhead_pct(row: Row, plain: Row) -> dict[str, float]:
-    """What a step takes longer than another, percent."""
+    """Extra time of a step over another one, percent."""
     return {name: (row[name] / plain[name] - 1) * 100 for name in ("steady_ms", "device_ms")}
 
 
@@ -83,7 +83,7 @@ def measure_all(
     routing: bool = False,
     truncate: bool = False,
 ) -> tuple[list[Row], Row]:
-    """A row of results for each number of rows, by an engine of its own, and what is to be said of that."""
+    """A row of results for each number of rows, each with its own engine, and a sentence about it."""
     engine = OursEngine(job, depth, routing, changes=changes)
     facts = {**engine.facts(), "read_tbps": bandwidth / 1e12 if bandwidth else None, "settings": changes}
     print(json.dumps(facts), flush=True)
@@ -125,7 +125,7 @@ def measure_adapters(
 
 
 def free_memory() -> None:
-    """Give what an engine had back, so that the next one finds as much."""
+    """Release the memory of an engine for the next one."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -140,8 +140,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--depth", type=int, choices=(1, 2), default=2)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--routing", action="store_true", help="without and with the experts of all tokens kept")
-    parser.add_argument("--truncate", action="store_true", help="without and with top-k, top-p and min-p")
+    parser.add_argument("--routing", action="store_true", help="measure without and with expert records")
+    parser.add_argument("--truncate", action="store_true", help="measure without and with top-k, top-p and min-p")
     parser.add_argument("--adapters", type=int, nargs="+", help="adapters in use at once, 0 for none")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="an engine setting; repeatable"

@@ -1,4 +1,4 @@
-"""Drives an engine in the caller's thread and keeps what its requests produced; no service, no sockets."""
+"""Drives an engine in the caller's thread, without a service or sockets, and collects its tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CLIENT = "bench"
 
 @dataclass(slots=True)
 class Completion:
-    """Tokens of one request so far, and the log-prob that each was drawn with."""
+    """Tokens of one request so far, and their log-probs."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Driver:
         stop_ids: tuple[int, ...] = (),
         stream_every: int = 0,
     ) -> None:
-        """Ask for one completion."""
+        """Request one completion."""
         request = Request(
             (_CLIENT, name),
             np.asarray(prompt, dtype=np.int32),
@@ -82,30 +82,30 @@ class Driver:
             self.engine.tick()
 
     def tick_until(self, reached: Callable[[], bool]) -> None:
-        """Tick until `reached`. Raises RuntimeError when everything ends before."""
+        """Tick until `reached`. Raises RuntimeError if all requests end before."""
         while not reached():
             self.engine.tick()
             if not self.engine.busy and self.engine.inbox.empty() and not reached():
-                raise RuntimeError("the requests ended before the moment that was waited for")
+                raise RuntimeError("the requests ended before the awaited step; make them longer")
 
     def depth(self, depth: int) -> None:
-        """Use a pipeline depth from now on; no step may be in flight."""
+        """Use another pipeline depth. No step may be in flight."""
         assert self.engine.pipeline.in_flight == 0
         self.engine.pipeline.depth = depth
 
     def pause(self) -> None:
-        """Launch nothing more and commit what is in flight."""
+        """Stop launching, and commit the steps in flight."""
         self.engine.inbox.put(Pause("keep", 0))
         self.engine.tick()
         while self.engine.pipeline.in_flight:
             self.engine.tick()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self.engine.inbox.put(Resume(0))
 
     def drop_all(self) -> None:
-        """End every request where it is, and forget what all have produced."""
+        """Cancel every request and drop all tokens."""
         for key in list(self.engine.scheduler.groups):
             self.engine.inbox.put(Cancel(key))
         self.resume()

@@ -1,17 +1,17 @@
-"""The pipeline against the blocking loop, predicted from the parts of a step and observed; nothing else is changed.
+"""Compares the pipeline with the blocking loop: the speed-up predicted from the parts of a step, and the measured one.
 
     PYTHONPATH=.:kernels python -m scripts.bench.gpu_pipeline --out scripts/bench/results/pipeline_h200.json
 
 For every shape and number of rows, through the whole engine with random weights, temperature 1, log-probs returned:
 
-    parts      forward, sampling and bookkeeping of a step, each on its own, at the middle of the completion
+    parts      forward, sampling and bookkeeping of a step, each measured alone, in the middle of the completion
     predicted  the cost model's speed-up from these parts and the length of the completions
-    observed   wall time of the same tokens at depth 1 over that at depth 2, whole run of decode steps, in turn
-    active     share of the time in which the device ran a step, by the meter's step spans; from other steps of the same
-               run, the meter beside the profiler's spans from first to last kernel, and the share of kernels alone
+    observed   wall time of all decode steps at depth 1 over depth 2, for the same tokens, in turns
+    active     share of the time in which the device runs a step, by the meter; for other steps of the same run also by
+               the profiler (from first to last kernel), and the share of the kernels alone
 
-All rows end together, by a stop token that the first run showed them to draw, so that the pipeline pays for its zombie
-step. The picture shows 20 steps of both at the largest number of rows. `--device cpu --shapes toy` tries it out.
+All rows end together by a stop token (the first run finds a suitable one), so the pipeline pays for its zombie step.
+The picture shows 20 steps of both at the largest number of rows. `--device cpu --shapes toy` tries it out.
 """
 
 from __future__ import annotations
@@ -95,17 +95,17 @@ class Bench:
         made = Settings(engine=engine, metrics=MetricsSettings(timeline_steps=keep))
         self.driver = Driver(made, make_device(device), model)
         gc.collect()
-        gc.freeze()  # what is there by now is not looked through again in the middle of a run
+        gc.freeze()  # no garbage collection of these objects during a run
 
     def submit(self, rows: int, max_tokens: int, stops: list[int] | None = None) -> None:
-        """The same prompts and draws every time."""
+        """Submit the rows: the same prompts and seeds every time."""
         for i in range(rows):
             prompt = random_prompt(self.vocab, self.plan.prompt, i)
             stop_ids = () if stops is None else (stops[i],)
             self.driver.submit(f"r{i}", prompt, max_tokens, SamplingParams(seed=i), stop_ids)
 
     def run(self, rows: int, depth: int, max_tokens: int, stops: list[int] | None = None) -> Run:
-        """All rows to their end, and the wall time of the steps in which all of them decoded."""
+        """Run all rows to their end; returns the wall time of the steps in which all of them decode."""
         engine, meter = self.driver.engine, self.driver.engine.meter
         self.driver.completions.clear()
         self.driver.depth(depth)
@@ -135,7 +135,7 @@ class Bench:
         self.driver.pause()
 
     def parts(self, rows: int) -> tuple[DeviceParts, float]:
-        """The device's parts of a step half-way, and the blocking loop's own seconds around a step."""
+        """The device's parts of a step half-way, and the bookkeeping of the blocking loop."""
         self.until_half(rows)
         device = measure_device_parts(self.driver.engine)
         self.driver.drop_all()
@@ -144,7 +144,7 @@ class Bench:
         return device, statistics.median(loops) - asleep_s
 
     def profile(self, rows: int, depth: int) -> dict[str, float]:
-        """The meter beside the profiler over the same steps."""
+        """The meter and the profiler over the same steps."""
         driver, meter = self.driver, self.driver.engine.meter
         self.until_half(rows)
         driver.depth(depth)
@@ -170,7 +170,7 @@ class Bench:
 
 
 def stop_tokens(tokens: list[list[int]]) -> tuple[int, list[int]] | None:
-    """The latest place in the second half at which every row draws a token for the first time, and those tokens."""
+    """The latest place in the second half at which every row draws a token that is new in it, and those tokens."""
     length = min(map(len, tokens))
     for place in range(length - 2, length // 2, -1):
         if all(row[place] not in row[:place] for row in tokens):
@@ -188,7 +188,7 @@ def measure(bench: Bench, shape: str, rows: int) -> tuple[dict[str, Any], dict[i
     runs: dict[int, list[Run]] = {1: [], 2: []}
     for _ in range(plan.turns):
         for depth in runs:
-            # The stop token is the one at `place`; a row that drew another one would end one later.
+            # The stop token is at `place`; a row that drew another token would end one later.
             runs[depth].append(bench.run(rows, depth, place + 2, stops))
     wall_s = {depth: statistics.median(run.step_s for run in of) for depth, of in runs.items()}
     share = zombie_share(runs[1][0].steps) if stops else 0.0
@@ -235,7 +235,7 @@ def pictured(runs: dict[int, Run], steps: int) -> dict[str, Any]:
 
 
 def draw(lanes: dict[str, Any], out: Path) -> None:
-    """One picture a shape, beside the JSON; without matplotlib only the JSON has the spans, for `--redraw`."""
+    """Draw one picture per shape, next to the JSON. Without matplotlib the JSON keeps the spans for `--redraw`."""
     for shape, of in lanes.items():
         path = out.with_name(f"{out.stem}_{shape}.png")
         try:
@@ -245,7 +245,7 @@ def draw(lanes: dict[str, Any], out: Path) -> None:
 
 
 def print_tables(lines: list[dict[str, Any]]) -> None:
-    """The prediction beside what was observed, and the meter beside the profiler."""
+    """Compare the prediction with the observation, and the meter with the profiler."""
     shown = ("shape", "rows", "f_ms", "s_ms", "b_ms", "z_pct", "block_ms", "pipe_ms")
     shown += ("predicted_pct", "observed_pct", "error_points")
     print_table("pipelined over blocking", [{name: line[name] for name in shown} for line in lines])
@@ -268,13 +268,13 @@ def print_tables(lines: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure every shape, print each line as it comes, write the JSON and the pictures."""
+    """Measure every shape, print each line at once, write the JSON and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=256, help="tokens of a completion at the most")
+    parser.add_argument("--new", type=int, default=256, help="most tokens of a completion")
     parser.add_argument("--turns", type=int, default=3, help="runs of each depth, in turn")
     parser.add_argument("--profiled", type=int, default=32, help="steps under the profiler at each depth; 0: none")
     parser.add_argument("--pictured", type=int, default=20, help="steps in the picture")

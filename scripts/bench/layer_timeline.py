@@ -1,8 +1,7 @@
-"""The kernels of one layer of a captured decode step, in order: when each began and what it added to the step's time.
+"""The kernels of one layer of a captured decode step in order: their begin, and the time that each adds to the step.
 
-Kernels that are launched ahead of their turn overlap with the one before, so that durations add up to more than the
-step. What a kernel adds is the time from the end of all before it to its own end; over a layer that adds up to the
-layer's time.
+Kernels that are launched early overlap with their predecessor, so durations add up to more than the step. A kernel adds
+the time from the end of all its predecessors to its own end. These times add up to the time of the layer.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from scripts.bench.profiled_steps import span_of
 
-#: Layers at both ends of a step that are left out: other kernels than a layer's are near.
+#: Layers at both ends of a step that are left out, since other kernels overlap with them.
 _ENDS = 2
 
 
@@ -23,9 +22,9 @@ class KernelTime:
     """Medians over layers and steps, microseconds."""
 
     name: str
-    gap_us: float  # from the end of all before it to its begin; below 0 it was there before
+    gap_us: float  # from the end of all predecessors to its begin; below 0 if it began before
     duration_us: float
-    adds_us: float  # from the end of all before it to its own end; 0 if it ended before them
+    adds_us: float  # from the end of all predecessors to its own end; 0 if it ended before them
 
 
 def layer_timeline(events: Sequence[Mapping[str, Any]], steps: int, marker: str) -> list[KernelTime]:
@@ -41,7 +40,7 @@ def layer_timeline(events: Sequence[Mapping[str, Any]], steps: int, marker: str)
     layers = [layer for i in range(steps) for layer in _layers(ordered[i * size : (i + 1) * size], marker)]
     names = {tuple(event["name"] for event in layer) for layer, _ in layers}
     if len(names) != 1:
-        raise ValueError(f"the layers are not alike: {sorted(names)}")
+        raise ValueError(f"the layers differ in their kernels: {sorted(names)}")
     times = [_times(layer, before) for layer, before in layers]
     return [
         KernelTime(name, *(statistics.median(values) for values in zip(*(layer[i] for layer in times), strict=True)))

@@ -1,4 +1,4 @@
-"""Products of decode steps to be tuned, and configurations worth a try."""
+"""Products of decode steps, and candidate configurations for the tuning."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, tuple[int, int, Kind]]] = {
 
 
 def candidates(outputs: int, inputs: int, rows: int, kind: Kind, ways: list[str]) -> list[Config]:
-    """Configurations worth a try, of the kernels named in `ways`."""
+    """Candidate configurations of the kernels named in `ways`."""
     return [config for way in ways for config in WAYS[way](outputs, inputs, rows, kind)]
 
 
@@ -58,7 +58,7 @@ def _pipelined(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Con
 
 
 def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:
-    """One or two rings of tiles a multiprocessor, as large as leaves room for other kernels or not."""
+    """One or two rings of tiles per multiprocessor, of sizes that leave room for other kernels or not."""
     found = []
     for (block_n, warps), block_k, split, programs, ring in itertools.product(
         ((64, 4), (128, 4), (192, 4), (128, 8), (256, 4), (256, 8)),
@@ -74,11 +74,11 @@ def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Conf
             continue
         if items < programs and programs != 132:
             continue
-        # Many rows are read anew by every tile, so that tall ones pay; few rows leave wide sums without use.
+        # Every tile reads all rows again, so tall tiles pay for many rows; wide sums do not pay for few rows.
         if (rows < 64 and (warps == 8 or split == 8)) or block_n * rows > 6144 * warps:
             continue
         found.append(LinearConfig(block_n, block_k, split, warps, ring_bytes // tile_bytes, programs, True))
-    # Where the tiles of x are small, items may go through K from places of their own.
+    # If the tiles of x are small, items may go through K from different places.
     return found + ([replace(config, turn=True) for config in found] if rows <= 32 else [])
 
 

@@ -1,4 +1,4 @@
-"""The clients of the service's load benchmark, in a process of their own: streams, long results, long chats."""
+"""The clients of the load benchmark, in their own process: streams, long results, long chats."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 PROMPT = np.arange(16, dtype=np.int32)
 TOKEN = 7  # the only one that the benchmark's model draws
 _CHAT_REST_S = 0.1  # between the answer to a chat and the next one
-_FEWEST_CHATS = 10  # of a load with chats; with fewer its figures would say nothing
+_FEWEST_CHATS = 10  # of a load with chats; with fewer the results mean nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked for. Result i has `first_end + i * spacing` tokens more than the `known` ones that it goes on from.
+    """The requests. Result i continues `known` tokens with `first_end + i * spacing` more.
 
-    The streams go on for `tail` steps after the last of the results. A chat has `messages` messages of `chars` tokens;
-    it is longer than the context, so it is refused once it is rendered and tokenized.
+    The streams continue for `tail` steps after the last result. A chat has `messages` messages of `chars` tokens. It is
+    longer than the context, so it is refused after it was rendered and tokenized.
     """
 
     streams: int = 8
@@ -40,12 +40,12 @@ class Load:
         return self.first_end + self.results * self.spacing + self.tail
 
     def new_tokens(self, i: int) -> int:
-        """Tokens that result `i` gets."""
+        """Number of tokens of result `i`."""
         return self.first_end + i * self.spacing
 
 
 class ClientProcess:
-    """Does the whole load once for each `begin`, until it is closed."""
+    """Runs the whole load once for each `begin`."""
 
     def __init__(self, endpoint: str, load: Load) -> None:
         context = multiprocessing.get_context("spawn")
@@ -55,11 +55,11 @@ class ClientProcess:
         self._pipe.recv()  # it has imported everything
 
     def begin(self, *, chats: bool) -> None:
-        """Send all requests, and with `chats` one long chat after the other until the rest is done."""
+        """Send all requests; with `chats` also one long chat after the other until they are done."""
         self._pipe.send("begin with chats" if chats else "begin")
 
     def finished(self) -> bool:
-        """True once everything that `begin` asked for has come, and is right. Raises RuntimeError if it was not."""
+        """True once all results of `begin` have arrived and are right. Raises RuntimeError if one is wrong."""
         if not self._pipe.poll():
             return False
         if (answer := self._pipe.recv()) != "done":
@@ -67,7 +67,7 @@ class ClientProcess:
         return True
 
     def close(self) -> None:
-        """End the process, also in the middle of its work."""
+        """End the process, even during its work."""
         self._pipe.send("end")
         self._process.join(1.0)
         self._process.terminate()
@@ -103,7 +103,7 @@ def _serve(endpoint: str, load: Load, pipe: Connection) -> None:
 def _guarded(problems: list[str], job: object, *args: object) -> None:
     try:
         job(*args)  # type: ignore[operator]
-    # Whatever it was, the benchmark's figures would say nothing.
+    # After any error the results mean nothing.
     except Exception as error:
         problems.append(repr(error))
 

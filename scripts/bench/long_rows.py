@@ -1,6 +1,6 @@
-"""Many long rows of one shape through the engine, to see that everything comes back and memory stays where it was.
+"""Runs many long rows of one shape through the engine and checks for leaks of resources and memory.
 
-Memory is looked at early, when everything that a step needs is there, and then at equal distances to the end.
+Memory is measured early, when all buffers of a step exist, and then at equal distances to the end.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from scripts.bench.driver import Driver, random_prompt
 from scripts.bench.shapes import write_checkpoint
 
 _PROMPT = 16
-_EARLY = 64  # tokens after which memory is looked at first
-_FLAT_MIB = 8.0  # growth that still counts as none: the driver's own, in pieces of 2 MiB
+_EARLY = 64  # tokens before the first measurement of memory
+_FLAT_MIB = 8.0  # allowed growth: the driver allocates in pieces of 2 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class LongRun:
     device: str
     rows: int
     tokens: int  # of each row
-    marks: int = 9  # moments at which memory is looked at
+    marks: int = 9  # measurements of memory
 
     def targets(self) -> list[int]:
-        """The tokens after which memory is looked at, ascending."""
+        """The numbers of tokens after which memory is measured, ascending."""
         parts = range(1, self.marks)
         return [_EARLY, *(max(_EARLY, self.tokens * part // (self.marks - 1) - 8) for part in parts)]
 
 
 def memory_now(device: str) -> dict[str, float]:
-    """What torch has allocated and reserved and what the driver has left, MiB; zeros on a CPU."""
+    """MiB that torch has allocated and reserved, and that the driver has free; zeros on a CPU."""
     if device == "cpu":
         return {"allocated": 0.0, "reserved": 0.0, "driver_free": 0.0}
     torch.cuda.synchronize()
@@ -56,7 +56,7 @@ def memory_now(device: str) -> dict[str, float]:
 
 
 def growth(marks: Sequence[dict[str, float]]) -> list[str]:
-    """A sentence for each kind of memory that is not flat over the marks."""
+    """A sentence for each kind of memory that grew."""
     found = []
     for name in ("allocated", "reserved", "driver_free"):
         values = [mark[name] for mark in marks]
@@ -66,7 +66,7 @@ def growth(marks: Sequence[dict[str, float]]) -> list[str]:
 
 
 def run_long(run: LongRun) -> dict[str, Any]:
-    """All rows to their full length; prints each mark as it comes. What is not right is in `failures`."""
+    """Run all rows to their full length and print each measurement. `failures` lists what is wrong."""
     driver = _driver(run)
     scheduler, vocab = driver.engine.scheduler, driver.engine.executor.step.model.spec.vocab
     for i in range(run.rows):
@@ -107,7 +107,7 @@ def _driver(run: LongRun) -> Driver:
 
 
 def _not_whole(driver: Driver, run: LongRun) -> list[str]:
-    """Sentences about pages, rows, slots and completions; closes the engine."""
+    """Sentences about leaked pages, rows, slots and incomplete completions. Closes the engine."""
     found = []
     for i in range(run.rows):
         done = driver.completions[f"r{i}"]

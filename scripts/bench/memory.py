@@ -1,8 +1,8 @@
-"""Resident memory of a worker over two million tokens: it should be flat once it has warmed up.
+"""Measures the resident memory of a worker over two million tokens. It should be flat after the start.
 
-A worker process serves the counting checkpoint; a client asks for completions in groups, over and over, and
-acknowledges the results. The worker's resident set is read from /proc once a wave. Ends with status 1 if it grows by
-more than `MOST_GROWTH` over the second half.
+A worker process serves the counting checkpoint. A client requests groups of completions again and again, and
+acknowledges the results. The worker's resident set is read from /proc after each group. The exit status is 1 if it
+grows by more than `MOST_GROWTH` over the second half.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import start_worker
 
-#: MiB per million tokens that count as flat.
+#: Allowed growth, MiB per million tokens.
 MOST_GROWTH = 3.0
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rollout.demo.run import CHECKPOINTS
 
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.memory", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens to generate in all")
+    parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens to generate in total")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a completion")
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "memory.json")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ]
                 results = client.generate_many(requests)
                 assert all(len(c.token_ids) == args.length for result in results for c in result.completions)
-                client.ack([result.id for result in results])  # else the worker keeps them, up to its store's limits
+                client.ack([result.id for result in results])  # otherwise the worker keeps them
                 rows.append({"tokens": (i + 1) * wave, "resident_mib": resident_mib(worker.pid)})
                 advance(i + 1, waves)
     print_table("resident memory of the worker", rows)

@@ -1,9 +1,8 @@
-"""Where decoding a layer of experts by output stops paying on this machine: both paths at rising numbers of tokens.
+"""Finds the number of tokens up to which decoding a layer of experts by output is faster on this machine.
 
-Needs a CUDA device. Microseconds a layer, weights rotating over 8 layers in one CUDA graph, routing fresh for each; the
-floor only reads the experts that were chosen. `scripts/bench/moe_kernels.py` measures more, `scripts/tune/moe.py`
-looks for
-better plans and writes the table.
+Needs a CUDA device. It measures both paths in microseconds per layer, in a CUDA graph that rotates over 8 layers with
+new routing for each. The floor only reads the chosen experts. `scripts.bench.moe_kernels` measures more;
+`scripts.tune.moe` searches for better plans and writes the table.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every shape and format, print rows as they come and then the crossovers, and write them."""
+    """Measure every shape and format, print the rows and the crossovers, and write them."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.moe", description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["qwen3-30b-a3b"])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["plain"])
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "moe_crossover.json")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("rollout bench moe: needs a CUDA device; on a CPU the kernels are only interpreted", file=sys.stderr)
+        print("scripts.bench.moe needs a CUDA device; on a CPU the kernels are only interpreted", file=sys.stderr)
         return 1
     rows: list[Row] = []
     for name in args.shapes:
@@ -72,7 +71,7 @@ def measure(shape: MoEShape, format: Format, counts: Iterable[int]) -> list[Row]
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Up to how many tokens the path by output is the faster one, and whether the table agrees."""
+    """The number of tokens up to which the path by output is faster, and whether the table agrees."""
     both = [row for row in rows if "warp_us" in row and "grouped_us" in row]
     faster = [row["warp_us"] < row["grouped_us"] for row in both]
     last = next((i for i, by_output in enumerate(faster) if not by_output), len(faster))

@@ -1,13 +1,13 @@
-"""Measure a layer of experts on a CUDA machine: each path and format beside the time to read its bytes.
+"""Measures a layer of experts on a CUDA machine: each path and format, and the time to read its bytes.
 
     PYTHONPATH=.:kernels python -m scripts.bench.moe_kernels --out scripts/bench/results/moe.json [--shapes
         qwen3-30b-a3b]
         [--formats plain mxfp8] [--tokens 1 8 32] [--skew 1.5]
 
-Microseconds a layer for each number of tokens, the weights rotating over 8 layers in one CUDA graph, routing fresh for
-each; TB/s by distinct experts; errors against float64, beside rounding the exact result to bf16 and beside sorting and
-grouped GEMMs that keep bf16 between their steps. vLLM's fused MoE is measured in the same run where it can be imported.
-Each row is printed, and the file written, as it comes.
+Microseconds per layer for each number of tokens, in a CUDA graph that rotates over 8 layers with new routing for each;
+TB/s by distinct experts; errors against float64. The errors are compared with the exact result rounded to bf16, and
+with sorting and grouped GEMMs that keep bf16 between their steps. vLLM's fused MoE is measured in the same run if it is
+importable. Rows are printed and written at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYERS = 8
 
 
 def vllm_layer() -> Callable[[Layer, Tokens], torch.Tensor] | None:
-    """The fused MoE of vLLM on plain weights, or None where there is no vLLM."""
+    """The fused MoE of vLLM on plain weights, or None without vLLM."""
     try:
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
@@ -90,7 +90,7 @@ def measure(
 
 
 def measure_router(shape: MoEShape, tokens: int) -> float:
-    """Microseconds of the router, its weights rotating."""
+    """Microseconds of the router; its weights rotate over the layers."""
     routers = [torch.randn(shape.experts, shape.hidden, device="cuda").bfloat16() for _ in range(64)]
     x_TH = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
     return graph_us(*(lambda w=w: moe_route(x_TH, w, shape.top_k, True) for w in routers))

@@ -1,7 +1,6 @@
-"""Layers of experts, exact results, timing and floors for `rollout bench moe`, `bench_moe.py` and `tune_moe.py`.
+"""Layers of experts, exact results, timing and floors for `bench.moe`, `bench.moe_kernels` and `tune.moe`.
 
-The floor is measured, not computed: two launches that only read the bytes of the experts that were chosen, with the
-same overlap of launches as the kernels have.
+The floor is measured: two launches only read the bytes of the chosen experts, and overlap like the kernels' launches.
 
 Legend: T tokens, E experts, K experts a token, H hidden, D distinct experts.
 """
@@ -30,7 +29,7 @@ SHAPES = {
     "olmoe-1b-7b": MoEShape(experts=64, top_k=8, hidden=2048, inner=1024),
     "mixtral-8x7b": MoEShape(experts=8, top_k=2, hidden=4096, inner=14336),
 }
-#: Tokens past which the path by output is not measured.
+#: Above so many tokens the path by output is not measured.
 MOST_WARP_TOKENS = 64
 
 
@@ -49,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Inputs of a layer, and how many experts they need."""
+    """Inputs of a layer, and their number of distinct experts."""
 
     x_TH: torch.Tensor
     routing: Routing
@@ -57,7 +56,7 @@ class Tokens:
 
 
 def make_layers(shape: MoEShape, format: Format, count: int, seed: int = 0) -> list[Layer]:
-    """Random layers: each projection keeps the size of what goes through it."""
+    """Random layers whose projections keep the magnitude of activations."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
     def weights(outputs: int, inputs: int, halves: int) -> ExpertWeights:
@@ -71,7 +70,7 @@ def make_layers(shape: MoEShape, format: Format, count: int, seed: int = 0) -> l
 
 
 def make_tokens(shape: MoEShape, tokens: int, seed: int, skew: float = 0.0) -> Tokens:
-    """Random tokens; `skew` is the spread of a preference that all of them share."""
+    """Random tokens; `skew` is the spread of a preference for experts that all tokens share."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
 
     def normal(*size: int) -> torch.Tensor:
@@ -86,8 +85,8 @@ def make_tokens(shape: MoEShape, tokens: int, seed: int, skew: float = 0.0) -> T
 def exact(layer: Layer, tokens: Tokens, rounded: bool = False) -> torch.Tensor:
     """The layer's output in float64, [T, H].
 
-    `rounded`: with each step's result in bf16, as sorting and grouped GEMMs leave it; the most favourable case for such
-    a path, since its sums are exact and only what it stores is rounded.
+    `rounded` rounds the result of each step to bf16, as sorting and grouped GEMMs do. It is the best case of such a
+    path, since its sums are exact.
     """
 
     def stored(value: torch.Tensor) -> torch.Tensor:
@@ -106,9 +105,9 @@ def exact(layer: Layer, tokens: Tokens, rounded: bool = False) -> torch.Tensor:
 
 
 def plans(shape: MoEShape, format: Format, tokens: int) -> dict[str, Plan]:
-    """The chosen plan, the deterministic one, and both paths with what the table has for the nearest number of tokens.
+    """The chosen plan, the deterministic one, and both paths as in the table for the nearest number of tokens.
 
-    By output only where that is not out of the question.
+    The path by output is left out for many tokens.
     """
     found: dict[str, Plan] = {"chosen": moe_plan(shape, format, torch.bfloat16, tokens)}
     found["deterministic"] = moe_plan(shape, format, torch.bfloat16, tokens, deterministic=True)
@@ -122,7 +121,7 @@ def plans(shape: MoEShape, format: Format, tokens: int) -> dict[str, Plan]:
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a result is from the exact one."""
+    """The errors of a result."""
 
     relative: float
     min_cosine: float
@@ -157,7 +156,7 @@ def _read_kernel(data_ptr, experts_ptr, out_ptr, ints, CHUNK: tl.constexpr, LOAD
 
 
 def read_experts(weights: ExpertWeights, experts_D: torch.Tensor, out: torch.Tensor) -> None:
-    """Read the values of some experts (not their scales, and up to 32 KB less than all), and nothing else."""
+    """Only read the values of some experts (without their scales, and up to 32 KB less than all)."""
     data = weights.values_ENK.view(torch.int32)
     ints = data[0].numel()
     _read_kernel[(ints // _CHUNK_INTS, len(experts_D))](
@@ -166,7 +165,7 @@ def read_experts(weights: ExpertWeights, experts_D: torch.Tensor, out: torch.Ten
 
 
 def floor_us(layers: list[Layer], tokens: list[Tokens]) -> float:
-    """Microseconds to read a layer's chosen experts, in two launches."""
+    """Microseconds to read a layer's chosen experts in two launches."""
     out = torch.empty(1 << 22, dtype=torch.int32, device="cuda")
 
     def read(layer: Layer, experts_D: torch.Tensor) -> None:
@@ -179,7 +178,7 @@ def floor_us(layers: list[Layer], tokens: list[Tokens]) -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second that a kernel reads which does nothing else."""
+    """Bytes per second of a kernel that only reads."""
     whole = ExpertWeights(torch.empty(1, 1 << 15, 1 << 16, dtype=torch.bfloat16, device="cuda").normal_())
     out = torch.empty(1 << 22, dtype=torch.int32, device="cuda")
     first = torch.zeros(1, dtype=torch.int32, device="cuda")

@@ -1,13 +1,13 @@
-"""What it costs that rows have more KV than the pool holds: offloaded, computed again, and a pool that holds all of it.
+"""Compares offloaded KV, recomputed KV and a larger pool, for rows with more KV than the pool holds.
 
     PYTHONPATH=.:kernels python -m scripts.bench.offload --shape qwen3-1.7b --rows 64 --tokens 4096 --holds 24 --out OUT
 
-Random weights of the real shape; all rows are submitted at once and have `--tokens` tokens; the pool holds `--holds` of
-them at their full length. Three runs: `offload` (preempted rows go to the host and come back), `recompute` (they are
-computed again), `whole` (a pool for all; leave it out with `--modes` where there is no memory for it). Of each: wall
-time, tokens a second, and where the time between decode steps went. For `offload` the same while KV was being moved and
-while none was: the gap between two decode steps on the device, and how long a step took against the nearest one of as
-many rows while nothing moved.
+Random weights of the real shape. All rows are submitted at once and have `--tokens` tokens; the pool holds `--holds` of
+them at full length. There are three runs: `offload` (the KV of preempted rows moves to the host and back), `recompute`
+(it is computed again) and `whole` (a pool for all rows; leave it out with `--modes` if memory does not suffice). Each
+reports wall time, tokens per second, and the time between decode steps. `offload` also compares steps with and without
+moving KV: the gap between two decode steps on the device, and the time of a step over the nearest quiet one with as
+many rows.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from scripts.bench.shapes import SHAPES
 
 MODES = ("offload", "recompute", "whole")
 _PAGE = 16
-_NEAR = 200  # steps within which another one counts as near
+_NEAR = 200  # steps within which another step counts as near
 _SHOW_EVERY_S = 10.0
 
 
 class AllSteps(Meter):
-    """A meter that keeps what every step took."""
+    """A meter that keeps the times of every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,17 +58,17 @@ class AllSteps(Meter):
 
 
 def moving(begin_s: np.ndarray, end_s: np.ndarray, moves: list[MoveRecord]) -> np.ndarray:
-    """For each stretch whether a piece of KV was on its way in it."""
+    """For each interval, whether KV moved in it."""
     if not moves:
         return np.zeros(len(begin_s), bool)
     spans = np.array(sorted((move.start_s, move.end_s) for move in moves))
     latest = np.maximum.accumulate(spans[:, 1])
-    before = np.searchsorted(spans[:, 0], end_s)  # pieces that began before the stretch was over
+    before = np.searchsorted(spans[:, 0], end_s)  # pieces that began before the end of the interval
     return (before > 0) & (latest[np.maximum(before - 1, 0)] > begin_s)
 
 
 def nearest_ratio(step_s: np.ndarray, rows: np.ndarray, moved: np.ndarray) -> float | None:
-    """Median of a moving step's time over that of the nearest quiet one of as many rows; None if there is none."""
+    """Median ratio of a moving step's time to the nearest quiet one with as many rows; None without such a pair."""
     quiet, ratios = np.flatnonzero(~moved), []
     for i in np.flatnonzero(moved):
         near = quiet[np.searchsorted(quiet, i - _NEAR) : np.searchsorted(quiet, i + _NEAR)]
@@ -79,7 +79,7 @@ def nearest_ratio(step_s: np.ndarray, rows: np.ndarray, moved: np.ndarray) -> fl
 
 
 def step_figures(meter: AllSteps, moves: list[MoveRecord]) -> dict[str, Any]:
-    """Gaps and times of decode steps that follow one another, milliseconds."""
+    """Gaps and times of consecutive decode steps, milliseconds."""
     decode, rows, start_s, end_s, _ = (np.array(column) for column in zip(*meter.kept, strict=True))
     pair = decode[1:] & decode[:-1]
     gap_s, step_s = (start_s[1:] - end_s[:-1])[pair], (end_s - start_s)[1:][pair]
@@ -96,7 +96,7 @@ def step_figures(meter: AllSteps, moves: list[MoveRecord]) -> dict[str, Any]:
 
 
 def settings_of(mode: str, model: Decoder, args: argparse.Namespace) -> EngineSettings:
-    """The engine's settings for one of the three."""
+    """The engine's settings for a mode."""
     a_row = pages_for(args.prompt + args.tokens, _PAGE) + 1
     row_gib = a_row * _PAGE * model.spec.kv_bytes_per_token(model.embed.dtype) / 2**30
     away = args.host_gib or (args.rows - args.holds) * row_gib
@@ -112,7 +112,7 @@ def settings_of(mode: str, model: Decoder, args: argparse.Namespace) -> EngineSe
 
 
 def run(mode: str, model: Decoder, args: argparse.Namespace) -> dict[str, Any]:
-    """One of the three, from the first submission to the last token."""
+    """Run a mode from the first submission to the last token."""
     driver = Driver(Settings(engine=settings_of(mode, model, args)), make_device(args.device), model)
     engine, meter = driver.engine, AllSteps()
     engine.meter = meter
@@ -151,11 +151,11 @@ def run(mode: str, model: Decoder, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each row of results as it is measured."""
+    """Measure the rows of results, one by one."""
     model = load_random(args.shape, make_device(args.device).torch_device).model
     for mode in args.modes:
         yield run(mode, model, args)
-        gc.collect()  # the pool goes with its engine
+        gc.collect()  # the engine frees its pool
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -167,9 +167,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--holds", type=int, default=24, help="rows that the pool holds at their full length")
-    parser.add_argument("--host-gib", type=float, help="host memory for KV; absent: for all rows that do not fit")
-    parser.add_argument("--piece-mib", type=float, default=32.0, help="KV that is copied together at most")
+    parser.add_argument("--holds", type=int, default=24, help="rows at full length that fit in the pool")
+    parser.add_argument("--host-gib", type=float, help="host memory for KV; default: enough for the other rows")
+    parser.add_argument("--piece-mib", type=float, default=32.0, help="most KV in one copy")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=True)

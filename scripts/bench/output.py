@@ -1,4 +1,4 @@
-"""How a benchmark says what it found: a table on the terminal, JSON in a file with the machine and the command."""
+"""The output of benchmarks: a table on the terminal, and JSON in a file with the machine and the command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_results(path: Path, rows: Sequence[Mapping[str, Any]], **facts: Any) -
 
 
 def circumstances() -> dict[str, Any]:
-    """When, where and how this was run."""
+    """Date, machine and command of this run."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -41,7 +41,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def _command() -> str:
-    """The command line, with a module that `-m` runs under its name."""
+    """The command line; a module that runs with `-m` is shown by its name."""
     main = sys.modules["__main__"].__spec__
     words = ["python", "-m", main.name] if main is not None else [sys.argv[0]]
     return shlex.join([*words, *sys.argv[1:]])
@@ -56,7 +56,7 @@ def _processor() -> str:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Show `rows`, which have the same keys."""
+    """Print `rows`, maps with the same keys."""
     table = Table(title=title)
     for key in rows[0]:
         table.add_column(key, justify="right")

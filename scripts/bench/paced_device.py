@@ -1,8 +1,8 @@
-"""A device whose steps take a given time and compute nothing, for measuring what the host adds.
+"""A device whose steps take a given time and compute nothing, for measurements of the host.
 
-It behaves to the host as a GPU does: what is enqueued returns at once, and waiting for an event sleeps without Python's
-lock until the moment at which the work would have been done. There are no threads. Copies happen when they are
-enqueued; a slot is not used again before its step is committed, so nobody sees that.
+For the host it behaves like a GPU: a launch returns at once, and a wait for an event sleeps, without Python's lock,
+until the work would be done. It has no threads. Copies happen when they are enqueued; this is not visible, because a
+slot is not used again before its step is committed.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from rollout.engine.step.upload import StepInput
 
 
 class PacedEvent:
-    """A moment of a stream, `time.perf_counter()` seconds; it may lie ahead."""
+    """A time of a stream, `time.perf_counter()` seconds; it may be in the future."""
 
     time_s = 0.0
 
     def query(self) -> bool:
-        """True once the moment has come."""
+        """True once the time is reached."""
         return time.perf_counter() >= self.time_s
 
     def synchronize(self) -> None:
-        """Sleep until the moment has come."""
+        """Sleep until the time is reached."""
         if (left_s := self.time_s - time.perf_counter()) > 0:
             time.sleep(left_s)
 
 
 class PacedStream:
-    """Keeps account of when its work would be done."""
+    """Tracks the time at which its work would be done."""
 
     def __init__(self) -> None:
         self._free_s = 0.0
 
     def run(self, work: Callable[[], object]) -> None:
-        """Do `work` now; it takes no time of the stream, unless it says so with `busy`."""
+        """Do `work` now. It takes no time of the stream unless it calls `busy`."""
         work()
 
     def busy(self, seconds: float) -> None:
-        """The stream works for so long."""
+        """Add this time of work to the stream."""
         self._free_s = max(self._free_s, time.perf_counter()) + seconds
 
     def record(self, event: PacedEvent) -> None:
-        """`event` is when all the work so far is done."""
+        """Set `event` to the end of all work so far."""
         event.time_s = max(self._free_s, time.perf_counter())
 
     def wait(self, event: PacedEvent) -> None:
-        """Later work begins when `event` has come."""
+        """Later work begins after `event`."""
         self._free_s = max(self._free_s, event.time_s)
 
     def check(self) -> None:
-        """Nothing can have failed: work runs in its caller."""
+        """No-op: work runs in its caller, which sees its errors."""
 
     def close(self) -> None:
-        """There is no thread to end."""
+        """No-op: there is no thread to end."""
 
 
 class PacedDevice(CpuDevice):
@@ -79,6 +79,6 @@ class PacedExecutor(Executor):
     step_s = 0.0
 
     def run(self, step: StepInput, slot: Slot) -> None:
-        """Take the time, and sample token 7 for every row."""
+        """Take the time of a step, and sample token 7 for every row."""
         slot.output[0] = 7
         self.compute.busy(self.step_s)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""The demo's work with the blocking loop and with the pipeline, in turn, on one machine in one run.
+"""Runs the demo with the blocking loop and with the pipeline, in turns, in one run.
 
-Each turn is a worker process and a trainer process, as in `rollout demo`; every token is checked. The counting model on
-a CPU shares its cores with the host's bookkeeping, so the gain here is a lower bound of what a GPU sees.
+Each turn is a worker process and a trainer process, as in `rollout demo`; every token is checked. On a CPU the model
+shares its cores with the host's bookkeeping, so the gain is a lower bound for a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def measure(depth: int, tokens: int, n: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--out", folder, "--tokens", str(tokens), "--n", str(n), "--no-wandb"]
         if rollout(["demo", *arguments, "--pipeline-depth", str(depth)]) != 0:
-            raise RuntimeError("the demo failed: its figures say nothing")
+            raise RuntimeError("the demo failed; see its output above")
         report = json.loads((Path(folder) / "report.json").read_text())
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     busy = [line for line in lines if line["rollout/rows"] >= n and not line.get("final")]
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     turns = [depth for _ in range(args.turns) for depth in (1, 2)]
     results = []
-    for number, depth in enumerate(turns, start=1):  # no bar here: each turn has its own
+    for number, depth in enumerate(turns, start=1):  # no progress bar: each turn has its own
         print(f"turn {number} of {len(turns)}: depth {depth}", file=sys.stderr, flush=True)
         results.append(measure(depth, args.tokens, args.n))
     print_table("the demo, blocking (depth 1) and pipelined (depth 2)", results)

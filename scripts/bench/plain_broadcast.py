@@ -1,9 +1,9 @@
-"""Seconds that a plain broadcast of so many bytes takes between two devices: what `nccl` updates are compared with.
+"""Measures a plain broadcast between two devices, for comparison with `nccl` updates.
 
     python -m scripts.bench.plain_broadcast RANK STORE_FILE DEVICE BYTES BUCKET_BYTES
 
-Two processes, torch.distributed's default group (NCCL between two GPUs, else gloo), one bucket after the other, nothing
-packed and nothing checked. Rank 0 prints the seconds of the best of a few runs.
+Two processes in torch.distributed's default group (NCCL between two GPUs, otherwise gloo) broadcast one bucket after
+the other, without packing or checks. Rank 0 prints the seconds of the best of a few runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POLL_S = 0.1
 
 
 def plain_seconds(devices: tuple[str, str], nbytes: int, bucket_bytes: int) -> float:
-    """Run both ranks. Raises RuntimeError with their words when they fail, ValueError for one GPU twice."""
+    """Run both ranks. Raises RuntimeError with their output if they fail, ValueError if both are on one GPU."""
     if devices[0] == devices[1] and devices[0] != "cpu":
         raise ValueError(f"a broadcast needs two GPUs, both are {devices[0]}: NCCL does not connect one with itself")
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -32,7 +32,7 @@ def plain_seconds(devices: tuple[str, str], nbytes: int, bucket_bytes: int) -> f
             subprocess.Popen(
                 [sys.executable, "-m", __name__, str(rank), f"{folder}/store", device, str(nbytes), str(bucket_bytes)],
                 stdout=stack.enter_context(outputs[rank].open("wb")),
-                stderr=stack.enter_context(errors[rank].open("wb")),  # warnings may come behind the figure
+                stderr=stack.enter_context(errors[rank].open("wb")),  # warnings may follow the result
             )
             for rank, device in enumerate(devices)
         ]
@@ -67,7 +67,7 @@ def main(rank: int, store: Path, device_name: str, nbytes: int, bucket_bytes: in
     data = torch.zeros(min(bucket_bytes, nbytes), dtype=torch.uint8, device=device)
     best_s = float("inf")
     for _ in range(_RUNS):
-        # Not `barrier`: it may take the GPU that has the rank's number for the rank's own.
+        # Not `barrier`: it may use the GPU with the rank's number instead of the rank's own.
         dist.all_reduce(data[:1])
         if on_gpu:
             torch.cuda.synchronize()

@@ -1,11 +1,11 @@
-"""Where the time of a decode step goes: kernels of a captured step by name, from the profiler, on a CUDA machine.
+"""Profiles a decode step on a CUDA machine: the kernels of a captured step by name.
 
     PYTHONPATH=.:kernels python -m scripts.bench.profile_decode --shape qwen3-8b --rows 1 128 --out FILE
 
-Prints, for each number of rows, microseconds a step and launches a step of every kernel; overlapping launches count
-twice, so the sum may exceed the span. Then the time line of one layer: when each kernel began after all before it had
-ended, how long it ran, what it added, and the floor of its weights, their bytes over the read bandwidth of this run.
-KV and activations are left out of the floors.
+For each number of rows it prints microseconds per step and launches per step of every kernel. Overlapping launches
+count twice, so the sum may exceed the span. Then it prints the timeline of one layer: for each kernel the gap after the
+end of all its predecessors, its duration, the time that it adds, and its floor: the bytes of its weights over the read
+bandwidth of this run. The floors do not include KV and activations.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _PRODUCTS = ("_linear_kernel", "_stream_kernel", "_gemv_kernel", "nvjet")
 
 
 def weight_bytes(model: Decoder, distinct: float) -> list[tuple[tuple[str, ...], float]]:
-    """What a layer reads of its weights after its attention and until that of the next: kernels that may, and bytes.
+    """The weights that a layer reads from its attention to that of the next layer: kernels and bytes, in order.
 
-    In order. Of mixtures of experts, `distinct` a layer are read.
+    A layer of experts reads `distinct` experts.
     """
     layer = cast(DecoderLayer, model.layers[0])
     attention, block = layer.mixer, layer.feed_forward
@@ -60,7 +60,7 @@ def weight_bytes(model: Decoder, distinct: float) -> list[tuple[tuple[str, ...],
 def with_floors(
     timeline: list[KernelTime], weights: list[tuple[tuple[str, ...], float]], bandwidth: float
 ) -> list[dict[str, str | float]]:
-    """The time line, each kernel with the time that reading its weights takes."""
+    """The timeline; each kernel with the time to read its weights."""
     left, rows = list(weights), []
     for kernel in timeline:
         reads = left.pop(0)[1] if left and kernel.name.startswith(left[0][0]) else 0.0
@@ -69,7 +69,7 @@ def with_floors(
 
 
 def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> dict[str, Any]:
-    """Profile some steady steps of `rows` rows and print them; returns the time line of a layer."""
+    """Profile some steady steps of `rows` rows and print them; returns the timeline of a layer."""
     rng = np.random.default_rng(0)
     for i in range(rows):
         tokens = rng.integers(0, 150_000, prompt).astype(np.int32)
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="the time lines as JSON")
+    parser.add_argument("--out", type=Path, help="file for the timelines as JSON")
     args = parser.parse_args()
     device = make_device("cuda")
     bandwidth = read_bandwidth()

@@ -1,7 +1,7 @@
-"""What a profiler saw of decode steps: when each one's first kernel began and its last one ended, and what lay between.
+"""Decode steps in a profiler's trace: from the begin of the first kernel to the end of the last one.
 
-A captured step is one graph launch, and all its kernels carry the launch's correlation id. Kernels that belong to no
-graph (prefill, copies) are not asked for.
+A captured step is one graph launch; all its kernels have the correlation id of the launch. Kernels outside of graphs
+(prefill, copies) are left out.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class ProfiledSteps:
     """Shares of the time from the first step's first kernel to the last step's last one."""
 
     steps: int
-    active_share: float  # in which a step ran: from its first kernel's begin to its last one's end
-    kernel_share: float  # in which a kernel ran
+    active_share: float  # while a step ran: from the begin of its first kernel to the end of its last one
+    kernel_share: float  # while a kernel ran
     kernels: float  # of one step
-    step_s: float  # mean time from a step's first kernel's begin to its last one's end
+    step_s: float  # mean time from the begin of the first kernel to the end of the last one
 
 
 def profile_steps(work: Callable[[], object]) -> list[dict[str, Any]]:
-    """Kernel events of what `work` launches on a CUDA device and waits for, as of a Chrome trace (microseconds)."""
+    """The kernel events of `work`, which must wait for its launches, as in a Chrome trace (microseconds)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
@@ -45,7 +45,7 @@ def profile_steps(work: Callable[[], object]) -> list[dict[str, Any]]:
 def summarise(events: Sequence[Mapping[str, Any]], steps: int) -> ProfiledSteps:
     """Group the kernels of `steps` steps of one graph size by step.
 
-    Raises ValueError when they are not those of so many steps.
+    Raises ValueError if they do not form so many steps.
     """
     groups = _by_launch(events)
     if len(groups) != steps:

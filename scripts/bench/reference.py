@@ -1,7 +1,7 @@
-"""Models to check the engine against: the same random weights here and in transformers, in one process.
+"""Reference models for checks of the engine: the same random weights in our model and in transformers.
 
-The weights are those of `rollout.models.random_init`, whose next-token entropy is between 0.5 and 2 nats, made less
-tame: norm weights differ from 1, and attention is sharp enough that a lost page shows.
+The weights come from `rollout.models.random_init`, with a next-token entropy of 0.5 to 2 nats. They are changed so that
+more errors are visible: norm weights differ from 1, and attention is sharp enough to show a lost page.
 
 Legend: K tokens of a completion, V vocabulary.
 """
@@ -23,7 +23,7 @@ from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.models.decoder import Decoder
 
-#: How much wider queries and keys are than random weights make them: their products grow with the square.
+#: Factor on queries and keys; their products grow with its square.
 _SHARPER = 1.4
 
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         **_EXPERTS,
         "max_position_embeddings": 16384,
     },
-    "8b": {  # layers of Qwen3-8B, so that products take what the table has for them
+    "8b": {  # layers of Qwen3-8B, so that the table has its products
         "hidden_size": 4096,
         "intermediate_size": 12288,
         "num_hidden_layers": 4,
@@ -124,17 +124,17 @@ def config_of(family: str, size: str) -> dict[str, Any]:
     config = {**_COMMON, **_SIZES[size], **_FAMILIES[family]}
     if family in ("qwen3", "llama"):
         return {key: value for key, value in config.items() if "expert" not in key and "moe" not in key}
-    if family in ("mixtral", "olmoe"):  # all layers have experts, whose width has the dense one's name there
+    if family in ("mixtral", "olmoe"):  # all layers have experts; their width has the name of the dense one
         config["intermediate_size"] = config.pop("moe_intermediate_size")
     if family == "mixtral":
         config["num_local_experts"] = config.pop("num_experts")
-    if family == "olmoe":  # has no width of a head of its own
+    if family == "olmoe":  # has no setting for the width of a head
         config["num_attention_heads"] = config["hidden_size"] // config.pop("head_dim")
     return config
 
 
 def make_checkpoint(family: str, size: str, dtype: str, device: str, folder: Path, seed: int = 0) -> Decoder:
-    """A model of ours with random weights, and `folder` a checkpoint of it that transformers can read."""
+    """Our model with random weights; `folder` becomes a checkpoint of it for transformers."""
     torch_dtype = {"bfloat16": "bfloat16", "float32": "float32"}[dtype]
     config = {**config_of(family, size), "torch_dtype": torch_dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -174,7 +174,7 @@ class Recomputed:
 
 
 class Trainer:
-    """transformers' model of a checkpoint, as a trainer runs it and in float32."""
+    """transformers' model of a checkpoint: in the dtype of a trainer, and in float32."""
 
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -214,7 +214,7 @@ def entropy_of(logits_KV: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Log-probs of sampled tokens by two parties, nats."""
+    """The difference of two parties' log-probs of sampled tokens, nats."""
 
     mean: float  # of the absolute difference
     worst: float
@@ -222,7 +222,7 @@ class Agreement:
 
 
 def agreement(sampler_K: torch.Tensor, trainer_K: torch.Tensor) -> Agreement:
-    """Compare log-probs of the same tokens, drawn by the sampler."""
+    """Compare log-probs of tokens that the sampler drew."""
     d_K = trainer_K.double() - sampler_K.double()
     return Agreement(d_K.abs().mean().item(), d_K.abs().max().item(), (d_K.exp() - 1 - d_K).mean().item())
 

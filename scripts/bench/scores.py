@@ -1,11 +1,11 @@
-"""What it costs to tell the likeliest tokens of each position, and the log-probs of a prompt.
+"""Measures the cost of top log-probs for each token, and of the log-probs of a prompt.
 
     PYTHONPATH=.:kernels python -m scripts.bench.scores --shape qwen3-8b --rows 32 --out FILE
 
-Random weights of the real shape. For none, one and all of the rows asking for `--tops` tokens: wall time between the
-commits of decode steps over their second half, and the device's time of a step. The rows of a step are drawn together:
-one that asks has all of them take the graph that ends at the logits. Then one prompt of `--long` tokens, without and
-with its log-probs: device time of its prefill steps.
+Random weights of the real shape. No row, one row and all rows request `--tops` tokens. Measured are the wall time
+between commits over the second half of the decode steps, and the device time of a step. All rows of a step are drawn
+together: one row that requests top log-probs makes all of them use the graph that ends at the logits. Then one prompt
+of `--long` tokens is prefilled without and with its log-probs: device time of its prefill steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(engine: Engine, requests: list[Request]) -> list[StepTiming]:
 
 
 def decode_row(engine: Engine, vocab: int, rows: int, asking: int, args: argparse.Namespace) -> dict[str, Any]:
-    """A decode step with `asking` rows that want tops."""
+    """A decode step in which `asking` rows request top log-probs."""
     rng = np.random.default_rng(asking)
     steps = run(
         engine,
@@ -72,7 +72,7 @@ def prefill_row(engine: Engine, vocab: int, scored: bool, args: argparse.Namespa
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each row of results as it is measured."""
+    """Measure the rows of results, one by one."""
     device = make_device(args.device)
     loaded = load_random(args.shape, device.torch_device)
     context = max(args.prompt + args.new, args.long + 1)

@@ -1,16 +1,16 @@
-"""The gap between steps, with clients and without: what the service thread takes from the loop.
+"""Measures the gap between steps with and without clients: the time that the service takes from the loop.
 
-A step of the (paced) device takes a fixed time, as a GPU's does, so the time between two commits is that time plus
-whatever kept the loop from its work. The same completions run three times in each turn: without clients; with 8 clients
-that stream and one that gets 100 results of 16K tokens, one after the other; and with these and a client that sends
-long chats, which are all Python to render. A chat is refused as too long once it is rendered and tokenized, so the
-steps of the engine stay the same. The clients are in a process of their own; the engine, the service, their threads and
-the process that prepares prompts are as in a worker.
+A step of the paced device takes a fixed time, as on a GPU. So the time between two commits is that time plus the delay
+of the loop. Each turn runs the same completions three times: without clients; with 8 clients that stream and one that
+gets 100 results of 16K tokens, one after the other; and with these and a client that sends long chats, which Python
+renders. A chat is refused as too long after it was rendered and tokenized, so the steps of the engine stay the same.
+The clients run in their own process. The engine, the service, their threads and the process that prepares prompts are
+as in a worker.
 
-On a machine that does other things as well, most of the long gaps are waits for a core. The kernel counts these waits
-for each thread, so the gaps are also given without them (`own`): what is left is the work of the loop, its waits for
-Python's lock, and the device. `idle` is the time between two steps in which the device had nothing to do: a commit that
-is late by less than a step costs nothing, since the next step runs meanwhile.
+On a busy machine most of the long gaps are waits for a core. The kernel counts these waits for each thread, so the gaps
+are also reported without them (`own`): the work of the loop, its waits for Python's lock, and the device. `idle` is the
+time between two steps in which the device has no work. A commit that is late by less than a step costs nothing, because
+the next step runs meanwhile.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
 from scripts.bench.paced_device import PacedDevice, PacedExecutor
 
 _STATUS_EVERY_S = 0.1
-_LOOK_EVERY = 64  # turns of the loop between two looks at the clients
+_LOOK_EVERY = 64  # turns of the loop between two checks of the clients
 _TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '1:' + m.content | trim + '\n' }}"
     "{% else %}{{ '2:' + m.content + '\n' }}{% endif %}{% endfor %}"
@@ -67,7 +67,7 @@ _FIGURES = [kind + name for kind in _KINDS for name in _QUANTILES]
 
 
 class Commits(Meter):
-    """A meter that keeps when each step was committed, which were prefill steps, and how long the loop had no core."""
+    """A meter that keeps for each step the time of its commit, its kind, and the loop's waits for a core."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Commits(Meter):
         self._schedstat: int | None = None
 
     def step(self, record: StepTiming) -> None:
-        """Keep the moment."""
+        """Keep the times of a step."""
         super().step(record)
         assert record.committed_at_s is not None
         self._kinds.append(record.kind)
@@ -123,7 +123,7 @@ class Bench:
         self.clients = ClientProcess(self.server.endpoint, load)
 
     def quiet(self) -> np.ndarray:
-        """The gaps, ms, while completions run that no client asked for."""
+        """The gaps, ms, of completions without clients."""
         for request in _requests(self.load):
             self.engine.inbox.put(Submit(request))
         self._turn()
@@ -136,7 +136,7 @@ class Bench:
         return self.loaded(chats=True)
 
     def loaded(self, *, chats: bool = False) -> np.ndarray:
-        """The gaps, ms, while the clients have the same completions."""
+        """The gaps, ms, while the clients request the same completions."""
         self.clients.begin(chats=chats)
         turns = 0
         while self.engine.busy or turns % _LOOK_EVERY or not self.clients.finished():
@@ -162,7 +162,7 @@ class Bench:
 
 
 def _write_text_folder(folder: Path) -> None:
-    """A tokenizer, one token a character, and a chat template."""
+    """A tokenizer with one token per character, and a chat template."""
     from rollout.demo.run import CHECKPOINTS
 
     shutil.copy(CHECKPOINTS / "ones" / "tokenizer.json", folder)
@@ -196,7 +196,7 @@ def _make_engine(settings: Settings, links: Links, step_s: float) -> tuple[Engin
 
 
 def _requests(load: Load) -> list[Request]:
-    """What the clients ask for, as the engine gets it; nobody hears of it."""
+    """The requests of the clients, as engine requests; their results are not sent."""
     prior = Prior(np.full(load.known, TOKEN, np.int32))
     streams = [
         Request(("quiet", f"s{i}"), PROMPT, load.steps, sampling=SamplingParams(seed=i)) for i in range(load.streams)
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             for turn in range(args.turns):
                 for name, measure in zip(_LOADS, (bench.quiet, bench.loaded, bench.templates), strict=True):
-                    # No bar: the thread that draws it would show in the figures.
+                    # No progress bar: its thread would affect the results.
                     print(f"turn {turn + 1} of {args.turns}, load {name} ...", file=sys.stderr, flush=True)
                     rows.append(summary(turn, name, measure()))
                     print(json.dumps(rows[-1]), flush=True)

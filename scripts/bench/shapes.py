@@ -1,4 +1,4 @@
-"""Shapes of models to measure with random weights, and the bytes that a decode step of them must read."""
+"""Shapes of models for benchmarks with random weights, and the bytes that a decode step must read."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
     },
-    # Try a benchmark out where there is no GPU; their figures mean nothing.
+    # For trying a benchmark without a GPU; the results mean nothing.
     "toy": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -95,18 +95,18 @@ SHAPES = tuple(_OWN)
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """What a decode step of a bfloat16 model reads at least, bytes."""
+    """The least bytes that a decode step of a bfloat16 model reads."""
 
-    weights: int  # once a step; of an embedding that is not the output layer a step reads only its own rows
+    weights: int  # once per step; without an embedding that is not the output layer
     kv_per_token: int  # of context
-    expert: int = 0  # one expert in every sparse layer; `weights` has none of them
+    expert: int = 0  # one expert in every sparse layer; not part of `weights`
     experts: int = 0  # of a layer
     top_k: int = 0
 
     def of_step(self, rows: int, context_tokens: float, distinct: float | None = None) -> float:
         """Bytes of a step whose rows hold `context_tokens` together and choose `distinct` experts a layer.
 
-        Without a count these are as many as even routing chooses on average.
+        Without `distinct`, the mean number under even routing.
         """
         if distinct is None:
             distinct = self.even_experts(rows)
@@ -123,19 +123,19 @@ def model_config(shape: str) -> dict[str, Any]:
 
 
 def write_checkpoint(shape: str, folder: Path) -> Path:
-    """Make `folder` a checkpoint without weights: a config, which `load_format=random` and the like need."""
+    """Make `folder` a checkpoint without weights: the config that `load_format=random` needs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model_config(shape), indent=1))
     return folder
 
 
 def kv_pages(rows: int, context_tokens: int, page_size: int) -> int:
-    """Pages for so many rows of so many tokens, and a few more."""
+    """Number of pages for so many rows of so many tokens, and a few more."""
     return rows * (context_tokens // page_size + 2) + 8
 
 
 def step_bytes(shape: str, width: int = 2) -> StepBytes:
-    """The least that a decode step reads, with `width` bytes a number."""
+    """The least bytes that a decode step reads, with `width` bytes per number."""
     c = model_config(shape)
     hidden, dim = c["hidden_size"], c["head_dim"]
     heads, kv_heads = c["num_attention_heads"], c["num_key_value_heads"]

@@ -1,18 +1,19 @@
-"""Sleep and wake of an engine whose rows decode: seconds, and the bytes that the driver has meanwhile.
+"""Measures sleep and wake of an engine whose rows decode: seconds, and the device memory that is freed.
 
     PYTHONPATH=.:kernels python -m scripts.bench.sleep --shape qwen3-8b --out scripts/bench/results/sleep_h200.json
 
 Through the whole engine with random weights. A row of the table is one sleep and the wake after it:
 
-    sleep_s, wake_s    from the order to its answer; of a sleep, with the steps in flight and copies of weights and KV
-    parked             rows whose KV is on the host meanwhile; those that are not are computed again
-    freed_gib          what the driver says came free, and its share of weights and KV
+    sleep_s, wake_s    from the order to its answer; a sleep includes the steps in flight and copies of weights and KV
+    parked             rows whose KV is kept on the host; the KV of other rows is computed again
+    freed_gib          memory that the driver reports as freed, and its share of weights and KV
     back_s             from the wake (level 2: from the update after it) until all rows decode again
-    same               a request that runs by itself has the tokens that it had before any sleep
+    same               a request that runs alone has the same tokens as before any sleep
 
-The first row of each level pays for pinned memory. `plain` is the median decode step of the same engine without
-`engine.sleep`, `step_ms` with it: what the other kind of memory costs. After level 2 the same random weights come as an
-update. Ends with status 1 where a token differs or less than 95 % came free. `--device cpu --shape toy` tries it out.
+The first row of each level includes the allocation of pinned memory. `plain` is the median decode step of the same
+engine without `engine.sleep`, `step_ms` with it; the difference is the cost of releasable memory. After level 2 the
+same random weights arrive as an update. The exit status is 1 if a token differs or less than 95 % was freed. `--device
+cpu --shape toy` tries the script on a CPU.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from scripts.bench.shapes import SHAPES, write_checkpoint
 
 _GIB = 2**30
 _LEAST_FREED = 0.95
-_ALONE = 64  # most tokens of the request that runs by itself
+_ALONE = 64  # most tokens of the request that runs alone
 
 
 class SameWeights:
-    """An update that brings the weights of before."""
+    """An update with the weights from before the sleep."""
 
     nbytes = 0
 
@@ -54,18 +55,18 @@ class SameWeights:
         self._model = model
 
     def copy_into(self) -> None:
-        """Draw them anew."""
+        """Draw them again."""
         fill_random(self._model, 0)
 
 
 class Updates:
-    """A receiver with an update when there is one in `ready`."""
+    """A receiver that offers the update in `ready`, if there is one."""
 
     def __init__(self) -> None:
         self.ready: SameWeights | None = None
 
     def rest(self) -> None:
-        """Nothing is kept for the next update."""
+        """No-op: the receiver keeps nothing."""
 
     def take_ready(self) -> SameWeights | None:
         """It, once."""
@@ -73,15 +74,15 @@ class Updates:
         return ready
 
     def applied(self, update: Any, pause_s: float) -> None:
-        """Nobody waits for that."""
+        """No-op: no publisher waits."""
 
     def failed(self, update: Any, message: str) -> None:
-        """It has nothing that could fail."""
+        """No-op: the receiver cannot fail."""
         raise RuntimeError(message)
 
 
 class SleepDriver(Driver):
-    """An engine, ticked by hand, that is given orders."""
+    """An engine, ticked by hand, that takes orders."""
 
     def __init__(self, settings: Settings, device: Device, model: Decoder) -> None:
         self.updates, self.answers = Updates(), 0
@@ -89,7 +90,7 @@ class SleepDriver(Driver):
         super().__init__(settings, device, model, self.updates)
 
     def order(self, kind: type[Sleep] | type[Wake], *fields: Any) -> tuple[float, dict[str, int | float]]:
-        """Seconds to the answer, and what it says. Raises RuntimeError for a failure."""
+        """Give an order; returns the seconds to the answer, and its facts. Raises RuntimeError for a failure."""
         self.answers += 1
         began_s = time.perf_counter()
         self.engine.inbox.put(kind(*fields, token=self.answers))
@@ -123,7 +124,7 @@ def settings_of(args: argparse.Namespace, sleep: bool) -> Settings:
 
 
 def begin_rows(driver: SleepDriver, args: argparse.Namespace, vocab: int, name: str) -> None:
-    """As many rows as there are, until all decode."""
+    """Submit the rows, and tick until all of them decode."""
     for i in range(args.rows):
         prompt = random_prompt(vocab, args.prompt, i)
         driver.submit(f"{name}-{i}", prompt, args.new, SamplingParams(temperature=1.0, seed=i), stream_every=1)
@@ -139,7 +140,7 @@ def step_ms(driver: SleepDriver, args: argparse.Namespace) -> float:
 
 
 def alone(driver: SleepDriver, args: argparse.Namespace, vocab: int, name: str) -> list[int]:
-    """Tokens of one request that runs by itself."""
+    """Tokens of a request that runs alone."""
     sampling = SamplingParams(temperature=1.0, seed=99)
     driver.submit(name, random_prompt(vocab, args.prompt, 99), min(_ALONE, args.new), sampling)
     driver.finish()
@@ -149,7 +150,7 @@ def alone(driver: SleepDriver, args: argparse.Namespace, vocab: int, name: str) 
 def one_round(
     driver: SleepDriver, device: Device, loaded: LoadedModel, args: argparse.Namespace, level: int, number: int
 ) -> dict[str, Any]:
-    """Rows decode, the engine sleeps, wakes, and they go on."""
+    """Let rows decode, sleep, wake, and let them continue."""
     memory, vocab = driver.engine.sleeper.memory, loaded.spec.vocab
     assert memory is not None
     begin_rows(driver, args, vocab, f"rows{level}-{number}")
@@ -182,13 +183,13 @@ def one_round(
 
 
 def free_bytes(device: Device) -> int:
-    """What the driver (on a CPU: the system) says."""
+    """Memory in use by the driver's account (on a CPU: the system's)."""
     device.synchronize()
     return torch.cuda.mem_get_info()[0] if device.torch_device.type == "cuda" else device.free_bytes()
 
 
 def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All rows of results, shown as they come, and what holds for all of them."""
+    """All rows of results, printed at once, and the facts of the whole run."""
     device = make_device(args.device)
     with tempfile.TemporaryDirectory() as folder:
         model_settings = ModelSettings(path=str(write_checkpoint(args.shape, Path(folder))), load_format="random")
@@ -222,10 +223,10 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=100, help="decode steps of which the median is taken")
+    parser.add_argument("--steps", type=int, default=100, help="decode steps in a median")
     parser.add_argument("--kv-gib", type=float, default=40.0)
-    parser.add_argument("--kv-pages", type=int, default=None, help="in place of --kv-gib")
-    parser.add_argument("--host-kv-gib", type=float, default=0.0, help="room on the host for KV of rows that sleep")
+    parser.add_argument("--kv-pages", type=int, default=None, help="pages of KV, instead of --kv-gib")
+    parser.add_argument("--host-kv-gib", type=float, default=0.0, help="host memory for the KV of sleeping rows")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -1,13 +1,14 @@
-"""The parts of a decode step, each measured on its own, for the cost model (`scripts.bench.cost_model`).
+"""Measures the parts of a decode step separately, for the cost model (`scripts.bench.cost_model`).
 
-    forward      the forward up to the logits, run again and again on the device, nothing between
-    sampling     the draw from given logits, and the advance of the rows, likewise
-    bookkeeping  what else a step of the blocking loop takes, in two parts:
-      loop         the real loop around a device that sleeps as long as a step takes, less the sleep: planning, packing,
-                   upload, launch, download, waking up, commit, with the host's caches as a waiting host leaves them
-      launch       what one step on an idle device takes longer than one in a row of steps: its graph arrives first
+    forward      the forward up to the logits, repeated on the device without gaps
+    sampling     the draw from given logits and the advance of the rows, likewise
+    bookkeeping  the other time of a step in the blocking loop, in two parts:
+      loop         the real loop around a device that sleeps for the time of a step, minus the sleep: plan, pack,
+      upload,
+                   launch, download, wake-up, commit, with the state of the host's caches after a wait
+      launch       the extra time of a step on an idle device, which waits for its graph to arrive
 
-None of them sees the pipeline, and none is made from the period of the loop that it is to predict.
+No part runs the pipeline, and none is derived from the loop's period that the model predicts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, StepInput, put_decode
 
 _ROUNDS, _REPEATS = 5, 20
-_DRAWS = 16  # in one graph: a draw is too short to be launched one by one
+_DRAWS = 16  # in one graph: a draw is too short for separate launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,17 @@ class DeviceParts:
 
     forward_s: float
     sampling_s: float
-    step_s: float  # forward and sampling as they are served, one after the other without a gap
-    alone_s: float  # the same, on a device that was idle
+    step_s: float  # forward and sampling as in service, without gaps
+    alone_s: float  # the same on an idle device
 
     @property
     def launch_s(self) -> float:
-        """What a step on an idle device takes longer than its parts."""
+        """Extra time of a step on an idle device over its parts."""
         return self.alone_s - self.forward_s - self.sampling_s
 
 
 def measure_device_parts(engine: Engine) -> DeviceParts:
-    """Time the next decode step of the rows that run, without taking it: their state is put back.
+    """Time the next decode step of the running rows without taking it: their state is restored.
 
     The engine is paused with no step in flight, and every row has room for `_REPEATS` tokens more.
     """
@@ -68,9 +69,9 @@ def measure_device_parts(engine: Engine) -> DeviceParts:
 
 @contextmanager
 def sleeping_steps(engine: Engine, seconds: float) -> Iterator[float]:
-    """Decode steps only sleep, for about `seconds`; gives what one takes on an idle device, seconds.
+    """Replace decode steps by a sleep of about `seconds`; yields the exact seconds on an idle device.
 
-    Outputs are those of the step before. What decodes meanwhile must not decode on afterwards.
+    Outputs are those of the previous step. Rows that decode meanwhile must not continue afterwards.
     """
     executor, packer = engine.executor, engine.parts.packer
     graphs, captured = executor.graphs, packer.captured
@@ -85,7 +86,7 @@ def sleeping_steps(engine: Engine, seconds: float) -> Iterator[float]:
 
 @contextmanager
 def borrowed_slot(pipeline: Pipeline) -> Iterator[Slot]:
-    """A slot of a pipeline that has no step in flight."""
+    """A slot of a pipeline without a step in flight."""
     assert pipeline.in_flight == 0
     slot = pipeline.acquire()
     try:
@@ -97,7 +98,7 @@ def borrowed_slot(pipeline: Pipeline) -> Iterator[Slot]:
 
 
 def stage_next_step(engine: Engine, slot: Slot) -> tuple[StepInput, int]:
-    """Upload the next decode step of the running rows to a slot; gives its input and its number of rows, padded."""
+    """Upload the next decode step of the running rows to a slot; returns its input and its padded number of rows."""
     captured, seqs, staging = engine.parts.packer.captured, engine.scheduler.decoding, slot.staging
     assert seqs, "no row decodes"
     rows, context = len(seqs), max(seq.kv_len for seq in seqs) + 1
@@ -119,7 +120,7 @@ class _Work:
 
 
 class _SleepingGraphs:
-    """Stands in for the captured steps of an executor."""
+    """Replaces the captured steps of an executor."""
 
     def __init__(self, nap: Callable[[], object]) -> None:
         self._nap = nap
@@ -129,7 +130,7 @@ class _SleepingGraphs:
 
 
 class _AnySize:
-    """Stands in for captured sizes: every size is one."""
+    """Replaces the captured sizes: every size is captured."""
 
     def size_for(self, rows: int, features: Feature = PLAIN) -> int:
         return rows
@@ -137,7 +138,7 @@ class _AnySize:
 
 @contextmanager
 def _rows_kept(executor: Executor) -> Iterator[Callable[[], None]]:
-    """Gives what puts the rows' state on the device back, to run on the compute stream; it also runs at the end."""
+    """Yields a function for the compute stream that restores the rows' state; it also runs at the end."""
     executor.device.synchronize()
     state = executor.step.rows
     with torch.inference_mode():
@@ -160,7 +161,7 @@ def _work(engine: Engine, slot: Slot) -> _Work:
     upload, size = stage_next_step(engine, slot)
     if executor.graphs is not None:
         step = executor.graphs.captured(slot, size)
-        executor.compute.run(step.forward.replay)  # its logits are drawn from
+        executor.compute.run(step.forward.replay)  # provides the logits
         draws = _captured_draws(executor, step.logits_SV, upload, slot.output)
         return _Work(step.forward.replay, draws, _DRAWS, step.whole.replay)
     context = max(seq.kv_len for seq in engine.scheduler.decoding) + 2 * _REPEATS
@@ -192,7 +193,7 @@ def _captured_draws(executor: Executor, logits_SV: torch.Tensor, upload: StepInp
 
 
 def _in_a_row(executor: Executor, work: Callable[[], object], begin: Callable[[], None] = lambda: None) -> float:
-    """Seconds of one `work` among many without a gap: median of some rounds, before each of which `begin` runs."""
+    """Seconds of one `work` among many without gaps: the median of some rounds. `begin` runs before each round."""
     times = []
     for _ in range(_ROUNDS):
         executor.compute.run(begin)
@@ -231,7 +232,7 @@ def _wait(executor: Executor) -> None:
 
 
 def _nap(executor: Executor, seconds: float) -> Callable[[], object]:
-    """Work that keeps the compute stream busy for about `seconds` and computes nothing."""
+    """Work that only keeps the compute stream busy for about `seconds`."""
     if executor.device.torch_device.type != "cuda":
         return functools.partial(time.sleep, seconds)
     trial = 1_000_000

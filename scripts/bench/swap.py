@@ -1,20 +1,20 @@
-"""New weights for a worker whose rows decode all the while: bytes, publish to applied, the pause, and the copy's floor.
+"""Measures weight updates of a worker whose rows decode: bytes, publish to applied, pause, and the floor of the copy.
 
     PYTHONPATH=.:kernels python -m scripts.bench.swap --shape qwen3-8b --transport cuda_ipc shm zmq --out FILE
-    ... --shape qwen3-30b-a3b --apply in_place --transport cuda_ipc        one card: the model does not fit twice
-    ... --trainer-device cuda:1 --transport nccl --plain-broadcast         two GPUs, beside a plain broadcast
+    ... --shape qwen3-30b-a3b --apply in_place --transport cuda_ipc        one GPU: the model does not fit twice
+    ... --trainer-device cuda:1 --transport nccl --plain-broadcast         two GPUs, compared with a plain broadcast
     ... --trainer-device cuda:0 cuda:1 --worker-device cuda:2 cuda:3       a trainer of two ranks, two workers
-    ... --updates 100 --new 16384                                          weights that show their version in the tokens
+    ... --updates 100 --new 16384                                          tokens that reveal their version
 
-A worker (`rollout serve`, random weights of the shape) and a trainer with tensors of its own are a process each. Where
-there are several devices there is a worker for each, of which the first is measured, or a rank of the trainer for each,
-with its part of every tensor, as FSDP2 cuts them; an update is applied when all workers use it. The pause is the extra
-time between two steps, from the times of the worker's own steps (`scripts.bench.swap_pause`); `reported` is what the
-worker says in its reply. The floor is 2 x bytes over the bandwidth of a device copy, measured in the same run before
-anything decodes (bytes over that of an upload where updates wait in pinned host memory).
+A worker (`rollout serve` with random weights of the shape) and a trainer with its own tensors run as one process each.
+With several worker devices there is a worker for each; the first is measured. With several trainer devices there is a
+rank for each, with its part of every tensor as in FSDP2. An update is applied when all workers use it. The pause is the
+extra time between two steps, from the times of the worker's steps (`scripts.bench.swap_pause`); `reported` is the
+worker's own figure. The floor is 2 x bytes over the bandwidth of a device copy, measured in the same run before the
+rows decode. If updates wait in pinned host memory, it is the bytes over the bandwidth of an upload.
 
-With --updates rows are then greedy, under weights that draw another token for each version; every token is compared
-with the version that its completion says. Ends with status 1 if an update or a request failed, a token is wrong, or
+With --updates, greedy rows then run under weights that draw a different token for each version, and every token is
+compared with the version in its completion. The exit status is 1 if an update or a request failed, a token is wrong, or
 memory grew.
 """
 
@@ -49,12 +49,12 @@ _MEDIANS = (
     *("applied_ms", "held_ms", "gb_per_s", "pause_ms", "floor_ms", "pause_over_floor"),
     *("step_ms", "step_during_ms"),
 )
-_MOST_GROWTH_MIB = 64.0  # of a process, over the second half of --updates
+_MOST_GROWTH_MIB = 64.0  # allowed growth of a process, over the second half of --updates
 _MOST_DEVICE_GROWTH = 64 << 20  # bytes
 
 
 class Bench:
-    """The workers, of which the first is measured, the trainer and the rows of one run."""
+    """The workers (the first is measured), the trainer and the rows of one run."""
 
     def __init__(self, args: argparse.Namespace, workers: Sequence[WorkerProcess], trainer: Trainer) -> None:
         self.args, self.worker, self.trainer = args, workers[0], trainer
@@ -68,13 +68,13 @@ class Bench:
 
     @property
     def floor_s(self) -> float:
-        """Seconds of a copy of the weights, from where an update waits."""
+        """Seconds to copy the weights from the memory of a staged update."""
         if self.facts["staging"] == "host" and "upload_bytes_per_s" in self.facts:
             return self.facts["bytes"] / self.facts["upload_bytes_per_s"]
         return 2 * self.facts["bytes"] / self.facts["copy_bytes_per_s"]
 
     def publish(self, transport: str) -> dict[str, Any]:
-        """One update; what it took. Raises RuntimeError when it failed."""
+        """Publish an update; returns its times. Raises RuntimeError if it failed."""
         self.version += 1
         answer = self.trainer.ask("publish", version=self.version, transport=transport)
         if "error" in answer:
@@ -82,7 +82,7 @@ class Bench:
         return answer
 
     def measured(self, transport: str) -> dict[str, Any]:
-        """One update while rows decode: a row of the table."""
+        """Publish an update while rows decode; returns a row of the table."""
         for rows in (*self.other_rows, self.rows):
             rows.keep_running()
         usual_s = usual_step(self.recording())
@@ -103,7 +103,7 @@ class Bench:
         return row | {"step_ms": 1e3 * usual_s} | self.pause(usual_s, answer["published_at_s"])
 
     def pause(self, usual_s: float, published_at_s: float) -> dict[str, Any]:
-        """What the last update cost, from the worker's steps; or why that cannot be said."""
+        """The pause of the last update from the worker's steps, or the reason why it is unknown."""
         try:
             pause = pause_of(self.recording(), self.version, usual_s, published_at_s)
         except ValueError as error:
@@ -121,7 +121,7 @@ class Bench:
         return Recording.from_fields(trace)
 
     def memory(self) -> dict[str, Any]:
-        """Of both processes and the device."""
+        """Memory of both processes and the device."""
         trainer = self.trainer.ask("memory")
         return {
             "worker_mib": resident_mib(self.worker.pid),
@@ -142,16 +142,16 @@ class Bench:
 
 
 def rows_asked(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """What is generated all the while: sampled, unless `more` says otherwise."""
+    """The requests during the updates: sampled, unless `more` says otherwise."""
     prompt = random_prompt(model_config(args.shape)["vocab_size"], args.prompt, 0)
     asked = {"prompt": prompt, "n": args.rows, "max_tokens": args.new, "stop": {"ignore_eos": True}}
     return asked | {"sampling": {"temperature": 1.0, "seed": 0}} | more
 
 
 def measure(bench: Bench, show: Callable[[dict[str, Any]], None]) -> bool:
-    """A few updates by each transport, each a row; the first one pays for memory and connections.
+    """Some updates with each transport, a row for each. The first one includes the setup of memory and connections.
 
-    True if all could be measured.
+    True if all were measured.
     """
     well = True
     for transport in bench.args.transport:
@@ -168,17 +168,17 @@ def measure(bench: Bench, show: Callable[[dict[str, Any]], None]) -> bool:
 
 
 def plain_broadcast(args: argparse.Namespace, nbytes: int) -> dict[str, float]:
-    """What torch.distributed takes for as many bytes, now that workers and trainer are gone."""
+    """Seconds of torch.distributed for as many bytes, after the workers and the trainer have ended."""
     bucket_bytes = MAX_BUCKET_BYTES if args.bucket_mib is None else args.bucket_mib << 20
     seconds = plain_seconds((args.trainer_device[0], args.worker_device[0]), nbytes, bucket_bytes)
     return {"plain_broadcast_ms": 1e3 * seconds, "gb_per_s": nbytes / seconds / 1e9}
 
 
 def many(bench: Bench, show: Callable[[dict[str, Any]], None]) -> bool:
-    """Update after update while long completions run. True: nothing failed, spans are right, memory is flat."""
+    """Publish updates while long completions run. True if none failed, versions are right and memory is flat."""
     bench.rows.stop()
     bench.trainer.ask("visible")
-    bench.publish(bench.args.transport[0])  # from here on tokens show their version
+    bench.publish(bench.args.transport[0])  # from now on tokens reveal their version
     asked = rows_asked(bench.args, sampling={"temperature": 0.0}, min_version=bench.version)
     bench.rows = Rows(bench.client, asked, bench.args.limit_s)
     shown_every, updates = max(1, bench.args.updates // 10), []
@@ -266,29 +266,45 @@ def run(args: argparse.Namespace, folder: Path, show: Callable[[dict[str, Any]],
 
 
 def main() -> int:
-    """Measure, print each row as it comes, write the JSON."""
+    """Measure, print each row at once, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=4096, help="tokens of a completion")
-    parser.add_argument("--repeat", type=int, default=5, help="measured updates, after one that warms up; 0: none")
-    parser.add_argument("--updates", type=int, default=0, help="then so many in a row, every token checked")
+    parser.add_argument("--repeat", type=int, default=5, help="measured updates, after a warm-up; 0: none")
+    parser.add_argument("--updates", type=int, default=0, help="further updates in a row, with every token checked")
     parser.add_argument(
-        "--transport", nargs="+", choices=("auto", *TRANSPORTS), default=["auto"], help="one after the other"
+        "--transport",
+        nargs="+",
+        choices=("auto", *TRANSPORTS),
+        default=["auto"],
+        help="transports to measure, one after the other",
     )
     parser.add_argument("--apply", choices=("auto", "staged", "in_place"), default="auto")
-    parser.add_argument("--staging", choices=("auto", "device", "host"), default="auto", help="of staged updates")
+    parser.add_argument(
+        "--staging", choices=("auto", "device", "host"), default="auto", help="memory of staged updates"
+    )
     parser.add_argument("--bucket-mib", type=int, help="absent: as publishers choose")
-    parser.add_argument("--plain-broadcast", action="store_true", help="also time a plain broadcast of as many bytes")
-    parser.add_argument("--device", default=None, help="cuda:N or cpu, of both; absent: cuda:0 where there is one")
-    parser.add_argument("--worker-device", nargs="+", default=None, help="where it is another one; a worker for each")
-    parser.add_argument("--trainer-device", nargs="+", default=None, help="where it is another one; a rank for each")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="seconds for any one thing")
+    parser.add_argument(
+        "--plain-broadcast", action="store_true", help="also measure a plain broadcast of as many bytes"
+    )
+    parser.add_argument(
+        "--device", default=None, help="device of worker and trainer: cuda:N or cpu; default: cuda:0 if available"
+    )
+    parser.add_argument(
+        "--worker-device", nargs="+", default=None, help="devices of the workers, if they differ; a worker for each"
+    )
+    parser.add_argument(
+        "--trainer-device", nargs="+", default=None, help="devices of the trainer, if they differ; a rank for each"
+    )
+    parser.add_argument("--limit-s", type=float, default=120.0, help="time limit of each operation, seconds")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.updates and model_config(args.shape)["tie_word_embeddings"]:
-        parser.error(f"{args.shape} cannot show its version: its output layer is its embedding; take another shape")
+        parser.error(
+            f"{args.shape} cannot reveal its version, because its output layer is its embedding; take another shape"
+        )
     device = args.device or _device()
     args.worker_device = args.worker_device or [device]
     args.trainer_device = args.trainer_device or [device]

@@ -1,11 +1,11 @@
-"""What a swap of the weights cost generation, read off the times of a worker's own steps.
+"""The pause of generation by a weight swap, from the times of the worker's steps.
 
     step, version 7   |-------|-|-------|      |-------|-|-------|   step, version 8
                               typical   |<-pause->|
 
-The pause is the time from the end of the last step under the old weights to the end of the first one under the new,
-less what is usual between the ends of two steps. It holds the copy, whatever the loop did around it, and what the first
-step took longer.
+The pause is the time from the end of the last step under the old weights to the end of the first one under the new
+weights, minus the usual time between the ends of two steps. It includes the copy, the loop's work around it, and the
+extra time of the first step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import pairwise
 from rollout.metrics.recording import Recording
 from rollout.metrics.step_timing import StepTiming
 
-_USUAL_STEPS = 64  # the last ones before an update, of which the median is usual
+_USUAL_STEPS = 64  # steps before an update; their median is the usual time
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Pause:
 
     version: int
     pause_s: float
-    during_s: float  # between the ends of two steps while the update was on its way: the median, as far as it is kept
+    during_s: float  # median time between the ends of two steps during the transfer, as far as the recording goes
     steps_during: int
 
 
@@ -38,14 +38,14 @@ def usual_step(recording: Recording) -> float:
     """
     intervals = [seconds for _, seconds in _intervals(recording.steps)][-_USUAL_STEPS:]
     if not intervals:
-        raise ValueError("no two decode steps of as many rows are kept: nothing to compare with")
+        raise ValueError("the recording has no two decode steps in a row with equal rows; run longer completions")
     return statistics.median(intervals)
 
 
 def pause_of(recording: Recording, version: int, usual_s: float, published_unix_s: float) -> Pause:
     """The pause of the swap to `version`, which was published at this Unix time; `usual_s` is `usual_step` before that.
 
-    Raises ValueError when the recording does not show it between two decode steps of as many rows.
+    Raises ValueError unless the recording has it between two decode steps with equal rows.
     """
     steps, published_s = recording.steps, published_unix_s - recording.origin_s
     first = next((i for i, step in enumerate(steps) if step.version == version), 0)
@@ -64,7 +64,7 @@ def pause_of(recording: Recording, version: int, usual_s: float, published_unix_
 
 
 def _intervals(steps: Sequence[StepTiming]) -> list[tuple[float, float]]:
-    """(end of the later one, seconds between the ends) of each two decode steps in a row."""
+    """(end of the later step, seconds between the ends) for each pair of consecutive decode steps."""
     return [(b.end_s, b.end_s - a.end_s) for a, b in pairwise(steps) if _decoding(a, b)]
 
 

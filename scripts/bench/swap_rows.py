@@ -1,4 +1,4 @@
-"""Rows that decode all the while, for benchmarks of what happens beside them."""
+"""Rows that decode during a benchmark of something else."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trainer_bridge.client.blocking import RolloutClient, Stream
 from trainer_bridge.client.results import Completion
 
 _WARM_STEPS = 100
-_LONG_S = 1e6  # for a request: what bounds it is when it is stopped
+_LONG_S = 1e6  # of a request; it is stopped earlier
 _POLL_S = 0.01
 
 
 class Rows:
-    """The `n` completions of a request, which is sent again when one of them has ended."""
+    """The `n` completions of a request, which is sent again when one of them ends."""
 
     def __init__(self, client: RolloutClient, asked: dict[str, Any], limit_s: float) -> None:
         self._client, self._asked, self._limit_s = client, asked, limit_s
@@ -24,7 +24,7 @@ class Rows:
         self.ended: list[Completion] = []
 
     def keep_running(self) -> None:
-        """Start them anew if one has ended; return once all of them have decoded for a while."""
+        """Send the request again if a completion has ended; returns once all have decoded for a while."""
         if self._stream is not None and self._running() == self._count:
             return
         self.stop()
@@ -33,7 +33,7 @@ class Rows:
         self.decode(_WARM_STEPS)
 
     def decode(self, steps: int) -> None:
-        """Return once there are so many tokens more for each row, or the rows have ended."""
+        """Return after so many more tokens of each row, or when the rows have ended."""
         enough = self._client.status()["tokens"] + steps * self._count
 
         def over() -> bool:
@@ -43,7 +43,7 @@ class Rows:
         self._await(over, "tokens")
 
     def stop(self) -> None:
-        """End them, and keep what they have."""
+        """Cancel them and keep their tokens."""
         if self._stream is not None:
             self._stream.cancel()
             result = self._stream.wait()

@@ -1,4 +1,4 @@
-"""The trainer of the swap benchmark: a process for each rank with the weights of a shape, which publish when told to.
+"""The trainer of the swap benchmark: a process for each rank, which publishes the weights of a shape on command.
 
     python -m scripts.bench.swap_trainer ORDER      ORDER: JSON of `Order`
 
@@ -6,10 +6,10 @@
     {"do": "bandwidth"}                    {"copy_bytes_per_s", "upload_bytes_per_s" (pinned host memory to a GPU)}
     {"do": "publish", "version",
      "transport"}                          {"published_at_s" (Unix), "held_s", "report"}  or  {"error"}
-    {"do": "visible"}                      {}: from now on the weights show their version in the tokens
-    {"do": "memory"}                       {"resident_mib", "device_bytes" (in use on the GPU, by everybody)}
+    {"do": "visible"}                      {}: from now on tokens reveal the version of the weights
+    {"do": "memory"}                       {"resident_mib", "device_bytes" (in use on the GPU by all processes)}
 
-Its input's end is its own. Of several ranks each has its part of every tensor, as FSDP2 cuts them.
+It ends with its input. With several ranks, each has its part of every tensor as in FSDP2.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COPIES = 8
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to be."""
+    """The settings of a rank."""
 
     folder: str  # of the checkpoint without weights
     endpoints: list[str]  # of the workers
@@ -55,7 +55,7 @@ class Order:
 
 
 class Trainer:
-    """Its ranks, from the outside."""
+    """The trainer's ranks, as the benchmark sees them."""
 
     def __init__(self, order: Order, devices: Sequence[str]) -> None:
         places = [replace(order, device=device, rank=i, ranks=len(devices)) for i, device in enumerate(devices)]
@@ -67,7 +67,7 @@ class Trainer:
             raise
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """Give all of them an order; the first one's answer, or an error. Raises RuntimeError when one has ended."""
+        """Send an order to all ranks; returns the first answer or an error. Raises RuntimeError if a rank has ended."""
         for rank in self._ranks:
             rank.tell(do, **fields)
         return self._answer()
@@ -83,12 +83,12 @@ class Trainer:
             self.kill()
 
     def kill(self) -> None:
-        """End those that did not end, whatever they do."""
+        """Kill the ranks that still run."""
         for rank in self._ranks:
             rank.kill()
 
     def _answer(self) -> dict[str, Any]:
-        """What all say; the first that ends without a word is told of while the others may wait for it."""
+        """The answers of all ranks. Raises at once if a rank ends without an answer, as others may wait for it."""
         with selectors.DefaultSelector() as ready:
             for rank in self._ranks:
                 ready.register(rank.out, selectors.EVENT_READ, rank)
@@ -242,7 +242,7 @@ class _Rank:
 
 
 def main() -> None:
-    """Obey until the input ends."""
+    """Handle orders until the input ends."""
     out, sys.stdout = sys.stdout, sys.stderr  # answers only
     trainer = _Rank(Order(**json.loads(sys.argv[1])))
     print(json.dumps(trainer.facts()), file=out, flush=True)

@@ -1,12 +1,12 @@
-"""Weights of a shape as a trainer has them, and weights whose version can be read off every token.
+"""Weights of a shape for a trainer, and weights whose version every token reveals.
 
-Visible weights: every layer adds nothing, all embeddings are one unit vector, and the output layer has one token for
-each. Which vector it is the first tensor of an update says, which tokens they are the last one:
+Visible weights: every layer adds zero, all embeddings are one unit vector, and the output layer has one token for each
+vector. The first tensor of an update selects the vector, the last one selects the tokens:
 
     embedding: e_a, a = version mod 16      output layer, column a: 1 at the token 10 + 16 a + b, b = version mod 16
 
-So a token tells the versions of both, and that nothing else was added on the way; a mixture of two updates draws a
-token of neither. Draw greedily.
+So a token reveals the versions of both tensors, and that the layers added zero. A mixture of two updates draws a token
+of neither. Decoding must be greedy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
 
 _CODES = 16
-_FIRST_TOKEN = 10  # beyond the special ones of the shapes
+_FIRST_TOKEN = 10  # after the special tokens of the shapes
 _STD = 0.02
 _EMBEDDING, _OUTPUT, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _ADDS = ("o_proj.weight", "down_proj.weight", "down_proj")
@@ -35,16 +35,18 @@ def shape_tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]
     tensors = {}
     for name, view in outline.hf_views().items():
         if ".experts." in name and name.split(".experts.")[1][0].isdigit():
-            continue  # the stacked tensors are the same memory
+            continue  # the stacked tensors share this memory
         tensor = torch.empty(view.shape, dtype=torch.bfloat16, device=device)
         tensors[name] = tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, _STD, generator=generator)
     return tensors
 
 
 def make_visible(tensors: dict[str, torch.Tensor]) -> None:
-    """Have `show` decide what is drawn. Raises ValueError for a model whose output layer is its embedding."""
+    """Prepare the weights for `show`. Raises ValueError for a model whose output layer is its embedding."""
     if _OUTPUT not in tensors:
-        raise ValueError("this shape's output layer is its embedding, which cannot show a version: take another shape")
+        raise ValueError(
+            "the output layer of this shape is its embedding, which cannot reveal a version; take another shape"
+        )
     tensors[_NORM].fill_(1.0)
     for name, tensor in tensors.items():
         if name.endswith(_ADDS):
@@ -52,7 +54,7 @@ def make_visible(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def show(tensors: dict[str, torch.Tensor], version: int) -> None:
-    """Make these the weights of `version`."""
+    """Turn these weights into those of `version`."""
     code = version % _CODES
     tensors[_EMBEDDING].zero_()
     tensors[_EMBEDDING][:, code] = 1.0
@@ -62,12 +64,12 @@ def show(tensors: dict[str, torch.Tensor], version: int) -> None:
 
 
 def token_of(version: int) -> int:
-    """What is drawn under the weights of `version`, whole and unmixed."""
+    """The token that the complete weights of `version` draw."""
     code = version % _CODES
     return _FIRST_TOKEN + _CODES * code + code
 
 
 def wrong_tokens(token_ids: Iterable[int], versions: Iterable[tuple[int, int]]) -> int:
-    """How many tokens are not of the version that the runs say."""
+    """The number of tokens that contradict the version runs."""
     told = [token_of(version) for version, count in versions for _ in range(count)]
     return sum(token != expected for token, expected in zip(token_ids, told, strict=True))

@@ -1,10 +1,10 @@
-"""Compile the kernels of a model's steps for Hopper, on any machine: no GPU is needed, only what comes with Triton.
+"""Compiles the kernels of a model's steps for Hopper on any machine: needs Triton, but no GPU.
 
     PYTHONPATH=.:kernels python -m scripts.check.compile_kernels [--only moe] [--rows 1 32] [--capability 90]
 
-Calls what launches the kernels, with tensors that have shapes and dtypes but no memory, and has each kernel compiled
-instead of run. Prints registers and stack (bytes that spilled) of a thread, and shared memory of a program. Says
-nothing of results or speed; what a compiler of another version makes may differ.
+It calls the functions that launch kernels with tensors that have a shape and a dtype, but no memory, and compiles each
+kernel instead of running it. It prints the registers and the stack (spilled bytes) of a thread, and the shared memory
+of a program. It does not check results or speed. Another version of the compiler may give other figures.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Case = tuple[str, Callable[[], Any]]
 
 
 class _Driver:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that the compiler needs."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -98,7 +98,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def products(shape: Shape, rows: int) -> Iterator[Case]:
-    """The few-row products as the table has them, streamed, and by output."""
+    """The few-row products: as in the table, streamed, and by output."""
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim
     kinds: list[tuple[str, int, int, Any]] = [
         ("qkv", width, shape.hidden, "parts"),
@@ -124,7 +124,7 @@ def products(shape: Shape, rows: int) -> Iterator[Case]:
 
 
 def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
-    """What lies between the products of a decode step, its begin and its end."""
+    """The kernels between the products of a decode step, and those at its beginning and end."""
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim
     x, residual, norm = empty(rows, shape.hidden), empty(rows, shape.hidden), empty(shape.hidden)
     cos, slots, lens = floats(rows, 1, shape.dim), ints(rows, dtype=torch.int64), ints(rows, dtype=torch.int64)
@@ -187,7 +187,7 @@ def _prefill(shape: Shape, cache, scales, window) -> None:
 
 
 def adapters(shape: Shape, rows: int) -> Iterator[Case]:
-    """What eight adapters of rank 16 and of rank 64 add to each product of a decode step, and of a chunk of prompts."""
+    """The kernels of eight adapters of rank 16 and of rank 64, for each product of a decode step and a prompt chunk."""
     inner, width = shape.inner, (shape.heads + 2 * shape.kv_heads) * shape.dim
     q_width, kv_width = shape.heads * shape.dim, shape.kv_heads * shape.dim
     kinds = [
@@ -205,13 +205,13 @@ def adapters(shape: Shape, rows: int) -> Iterator[Case]:
                 yield f"adapters, rank {rank}, {name}, {what}", lambda a=given: triton_lora.lora_add(*a)
             yield from added_later(shape, rows, rank, name, inputs, ends)
     config = linear_config(2 * inner, shape.hidden, "silu", rows)
-    if config is not None:  # without SiLU, which then comes after the corrections
+    if config is not None:  # without SiLU, which comes after the corrections
         whole = (empty(rows, shape.hidden), empty(2 * inner, shape.hidden), empty(rows, 2 * inner), 2 * inner)
         yield "adapters, product gate_up", lambda a=(*whole, config, False, True): triton_linear.multiply_into(*a)
 
 
 def added_later(shape: Shape, rows: int, rank: int, name: str, inputs: int, ends: tuple[int, ...]) -> Iterator[Case]:
-    """One of the products of a decode step whose corrections are added by the kernel that reads it."""
+    """A product of a decode step whose correction is added by the kernel that reads it."""
     buffers = LoraBuffers(empty(8, len(ends) * rank, inputs), empty(8, ends[-1], rank), ends)
     if not triton_lora.adds_later(rows, buffers, False):
         return
@@ -231,7 +231,7 @@ def added_later(shape: Shape, rows: int, rank: int, name: str, inputs: int, ends
 
 
 def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
-    """Router and experts, by the plan for a number of rows, in each format, and by both paths."""
+    """Router and experts in each format, by the plan for a number of rows and by both paths."""
     x, router = empty(rows, shape.hidden), empty(shape.experts, shape.hidden)
     if rows <= 8:
         parts, norm = floats(1, rows, shape.hidden), empty(shape.hidden)
@@ -263,14 +263,14 @@ def _weights(experts: int, outputs: int, inputs: int, format: formats.Format, ha
 
 
 def compile_instead(capability: int, seen: Callable[[Any, float], None]) -> None:
-    """From here on kernels are compiled and not launched; `seen` gets each, and the seconds that it took."""
+    """From now on, compile kernels instead of launching them. `seen` collects each with its seconds."""
     triton.runtime.driver.set_active(_Driver(capability))  # type: ignore[arg-type]
-    # Waiting for the kernel before is part of what is to be compiled.
+    # Compile the wait for the previous kernel, too.
     for module in list(sys.modules.values()):
         if getattr(module, "follow_options", None) is triton_math.follow_options:
             module.follow_options = lambda device: {"launch_pdl": True}  # type: ignore[attr-defined]
 
-    # Tensors without memory are of no device that it would take.
+    # It refuses the device of tensors without memory.
     gluon_linear.takes = lambda x, w, silu: capability // 10 == 9 and x.dtype.itemsize == 2  # type: ignore[assignment]
 
     def compiled(kernel: JITFunction, grid: Any) -> Callable[..., None]:
@@ -284,7 +284,7 @@ def compile_instead(capability: int, seen: Callable[[Any, float], None]) -> None
 
 
 def resources(kernel: Any) -> str:
-    """Registers, spilled bytes and shared memory, as the assembler tells."""
+    """Registers, spilled bytes and shared memory, as the assembler reports them."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -299,9 +299,9 @@ def resources(kernel: Any) -> str:
 def main() -> None:
     """Compile and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
+    parser.add_argument("--only", nargs="+", default=[""], help="compile only cases whose name contains one of these")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
-    parser.add_argument("--capability", type=int, default=90, help="compute capability times ten")
+    parser.add_argument("--capability", type=int, default=90, help="compute capability times ten, such as 90")
     args = parser.parse_args()
     known: set[str] = set()
     name = ""

@@ -1,20 +1,20 @@
-"""Checks the engine on a device against transformers in the same process; exit status 1 if it is not right.
+"""Checks the engine on a device against transformers in the same process; exit status 1 if a check fails.
 
     PYTHONPATH=.:kernels python -m scripts.check.correctness --out scripts/bench/results/correctness_h200.json
     PYTHONPATH=.:kernels python -m scripts.check.correctness --long --out scripts/bench/results/long_h200.json
 
 For each family, with random weights whose next-token entropy is 0.5 to 2 nats:
 
-    logits    of decode steps at many contexts, as served: their error against float32 beside that of transformers'
-              own forward in the same dtype with a float32 output layer (and, for information, with its own)
-    logprobs  of the sampled tokens against a trainer's recomputation over prompt and completion
-    greedy    after long prompts: every token is the float32 reference's first choice, or so near to it that an error
-              of the logits as large as transformers' own explains it
-    depths    blocking and pipelined draw the same tokens bit for bit when lengths are equal and the batch size is one;
-              with other lengths the first divergence and its gap are reported
+    logits    decode steps at many contexts: the error against float32 is compared with the error of transformers' own
+              forward in the same dtype with a float32 output layer (its own output layer is shown as well)
+    logprobs  sampled tokens, compared with a trainer's recomputation over prompt and completion
+    greedy    after long prompts: every token is the float32 reference's first choice, or so close to it that an error
+              as large as that of transformers' logits explains the difference
+    depths    blocking loop and pipeline draw the same tokens bit for bit if all lengths are equal and for one row; for
+              other lengths the first divergence and its gap are reported
 
-`--break rope` or `--break page` spoils the engine on purpose, and the check must fail. `--long` runs many long rows of
-one shape instead and checks that nothing leaks. `--device cpu --size toy --dtype float32` tries the script out.
+`--break rope` or `--break page` breaks the engine on purpose; the check must then fail. `--long` runs many long rows of
+one shape instead and checks for leaks. `--device cpu --size toy --dtype float32` tries the script on a CPU.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from scripts.bench.step_parts import borrowed_slot, stage_next_step
 
 _GREEDY = SamplingParams(temperature=0.0)
 _ENTROPY = (0.5, 2.0)
-#: Errors below these are float32's own: of log-probs, nats; of logits, relative to their spread.
+#: Smaller errors are float32 rounding: of log-probs in nats, of logits relative to their spread.
 _FLOOR = 2e-4
-#: Share of the greedy tokens that ours may miss beyond those that transformers' bf16 does: three deviations of 128.
+#: Share of greedy tokens that we may miss beyond those that transformers misses in bf16: three deviations of 128.
 _LESS_AGREED = 0.1
 
 
 @dataclass(frozen=True)
 class Work:
-    """How much to check."""
+    """Sizes of the checks."""
 
     prompts: tuple[int, ...]  # tokens of each row's prompt
     new: int  # tokens of a completion
-    looks: int  # moments at which the logits are read
+    looks: int  # number of times that the logits are read
     long_prompts: tuple[int, ...]
     long_new: int
 
@@ -78,7 +78,7 @@ _WORK["toy"] = Work((13, 21, 34, 60), 48, 4, (300,), 24)
 
 
 def run_engine(model: Decoder, device: str, max_rows: int, context: int, chunk: int = 512) -> Driver:
-    """An engine without prefix cache: every run computes its prompts anew."""
+    """An engine without a prefix cache: every run computes its prompts again."""
     engine = EngineSettings(
         max_rows=max_rows,
         max_context_tokens=context,
@@ -91,9 +91,9 @@ def run_engine(model: Decoder, device: str, max_rows: int, context: int, chunk: 
 
 
 def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
-    """Logits that the running rows' next tokens would be drawn from, by (request, index of that token).
+    """The logits for the next tokens of the running rows, by (request, index of the token).
 
-    The engine is paused. A row whose next token needs a page that it does not have yet is left out.
+    The engine is paused. A row that needs another page for its next token is left out.
     """
     executor, seqs = engine.executor, engine.scheduler.decoding
     with borrowed_slot(engine.pipeline) as slot:
@@ -123,7 +123,7 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
 
 
 def spoil_pages(engine: Engine) -> None:
-    """Each running row finds its first page where its second one should be."""
+    """Put the first page of each running row in the place of its second one."""
     executor = engine.executor
     for seq in engine.scheduler.decoding:
         if len(seq.pages) > 2:
@@ -131,7 +131,7 @@ def spoil_pages(engine: Engine) -> None:
 
 
 class Checker:
-    """One family: its engine, its trainer, and what was found."""
+    """One family: its engine, its trainer, and the findings."""
 
     def __init__(self, family: str, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.work = args, _WORK[args.size]
@@ -146,7 +146,7 @@ class Checker:
         self.found: dict[str, Any] = {"family": family, "captured": self.driver.engine.executor.graphs is not None}
 
     def check(self) -> dict[str, Any]:
-        """Everything, in turn."""
+        """Run all checks."""
         for step in (self.sampled, self.greedy, self.depths):
             began_s = time.perf_counter()
             step()
@@ -160,7 +160,7 @@ class Checker:
             self.failures.append(message)
 
     def within(self, what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Our errors are at most `slack` times theirs, up to three standard errors of the difference."""
+        """Check that our errors are at most `slack` times theirs, plus three standard errors of the difference."""
         excess = ours.double() - self.args.slack * theirs.double() - _FLOOR
         doubt = 3 * excess.std().item() / len(excess) ** 0.5
         message = f"{what}: {ours.mean():.2e} on average, transformers has {theirs.mean():.2e}"
@@ -169,7 +169,7 @@ class Checker:
     # --- logits and log-probs ----------------------------------------------------------------------------------------
 
     def sampled(self) -> None:
-        """Rows of many lengths, sampled; logits at some moments, log-probs of every token."""
+        """Sampled rows of many lengths: logits at some steps, log-probs of every token."""
         work = self.work
         for i, length in enumerate(work.prompts):
             prompt = random_prompt(self.vocab, length, i)
@@ -178,7 +178,7 @@ class Checker:
         self.driver.tick_until(lambda: len(scheduler.decoding) == len(work.prompts))
         seen: dict[tuple[str, int], torch.Tensor] = {}
         for look in range(work.looks):
-            # Moments that are no multiple of a page apart: contexts fall everywhere within a page.
+            # The steps are not a multiple of a page apart, so contexts end everywhere within a page.
             for _ in range((work.new - 16) // work.looks - (look % 3)):
                 self.driver.engine.tick()
             self.driver.pause()
@@ -196,7 +196,8 @@ class Checker:
         self._judge_logprobs([one.logprobs for one in done], [one.tokens for one in done], again)
         entropy = torch.cat([entropy_of(one.exact) for one in again]).mean().item()
         self.found["entropy"] = entropy
-        self.expect(_ENTROPY[0] <= entropy <= _ENTROPY[1], f"entropy is {entropy:.2f} nats: these weights test nothing")
+        low, high = _ENTROPY
+        self.expect(low <= entropy <= high, f"entropy is {entropy:.2f} nats; take weights with {low} to {high}")
 
     def _judge_logits(self, seen: dict[tuple[str, int], torch.Tensor], again: list[Recomputed]) -> None:
         places = [(int(name[1:]), index) for name, index in seen]
@@ -275,7 +276,7 @@ class Checker:
             f"greedy after {length} tokens: {len(parted)} of {len(tokens)} tokens are not the reference's, one by "
             f"{gap_K.max().item():.3f} nats, more than {limit:.3f}",
         )
-        # With experts a rounding may choose another one: the gap alone would let nearly anything pass.
+        # With experts, rounding may change the routing and cause large gaps: check the share of equal tokens, too.
         least = theirs - _LESS_AGREED * self.args.slack
         self.expect(
             agreed >= least,
@@ -285,7 +286,7 @@ class Checker:
     # --- depths ------------------------------------------------------------------------------------------------------
 
     def depths(self) -> None:
-        """The same requests at depth 1 and at depth 2: of equal lengths, and of lengths that change the batch."""
+        """The same requests at depth 1 and 2: of equal lengths, and of lengths that change the batch."""
         equal = self._both_depths(lambda i: (self.work.prompts[0], self.work.new))
         mixed = self._both_depths(lambda i: (self.work.prompts[i], self.work.new - 5 * i))
         self.found["depths"] = {"equal": equal, "mixed": mixed}
@@ -320,7 +321,7 @@ class Checker:
 
 
 def check_families(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One result for each family, printed as it comes."""
+    """Check each family and print its result."""
     results = []
     for family in args.families:
         began_s = time.perf_counter()
@@ -354,17 +355,17 @@ def check_families(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Check, write, and say whether all is right."""
+    """Run the checks and write the results; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--slack", type=float, default=1.1, help="factor on transformers' own errors")
+    parser.add_argument("--slack", type=float, default=1.1, help="allowed factor on transformers' errors")
     parser.add_argument(
-        "--break", dest="break_", choices=("rope", "page"), help="spoil the engine: the check must fail"
+        "--break", dest="break_", choices=("rope", "page"), help="break the engine: the check must fail"
     )
-    parser.add_argument("--long", action="store_true", help="many long rows of one shape, instead")
+    parser.add_argument("--long", action="store_true", help="run many long rows of one shape instead")
     parser.add_argument("--long-shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--long-rows", type=int, default=32)
     parser.add_argument("--long-tokens", type=int, default=16384)
@@ -376,7 +377,7 @@ def main() -> int:
     write_results(args.out, results)
     failures = [failure for result in results for failure in result["failures"]]
     for failure in failures:
-        print(f"NOT RIGHT: {failure}", file=sys.stderr)
+        print(f"FAILED: {failure}", file=sys.stderr)
     print("right" if not failures else f"{len(failures)} failures", flush=True)
     return 1 if failures else 0
 

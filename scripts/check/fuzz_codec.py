@@ -1,13 +1,13 @@
-"""A coverage-guided fuzzer for everything that reads messages: the wire codec, headers, manifests, replies.
+"""A coverage-guided fuzzer for all readers of messages: the wire codec, headers, manifests, replies.
 
     python -m scripts.check.fuzz_codec --seconds 120          needs atheris (the extra `dev` has it); `make fuzz`
     does it all
     python -m scripts.check.fuzz_codec build/fuzz/crash-...   run one input again
 
-An input is turned into frames in one of three ways: as raw bytes; as a message of plausible fields that is packed and
-then damaged; as a good message in which a few values were replaced. `check_frames` says what must hold for any frames
-whatever; what it raises is a bug. Inputs that reach new code are kept in build/fuzz/corpus and are the start of the
-next run; an input that fails is kept beside it.
+An input becomes frames in one of three ways: raw bytes; a message of plausible fields that is packed and then damaged;
+or a valid message with a few values replaced. `check_frames` checks properties that hold for all frames; an error that
+it raises is a bug. Inputs that reach new code are kept in build/fuzz/corpus, where the next run starts. An input that
+fails is kept in build/fuzz.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MAX_BLOBS, _MAX_BLOB_BYTES = 4, 64
 
 
 def check_frames(frames: list[bytes]) -> bool:
-    """Read frames as both sides do; true if they are a message. Raises AssertionError, or whatever goes wrong."""
+    """Read frames as both sides do; true if they are a message. Raises AssertionError, or any error, for a bug."""
     from trainer_bridge.wire import codec as wire
 
     early = wire.header_id(frames)
@@ -81,7 +81,7 @@ def _check_arrays(value: Any) -> None:
 
 
 def _check_round_trip(header: dict[str, Any]) -> None:
-    """What was read can be sent, and is then read as the same."""
+    """Check that a message can be sent again and is then read as the same message."""
     from trainer_bridge.wire import codec as wire
 
     assert _same(wire.decode(wire.encode(header)), header), "a message changes when it is sent again"
@@ -129,7 +129,7 @@ def _check_weights(header: dict[str, Any]) -> None:
 
 
 def _check_reply(header: dict[str, Any]) -> None:
-    """The same bytes as a worker's reply: a client must not trust those either."""
+    """Read the same bytes as a worker's reply: a client must not trust replies either."""
     from trainer_bridge.client.results import read_chunk, read_result
     from trainer_bridge.wire.errors import ProtocolError, from_reply
 
@@ -144,13 +144,13 @@ def _check_reply(header: dict[str, Any]) -> None:
 
 
 class Source:
-    """An input, taken from its front; past its end there are zeros."""
+    """Takes values from the front of an input; after its end all bytes are zero."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 
     def take(self, count: int) -> bytes:
-        """The next bytes, as far as there are any."""
+        """The next bytes, or fewer at the end."""
         self._at += count
         return self._data[self._at - count : self._at]
 
@@ -159,12 +159,12 @@ class Source:
         return int.from_bytes(self.take(1), "little") % (most + 1)
 
     def pick(self, values: Sequence[Any]) -> Any:
-        """One of them."""
+        """One of the choices."""
         return values[self.number(len(values) - 1)]
 
 
 def frames_of(data: bytes) -> list[bytes]:
-    """Frames from an input, whose first byte says how; `input_of` tells how raw ones are read."""
+    """Frames from an input. Its first byte selects the way; `input_of` documents raw frames."""
     import msgpack
 
     source = Source(data)
@@ -185,7 +185,7 @@ def frames_of(data: bytes) -> list[bytes]:
 
 
 def _changed(source: Source) -> list[bytes]:
-    """A good message in which values were replaced, anywhere."""
+    """A valid message with some values replaced."""
     from trainer_bridge.wire.codec import encode
 
     header = source.pick(good_headers())
@@ -203,12 +203,12 @@ def _changed(source: Source) -> list[bytes]:
             break
     try:
         return encode(header)
-    except ValueError:  # what cannot be sent
+    except ValueError:  # a value that cannot be sent
         return [b""]
 
 
 def input_of(frames: list[bytes]) -> bytes:
-    """The input that gives these frames: 0 for raw, the number of blobs, their lengths, the blobs, the header."""
+    """The input that becomes these frames: 0 for raw, the number of blobs, their lengths, the blobs, the header."""
     header, *blobs = frames
     return bytes([0, len(blobs), *map(len, blobs)]) + b"".join(blobs) + header
 
@@ -235,7 +235,7 @@ def _value(source: Source, depth: int) -> Any:
 
 
 def good_headers() -> list[dict[str, Any]]:
-    """Where the search starts: one of each kind, made anew each time."""
+    """The start of the search: one message of each kind, newly made on each call."""
     from trainer_bridge.wire.manifest import pack
 
     ids = np.arange(3, dtype=np.int32)
@@ -259,10 +259,10 @@ def good_headers() -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Fuzz for some time, or run one input again."""
+    """Fuzz for some time, or run a single input."""
     parser = argparse.ArgumentParser(description="Fuzz the readers of messages.")
-    parser.add_argument("--seconds", type=int, default=120, help="how long [120]")
-    parser.add_argument("file", nargs="?", help="an input to run once, instead")
+    parser.add_argument("--seconds", type=int, default=120, help="seconds to search [120]")
+    parser.add_argument("file", nargs="?", help="an input to run once instead")
     args = parser.parse_args()
     try:
         import atheris

@@ -1,14 +1,14 @@
-"""How far a worker's log-probs are from those that transformers computes for the same tokens.
+"""Compares a worker's log-probs with those that transformers computes for the same tokens.
 
     python -m scripts.check.mismatch MODEL --completions 4 --tokens 16384 --report
 
-MODEL is a checkpoint folder or a hub id; `--make qwen3 1.7b` makes one there first, with random weights. A worker
-generates at temperature 1 (one is started, or --endpoint names one that serves the same weights); then transformers
-reads prompt and completion in one forward, once in float32 and once in bf16, and the worker's `raw_logprobs` are
-compared with both: mean and largest absolute difference, and the K3 estimate of KL(worker || trainer), in nats. So are
-transformers' own two with one another, which says how much of it is bf16's. With --report the worker gets the bf16
-ones, as a trainer would send them, and its metrics show the same figures. Exit status 1 if the K3 KL against bf16 is
-above --most-k3.
+MODEL is a checkpoint folder or a hub id; `--make qwen3 1.7b` first creates that folder with random weights. A worker
+generates at temperature 1: the script starts one, or --endpoint names one that serves the same weights. Then
+transformers runs prompt and completion in one forward, once in float32 and once in bf16. The worker's `raw_logprobs`
+are compared with both: mean and largest absolute difference, and the K3 estimate of KL(worker || trainer), in nats. The
+two runs of transformers are compared with each other, too, which shows the share of bf16 rounding. With --report the
+script reports the bf16 log-probs to the worker as a trainer does, and the worker's metrics show the same figures. Exit
+status 1 if the K3 KL against bf16 is above --most-k3.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer_bridge.client.results import GenerateResult
 
 _PROMPT_TOKENS = 64
 _PAGE = 16
-_POSITIONS = 1024  # whose logits are held at once
+_POSITIONS = 1024  # positions whose logits are in memory at once
 
 
 @torch.inference_mode()
@@ -60,7 +60,7 @@ def load(path: str, dtype: torch.dtype, device: str) -> Any:
 
 
 def generate(client: RolloutClient, args: argparse.Namespace) -> list[tuple[list[int], GenerateResult]]:
-    """Prompts of random tokens, and what the worker makes of them."""
+    """Prompts of random tokens, and the worker's completions."""
     rng = np.random.default_rng(args.seed)
     vocab = args.vocab or client.status()["vocab_size"]
     prompts = [rng.integers(0, vocab, _PROMPT_TOKENS).tolist() for _ in range(args.completions)]
@@ -72,7 +72,7 @@ def generate(client: RolloutClient, args: argparse.Namespace) -> list[tuple[list
 def measure(
     args: argparse.Namespace, client: RolloutClient, made: list[tuple[list[int], GenerateResult]]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each precision, and one of the two against one another."""
+    """A row for each precision, and a row that compares the two."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     exact: list[np.ndarray] = []
     own = Mismatch()
@@ -100,7 +100,7 @@ def _row(of: str, against: str, total: Mismatch) -> dict[str, Any]:
 
 
 def make(folder: Path, family: str, size: str) -> None:
-    """A checkpoint with random weights, such as `check_correctness.py` uses. Raises SystemExit for an unknown kind."""
+    """A checkpoint with random weights, as in `scripts.check.correctness`. Raises SystemExit for an unknown kind."""
     if family not in FAMILIES or size not in SIZES:
         raise SystemExit(f"--make takes a family of {', '.join(FAMILIES)} and a size of {', '.join(SIZES)}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,12 +111,12 @@ def main() -> int:
     """Generate, recompute, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--endpoint", help="of a worker that serves these weights; absent: one is started")
-    parser.add_argument("--make", nargs=2, metavar=("FAMILY", "SIZE"), help="make MODEL first, with random weights")
+    parser.add_argument("--endpoint", help="endpoint of a worker with these weights; default: start one")
+    parser.add_argument("--make", nargs=2, metavar=("FAMILY", "SIZE"), help="create MODEL first, with random weights")
     parser.add_argument("--completions", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--vocab", type=int, help="prompts are made of token ids below this; absent: all")
-    parser.add_argument("--dtype", default="auto", help="of the worker that is started")
+    parser.add_argument("--vocab", type=int, help="largest token id of prompts, exclusive; default: all ids")
+    parser.add_argument("--dtype", default="auto", help="device of the worker")
     parser.add_argument("--device", help="of transformers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout-s", type=float, default=3600.0)
@@ -134,7 +134,7 @@ def main() -> int:
                 "max_rows": args.completions,
                 "max_context_tokens": context,
                 "page_size": _PAGE,
-                "kv_pages": kv_pages(args.completions, context, _PAGE),  # the memory that is left is transformers'
+                "kv_pages": kv_pages(args.completions, context, _PAGE),  # leaves the other memory to transformers
             }
             worker = stack.enter_context(start_worker(args.model, wandb=False, dtype=args.dtype, **settings))
             endpoint = worker.endpoint

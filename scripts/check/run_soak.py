@@ -1,9 +1,9 @@
-"""Mixed traffic with faults against supervised workers on this machine's CPU, every completion checked.
+"""Runs mixed traffic with faults against supervised workers on the CPU, and checks every completion.
 
     PYTHONPATH=.:kernels python -m scripts.check.run_soak --seconds 600 --workers 2 --seed 1 --out
         scripts/bench/results/soak.json
 
-Ends with status 1 if a token was wrong, a request was lost, anything was not given back, or memory grew.
+The exit status is 1 if a token was wrong, a request was lost, a resource leaked, or memory grew.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rich.table import Table
 from scripts.bench.output import circumstances, print_table, write_results
 from scripts.check.soak.run import SoakReport, soak
 
-_SPARE_MIB = 40.0  # that a process may grow by between a fifth of the time and the end
+_SPARE_MIB = 40.0  # allowed growth of a process, from a fifth of the time to the end
 _SPARE_SHARE = 0.1
-_SETTLED_S = 100.0  # a process that is younger still fills its pools
+_SETTLED_S = 100.0  # a younger process still fills its pools
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a soak; 0 if it was clean."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=600.0, help="how long there are new requests and faults")
+    parser.add_argument("--seconds", type=float, default=600.0, help="seconds with new requests and faults")
     parser.add_argument("--workers", type=int, default=2, help="supervised worker processes")
-    parser.add_argument("--seed", type=int, default=1, help="of requests and faults")
-    parser.add_argument("--clients", type=int, default=10, help="clients at once")
-    parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="for the workers' log")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--seed", type=int, default=1, help="seed of requests and faults")
+    parser.add_argument("--clients", type=int, default=10, help="number of clients")
+    parser.add_argument("--folder", type=Path, default=Path("runs/soak"), help="folder for the workers' log")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def grown_processes(report: SoakReport) -> list[str]:
-    """A sentence for every process whose memory grew, of those that were there long enough."""
+    """A sentence for every process whose memory grew; young processes are left out."""
     whole_s = report.seconds + report.drain_s
     return [
         f"{row['process']} grew from {row['mib']:.0f} to {row['at_end']:.0f} MiB"

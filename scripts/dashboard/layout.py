@@ -1,7 +1,7 @@
-"""The layout of the dashboard, made from the declarations of the metrics: sections of panels, each of some metrics.
+"""The layout of the dashboard, made from the declarations of the metrics: sections, panels and their metrics.
 
 `scripts.dashboard.wandb_view` saves it to W&B and `scripts.dashboard.picture` draws it from an offline run; both show
-the same panels in the same order. A panel is declared with its metrics, in `rollout/metrics/definitions.py`.
+the same panels in the same order. `rollout/metrics/definitions.py` declares a panel with its metrics.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Panel:
     over: Literal["time", "version"] = "time"
 
 
-#: Panels beside each other.
+#: Panels in a row.
 COLUMNS = 4
 
 
@@ -41,7 +41,7 @@ class Section:
 
     @property
     def rows(self) -> int:
-        """Rows of panels."""
+        """The panels in rows."""
         return -(-len(self.panels) // COLUMNS)
 
 

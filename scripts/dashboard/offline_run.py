@@ -1,9 +1,9 @@
-"""Reads an offline W&B run from its folder: the rows that were logged, and the summary. Needs no server.
+"""Reads the logged rows and the summary of an offline W&B run from its folder. Needs no server.
 
-    file = header, then blocks of 32 KiB; a record is one or several pieces, each with checksum, length and kind
+    file = header, then blocks of 32 KiB; a record consists of pieces with checksum, length and kind
 
-The format is W&B's (a LevelDB log of protobuf records), which has no reader in Python. Reading ends at a record that
-was cut off when the process was killed.
+The format is W&B's: a LevelDB log of protobuf records. W&B has no public reader for it. Reading ends at a record that
+is incomplete because its process was killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OfflineRun:
 def read_offline_run(path: str | Path) -> OfflineRun:
     """The run in a folder, or in a `.wandb` file.
 
-    Raises ValueError unless there is exactly one such file and W&B wrote it; OSError if it can't be read.
+    Raises ValueError unless there is exactly one such file and W&B wrote it; OSError if it cannot be read.
     """
     file = Path(path)
     if file.is_dir():
@@ -72,7 +72,7 @@ def _wholes(data: bytes) -> Iterator[bytes]:
     pieces, at = b"", _HEADER_BYTES
     while at + _PIECE.size <= len(data):
         left = _BLOCK - at % _BLOCK
-        if left < _PIECE.size:  # padding: too little room for another piece
+        if left < _PIECE.size:  # padding: no room for another piece
             at += left
             continue
         _, length, kind = _PIECE.unpack_from(data, at)
@@ -86,7 +86,7 @@ def _wholes(data: bytes) -> Iterator[bytes]:
 
 
 def _items(items: Any) -> dict[str, Any]:
-    """Names and values; a map arrives in parts, each with the keys that lead to it."""
+    """Names and values. W&B stores a map in parts, each with the path of its keys."""
     found: dict[str, Any] = {}
     for item in items:
         *maps, name = item.nested_key or (item.key,)

@@ -2,7 +2,7 @@
 
     python -m scripts.dashboard.picture RUN_FOLDER dashboard.png
 
-needs the extra `plot` (matplotlib). The layout is in `scripts/dashboard/layout.py`.
+It needs the extra `plot` (matplotlib). The layout is in `scripts/dashboard/layout.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scripts.dashboard.offline_run import OfflineRun, read_offline_run
 COLOURS = ("#2f6db3", "#e0a030", "#4c9f70", "#d62728", "#b07cc6", "#7f7f7f")
 _PANEL_INCHES = (3.6, 1.9)
 _DPI = 88
-_COLOURS_KEPT = 255  # a third of the bytes without a visible difference
+_COLOURS_KEPT = 255  # saves two thirds of the bytes without a visible difference
 #: Below this value the axis of a histogram is linear, above it logarithmic; by unit.
 _LINEAR_UP_TO = {"tokens": 16.0, "s": 0.01}
 
@@ -48,7 +48,7 @@ def write_dashboard(run: OfflineRun, path: str | Path, title: str) -> None:
         OSError: the file cannot be written.
     """
     if not run.rows:
-        raise ValueError("the run has no rows to draw: it ended before its first report")
+        raise ValueError("the run has no rows to draw; take a run with at least one report")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -107,7 +107,7 @@ def _draw_panel(axes: Any, panel: Panel, found: dict[str, tuple[list[float], lis
 
 
 def _draw_histogram(axes: Any, xs: list[float], histograms: list[dict[str, list[float]]], linear_up_to: float) -> None:
-    """A column for each report with a sample; darker where there are more of them."""
+    """A column for each report with samples; darker cells have more of them."""
     most = max(max(histogram["values"]) for histogram in histograms)
     width = min((b - a for a, b in zip(xs, xs[1:], strict=False)), default=1.0)
     for x, histogram in zip(xs, histograms, strict=True):
@@ -119,7 +119,7 @@ def _draw_histogram(axes: Any, xs: list[float], histograms: list[dict[str, list[
 
 
 def _labels(names: list[str]) -> list[str]:
-    """The names without the parts that all of them begin with."""
+    """The names without their common prefix."""
     parts = [name.split("/") for name in names]
     same = 0
     while all(len(part) > same + 1 for part in parts) and len({part[same] for part in parts}) == 1:

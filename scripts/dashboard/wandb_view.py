@@ -2,7 +2,7 @@
 
     python -m scripts.dashboard.wandb_view --entity TEAM --project rollout
 
-prints the address of the view. It needs the extra `dashboard` (wandb-workspaces) and a W&B key. The layout is in
+It prints the address of the view. It needs the extra `dashboard` (wandb-workspaces) and a W&B key. The layout is in
 `scripts/dashboard/layout.py`.
 """
 
@@ -18,7 +18,7 @@ _X = {"time": "RelativeTime(Process)", "version": "weights/version"}
 
 
 def workspace(entity: str, project: str, name: str) -> Any:
-    """The view as an object of wandb-workspaces; nothing is sent. Raises ValueError if that is not installed."""
+    """The view as an object of wandb-workspaces, not yet saved. Raises ValueError if the package is missing."""
     try:
         import wandb_workspaces.workspaces as ws
     except ImportError as error:

@@ -1,13 +1,13 @@
-"""Measure the few-row matrix products on a CUDA machine and choose a configuration for each shape and row count.
+"""Measures the few-row matrix products on a CUDA machine and chooses a configuration for each shape and row count.
 
     PYTHONPATH=.:kernels python -m scripts.tune.linear --out scripts/bench/results/linear.json [--shapes 8b] [--rows
         1 8 32]
         [--ways gemv streamed]
 
-For every shape and number of rows: cuBLAS, the table's configuration and each candidate, in CUDA graphs that go through
-several copies of the weights, so that none of them is read from the L2 cache. Reports microseconds beside the floor,
-the bytes of the weights over the read bandwidth measured in the same run, and the best of each split of K: one split is
-chosen for all numbers of rows. Every candidate is checked against float64 once.
+For every shape and number of rows it times cuBLAS, the table's configuration and each candidate in CUDA graphs. The
+graphs rotate over several copies of the weights, so that no weights are read from the L2 cache. It reports
+microseconds, the floor (the bytes of the weights over the read bandwidth of the same run), and the best configuration
+for each split of K: one split is chosen for all numbers of rows. Every candidate is checked against float64 once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwid
     table = linear_config(outputs, inputs, kind, rows)
     tried = candidates(outputs, inputs, rows, kind, ways)
     configs = list(dict.fromkeys([*([] if table is None else [table]), *tried]))
-    # Compile side by side; descriptors of operands need the device's context in the thread that makes them.
+    # Compile in parallel. Descriptors of operands need the device's context in the thread that makes them.
     with ThreadPoolExecutor(14, initializer=torch.cuda.synchronize) as pool:
         usable = list(pool.map(lambda config: _compiles(run, x, weights[0], config), configs))
     timed: dict[Config, float] = {}
@@ -59,7 +59,7 @@ def measure(name: str, outputs: int, inputs: int, kind: Kind, rows: int, bandwid
         "rows": rows,
         "floor_us": outputs * inputs * 2 / bandwidth * 1e6,
         "cublas_us": graph_us(lambda: [x @ w.t() for w in weights]) / copies,
-        "table_us": None if table is None else timed[table],  # none: it leaves the product to cuBLAS
+        "table_us": None if table is None else timed[table],  # None: the product is left to cuBLAS
         "best_us": min(timed.values()),
     }
     print(json.dumps({**row, "splits": {split: round(entry["us"], 2) for split, entry in splits.items()}}), flush=True)
@@ -93,9 +93,11 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=["8b"], choices=list(SHAPES))
-    parser.add_argument("--names", nargs="+", help="only these products")
+    parser.add_argument("--names", nargs="+", help="products to measure; default: all")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="kernels, beside the table's")
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="kernels to measure, besides the table's"
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     bandwidth = read_bandwidth()

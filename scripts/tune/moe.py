@@ -1,12 +1,12 @@
-"""Measure the experts' kernels on a CUDA machine and write the table that `rollout_kernels.moe.dispatch` chooses from.
+"""Measures the experts' kernels on a CUDA machine and writes the table for `rollout_kernels.moe.dispatch`.
 
     PYTHONPATH=.:kernels python -m scripts.tune.moe --table table.json --out tuning.json [--shapes qwen3-30b-a3b]
         [--formats plain mxfp8] [--tokens 1 2 4 ...] [--seconds 500]
 
-For every shape, format and number of tokens: each candidate of each kernel alone, then a whole layer by each path with
-the best of them, in CUDA graphs that rotate over 8 layers; the faster path gets the band of tokens up to that number.
-Every layer that is timed is checked against float64. The table is started from the one in the package and written
-after each shape and format, so that what was measured before `--seconds` ran out is kept.
+For every shape, format and number of tokens it times each candidate of each kernel, then a whole layer by each path
+with the best candidates, in CUDA graphs that rotate over 8 layers. The faster path gets the band of tokens up to that
+number. Every timed layer is checked against float64. The table starts as a copy of the one in the package. It is
+written after each shape and format, so that no results are lost when `--seconds` run out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts.bench.moe_layers import SHAPES, Layer, Tokens, errors, exact, floor
 
 LAYERS = 8
 MOST_WARP_TOKENS = 32
-#: A configuration stays the choice for more tokens unless another one is faster by more than this.
+#: A configuration is kept for more tokens unless another one is faster by more than this share.
 STICKY = 1.01
 
 Config = WarpConfig | GroupedConfig
@@ -83,13 +83,13 @@ def grouped_candidates(format: Format, tile_rows: int) -> list[GroupedConfig]:
 
 
 def tile_heights(shape: MoEShape, tokens: int) -> list[int]:
-    """Tile heights worth a try: about the tokens that an expert gets, and half."""
+    """Tile heights to try: about the tokens per expert, and half of that."""
     each = tokens * shape.top_k / shape.experts
     return [rows for rows in (16, 32, 64, 128) if rows == 16 or rows / 4 <= each] if each < 64 else [64, 128]
 
 
 class Tuner:
-    """Layers of one shape and format, and what was fastest for the number of tokens before."""
+    """Layers of one shape and format, and the fastest configurations for the previous number of tokens."""
 
     def __init__(self, shape: MoEShape, format: Format) -> None:
         self.shape, self.format = shape, format
@@ -161,10 +161,10 @@ class Tuner:
     def _best(
         self, key: Any, candidates: list[Any], work: Callable[[Any, Layer, Tokens], object], batches: list[Tokens]
     ) -> Any:
-        """The fastest candidate; that for fewer tokens, unless it is clearly slower."""
+        """The fastest candidate; the choice for fewer tokens is kept unless it is clearly slower."""
         pairs = list(zip(self.layers, batches, strict=True))
         new = [config for config in candidates if (key, config) not in self.compiled]
-        with ThreadPoolExecutor(12) as pool:  # compile side by side
+        with ThreadPoolExecutor(12) as pool:  # compile in parallel
             list(pool.map(lambda config: _works(work, config, *pairs[0]), new))
         self.compiled |= {(key, config) for config in new}
         timed = {}
@@ -187,7 +187,7 @@ def _works(work: Callable[[Any, Layer, Tokens], object], config: Any, layer: Lay
     except OutOfResources:
         return False
     except RuntimeError as error:
-        # A cut that this version of Triton can't compile is no choice; anything else is a fault.
+        # Skip a configuration that this version of Triton cannot compile. Any other error is a fault.
         if "PassManager" not in str(error):
             raise
         print(f"not compiled: {config}", flush=True)
@@ -196,7 +196,7 @@ def _works(work: Callable[[Any, Layer, Tokens], object], config: Any, layer: Lay
 
 
 def tune(shape: MoEShape, format: Format, counts: list[int], deadline: float) -> tuple[Entry | None, list[Any]]:
-    """The entry for one shape and format, from the numbers of tokens that there was time for; and the log."""
+    """The entry for one shape and format, from the numbers of tokens that were measured in time; and the log."""
     tuner = Tuner(shape, format)
     bands: list[tuple[int, Plan]] = []
     steady: Plan | None = None
@@ -206,7 +206,7 @@ def tune(shape: MoEShape, format: Format, counts: list[int], deadline: float) ->
             break
         timed = tuner.plans(tokens)
         us, plan = timed[0]
-        # Of the paths before, the one in use stays unless it is clearly slower.
+        # The path in use is kept unless it is clearly slower.
         for other_us, other in timed:
             if bands and other == bands[-1][1] and other_us <= STICKY * us:
                 plan = other
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["qwen3-30b-a3b"], choices=list(SHAPES))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048])
-    parser.add_argument("--seconds", type=float, default=500, help="start nothing new after this")
+    parser.add_argument("--seconds", type=float, default=500, help="seconds after which no measurement is started")
     parser.add_argument("--table", type=Path, required=True, help="the table to write")
     parser.add_argument("--out", type=Path, required=True, help="all measurements")
     args = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Which configuration of a few-row product whole decode steps are fastest with, on a CUDA machine.
+"""Finds the configuration of a few-row product that makes whole decode steps fastest, on a CUDA machine.
 
     PYTHONPATH=.:kernels python -m scripts.tune.steps --shape qwen3-8b --rows 8 32 --products gate_up --out FILE
 
-`tune_linear.py` times a product alone; here it stands among its neighbours, whose ends and beginnings overlap with it.
-Forward and output layer of a model with random weights and --context tokens in each row are captured with every
-candidate for one product; the best few and the table's are captured again and replayed by turns, since what the chip
-does in a second changes what it does in the next. What is written is the median of those turns.
+`scripts.tune.linear` times a product alone; here its neighbours run, too, and overlap with it. The forward and the
+output layer of a model with random weights and --context tokens in each row are captured with every candidate for one
+product. The best few and the table's configuration are captured again and replayed in turns, because the clock of the
+chip varies over seconds. The result is the median of those turns.
 
-What wins is kept for the products that follow in the same run; entering it in `linear_table` is left to the reader.
+The winner is used for the products that follow in the same run. Enter it in `linear_table` by hand.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def usable(product: Product, rows: int, configs: list[Config]) -> list[Config]:
         got = got.double().sum(0) if kind == "parts" else got.double()
         return ((got - exact).norm() / exact.norm()).item() < 1e-2
 
-    # Compiled side by side; descriptors of operands need the device's context in the thread that makes them.
+    # Compile in parallel. Descriptors of operands need the device's context in the thread that makes them.
     with ThreadPoolExecutor(12, initializer=torch.cuda.synchronize) as pool:
         return [config for config, fine in zip(configs, pool.map(works, configs), strict=True) if fine]
 
@@ -150,10 +150,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[f"qwen3-{family}" for family in SHAPES], default="qwen3-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--products", nargs="+", help="of the shape's; absent: all")
+    parser.add_argument("--products", nargs="+", help="products of the shape; default: all")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["streamed", "gemv"])
     parser.add_argument("--context", type=int, default=320)
-    parser.add_argument("--seconds", type=float, default=30.0, help="for the candidates of one product")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds for the candidates of one product")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     products = SHAPES[args.shape.removeprefix("qwen3-")]

@@ -53,7 +53,7 @@ class ContinueFrom(BaseModel):
             marks = getattr(self, name)
             if marks and marks[-1][0] >= tokens:
                 raise ValueError(
-                    f"'{name}' has position {marks[-1][0]}, but 'token_ids' has {tokens} tokens; send positions below that"
+                    f"'{name}' has position {marks[-1][0]}, which is not below the {tokens} of 'token_ids'"
                 )
         return self
 

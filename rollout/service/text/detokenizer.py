@@ -1,8 +1,8 @@
 """Decodes tokens to text as they arrive.
 
 Tokens cannot be decoded one by one: a character may consist of several tokens, and some tokenizers decode a token
-differently at the start of a text. So a window of tokens is decoded. It starts at the end of an earlier complete window,
-and only the text that it adds is new:
+differently at the start of a text. So a window of tokens is decoded. It starts where an earlier one was complete, and
+only the text that it adds is new:
 
     ids      ....... a b c d | e f g            shown: the text of this window that was emitted
              prefix--^       ^--complete        the tail waits until it is a whole character

@@ -113,7 +113,7 @@ class TextProcess:
             self._drop(f"took more than {self._max_s:g} s for a prompt", frames, grace_s=0.0)
             raise ServiceError(
                 "bad_request",
-                f"the prompt was not rendered and tokenized within {self._max_s:g} s (service.max_prompt_s); shorten it",
+                f"the prompt was not rendered and tokenized within {self._max_s:g} s; shorten it",
             ) from None
         except (EOFError, OSError):
             self._drop("died with a prompt", frames)

@@ -1,12 +1,11 @@
-"""Engines side by side: ours, the service around it, vLLM and transformers, given the same work one after the other.
+"""Engines for a comparison: ours, the service around it, vLLM and transformers, one after the other on the same work.
 
     workloads     prompts and lengths, the same for every engine
-    experiments   what is asked of an engine and what is reported; knows no engine
-    floors        what the bytes alone would cost
+    experiments   the work for an engine and the results; independent of the engines
+    floors        the time to read the bytes
     *_engine      one engine each, behind `experiments.Engine`
-    child         one engine in a process of its own, so that its memory is given back before the next one starts
+    child         one engine in its own process, so that its memory is free before the next one starts
 
-`scripts/bench/compare_peers.py` runs them. What a child of another Python imports (vLLM's may be one) is the
-standard library
-and numpy, besides the engine itself.
+`scripts/bench/compare_peers.py` runs them. A child may run in another Python (vLLM's, for
+example), so it imports only the standard library, numpy and its engine.
 """

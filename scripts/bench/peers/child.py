@@ -1,6 +1,6 @@
-"""`python -m scripts.bench.peers.child JOB`: one engine in a process of its own; says what it finds on stdout.
+"""`python -m scripts.bench.peers.child JOB`: measures one engine in its own process.
 
-Lines that begin with `ROW ` are for the parent: a JSON object each. Everything else is the engine's own talk.
+Lines on stdout that begin with `ROW ` are for the parent: a JSON object each. Other lines are output of the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ERROR_CHARS = 500
 
 
 def make_engine(job: Job) -> Engine:
-    """The engine that a job names, ready to generate. Imports nothing of the others."""
+    """The engine of a job, ready to generate. The modules of other engines are not imported."""
     if job.engine in ("ours", "ours-blocking", "ours-grouped"):
         from scripts.bench.peers.ours_engine import OursEngine, group_experts
 
@@ -45,7 +45,7 @@ def make_engine(job: Job) -> Engine:
 
 
 def measure_ceilings() -> dict[str, Any]:
-    """Bandwidths of this machine's GPU, and what it is."""
+    """Name and bandwidths of this machine's GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -61,12 +61,12 @@ def measure_ceilings() -> dict[str, Any]:
 
 
 def say(row: dict[str, Any]) -> None:
-    """Tell the parent."""
+    """Send a row to the parent."""
     print(PREFIX + json.dumps(row), flush=True)
 
 
 def measure(job: Job) -> int:
-    """Make the engine, run its experiments, tell every row; returns the exit status."""
+    """Make the engine, run its experiments, send every row; returns the exit status."""
     began_s = time.perf_counter()
     if job.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         say({"skipped": "vllm is not importable"})
@@ -76,9 +76,9 @@ def measure(job: Job) -> int:
     try:
         for row in run_job(engine, job):
             say(row)
-    # Also after Ctrl-C: a worker of ours holds the GPU that the next engine needs.
+    # Also after Ctrl-C: our worker holds the GPU that the next engine needs.
     except BaseException:
-        with contextlib.suppress(Exception):  # what went wrong first counts
+        with contextlib.suppress(Exception):  # the first error counts
             engine.close()
         raise
     engine.close()
@@ -86,13 +86,13 @@ def measure(job: Job) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Do what the job says; an error is told as a row, and its trace goes to stderr."""
+    """Run the job. An error becomes a row, and its trace goes to stderr."""
     try:
         if argv == ["ceilings"]:
             say({"ceilings": measure_ceilings()})
             return 0
         return measure(Job.from_json(argv[0]))
-    # Whatever a peer may raise: the others are still to be measured.
+    # A peer may raise any error; the others must still be measured.
     except Exception as error:
         traceback.print_exc()
         say({"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARS]})
@@ -103,4 +103,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # some engines take long to take themselves apart, or leave threads behind
+    os._exit(status)  # some engines take long to shut down, or leave threads running

@@ -1,12 +1,12 @@
-"""What is asked of an engine, and the figures that come out; the same for every engine.
+"""The experiments: the same work and the same results for every engine.
 
-    decode      ms a step = (t(N) - t(1)) / (N - 1): prompts of 128 tokens, N new ones, everything included but prefill
-    contexts    the same for long prompts, whose KV a run before has left in the prefix cache
-    post        32 rows x 8,192 tokens, in all
-    short       many requests of 3 or 30 new tokens: really a stream of prefills
+    decode      ms a step = (t(N) - t(1)) / (N - 1): prompts of 128 tokens, N new ones; all costs but prefill
+    contexts    the same for long prompts, whose KV is in the prefix cache from an earlier run
+    post        32 rows x 8,192 tokens, total time
+    short       many requests of 3 or 30 new tokens: mostly prefill
     long_job    a trainer's step: 256 completions of log-normal lengths through 128 rows
 
-Every row that is told names the experiment and what was asked; times are seconds unless the name says ms.
+Every row names the experiment and its sizes. Times are seconds unless the name says ms.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """When each completion of some work was complete, seconds after its start, ascending."""
+    """The times at which the completions of some work were complete, seconds after its start, ascending."""
 
     ends_s: list[float]
 
     @property
     def total_s(self) -> float:
-        """Seconds until all were."""
+        """Seconds until all were complete."""
         return self.ends_s[-1]
 
     def tail_s(self) -> float:
@@ -41,7 +41,7 @@ class Finished:
 
 
 class Engine(Protocol):
-    """Something that generates. It samples at temperature 1 and returns every token's log-prob."""
+    """An engine. It samples at temperature 1 and returns the log-prob of every token."""
 
     vocab: int
     capacity_tokens: int  # of KV
@@ -51,13 +51,13 @@ class Engine(Protocol):
         """Make all completions of `work`, to their full lengths, all asked for at once."""
 
     def facts(self) -> Row:
-        """What it is and how it is set up."""
+        """Name, version and settings of the engine."""
 
     def last_steps(self) -> Row:
-        """What the engine itself says of the decode steps of the last `generate`; empty where it says nothing."""
+        """The engine's own figures of the decode steps of the last `generate`; may be empty."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 def run_job(engine: Engine, job: Job) -> Iterator[Row]:

@@ -1,6 +1,6 @@
-"""What the bytes of a piece of work cost at the read bandwidth of the same run: weights and KV once a step.
+"""Floors: the time to read weights and KV once per step, at the read bandwidth of the same run.
 
-Of a mixture of experts a step reads those that its rows choose.
+A step of a mixture of experts reads the experts that its rows choose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def step_floor_s(
 ) -> float:
     """Seconds of a decode step whose rows hold `context_tokens` together; `bandwidth` in bytes per second.
 
-    `distinct` are the experts that they choose in a layer, on average over the layers; None takes even routing.
+    `distinct` is the mean number of experts per layer that they choose; None assumes even routing.
     """
     return need.of_step(rows, context_tokens, distinct) / bandwidth
 
@@ -34,7 +34,7 @@ class JobFloor:
 
 
 def job_floor(need: StepBytes, prompts: Sequence[int], lengths: Sequence[int], rows: int, bandwidth: float) -> JobFloor:
-    """The floor when completions take the first free of `rows` rows in their order.
+    """The floor if each completion, in order, takes the first free one of `rows` rows.
 
     `prompts` and `lengths` are tokens. Prefill is not counted. The first token of a completion comes with its prefill,
     so a completion of n tokens takes part in n - 1 steps. Routing is taken to be even.
@@ -49,8 +49,8 @@ def job_floor(need: StepBytes, prompts: Sequence[int], lengths: Sequence[int], r
 
 
 def _bytes_from(need: StepBytes, spans: Iterable[tuple[int, int, int]], since: int) -> float:
-    """What the steps from `since` on read; a span is a row's first step, the one after its last, its first context."""
-    changes: Counter[int] = Counter()  # of the number of rows at work, by step
+    """Time of the steps from `since` on. A span: a row's first step, the step after its last, its first context."""
+    changes: Counter[int] = Counter()  # change of the number of busy rows, by step
     context_tokens = 0
     for begin, end, context in spans:
         steps = end - max(begin, since)

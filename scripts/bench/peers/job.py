@@ -1,4 +1,4 @@
-"""What one child process is to measure: plain data that goes there as JSON."""
+"""The job of one child process: plain data, sent as JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from scripts.bench.peers.workloads import completion_lengths
 
-#: `ours-blocking` is ours at pipeline depth 1, `ours-grouped` without experts by output (warp decode),
-#: `service` is ours as a client sees it, through a worker and its socket.
+#: `ours-blocking` is our engine at pipeline depth 1, `ours-grouped` without experts by output (warp decode),
+#: `service` is our worker, measured by a client through its socket.
 ENGINES = ("ours", "ours-blocking", "ours-grouped", "service", "vllm", "transformers")
 EXPERIMENTS = ("decode", "contexts", "post", "short", "long_job")
 _SLACK_TOKENS = 16

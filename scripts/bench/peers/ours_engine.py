@@ -1,4 +1,4 @@
-"""The engine of this project in the process of the benchmark, driven as a worker's loop drives it."""
+"""The engine of this project in the benchmark's process, driven as in a worker."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from scripts.bench.peers.job import Job
 from scripts.bench.peers.workloads import Work
 from scripts.bench.shapes import write_checkpoint
 
-#: Share of the free memory for KV; what is left holds graphs, logits and the activations of a prefill.
+#: Share of the free memory for KV; the rest is for graphs, logits and the activations of a prefill.
 KV_SHARE = 0.88
 _KEPT_STEPS = 2000
-#: Tokens of a prefill step: near what vLLM takes for itself (16,384).
+#: Tokens of a prefill step: close to vLLM's default (16,384).
 _CHUNK_TOKENS = 8192
 ADAPTER_RANK = 16
-_TOLD_EVERY = 256  # tokens between two deltas with experts, as the service has it
+_TOLD_EVERY = 256  # tokens between two deltas with experts, as in the service
 
 
 class OursEngine:
     """`rollout.engine` with random weights of the job's shape, at a pipeline depth.
 
-    With `routing` the experts of all tokens are kept, and every completion is told its own. With `adapters` so many of
-    rank 16 are there, and requests take them in turn; `use_adapters` says how many of them. `changes` are further
-    engine settings. Requests are sampled as `sampling` says, each with a seed of its own.
+    With `routing` every completion gets its expert records. `adapters` is the number of loaded adapters of rank 16;
+    requests use the first `use_adapters` of them in turn. `changes` are other engine settings. Requests have the
+    settings `sampling`, each with its own seed.
     """
 
     keeps_prefixes = True
@@ -107,7 +107,7 @@ class OursEngine:
         return Finished([end - began_s for end in self._ends])
 
     def _idle_s(self) -> float:
-        """Seconds since the start in which the device ran no step, by the meter."""
+        """Seconds since the start without a step on the device, by the meter."""
         return sum(self._engine.meter.idle_seconds().values())
 
     def _take(self, events: list[Event]) -> None:
@@ -125,11 +125,10 @@ class OursEngine:
         return self._facts
 
     def last_steps(self) -> Row:
-        """Of the second half of the decode steps with all rows: wall and device time, idle time between two, host work.
+        """Wall time, device time, idle time and host work of the second half of the decode steps with all rows.
 
-        Milliseconds; none of them when too few steps were kept. Of the whole run the share of its time in which the
-        device ran a step. Of a mixture of experts also how many of them the last captured step of so many rows chose,
-        on average over its layers.
+        Milliseconds; absent if the meter kept too few steps. Also the share of the run in which the device ran a step,
+        and for a mixture of experts the mean number of distinct experts per layer in the last captured step.
         """
         count = min(self._engine.meter.steps - self._steps_before, _KEPT_STEPS)
         recent = [step for step in self._engine.meter.recent_steps()[-count:] if step.kind == "decode"]
@@ -154,7 +153,7 @@ class OursEngine:
 
 
 def load_random(shape: str, device: torch.device, experts: Format = "plain") -> LoadedModel:
-    """A shape's model with random weights, its experts kept in a format."""
+    """A shape's model with random weights, with its experts in a format."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(write_checkpoint(shape, Path(folder)))
         with stage(f"filling the shapes of {shape}") as advance:
@@ -162,7 +161,7 @@ def load_random(shape: str, device: torch.device, experts: Format = "plain") -> 
 
 
 def group_experts() -> None:
-    """From now on measured shapes group their tokens by expert, however few: shows what the other path gains."""
+    """From now on, group tokens by expert at all sizes; shows the gain of the other path."""
     table = measured_table()
     for key, entry in table.items():
         table[key] = replace(entry, bands=tuple((most, plan) for most, plan in entry.bands if plan.path == "grouped"))
@@ -171,9 +170,9 @@ def group_experts() -> None:
 def engine_settings(
     job: Job, depth: int, routing: bool = False, adapters: int = 0, changes: Mapping[str, Any] | None = None
 ) -> EngineSettings:
-    """The settings of ours for a job: rows and context as asked, prefill in large steps, all else as it comes.
+    """Our settings for a job: its rows and context, large prefill steps, otherwise defaults.
 
-    Raises `SettingsError` for `changes` that are none.
+    Raises `SettingsError` for wrong `changes`.
     """
     assert depth in (1, 2)
     settings: dict[str, Any] = {

@@ -1,10 +1,10 @@
-"""The two functions that transformers' continuous batching takes from the flash-attn package, where that is missing.
+"""Replaces the two functions of the flash-attn package that transformers' continuous batching uses.
 
-    varlen_attention    prompts, packed one after the other     torch's own FlashAttention kernel
-    append_and_attend   one token a row over a paged cache      this project's paged decode kernel, planned once a step
+    varlen_attention    packed prompts                          torch's FlashAttention kernel append_and_attend   one
+    token per row over a paged cache    this project's paged decode kernel, planned once per step
 
-Without them transformers falls back to dense masks and is several times slower: that would be no peer. Its cache, its
-scheduler, its graphs and its sampling stay its own. On a CPU both have a slow equivalent, for tests.
+Without flash-attn, transformers falls back to dense masks and is several times slower, which would be an unfair
+comparison. Its cache, scheduler, graphs and sampling are unchanged. On a CPU both have a slow equivalent for tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Attention of packed sequences; q [tokens, heads, dim], k and v [tokens, kv heads, dim]; returns q's shape.
 
-    With `causal` the last query of a sequence stands at its last key.
+    With `causal` the last query of a sequence is aligned with its last key.
     """
     assert causal and window_size == _NO_WINDOW, "only what these models need"
     if not q.is_cuda:
@@ -103,7 +103,7 @@ def append(
     table: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
-    """Write one token a row behind its `lens` tokens; a row of length -1 is padding and is left out.
+    """Write one token per row after its `lens` tokens; a row of length -1 is padding and is skipped.
 
     k and v are [rows, kv heads, dim], contiguous as the caches [pages, page size, kv heads, dim] are.
     """
@@ -122,7 +122,7 @@ def append(
 class PagedDecode:
     """`append_and_attend` with a plan that the layers of a step share.
 
-    A step begins with the layer that came first of all; that layer makes the plan, also while a graph is captured.
+    The first layer of a step makes the plan, also while a graph is captured.
     """
 
     def __init__(self) -> None:
@@ -142,14 +142,16 @@ class PagedDecode:
         causal: bool = False,
         window_size: Window = _NO_WINDOW,
     ) -> torch.Tensor:
-        """Append a token a row, then let it see its row; q, k, v are [rows, 1, heads, dim]; returns q's shape.
+        """Append a token per row and attend to its row; q, k, v are [rows, 1, heads, dim]; returns q's shape.
 
-        `cache_seqlens` (int32) are the lengths before this token, -1 for padding rows, whose result is not defined.
+        `cache_seqlens` (int32) are the lengths before this token, -1 for padding rows, whose result is undefined.
         """
         assert q.shape[1] == 1 and window_size == _NO_WINDOW, "only what these models need"
         append(k[:, 0], v[:, 0], k_cache, v_cache, block_table, cache_seqlens)
         lens = cache_seqlens + 1
-        table = block_table if q.is_cuda else block_table.clamp(min=0)  # the twin gathers what it masks afterwards
+        table = (
+            block_table if q.is_cuda else block_table.clamp(min=0)
+        )  # the twin gathers pages and masks them afterwards
         most = table.shape[1] * k_cache.shape[1]
         if self._first_cache is None:
             self._first_cache = k_cache.data_ptr()

@@ -1,4 +1,4 @@
-"""The parent's side: child processes one after the other, floors beside their rows, one JSON file for all."""
+"""The parent process: runs the children one after the other, adds floors to their rows, writes one JSON file."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from scripts.bench.shapes import step_bytes
 
 _CHILD = "scripts.bench.peers.child"
 _TAIL_LINES = 25
-#: What tells one row from another; a newer row with the same values replaces an older one.
+#: The fields that identify a row; a new row replaces an older one with the same values.
 _IDENTITY = ("shape", "engine", "experiment", "rows", "prompt", "new", "context", "requests", "completions", "scale")
-#: The figure that engines are compared by, and whether less of it is better.
+#: The figure for comparing engines, and whether a smaller one is better.
 _FIGURES = {
     "decode": ("ms", True),
     "contexts": ("ms", True),
@@ -40,7 +40,7 @@ _FIGURES = {
 
 
 def child_environment(file: Path | None) -> dict[str, str]:
-    """The environment of a child: this one, or the one in `file`; this project can be imported either way."""
+    """The environment of a child: this one, or the one in `file`. Both can import this project."""
     if file is None:
         environment = dict(os.environ)
     else:
@@ -55,10 +55,10 @@ def child_environment(file: Path | None) -> dict[str, str]:
 def run_child(
     arguments: Sequence[str], python: str, environment: Mapping[str, str], log: Path | None, deadline_s: float
 ) -> Iterator[Row]:
-    """Run one child; yields what it tells, as it comes, and an `error` row if it ends badly or too late.
+    """Run one child; yields its rows at once, and an `error` row if it fails or misses the deadline.
 
-    Everything that is no row goes to `log`; of a child that fails, its end goes to stderr too. `deadline_s` is a moment
-    of `time.monotonic()`.
+    Other output goes to `log`; if the child fails, the last lines also go to stderr. `deadline_s` is a time of
+    `time.monotonic()`.
     """
     process = subprocess.Popen(
         [python, "-m", _CHILD, *arguments],
@@ -67,7 +67,7 @@ def run_child(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        process_group=0,  # ended as a whole; not a session, which would outlive a command that is cut off
+        process_group=0,  # can be killed as a group; a new session would outlive an interrupted command
     )
     assert process.stdout is not None
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -110,7 +110,7 @@ def _next_line(lines: queue.SimpleQueue[str | None], deadline_s: float) -> str |
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """End the child and whatever it started; the GPU's memory is free after this."""
+    """Kill the child and its processes; afterwards the memory of the GPU is free."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -119,7 +119,7 @@ def _end_group(process: subprocess.Popen[str]) -> None:
 
 
 class Report:
-    """Rows with their floors, printed as they come and kept in a JSON file."""
+    """Rows with their floors: printed at once and kept in a JSON file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -131,14 +131,14 @@ class Report:
         self._new: list[Row] = []
 
     def ceilings(self, told: Iterable[Row]) -> None:
-        """Take the bandwidths of this run; without a GPU there are none, and no floors."""
+        """Take the bandwidths of this run. Without a GPU there are no bandwidths and no floors."""
         for row in told:
             found = row.get("ceilings", {})
             self._bandwidth = found["read_tbps"] * 1e12 if found else None
             self._keep_fact({"run": self._run, "ceilings": found or row})
 
     def add(self, job: Job, row: Row) -> None:
-        """Print a row and put it into the file."""
+        """Print a row and write it to the file."""
         named = {"shape": job.shape, "engine": job.engine}
         if "facts" in row:
             self._keep_fact({"run": self._run, **named, **row["facts"]})
@@ -153,7 +153,7 @@ class Report:
         self._write()
 
     def compare(self) -> None:
-        """Print, for whatever ours did in this run and another engine did too, how much better ours was."""
+        """Print the ratio of ours to another engine for each experiment that both have done."""
         for row in self._new:
             name, less_is_better = _FIGURES.get(row.get("experiment", ""), ("", True))
             if row["engine"] != "ours" or name not in row:
@@ -176,7 +176,7 @@ class Report:
 
 
 def floors(job: Job, row: Row, bandwidth: float) -> Row:
-    """The floor of a row and how far above it the row is; empty where the work is not decoding."""
+    """The floor of a row and the row's ratio to it; empty if the work is not decoding."""
     need = step_bytes(row["shape"])
     if row["experiment"] in ("decode", "contexts"):
         context = row.get("context", row.get("prompt")) + row["new"] / 2
@@ -205,6 +205,6 @@ def _same_work(a: Row, b: Row) -> bool:
 
 
 def _short(row: Row) -> Row:
-    """A row as it is printed: fewer digits, no run, no single repeats."""
+    """A row for printing: fewer digits, without the run and the single repeats."""
     shown = {key: value for key, value in row.items() if key not in ("run", "all_total_s")}
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in shown.items()}

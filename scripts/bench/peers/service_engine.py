@@ -1,4 +1,4 @@
-"""The service as a trainer sees it: a worker process, its socket, and the client that comes with it."""
+"""The service as a trainer uses it: a worker process and the project's client."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ class ServiceEngine:
         for index, result in done:
             assert len(result.completions[0].token_ids) == work.lengths[index], "a completion is too short"
             assert len(result.completions[0].logprobs) == work.lengths[index]
-        self._client.ack([result.id for _, result in done])  # else the worker keeps them
+        self._client.ack([result.id for _, result in done])  # otherwise the worker keeps them
         return Finished(ends)
 
     def facts(self) -> Row:
-        """Seconds until it served, size of the KV."""
+        """Seconds until the worker was ready, and the size of its KV."""
         return self._facts
 
     def last_steps(self) -> Row:
-        """Nothing: a client sees no steps."""
+        """Empty: a client does not see steps."""
         return {}
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""transformers' continuous batching as one more engine: asynchronous, with CUDA graphs, random weights.
+"""The engine of transformers' continuous batching: asynchronous, with CUDA graphs and random weights.
 
-Decoding takes its fast path over a block table, which needs the flash-attn package; where that is missing,
-`paged_flash` stands in. Prefixes are not shared: its own advice for unique prompts and long completions.
+Decoding uses its fast path over a block table, which needs the flash-attn package; without it, `paged_flash` replaces
+the package. Prefixes are not shared, as its documentation advises for unique prompts and long completions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts.bench.shapes import model_config, step_bytes, write_checkpoint
 _PAGE = 256
 _MEMORY_SHARE = 0.8
 _MOST_BATCH_TOKENS = 8192
-_FREE_SHARE = 1.3  # admission stops while less than 15% of the blocks are free
+_FREE_SHARE = 1.3  # no admission while less than 15% of the blocks are free
 
 
 class TransformersEngine:
@@ -83,17 +83,17 @@ class TransformersEngine:
         return Finished(ends)
 
     def _settle(self) -> None:
-        """Wait until what it launched ahead is over: it is no part of the next work."""
+        """Wait for steps that it launched ahead, so that they do not count for the next work."""
         while self._manager.batch_processor.has_pending_requests():
             time.sleep(0.01)
         time.sleep(0.15)
 
     def facts(self) -> Row:
-        """Version, how it resolved its settings, seconds until it was ready."""
+        """Version, resolved settings, and seconds until it was ready."""
         return self._facts
 
     def last_steps(self) -> Row:
-        """Nothing: it keeps no times of steps."""
+        """Empty: it keeps no times of steps."""
         return {}
 
     def close(self) -> None:
@@ -102,11 +102,11 @@ class TransformersEngine:
 
 
 def choose_attention(model: Any) -> str:
-    """Give the model the fastest attention that continuous batching can use here; returns what it is."""
+    """Set the fastest attention that continuous batching can use here; returns its name."""
     import transformers.modeling_flash_attention_utils as flash_utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    paged = "paged|flash_attention_2"  # newer versions have one name for both
+    paged = "paged|flash_attention_2"  # newer versions use one name for both
     name = paged if paged in ALL_ATTENTION_FUNCTIONS.valid_keys() else "flash_attention_2"
     if importlib.util.find_spec("flash_attn") is not None:
         model.set_attn_implementation(name)
@@ -116,7 +116,7 @@ def choose_attention(model: Any) -> str:
     def functions(*_: Any, **__: Any) -> tuple[Any, ...]:
         return None, varlen_attention, attend, None, None
 
-    # What it would import from the package; there is no public way to hand these in.
+    # Replaces its imports from the package; there is no public way to pass these functions.
     flash_utils._lazy_imports = functions
     flash_utils._loaded_implementation = None
     model.config._attn_implementation = name
@@ -124,7 +124,7 @@ def choose_attention(model: Any) -> str:
 
 
 def start_manager(model: Any, job: Job, cuda: bool) -> Any:
-    """A manager that runs, its graphs captured, with room for the job's rows as far as the memory goes."""
+    """A running manager with captured graphs, with blocks for the job's rows as far as memory allows."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -145,7 +145,7 @@ def start_manager(model: Any, job: Job, cuda: bool) -> Any:
         "max_batch_tokens": batch_tokens(job),
         "allow_block_sharing": False,
         "use_async_batching": cuda,
-        "use_cuda_graph": (False, cuda),  # prompts come in all sizes, decode steps in few
+        "use_cuda_graph": (False, cuda),  # prompts have many sizes, decode steps few
         "return_logprobs": True,
         "seed": 0,
     }
@@ -167,13 +167,13 @@ def start_manager(model: Any, job: Job, cuda: bool) -> Any:
 
 
 def batch_tokens(job: Job) -> int:
-    """Tokens of a step: enough for all prompts of decode at once, up to 8,192."""
+    """Tokens of a step: enough for all prompts of `decode` at once, at most 8,192."""
     wanted = -(-job.most_rows * job.longest_prompt // 64) * 64
     return max(job.most_rows, 256, min(wanted, _MOST_BATCH_TOKENS))
 
 
 def blocks_for(job: Job, cuda: bool) -> int:
-    """Blocks for all rows at full length with what its admission keeps free, or what fits in the memory."""
+    """Blocks for all rows at full length plus those that its admission keeps free, or as many as fit in memory."""
     wanted = math.ceil(job.most_rows * (-(-job.most_context // _PAGE) + 1) * _FREE_SHARE) + 8
     if not cuda:
         return wanted

@@ -1,7 +1,7 @@
-"""vLLM, any version that is importable, as one more engine: offline, in this process, random weights.
+"""The engine of vLLM, in any importable version: offline, in this process, with random weights.
 
-CUDA graphs for full decode batches, asynchronous scheduling and prefix caching are on: its fast settings. The tokens'
-log-probs are asked for, detokenising and output before the end of a completion are left out.
+It uses the fast settings: CUDA graphs for full decode batches, asynchronous scheduling and prefix caching. It returns
+the log-probs of tokens. Detokenization and output before the end of a completion are off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MEMORY_SHARE = 0.92
 _STD = 0.02
 _LEAST_CONTEXT = 4096  # a usual setting; a shorter one is not faster
 
-#: What a machine without network, with the engine in this process, needs; whoever sets one of these wins.
+#: Needed without a network, and with the engine in this process. Variables that are already set are kept.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `apply_model` takes a function
@@ -113,11 +113,11 @@ class VllmEngine:
         return Finished(ends)
 
     def facts(self) -> Row:
-        """Version, how it is set up, seconds until it was."""
+        """Version, settings, and seconds until it was ready."""
         return self._facts
 
     def last_steps(self) -> Row:
-        """Nothing: its own statistics are off."""
+        """Empty: its statistics are off."""
         return {}
 
     def close(self) -> None:
@@ -126,15 +126,15 @@ class VllmEngine:
 
 
 def capture_sizes(most_rows: int) -> list[int]:
-    """Batch sizes to capture: every one that is measured, and little padding in between."""
+    """Batch sizes to capture: all measured ones, and some between them to limit padding."""
     sizes = {1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, *range(72, most_rows + 1, 8), most_rows}
     return sorted(size for size in sizes if size <= most_rows)
 
 
 def fill_like_a_model(model: Any) -> int:
-    """Replace vLLM's dummy weights, which are nearly zero and alike in all layers, by such as a fresh model has.
+    """Replace vLLM's dummy weights, which are almost zero and equal in all layers, by those of a new model.
 
-    Activations, routing and the power that the chip draws are then those of a model. Returns the parameters filled.
+    This makes activations, routing and power draw realistic. Returns the number of filled parameters.
     """
     import torch
 

@@ -1,8 +1,7 @@
-"""Prompts and lengths, made from seeds: every engine gets the same, in the same order.
+"""Prompts and lengths made from seeds: every engine gets the same ones in the same order.
 
-Token ids are uniform over the vocabulary but for its first ten, so no prompt is ever repeated by accident. A prompt of
-every timed run is new, except where a shared prefix is the point: no engine's prefix cache turns a timed prefill into
-a look-up.
+Token ids are uniform over the vocabulary except its first ten, so no prompt is repeated by accident. Every timed run
+has new prompts, so that a prefix cache cannot skip a timed prefill; only the experiment on prefixes repeats them.
 """
 
 from __future__ import annotations
@@ -12,21 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: The lengths of the long job: log-normal, fixed for good, so that runs of any day and engine are comparable.
+#: The lengths of the long job: log-normal and fixed, so that all runs and engines are comparable.
 _LENGTHS_SEED, _MEDIAN, _SIGMA, _SHORTEST, _LONGEST = 20261121, 3000.0, 0.8, 16, 16384
 _FIRST_TOKEN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Completions to make, each of a prompt and of exactly so many tokens."""
+    """Completions to generate, each with a prompt and an exact number of tokens."""
 
     prompts: list[list[int]]
     lengths: list[int]
 
     @property
     def tokens(self) -> int:
-        """New tokens in all."""
+        """Total number of new tokens."""
         return sum(self.lengths)
 
 
@@ -37,7 +36,7 @@ def completion_lengths(count: int = 256) -> list[int]:
 
 
 def tail_begin(ends: Sequence[float]) -> float:
-    """When all but the last tenth of the completions have ended; `ends` ascend from 0, in whatever unit."""
+    """The time at which all but the last tenth of the completions have ended; `ends` ascend from 0, in any unit."""
     before = int(len(ends) * 0.9)
     return ends[before - 1] if before else 0
 
@@ -54,9 +53,9 @@ def uniform_work(rows: int, prompt: int, new: int, vocab: int, seed: int) -> Wor
 
 
 def nested_prompts(rows: int, context: int, longest: int, vocab: int) -> list[list[int]]:
-    """Prompts of `context` tokens; row i of a shorter context, or of fewer rows, is the beginning of row i of a longer.
+    """Prompts of `context` tokens. Row i of a shorter context is a prefix of row i of a longer one, for any row count.
 
-    So an engine with a prefix cache prefills each token once for all contexts up to `longest`.
+    So an engine with a prefix cache prefills each token only once for all contexts up to `longest`.
     """
     return [
         np.random.default_rng([7, row]).integers(_FIRST_TOKEN, vocab, longest)[:context].tolist() for row in range(rows)

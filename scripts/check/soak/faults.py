@@ -1,14 +1,12 @@
-"""What goes wrong in a soak, and when: a plan from the seed, and the faults themselves.
+"""The faults of a soak: a plan made from the seed, and their execution.
 
-    kill            SIGKILL of a worker; its supervisor starts it again, with version 0
-    cut             every connection through a worker's proxy breaks off
-    vanish          a client that asked for much and is gone; a raw connection that sent half a greeting, or rubbish
-    bad messages    a batch of them, each of which must have one answer
-    swap            new weights for all workers, over zmq or from disk
-    half a publish  a publisher that is killed in the middle of an update
+    kill            SIGKILL of a worker; its supervisor starts it again, with version 0 cut             all connections
+    through a worker's proxy break vanish          a client disconnects with many requests in flight; a raw connection
+    sends half a greeting, or garbage bad messages    a batch of bad messages; each must get one answer swap
+    new weights for all workers, over zmq or disk half a publish  a publisher is killed in the middle of an update
 
-All but the last worker are killed again and again, the last one only at the beginning: what its memory does can then
-be seen.
+All workers but the last are killed again and again. The last one is killed only at the beginning, so that its memory
+can be observed.
 """
 
 from __future__ import annotations
@@ -37,17 +35,17 @@ from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import RolloutError
 
-_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL"  # the beginning of ZMTP's
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL"  # the first bytes of a ZMTP greeting
 _RESTART_LIMIT_S = 90.0
 _BATCH = 25
 _ANSWER_MS = 60_000
-#: Seconds between two faults of a kind, on the average.
+#: Mean seconds between two faults of a kind.
 EVERY_S = {"cut": 7.0, "vanish": 2.0, "rubbish": 3.0, "messages": 1.5, "zmq": 5.0, "disk": 9.0, "half": 45.0}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Planned:
-    """A fault: when (seconds from the start), which, and its share of randomness."""
+    """A fault: its time (seconds from the start), its kind, and its seed."""
 
     at_s: float
     kind: str
@@ -55,7 +53,7 @@ class Planned:
 
 
 def plan_faults(seed: int, seconds: float, workers: int) -> list[Planned]:
-    """The faults of a run, in order of time. The end of the run is left alone."""
+    """The faults of a run in order of time. There are none near the end of the run."""
     rng = random.Random(f"{seed}-faults")
     plan = []
     for kind, every_s in EVERY_S.items():
@@ -78,8 +76,8 @@ class Faults:
     def __init__(
         self, ledger: Ledger, worker: WorkerProcess, places: list[Place], proxies: list[Proxy], folder: Path
     ) -> None:
-        self.restart_s: list[float] = []  # how long each restart took
-        self.pauses_s: list[float] = []  # of generation, by swaps
+        self.restart_s: list[float] = []  # seconds of each restart
+        self.pauses_s: list[float] = []  # of generation, caused by swaps
         self._ledger, self._worker, self._places, self._proxies, self._folder = ledger, worker, places, proxies, folder
         checkpoints = Path(__file__).parents[3] / "rollout" / "demo" / "checkpoints"
         self._checkpoints = {1: checkpoints / "ones", 2: checkpoints / "twos"}
@@ -89,7 +87,7 @@ class Faults:
         self._tasks: set[asyncio.Task] = set()
 
     async def run(self, plan: list[Planned], began_s: float) -> None:
-        """Have every fault happen at its time; returns when all are over."""
+        """Cause every fault at its time; returns when all are over."""
         for fault in plan:
             await asyncio.sleep(max(0.0, began_s + fault.at_s - time.monotonic()))
             task = asyncio.create_task(self._happen(fault))
@@ -111,10 +109,10 @@ class Faults:
             "half": lambda: self._half_publish(rng),
         }
         if fault.kind in ("zmq", "disk", "half") and self._publishing.locked():
-            return  # the one before still waits for a worker that is down
+            return  # the previous one still waits for a worker that is down
         try:
             await faults[fault.kind]()
-        except Exception as error:  # a fault that could not be made is a finding, and no reason to stop the others
+        except Exception as error:  # record a fault that could not be caused, and go on
             self._ledger.complain(f"fault {fault.kind}: {error!r}")
 
     # --- workers and connections --------------------------------------------------------------------------------------
@@ -183,7 +181,7 @@ class Faults:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def swap(self, transport: str, growth: int = 1) -> int:
-        """Publish the next version to all workers; returns it. A worker that is down, or dies, stays behind."""
+        """Publish the next version to all workers and return it. A worker that is down or dies keeps its version."""
         async with self._publishing:
             self._version += growth
             version, since = self._version, time.monotonic()
@@ -213,7 +211,7 @@ class Faults:
 
     async def _half_publish(self, rng: random.Random) -> None:
         async with self._publishing:
-            self._version += 2  # never published: a token of this version is wrong
+            self._version += 2  # not published: any token of this version is wrong
             place, since = rng.choice(self._places), time.monotonic()
             words = [place.direct, str(self._checkpoints[step_of(self._version)]), str(self._version)]
             process = await asyncio.create_subprocess_exec(

@@ -1,6 +1,6 @@
-"""A publisher to be killed half-way: `python -m scripts.check.soak.half_publisher ENDPOINT FOLDER VERSION`.
+"""A publisher that stops half-way: `python -m scripts.check.soak.half_publisher ENDPOINT FOLDER VERSION`.
 
-Says `half` on stdout once half of the buckets are on their way, and then does nothing more.
+It prints `half` once half of the buckets are sent, and then waits to be killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BUCKET_BYTES = 1 << 14
 
 
 class _HalfPayload(Payload):
-    """Packs the first half of the buckets only."""
+    """Packs only the first half of the buckets."""
 
     def pack_bucket(self, index: int, out: torch.Tensor) -> int:
         if index == self.manifest.bucket_count // 2:
@@ -29,7 +29,7 @@ class _HalfPayload(Payload):
 
 
 def main(endpoint: str, folder: str, version: str) -> None:
-    """Publish, for ever."""
+    """Publish, and never finish."""
     trainer_bridge.publish.publisher.Payload = _HalfPayload  # type: ignore[misc]
     publisher = trainer_bridge.publish.publisher.WeightPublisher(endpoint, transport="zmq", bucket_bytes=_BUCKET_BYTES)
     publisher.publish(load_file(Path(folder) / "model.safetensors"), int(version)).applied()

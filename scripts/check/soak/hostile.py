@@ -1,4 +1,4 @@
-"""Messages that no client should send, from a seed: each with the id that its one error reply must have."""
+"""Invalid messages made from a seed, each with the id that its error reply must have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 
-Message = tuple[list[bytes], str]  # frames, and the id of the answer: "" if none can be read
+Message = tuple[list[bytes], str]  # frames, and the id of the answer: "" if the id cannot be read
 
 
 def bad_message(rng: random.Random, request_id: str) -> Message:
@@ -25,12 +25,12 @@ def _good(**changes: Any) -> dict[str, Any]:
 
 
 def _random_bytes(rng: random.Random, request_id: str) -> Message:
-    return [b"\xc1" + rng.randbytes(rng.choice([1, 30, 3000]))], ""  # no msgpack begins so
+    return [b"\xc1" + rng.randbytes(rng.choice([1, 30, 3000]))], ""  # not a msgpack type
 
 
 def _cut_off(rng: random.Random, request_id: str) -> Message:
     whole = _header(request_id, **_good())
-    start = len(_header(request_id)) - len(msgpack.packb("v")) - 1  # the id is in it
+    start = len(_header(request_id)) - len(msgpack.packb("v")) - 1  # the id can be read
     return [whole[: rng.randrange(start, len(whole))]], request_id
 
 

@@ -1,7 +1,7 @@
-"""What the clients of a soak do: each job asks for completions in one way, and has the ledger check what comes.
+"""The jobs of a soak's clients: each requests completions in one way, and the ledger checks them.
 
-A job ends when it has its completions, whatever happened to workers and connections on the way: clients with
-`resume` see to that themselves, the others do it by hand, with `attach` and `continue_from`.
+A job ends when it has its completions, also after faults of workers and connections. Clients with `resume` recover by
+themselves; other jobs use `attach` and `continue_from`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST = 40_000  # numbers in prompts; the models count to 99,999
 
 @dataclass(slots=True)
 class Scene:
-    """What a job needs: its random numbers, the ledger, the workers, and this driver's client, which resumes."""
+    """The environment of a job: random numbers, the ledger, the workers, and a client that resumes."""
 
     rng: random.Random
     ledger: Ledger
@@ -39,24 +39,24 @@ class Scene:
     count: int = 0
 
     def new_id(self) -> str:
-        """An id, or a client's name, that nobody else has."""
+        """A unique id, or name of a client."""
         self.count += 1
         return f"{self.name}-{self.count}"
 
     def prompt(self) -> str:
-        """Where to count from; now and then after many numbers, and often the same."""
+        """A prompt: often a repeated one, sometimes one of many numbers."""
         number, step = self.rng.choice([17, 980, self.rng.randrange(_LARGEST)]), self.rng.choice([1, 2])
         before = self.rng.choice([0, 0, 2, 100])
         return " ".join(str(number - step * i) for i in range(min(before, number // step), -1, -1)) + ":"
 
     def fields(self, **fields: Any) -> dict[str, Any]:
-        """How to draw, and how urgent it is."""
+        """Sampling settings and a priority."""
         sampling = self.rng.choice([{"temperature": 1.0}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 5}, {}])
         return {"sampling": sampling, "priority": self.rng.choice([-3, 0, 0, 0, 7]), "timeout_s": TIMEOUT_S, **fields}
 
 
 async def group(scene: Scene) -> None:
-    """Several completions of a prompt, as one result."""
+    """Several completions of a prompt in one result."""
     asked = Asked("group", scene.prompt(), scene.rng.randrange(20, 500))
     n = scene.rng.randrange(2, 7)
     result = await scene.client.generate(asked.prompt, n=n, max_tokens=asked.max_tokens, **scene.fields())
@@ -64,7 +64,7 @@ async def group(scene: Scene) -> None:
 
 
 async def short(scene: Scene) -> None:
-    """Many short requests at once, with text."""
+    """Many short requests at a time, with text."""
     asked = [Asked("short", scene.prompt(), scene.rng.randrange(1, 40)) for _ in range(scene.rng.randrange(4, 20))]
     requests = [{"prompt": one.prompt, "max_tokens": one.max_tokens, **scene.fields()} for one in asked]
     results = await scene.client.generate_many(requests, return_text=True)
@@ -73,7 +73,7 @@ async def short(scene: Scene) -> None:
 
 
 async def long(scene: Scene) -> None:
-    """One of 4K to 16K tokens, in a run that is long enough for it."""
+    """One completion of 4K to 16K tokens, if the run is long enough."""
     asked = Asked("long", scene.prompt(), scene.rng.randrange(scene.longest // 4, scene.longest + 1))
     await _stream(scene, asked, 1, scene.rng.choice([64, 256]))
 
@@ -93,7 +93,7 @@ async def completions(scene: Scene) -> None:
     seen: dict[int, list[int]] = {}
     async for completion in stream:
         if completion.index in seen:
-            scene.ledger.complain(f"completions: {completion.index} came twice")
+            scene.ledger.complain(f"completions: {completion.index} arrived twice")
         seen[completion.index] = completion.token_ids.tolist()
     result = await stream.wait()
     _check(scene, asked, result, n)
@@ -102,7 +102,7 @@ async def completions(scene: Scene) -> None:
 
 
 async def stop(scene: Scene) -> None:
-    """Until a stop string, which may never come if the step changes under way."""
+    """Generate until a stop string, which may never occur if the step changes on the way."""
     number = scene.rng.randrange(1000)
     asked = Asked("stop", f"{number}:", 900, ("stop", "length"), f" {number + 2 * scene.rng.randrange(5, 60)} ")
     result = await scene.client.generate(
@@ -112,7 +112,7 @@ async def stop(scene: Scene) -> None:
 
 
 async def deadline(scene: Scene) -> None:
-    """Ends with what it has."""
+    """Generate until a deadline."""
     limit_s = scene.rng.uniform(0.05, 1.5)
     asked = Asked("deadline", scene.prompt(), LONGEST, ("deadline", "length"))
     began_s = time.monotonic()
@@ -125,19 +125,19 @@ async def deadline(scene: Scene) -> None:
 
 
 async def cancel(scene: Scene) -> None:
-    """Cancelled under way, by the client that reads it."""
+    """Cancelled on the way by the client that reads it."""
     asked = Asked("cancel", scene.prompt(), LONGEST, ("cancelled", "length"))
     await _stream(scene, asked, 2, 8, cancel_after=scene.rng.randrange(1, 40))
 
 
 async def by_hand(scene: Scene) -> None:
-    """No `resume`: cancelled now and then, or lost with its worker, and continued elsewhere with `continue_from`."""
+    """Without `resume`: sometimes cancelled, or lost with its worker, and continued with `continue_from`."""
     asked = Asked("by hand", scene.prompt(), scene.rng.randrange(200, 3000), ("cancelled", "length"))
     await _continue(scene, asked, None, breaks=scene.rng.randrange(4))
 
 
 async def come_back(scene: Scene) -> None:
-    """A detached request; its client goes away and comes back for the rest of the stream, acknowledges it."""
+    """A detached request: its client disconnects, attaches for the rest of the stream, and acknowledges it."""
     asked, name, target = Asked("attach", scene.prompt(), scene.rng.randrange(300, 2500)), scene.new_id(), "the-request"
     place, proxied, since = scene.rng.choice(scene.places), scene.rng.random() < 0.5, time.monotonic()
     held: list[Completion] = []
@@ -152,7 +152,7 @@ async def come_back(scene: Scene) -> None:
                 await _some(stream, collector, scene.rng.randrange(1, 60))
             finally:
                 held = stream.partials()
-        for part in held:  # also what had come, but was not taken
+        for part in held:  # also chunks that had arrived but were not taken
             collector.start(part.index, part.token_ids.tolist())
         async with _plain(place, proxied, name) as client:
             stream = await client.attach(target, stream="tokens", partials=held, timeout_s=TIMEOUT_S)
@@ -171,14 +171,14 @@ async def come_back(scene: Scene) -> None:
 
 
 async def cut_dealer(scene: Scene) -> None:
-    """A bare socket of a named client that is closed mid-stream; the client is back within its lease."""
+    """A raw socket of a named client is closed mid-stream; the client returns within its lease."""
     asked, name = Asked("cut dealer", scene.prompt(), scene.rng.randrange(300, 2500)), scene.new_id()
     place, since = scene.rng.choice(scene.places), time.monotonic()
     fields = {"prompt": asked.prompt, "max_tokens": asked.max_tokens, "stream": "tokens", "stream_every": 8}
     try:
         chunks = await read_and_vanish(place, {**fields, "client": name}, "cut", scene.rng.randrange(1, 30), TIMEOUT_S)
         if not chunks:
-            raise TimeoutError("no chunk came")
+            raise TimeoutError("no chunk arrived")
         scene.ledger.faults["socket closed mid-stream"] += 1
         async with _plain(place, False, name) as client:
             result = await client.attach("cut", timeout_s=TIMEOUT_S)
@@ -199,7 +199,7 @@ async def cut_dealer(scene: Scene) -> None:
 async def read_and_vanish(
     place: Place, fields: dict[str, Any], request_id: str, chunks: int, limit_s: float
 ) -> list[Chunk]:
-    """Send a `generate` from a bare DEALER, read some chunks for `limit_s` at most, close without a word."""
+    """Send a `generate` from a raw DEALER, read some chunks for at most `limit_s`, and close the socket."""
     context = zmq.asyncio.Context.instance()
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
@@ -250,9 +250,9 @@ async def _cancel(stream: AsyncStream[Chunk]) -> None:
 
 
 async def _continue(scene: Scene, asked: Asked, prior: Completion | None, breaks: int) -> None:
-    """Go on with a completion until it is whole, at any worker, stopping it `breaks` times."""
+    """Continue a completion on any worker until it is complete; cancel it `breaks` times on the way."""
     for attempt in range(30):
-        if prior is not None and len(prior) == asked.max_tokens:  # all came before the connection went
+        if prior is not None and len(prior) == asked.max_tokens:  # all tokens arrived before the connection was lost
             scene.ledger.requests[asked.kind] += 1
             scene.ledger.check(asked, replace(prior, finish_reason="length"))
             return
@@ -309,7 +309,7 @@ def _check(scene: Scene, asked: Asked, result: GenerateResult, n: int) -> None:
         scene.ledger.check(asked, completion)
 
 
-#: Jobs and how often each is chosen.
+#: Jobs and their weights in the choice.
 JOBS: dict[Callable[[Scene], Awaitable[None]], float] = {
     group: 5,
     short: 4,

@@ -1,8 +1,8 @@
-"""What a soak has seen, and the check of everything that came: tokens, lengths, log-probs, texts, reasons to end.
+"""The ledger of a soak: checks and counts all completions (tokens, lengths, log-probs, texts, finish reasons).
 
-Versions map to steps by parity (even: ones, odd: twos), whatever worker they come from. A version is right only if it
-was really published: one whose publisher was killed half-way must never show. Only counts and the first complaints are
-kept, so a long run needs no more memory than a short one.
+The parity of a version gives its step (even: ones, odd: twos) on every worker. A version is right only if it was
+published completely: a version whose publisher was killed half-way must never appear. The ledger keeps counts and the
+first complaints only, so a long run needs no more memory than a short one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import numpy as np
 from rollout.demo.counting import CountingError, check_completion
 from trainer_bridge.client.results import Chunk, Completion
 
-_WORST_LOGPROB = -1e-3  # the counting models are as good as certain of every token
+_WORST_LOGPROB = -1e-3  # the counting models are almost certain of every token
 _KEPT_COMPLAINTS = 50
-_EXCUSE_S = 1.0  # a fault that is this much older than a request is no excuse for its loss
+_EXCUSE_S = 1.0  # a fault that is older than the request by more does not excuse its loss
 
 
 def step_of(version: int) -> int:
-    """What the weights of a version count in."""
+    """The step in which the weights of a version count."""
     return 1 + version % 2
 
 
 @dataclass(slots=True)
 class Place:
-    """One worker: its endpoints, when it last came back from a kill, when its proxy was last cut (`time.monotonic`)."""
+    """One worker: its endpoints, and the times (`time.monotonic`) of its last restart and of its proxy's last cut."""
 
     index: int
     direct: str
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What was asked of a completion."""
+    """The request of a completion."""
 
     kind: str
     prompt: str
@@ -58,14 +58,14 @@ class Asked:
 
 @dataclass
 class Ledger:
-    """Counts of a run, and its complaints, also to `say`. `token_text` gives the text of one token id."""
+    """Counts and complaints of a run; `say` prints complaints. `token_text` returns the text of a token id."""
 
     token_text: Callable[[int], str]
     say: Callable[[str], object] = lambda text: None
     requests: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)  # completions by finish reason
     faults: Counter[str] = field(default_factory=Counter)
-    excused: Counter[str] = field(default_factory=Counter)  # errors that a fault explains, made good afterwards
+    excused: Counter[str] = field(default_factory=Counter)  # errors that a fault explains
     published: set[int] = field(default_factory=lambda: {0})
     tokens: int = 0
     resumes: int = 0
@@ -76,21 +76,21 @@ class Ledger:
     lost_count: int = 0
 
     def complain(self, text: str) -> None:
-        """Something is not as it should be."""
+        """Record a complaint."""
         self.wrong_count += 1
         if len(self.wrong) < _KEPT_COMPLAINTS:
             self.wrong.append(text)
             self.say(f"wrong: {text}")
 
     def lose(self, text: str) -> None:
-        """A request has no answer."""
+        """Record a request without an answer."""
         self.lost_count += 1
         if len(self.lost) < _KEPT_COMPLAINTS:
             self.lost.append(text)
             self.say(f"lost: {text}")
 
     def excuse(self, place: Place, since_s: float, proxied: bool, error: Exception) -> None:
-        """Note an error; complain if no fault explains it."""
+        """Count an error; complain if no fault explains it."""
         name = type(error).__name__
         if place.troubled_since(since_s, proxied):
             self.excused[name] += 1
@@ -99,7 +99,7 @@ class Ledger:
             self.complain(f"{name} of worker {place.index} after {after_s:.2f} s without a fault: {error}")
 
     def check(self, asked: Asked, completion: Completion) -> None:
-        """Check one whole completion."""
+        """Check a complete completion."""
         self.finished[str(completion.finish_reason)] += 1
         self.tokens += len(completion)
         self.swapped_while_running += len({version for version, _ in completion.versions}) > 1
@@ -107,7 +107,7 @@ class Ledger:
             self.complain(f"{asked.kind} {asked.prompt[-20:]!r} completion {completion.index}: {complaint}")
 
     def check_part(self, kind: str, prompt: str, part: Completion) -> None:
-        """Check what there is of a completion that lost its worker, or its client."""
+        """Check the tokens so far of a completion that lost its worker or its client."""
         for complaint in self._token_faults(Asked(kind, prompt, len(part)), part):
             self.complain(f"{kind} {prompt[-20:]!r} part {part.index}: {complaint}")
 
@@ -119,7 +119,7 @@ class Ledger:
             faults.append(f"versions {sorted(strange)} were never published")
         steps = {version: step_of(version) for version, _ in versions}
         runs: Sequence[tuple[int, int]] = versions
-        if not asked.one_worker:  # a worker that was started again begins with version 0
+        if not asked.one_worker:  # a restarted worker begins with version 0
             runs = [(i, count) for i, (_, count) in enumerate(versions)]
             steps = {i: step_of(version) for i, (version, _) in enumerate(versions)}
         try:
@@ -151,7 +151,7 @@ class Ledger:
 
 
 class Collector:
-    """The chunks of one stream, put together here: each token once, none missing."""
+    """Joins the chunks of one stream and checks that each token arrives exactly once."""
 
     def __init__(self, ledger: Ledger, what: str) -> None:
         self._ledger = ledger
@@ -159,7 +159,7 @@ class Collector:
         self._tokens: dict[int, list[int]] = {}
 
     def start(self, index: int, held: Sequence[int]) -> None:
-        """Go on after what the client holds, which begins with what was taken."""
+        """Continue after the tokens that the client holds; they begin with those taken here."""
         taken = self._tokens.get(index, [])
         if list(held[: len(taken)]) != taken:
             self._ledger.complain(f"{self._what}: {len(taken)} tokens streamed, {len(held)} held, or others")
@@ -173,7 +173,7 @@ class Collector:
         tokens += chunk.token_ids.tolist()
 
     def compare(self, completion: Completion) -> None:
-        """The result must be what was streamed."""
+        """Check that the result equals the stream."""
         if self._tokens.get(completion.index, []) != completion.token_ids.tolist():
             streamed = len(self._tokens.get(completion.index, []))
             self._ledger.complain(

@@ -1,4 +1,4 @@
-"""Resident memory of the processes of a soak over its time."""
+"""Samples the resident memory of a soak's processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIB = 1 << 20
 
 
 def rss_mib(pid: int) -> float | None:
-    """MiB of a process that are in RAM; None if it is gone."""
+    """Resident MiB of a process; None if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE / _MIB
     except (OSError, IndexError, ValueError):
@@ -23,14 +23,14 @@ def rss_mib(pid: int) -> float | None:
 
 
 class MemoryLog:
-    """Samples of every process. `pids` gives them by name; a name whose process changes begins anew."""
+    """Samples of every process. `pids` returns process ids by name; a new process under a name starts a new series."""
 
     def __init__(self, pids: Callable[[], dict[str, int]], began_s: float) -> None:
         self._pids, self._began_s = pids, began_s
         self._samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
 
     def sample(self) -> None:
-        """Note all of them now."""
+        """Take a sample of each process."""
         for name, pid in self._pids().items():
             rss = rss_mib(pid)
             if rss is not None:
@@ -43,7 +43,7 @@ class MemoryLog:
             await asyncio.sleep(_EVERY_S)
 
     def rows(self, at_s: float) -> list[dict[str, Any]]:
-        """For every process that is there now: MiB at `at_s` (or since it started, if later), now, and at most."""
+        """For every running process: MiB at `at_s` (or at its start, if later), now, and at most."""
         rows = []
         for name, pid in self._pids().items():
             samples = self._samples.get((name, pid), [])

@@ -1,4 +1,4 @@
-"""A TCP proxy in front of one worker, whose connections can be cut: the network's part in a soak."""
+"""A TCP proxy in front of one worker. It can cut its connections, like a network that fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _READ_BYTES = 1 << 16
 
 
 class Proxy:
-    """Passes bytes between clients and one worker. Belongs to one event loop."""
+    """Forwards bytes between clients and one worker. Used in one event loop."""
 
     def __init__(self, endpoint: str) -> None:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -23,14 +23,14 @@ class Proxy:
         return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def cut(self) -> int:
-        """Break all connections off, with what is on its way in them; returns how many there were."""
+        """Cut all connections and drop their data in flight; returns their number."""
         cut = len(self._writers) // 2
         for writer in list(self._writers):
             writer.transport.abort()
         return cut
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         assert self._server is not None
         self._server.close()
         self.cut()

@@ -1,11 +1,10 @@
-r"""One soak: supervised workers, clients, faults for a given time; then everything must be back where it was.
+r"""One soak: supervised workers, clients and faults for a given time; afterwards all resources must be free.
 
     clients --- proxies, which cut --- worker 0, 1, ...  <-- supervisor
        \__________ directly __________/      ^ publishers
 
-`python -m scripts.check.run_soak` runs it from the command line. The same seed gives the same requests and faults at
-the same
-times; what meets what depends on the machine.
+`python -m scripts.check.run_soak` runs it from the command line. The same seed gives the same requests, and faults at
+the same times; how they interleave depends on the machine.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ ONES = Path(__file__).parents[3] / "rollout" / "demo" / "checkpoints" / "ones"
 _JOB_LIMIT_S = 600.0
 _IDLE_LIMIT_S = 60.0
 _LONG_RUN_S = 30.0  # a shorter one has shorter completions
-#: Few rows and pages, so that requests wait and give way; a short lease and a small store, so that both are used.
+#: Few rows and pages, so that requests wait and are preempted; a short lease and a small store, so that both limits are
+#: reached.
 _FLAGS: dict[str, Any] = {
     "device": "cpu",
     "wandb": False,
@@ -53,7 +53,7 @@ _FLAGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class SoakReport:
-    """What a soak found. It was clean if there are no complaints, nothing is lost, and memory is flat."""
+    """The results of a soak. It is clean without complaints, lost requests and growing memory."""
 
     seconds: float
     drain_s: float
@@ -78,14 +78,14 @@ class SoakReport:
 
     @property
     def clean(self) -> bool:
-        """True if everything was right."""
+        """True if nothing was wrong."""
         return not (self.wrong or self.lost or self.complaints)
 
 
 async def soak(
     seconds: float, workers: int, seed: int, clients: int, folder: Path, say: Callable[[str], object]
 ) -> SoakReport:
-    """Run one. `folder` gets the workers' log; `say` is told how it goes."""
+    """Run a soak. The workers log to a file in `folder`; `say` prints the progress."""
     say(f"starting {workers} workers ...")
     worker = await asyncio.to_thread(start_worker, ONES, log_file=folder / "workers.log", workers=workers, **_FLAGS)
     with worker, tempfile.TemporaryDirectory(prefix="soak-weights-") as weights:
@@ -108,7 +108,7 @@ class Soak:
         self._began_s = time.monotonic()
 
     async def run(self, clients: int) -> SoakReport:
-        """Traffic and faults, then the checks of the end."""
+        """Run traffic and faults, then the final checks."""
         await self._open_proxies()
         faults = Faults(self.ledger, self._worker, self._places, self._proxies, self._weights)
         plan = plan_faults(self._seed, self._seconds, len(self._places))
@@ -155,7 +155,7 @@ class Soak:
     # --- traffic ------------------------------------------------------------------------------------------------------
 
     async def _drive(self, number: int) -> None:
-        """One client after the other of its kind, until the time is up."""
+        """Run one job after the other until the time is up."""
         rng = random.Random(f"{self._seed}-{number}")
         proxied = number % 2 == 0
         name = f"driver-{number}" if number % 4 < 2 else None
@@ -174,13 +174,13 @@ class Soak:
         try:
             async with asyncio.timeout(_JOB_LIMIT_S):
                 await job(scene)
-        except Exception as error:  # whatever it is, the job has not got what it asked for
+        except Exception as error:  # any error means that the job did not get its completions
             self.ledger.lose(f"{getattr(job, '__name__', job)} of {scene.name}: {error!r}")
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     async def _until_idle(self) -> list[dict[str, Any]]:
-        """Wait until rows, slots, pages and queues are back; complain about what is not."""
+        """Wait until rows, slots, pages and queues are free; complain about the others."""
         async with AsyncRolloutClient([place.direct for place in self._places], timeout_s=30.0) as client:
             end_s = time.monotonic() + _IDLE_LIMIT_S
             while True:
@@ -197,7 +197,7 @@ class Soak:
         return statuses
 
     async def _check_calm(self, faults: Faults) -> None:
-        """After all that, every worker takes new weights and counts with them from the first token on."""
+        """Check that every worker still takes new weights and counts with them from the first token on."""
         version = await faults.swap("zmq")
         async with AsyncRolloutClient([place.direct for place in self._places], timeout_s=60.0) as client:
             for place in self._places:
@@ -215,7 +215,7 @@ class Soak:
         led = self.ledger
         restarts = sum(status["restarts"] for status in statuses)
         if restarts != led.faults["worker killed"]:
-            led.complain(f"{led.faults['worker killed']} workers were killed, but {restarts} restarts are told of")
+            led.complain(f"{led.faults['worker killed']} workers were killed, but {restarts} restarts are reported")
         return SoakReport(
             seconds=self._seconds,
             drain_s=drain_s,
@@ -241,7 +241,7 @@ class Soak:
 
 
 def _left_over(status: dict[str, Any]) -> dict[str, int]:
-    """What an idle worker should not have."""
+    """Resources that an idle worker still holds."""
     pages = status["pages"]
     counts = {
         "rows": status["rows"]["running"],

@@ -13,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
+#: Answers about the models of some owners: status and the hub's error code.
+_REFUSALS = {
+    "missing": (404, "RepoNotFound"),
+    "gated": (403, "GatedRepo"),
+    "unrevised": (404, "RevisionNotFound"),
+    "broken": (500, "Broken"),
+}
 
 
 @contextmanager
@@ -50,6 +57,13 @@ def fake_hub(folder: Path, repository: str, weights_s: float = 0.0) -> Iterator[
 
         def _answer(self, with_body: bool) -> None:
             path = self.path.split("?")[0]
+            if (refusal := _REFUSALS.get(path.removeprefix("/api/models/").split("/")[0])) is not None:
+                status, code = refusal
+                self.send_response(status)
+                self.send_header("X-Error-Code", code)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             if path.startswith(f"/{repository}/resolve/") and path.rpartition("/")[2] in files:
                 self._file(path.rpartition("/")[2], with_body)
             elif path.startswith(f"/api/models/{repository}/tree/"):

@@ -47,3 +47,31 @@ def test_the_bytes_of_a_download_are_told_and_all_there_at_its_end(tmp_path: Pat
     assert (ONES / "model.safetensors").stat().st_size in sizes
     done, total = calls[-1]
     assert done == total == sum(sizes) and all(a[0] <= b[0] for a, b in zip(calls, calls[1:], strict=False))
+
+
+_REFUSED = """
+from rollout.models.checkpoint_folder import resolve_folder
+for path in ("missing/model", "gated/model", "unrevised/model", "broken/model", "a b"):
+    try:
+        resolve_folder(path, "v9", True)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_download_that_fails_is_one_sentence_that_says_what_to_change(tmp_path: Path) -> None:
+    with fake_hub(ONES, "someone/ones") as endpoint:
+        env = subprocess_environment(HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
+        ran = subprocess.run([sys.executable, "-c", _REFUSED], capture_output=True, text=True, env=env, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    advice = [
+        ("missing/model", "HF_TOKEN"),
+        ("gated/model", "HF_TOKEN"),
+        ("unrevised/model", "v9"),
+        ("broken/model", "network"),
+        ("a b", "owner/name"),
+    ]
+    assert [
+        (path, said in line) for (path, said), line in zip(advice, lines, strict=True) if line.startswith(path)
+    ] == [(path, True) for path, _ in advice]

@@ -318,5 +318,5 @@ def test_hub_id_is_found_in_the_cache_without_a_network(tmp_path: Path, monkeypa
     for file in (repository / "saved").iterdir():
         (repository / "snapshots" / commit / file.name).symlink_to(file)
     assert _load("someone/tiny").folder.name == commit
-    with pytest.raises(CheckpointError, match="someone/other is neither a local folder nor a hub model"):
+    with pytest.raises(CheckpointError, match="someone/other is not a local folder, and the hub does not answer"):
         _load("someone/other")
