@@ -1,4 +1,4 @@
-"""Triton's interpreter in half the time: it leaves out what it would do again, and what it would do for nothing.
+"""Triton's interpreter in half the time: it skips repeated and useless work.
 
 It runs the kernels where there is no GPU, a call of Python for each operation, and its own affairs take longer than
 what is computed. What a kernel gets from it stays the same:

@@ -296,7 +296,7 @@ def test_time_that_others_had_is_not_counted(model, prompt_of):
     bench.close()
 
 
-def test_who_was_left_behind_writes_to_memory_that_nobody_reads(model, prompt_of):
+def test_a_mask_that_is_late_writes_to_memory_that_is_never_read(model, prompt_of):
     bench = Bench(model)
     bench.engine.masks._timeout_s = 0.05
     slots = [bench.engine.pipeline.acquire() for _ in range(2)]

@@ -19,7 +19,7 @@ MOST_POINTS = 1.0  # of a hundred, that the two may be apart
 
 @pytest.mark.parametrize(("depth", "shape"), [(1, "qwen3-8b"), (2, "qwen3-1.7b")])
 def test_the_meter_and_the_profiler_see_the_same_activity(depth, shape):
-    """With steps that take long enough, 1.3 ms, to be told apart from launches."""
+    """With steps of 1.3 ms, which are longer than launches."""
     device = make_device("cuda")
     model = load_random(shape, device.torch_device).model
     bench = Bench(model, device, max_rows=8, page_size=16, kv_pages=400, pipeline_depth=depth)

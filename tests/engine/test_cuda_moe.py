@@ -214,7 +214,7 @@ def told(bench: Bench, name: str) -> np.ndarray:
 
 
 def test_captured_steps_record_the_experts_that_they_ran(checkpoint):
-    """The last step's record is what its kernels were given; what is told is close to transformers in float32."""
+    """The record of the last step is the input of its kernels; it is close to transformers in float32."""
     folder, reference = checkpoint
     bench = bench_of(load_bf16(folder), max_rows=4, routing=True)
     prompts = {f"r{i}": prompt(9, i) for i in range(4)}  # all begin and end in the same steps
@@ -239,7 +239,7 @@ def test_captured_steps_record_the_experts_that_they_ran(checkpoint):
 
 
 def test_forwards_that_slots_share_hand_their_record_on(mixtrals):
-    """Rows whose sampling is outside of the graph are told as those of a step that is launched singly."""
+    """Rows that are sampled outside the graph report the same as rows of a step without a graph."""
     runs = []
     for graphs in (True, False):
         bench = bench_of(load_bf16(mixtrals[0]), max_rows=4, routing=True, cuda_graphs=graphs)

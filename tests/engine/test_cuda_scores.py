@@ -66,7 +66,7 @@ def test_steps_with_tops_never_wait_for_the_device(folder):
 
 
 def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
-    """A copy to memory that is not pinned would wait for the step, and no debug mode tells of that."""
+    """A copy to unpinned memory would wait for the step, and no debug mode detects that."""
     bench = Bench(load_bf16(folder), make_device("cuda"), kv_pages=600)
     for i in range(3):
         bench.submit(f"r{i}", prompt(20, i), 100, top_logprobs=5 * (i % 2))

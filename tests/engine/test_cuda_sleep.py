@@ -105,7 +105,7 @@ def test_captured_steps_replay_at_the_same_addresses(folders, fused, prompt_of, 
     before = some_tokens(bench, prompt_of, "before")
     for i in range(2):
         assert isinstance(bench.sleep(), Done)
-        torch.empty(64 * MIB, dtype=torch.uint8, device="cuda").fill_(255)  # somebody else has it meanwhile
+        torch.empty(64 * MIB, dtype=torch.uint8, device="cuda").fill_(255)  # another tensor takes the memory
         assert isinstance(bench.wake(), Done)
         assert bench.engine.executor.graphs is graphs and graphs is not None
         now = [tensor.data_ptr() for tensor in (*kv.tensors, *bench.engine.executor.step.model.parameters())]
@@ -126,7 +126,7 @@ def test_rows_that_slept_have_the_tokens_of_rows_that_did_not(folders, prompt_of
         bench.ticks(25)
         if sleeps:
             assert isinstance(bench.sleep(), Done) and bench.engine.scheduler.running == 0
-            torch.empty(64 * MIB, dtype=torch.uint8, device="cuda").fill_(255)  # somebody else has it meanwhile
+            torch.empty(64 * MIB, dtype=torch.uint8, device="cuda").fill_(255)  # another tensor takes the memory
             assert bench.wake().facts["parked"] == (5 if host_kv_gib else 0)
         bench.run()
         recomputed = [bool(bench.completions[f"r{i}", 0].recomputed) for i in range(5)]
@@ -156,7 +156,7 @@ def test_after_level_2_a_whole_update_cures_it(folders, prompt_of):
 
 
 @pytest.mark.parametrize("looks", [True, False])
-def test_a_wake_while_somebody_else_has_the_memory_leaves_all_of_it_asleep(folders, prompt_of, monkeypatch, looks):
+def test_a_wake_without_enough_memory_leaves_everything_asleep(folders, prompt_of, monkeypatch, looks):
     """It looks first; and where that says there is room (others may be quicker), the driver refuses at some block."""
     gc.collect()
     bench = bench_of(load(folders[0], "cuda"), **LARGE)
@@ -179,7 +179,7 @@ def test_a_wake_while_somebody_else_has_the_memory_leaves_all_of_it_asleep(folde
     bench.close()
 
 
-def test_what_is_kept_comes_back_whole_and_a_shadow_goes_on_after_it():
+def test_kept_memory_returns_whole_and_a_shadow_goes_on():
     device = make_device("cuda")
     memory = ReleasableMemory(device, CudaPages(device.torch_device))
     weights = [torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (100 * MIB, 7, 90 * MIB, 1 << 20)]

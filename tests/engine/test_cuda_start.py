@@ -58,7 +58,7 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_the_largest_steps_fit_into_what_was_measured_for_them(folder, caplog):
+def test_the_largest_steps_fit_into_the_measured_memory(folder, caplog):
     rows, chunk = 200, 4096
     model = load_bf16(folder)
     torch.cuda.empty_cache()

@@ -113,7 +113,7 @@ def test_the_least_recently_used_adapter_loses_its_slot(model, adapters):
 
 
 def test_a_slot_is_not_written_while_a_step_in_flight_names_its_row(model, adapters):
-    """The zombie's step is still to be committed: whoever wants its slot waits for that."""
+    """The zombie's step is not committed yet: a request for its adapter slot waits for the commit."""
     bench = bench_of(model, adapters, 2, slots=1, max_rows=2)
     bench.submit("a", prompt_of(6), 50, adapter="a0")
     while not bench.completions:
@@ -187,7 +187,7 @@ def test_sessions_go_on_with_their_adapter_alone(model, base, adapters):
 
 
 def test_two_slots_in_flight_and_base_swaps_leave_adapters_alone(model, adapters):
-    """Base weights change: KV of adapters is of the old ones, too."""
+    """Base weights change: KV computed with adapters is old, too."""
     bench = bench_of(model, adapters, 1)
     prompt = prompt_of(17)
     bench.submit("r0", prompt, 4, adapter="a0")
@@ -216,7 +216,7 @@ def test_a_prefill_under_two_versions_of_an_adapter_tells_that_it_had_two_parts(
     bench.close()
 
 
-def test_what_cannot_be_done_is_said(model, adapters):
+def test_unsupported_adapters_are_refused_with_the_reason(model, adapters):
     bench = bench_of(model, adapters, 1, max_adapters=1)
     bench.submit("unknown", prompt_of(4), 4, adapter="nobody")
     bench.submit("runs", prompt_of(4), 30, adapter="a0")

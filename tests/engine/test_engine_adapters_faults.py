@@ -69,7 +69,7 @@ class BrokenStream:
         raise RuntimeError("the device is gone")
 
 
-def test_whoever_sent_an_adapter_hears_of_a_fault_and_the_one_before_is_served(model, adapters):
+def test_the_sender_of_an_adapter_gets_the_fault_and_the_previous_one_is_served(model, adapters):
     recorder = Recorder(AdapterUpdate("a0", 9, 1, adapters[1][0]))
     bench = Bench(model, adapter_slots=2, adapter_rank=16, receiver=recorder)
     recorder.updates, held = [], recorder.updates

@@ -22,7 +22,7 @@ def adapters(hf_models, folders, tmp_path_factory) -> Adapters:
 
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
-def test_a_newer_version_is_taken_amid_the_run_and_told(model, base, adapters, kv_on_swap):
+def test_a_newer_version_is_applied_during_the_run_and_stamped(model, base, adapters, kv_on_swap):
     bench = bench_of(model, adapters, 1, kv_on_swap=kv_on_swap)
     prompt = prompt_of(10)
     bench.submit("r", prompt, 40, stream_every=1, adapter="a0")
@@ -36,21 +36,21 @@ def test_a_newer_version_is_taken_amid_the_run_and_told(model, base, adapters, k
     before = versions.count(0)
     assert versions == [0] * before + [5] * (40 - before) and 9 <= before <= 12
     greedy_is(adapters[0][1], prompt, got[:before])
-    if kv_on_swap == "recompute":  # all of it is of the new version then
+    if kv_on_swap == "recompute":  # all KV has the new version then
         greedy_is(adapters[1][1], prompt + got[:before], got[before:])
     greedy_is(base, prompt, bench.tokens("other"))
     bench.submit("again", prompt, 8, adapter="a0")
     bench.run()
     greedy_is(adapters[1][1], prompt, bench.tokens("again"))
     whole = 8 if kv_on_swap == "recompute" else 0
-    assert bench.done["again"].cached_tokens == whole, "KV of the old version, or of both, is nobody's prefix"
+    assert bench.done["again"].cached_tokens == whole, "KV of the old version, or of both, is no prefix"
     assert versions_of(bench, "again") == [5] * 8
     bench.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_first_token_of_a_newer_version_is_the_one_that_is_told(model, adapters, depth):
-    """Tokens that were in flight are of the version before."""
+def test_the_version_changes_at_the_stamped_token(model, adapters, depth):
+    """Tokens in flight have the previous version."""
     said = []
     for newer in (False, True):
         bench = bench_of(model, adapters, 1, pipeline_depth=depth)
@@ -111,7 +111,7 @@ def test_a_turn_during_which_its_adapter_changed_leaves_nothing(model, adapters)
 
 
 def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, adapters):
-    """It has ended and its adapter has changed, but KV that the step in flight writes is of the old one."""
+    """It has ended and its adapter has changed, but the step in flight still writes KV of the old adapter."""
     bench = bench_of(model, adapters, 1, prefix_cache=False)
     session = {"session": ("c", "s"), "session_lease_s": 100.0, "adapter": "a0"}
     bench.submit("1", prompt_of(14), 30, **session)
@@ -130,7 +130,7 @@ def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, a
     bench.close()
 
 
-def test_a_prompt_of_two_versions_is_shared_with_nobody(model, adapters):
+def test_a_prompt_of_two_versions_is_not_shared(model, adapters):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
     bench.submit("g", prompt, 8, n=2, adapter="a0")
@@ -142,7 +142,7 @@ def test_a_prompt_of_two_versions_is_shared_with_nobody(model, adapters):
     bench.close()
 
 
-def test_what_has_launched_nothing_takes_no_kv_of_the_older_version_along(model, adapters):
+def test_a_row_that_has_launched_nothing_keeps_no_kv_of_the_older_version(model, adapters):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
     bench.submit("before", prompt, 2, adapter="a0")

@@ -24,7 +24,7 @@ class Swap:
         """Nothing differs."""
 
     def applied(self, update: object, pause_s: float) -> None:
-        """Nobody waits."""
+        """No thread waits."""
 
 
 def recording(bench: Bench, steps: int = 2000) -> Recording:

@@ -1,4 +1,4 @@
-"""Experts kept as codes through the whole engine: its tokens and log-probs are those of the decoded weights."""
+"""An engine with quantized experts: its tokens and log-probs equal those of the dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on a device is told, never hidden."""
+"""A failure on a device is reported, never hidden."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_logits_that_are_not_finite_end_their_rows_with_an_error(model, prompt_o
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("broken"), SystemExit(3)], ids=["an error", "an exit"])
-def test_a_stream_that_failed_says_so_and_blocks_nobody(fault):
+def test_a_failed_stream_raises_and_does_not_block(fault):
     stream, event, ran = CpuStream("test"), CpuEvent(), []
 
     def fail() -> None:

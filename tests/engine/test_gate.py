@@ -50,7 +50,7 @@ TABLE: dict[str, tuple[Callable[[Gate], object], tuple[bool, bool, bool, bool, s
 
 
 @pytest.mark.parametrize("state", TABLE)
-def test_what_a_state_allows(state):
+def test_each_state_allows_its_actions(state):
     gate = Gate(takes_weights=True)
     change, expected = TABLE[state]
     change(gate)

@@ -37,7 +37,7 @@ class Recording:
         self.replay: Callable[[], object] | None = None
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
-        assert Recording.under_way is None and capture_error_mode == "thread_local"  # weights may arrive meanwhile
+        assert Recording.under_way is None and capture_error_mode == "thread_local"  # weights may arrive
         Recording.under_way = self
         Recording.pools.append(pool)
 
@@ -136,7 +136,7 @@ def test_rows_that_ask_for_the_likeliest_tokens_take_the_graph_that_ends_at_the_
         bench.close()
     assert told[0] == told[1] and len(told[0][4][1]) == 24
     kinds = [kind for kind, _ in replays]
-    assert "forward" in kinds and kinds[-2:] == ["whole", "whole"], "whole again once nobody asks any more"
+    assert "forward" in kinds and kinds[-2:] == ["whole", "whole"], "whole again without such a request"
 
 
 def test_steps_with_adapters_take_graphs_of_their_own(model, prompt_of, replays):
@@ -164,7 +164,7 @@ def test_larger_steps_than_captured_are_launched_singly(model, prompt_of, replay
     assert replays and {size for _, size in replays} <= {1, 2, 3, 4}
 
 
-def test_progress_is_told_of_every_size_largest_first(model, replays, monkeypatch):
+def test_progress_is_reported_for_every_size_largest_first(model, replays, monkeypatch):
     bench, told, captured = Bench(model, max_rows=6, cuda_graphs=False), [], []
     capture = DecodeGraphs._capture
     monkeypatch.setattr(

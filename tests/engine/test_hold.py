@@ -1,4 +1,4 @@
-"""Weights written in place: nothing runs meanwhile, rows go on after, and half an update is served to nobody."""
+"""Weights written in place: no step runs during the update, rows go on after it, half an update is never served."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_nothing_runs_while_weights_are_written_and_rows_go_on_with_the_new_ones
     bench.close()
 
 
-def test_half_an_update_is_served_to_nobody_until_a_whole_one_came(model, other, prompt_of):
+def test_half_an_update_is_not_served_before_a_whole_one_came(model, other, prompt_of):
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox)
     engine = bench.engine
@@ -114,7 +114,7 @@ def test_a_request_waits_for_the_version_that_it_asks_for(model, other, prompt_o
     bench.close()
 
 
-def test_what_waits_for_a_version_ends_at_its_deadline_by_cancel_or_with_the_worker(model, prompt_of):
+def test_a_request_that_waits_for_a_version_ends_by_deadline_cancel_or_shutdown(model, prompt_of):
     from rollout.engine.messages import Cancel, Shutdown
 
     bench = Bench(model, None, Mailbox())

@@ -87,7 +87,7 @@ class RefWatch:
             assert seq.inflight_refs == in_flight.count(seq), "refs are the steps in flight that name the row"
             assert 0 < seq.inflight_refs <= 2
             self.most = max(self.most, seq.inflight_refs)
-            assert seq.row and seq.row not in scheduler.free_rows, "a row in flight is nobody else's"
+            assert seq.row and seq.row not in scheduler.free_rows, "a row in flight belongs to one sequence"
             assert all(scheduler.memory.pool.refs[page] > 0 for page in seq.pages), "pages in flight are not free"
             self.zombies_seen += seq.finalized
 
@@ -184,7 +184,7 @@ def test_rows_that_end_by_length_make_no_zombie_and_no_extra_launch(model, promp
 # --- 6: cancel ---
 
 
-def test_a_cancelled_request_ends_with_what_it_has_and_gives_everything_back(model, prompt_of):
+def test_a_cancelled_request_ends_with_its_tokens_and_frees_everything(model, prompt_of):
     bench = Bench(model)
     bench.submit("a", prompt_of(9), 400, n=3)
     bench.submit("b", prompt_of(9, 1), 30, sampling=SAMPLED)
@@ -263,7 +263,7 @@ def test_a_leaked_page_is_seen(model, prompt_of):
     bench.close(check=False)
 
 
-def test_states_are_what_the_life_of_a_sequence_says(model, prompt_of):
+def test_states_follow_the_life_of_a_sequence(model, prompt_of):
     bench = Bench(model, prefill_chunk_tokens=4)
     bench.submit("a", prompt_of(10), 5)
     states = []

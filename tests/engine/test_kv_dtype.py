@@ -60,7 +60,7 @@ def with_experts_of(done: Completion, hf_model) -> Iterator[None]:
     def take(chosen_NK: torch.Tensor, logits_TE: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor):
         experts_TK = torch.cat([chosen_NK, experts_TK[len(chosen_NK) :]])  # the last token's are not needed
         regret = logits_TE.scatter(1, experts_TK, -torch.inf).amax(1) - logits_TE.gather(1, experts_TK).amin(1)
-        assert regret.max() < 0.05, "but for near ties, they are its own"
+        assert regret.max() < 0.05, "except near ties, they are its own"
         probs_TK = logits_TE.float().softmax(-1).gather(1, experts_TK)
         return logits_TE, (probs_TK / probs_TK.sum(-1, keepdim=True)).to(weights_TK.dtype), experts_TK
 
@@ -125,7 +125,7 @@ def test_logprobs_are_those_of_transformers_with_the_same_rounding(family, pages
 
 
 def test_weights_that_change_bring_new_codes(model, folders, prompt_of):
-    """`kv_on_swap = recompute`: after it the tokens are those of a fresh engine with the new weights."""
+    """`kv_on_swap = recompute`: after the swap the tokens equal those of a fresh engine with the new weights."""
     other, mailbox = load(folders[1]), Mailbox()
     bench = Bench(model, receiver=mailbox, kv_on_swap="recompute", **FP8)
     bench.submit("a", prompt_of(13), 50)
@@ -176,7 +176,7 @@ def test_the_pool_counts_codes_and_scales(model):
     assert kv_dtype(EngineSettings(), model) == torch.float32
 
 
-def test_a_rebuilt_engine_clears_what_pages_consist_of(model, prompt_of):
+def test_a_rebuilt_engine_clears_its_pages(model, prompt_of):
     from rollout.engine.build import rebuild_engine
 
     bench = Bench(model, **FP8)

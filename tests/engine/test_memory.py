@@ -140,7 +140,7 @@ def test_the_lowest_priority_then_the_youngest_is_preempted_first(model, prompt_
     bench.close()
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers(model, prompt_of):
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(model, prompt_of):
     bench = Bench(model, kv_pages=9)
     bench.submit("a", prompt_of(20), 20)
     bench.submit("b", prompt_of(12), 20)
@@ -238,7 +238,7 @@ def _versionless_init(self, version: int, page_size: int, generation: int = 0) -
 
 
 @pytest.mark.parametrize(("pages", "longest"), [(9, 32), (600, 1024)])
-def test_the_longest_sequence_is_what_model_and_pool_both_hold(model, pages, longest):
+def test_the_longest_sequence_is_bounded_by_model_and_pool(model, pages, longest):
     bench = Bench(model, kv_pages=pages)
     assert longest_sequence(bench.settings, model, bench.engine) == longest
     bench.close()

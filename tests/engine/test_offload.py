@@ -15,7 +15,7 @@ from rollout.engine.messages import Cancel
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_was_offloaded_goes_on_where_it_was_and_computes_nothing_again(model, prompt_of, depth):
+def test_an_offloaded_sequence_resumes_without_recomputation(model, prompt_of, depth):
     bench = offloading(model, pipeline_depth=depth)
     prefills = watch_prefills(bench)
     submit_six(bench, prompt_of)
@@ -75,7 +75,7 @@ def test_not_waiting_for_a_copy_is_seen(model, prompt_of, direction):
     bench.close(check=False)
 
 
-def test_what_is_brought_back_waits_for_the_steps_in_flight(model):
+def test_a_sequence_that_returns_waits_for_the_steps_in_flight(model):
     """A page may be given back while a step in flight still copies from it."""
     bench = offloading(model, device=LateDevice({"compute": lambda: 0.05}))
     runner, mover, done = bench.engine.executor, bench.engine.executor.mover, []
@@ -125,7 +125,7 @@ def test_fp8_kv_goes_and_comes_with_its_scales(model, prompt_of):
 
 
 @pytest.mark.parametrize("host_pages", [1, 12])
-def test_what_finds_no_room_is_computed_again(model, prompt_of, host_pages):
+def test_a_sequence_that_finds_no_room_is_recomputed(model, prompt_of, host_pages):
     bench = offloading(model, host_pages=host_pages)
     prefills = watch_prefills(bench)
     submit_six(bench, prompt_of)
@@ -154,10 +154,10 @@ def test_room_that_is_no_room_is_refused_with_the_numbers(model, gib, message):
         Bench(model, host_kv_gib=gib)
 
 
-# --- what is told of it ---
+# --- status and metrics ---
 
 
-def test_status_and_gauges_count_what_was_moved(model, prompt_of):
+def test_status_and_gauges_count_moved_sequences(model, prompt_of):
     bench = offloading(model)
     submit_six(bench, prompt_of)
     while not counts(bench).parked:
@@ -179,7 +179,7 @@ def test_status_and_gauges_count_what_was_moved(model, prompt_of):
     bench.close()
 
 
-def test_waiting_for_pages_is_told_as_such(model, prompt_of):
+def test_waiting_for_pages_shows_in_the_status(model, prompt_of):
     """The only row left is on the host: nothing can be launched before it is back."""
     bench = offloading(model, device=LateDevice({"kv_in": lambda: 0.01}), piece_pages=1, prefix_cache=False)
     for i in range(4):

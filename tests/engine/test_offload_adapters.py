@@ -45,7 +45,7 @@ def change(bench: Bench, adapters: Adapters, which: int = 1) -> None:
 
 
 def parked(bench: Bench) -> list:
-    """Sequences that wait with KV, and are told a token or more."""
+    """Sequences that wait with KV and have at least one token."""
     groups = bench.engine.scheduler.groups.values()
     return [seq for group in groups for seq in group.sequences if seq.parked is not None and seq.versions]
 
@@ -59,7 +59,7 @@ def until(bench: Bench, condition: Callable[[], object], ticks: int = 2000) -> N
 
 
 def is_replayed(models: Sequence[object], prompt: list[int], told: list[int], completion: Completion) -> None:
-    """Each token is the likeliest of the version that is told for it, after KV of the versions told for that."""
+    """Each token is the top one of the version stamped on it, given KV of the versions stamped on that."""
     again = {position for position, _ in completion.recomputed}
     history, cache, fed = list(prompt), DynamicCache(), 0
     for i, (token, version) in enumerate(zip(completion.token_ids, told, strict=True)):
@@ -98,8 +98,8 @@ def test_preempted_rows_come_back_with_their_adapter_into_whatever_slot_it_has(m
     bench.close()
 
 
-def test_what_is_parked_holds_no_slot(model, adapters):
-    """The only slot goes to another adapter, in whose favour nobody was preempted, and comes back."""
+def test_a_parked_sequence_holds_no_slot(model, adapters):
+    """The only slot goes to another adapter without a preemption for it, and comes back."""
     bench = bench_of(model, adapters, 2, slots=1)
     prompts = six(bench, ["a0"])
     until(bench, lambda: parked(bench))
@@ -142,7 +142,7 @@ def test_an_adapter_changes_while_kv_that_it_made_is_parked(model, adapters, kv_
     bench.close()
 
 
-def test_what_is_parked_with_another_adapter_does_not_notice(model, adapters):
+def test_a_sequence_parked_with_another_adapter_is_unaffected(model, adapters):
     """Nor do rows that run with it, where rows of the one that changes are computed again."""
     bench = bench_of(model, adapters, 2, kv_on_swap="recompute")
     prompts = six(bench, ["a0", "a1"])
@@ -216,8 +216,8 @@ def test_a_turn_whose_adapter_changed_while_it_was_parked_leaves_nothing(model, 
     bench.close()
 
 
-def test_kv_of_two_versions_of_an_adapter_is_remembered_for_nobody(model, adapters):
-    """Who was parked before may look for pages of the older version: what a row computes since is none of them."""
+def test_kv_of_two_versions_of_an_adapter_is_not_cached(model, adapters):
+    """A sequence parked before may look for pages of the older version: pages computed since are not among them."""
     bench = bench_of(model, adapters)
     six(bench, ["a0"])
     until(bench, lambda: parked(bench))
@@ -236,7 +236,7 @@ def test_kv_of_two_versions_of_an_adapter_is_remembered_for_nobody(model, adapte
     bench.close()
 
 
-def test_an_adapter_is_unloaded_once_what_was_parked_with_it_has_ended(model, adapters):
+def test_an_adapter_is_unloaded_after_its_last_parked_sequence(model, adapters):
     """Not before; and another one by its name finds nothing of its KV, in the pool or on the host."""
     bench = bench_of(model, adapters)
     prompts = six(bench, ["a0"])

@@ -45,7 +45,7 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
     bench.close()
 
 
-def test_pages_that_a_session_and_a_parked_sequence_share_are_had_by_whoever_needs_them(model, prompt_of, greedy):
+def test_pages_shared_by_a_session_and_a_parked_sequence_can_be_freed(model, prompt_of, greedy):
     """Nothing runs, and the first needs nearly the whole pool: the session lets go, then the pages are copied."""
     bench = offloading(model)
     bench.submit("turn", prompt_of(40), 58, session=("c", "talk"), session_lease_s=1e6)
@@ -64,7 +64,7 @@ def test_pages_that_a_session_and_a_parked_sequence_share_are_had_by_whoever_nee
     bench.close()
 
 
-def test_a_pause_is_not_told_as_waiting_for_pages(model, prompt_of):
+def test_a_pause_does_not_show_as_waiting_for_pages(model, prompt_of):
     """KV comes back while generation is paused; who waits for the rest of it waits since the pause was over."""
     pieces = threading.Semaphore(0)  # that may come back; a tick waits for one at most
     late = LateDevice({"kv_in": lambda: (pieces.acquire(), 0.0)[1]})

@@ -12,7 +12,7 @@ from rollout.engine.messages import Cancel, StopAt
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_somebody_gives_way_before_pages_are_short(model, prompt_of, monkeypatch, early):
+def test_a_row_is_preempted_before_pages_run_out(model, prompt_of, monkeypatch, early):
     """Every row that decodes has its page in time, though pages are copied before they are given to it."""
     if not early:
         monkeypatch.setattr("rollout.engine.schedule.preemption._SOON", 0)
@@ -39,7 +39,7 @@ def test_somebody_gives_way_before_pages_are_short(model, prompt_of, monkeypatch
 # --- pages that several share ---
 
 
-def test_shared_pages_stay_while_somebody_else_uses_them(model, prompt_of, greedy):
+def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy):
     bench = offloading(model, kv_pages=46)
     parking, sent = bench.engine.scheduler.memory.parking, []
     begin = parking.next_out
@@ -80,7 +80,7 @@ def test_pages_that_only_parked_sequences_share_are_copied_once_when_others_need
 
 
 def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short(model, prompt_of, greedy):
-    """The last of a group that runs ends, and its prompt's pages stay; then somebody needs them who comes first."""
+    """The last running member of a group ends and its prompt's pages stay; then a request of higher rank needs them."""
     bench = offloading(model)
     bench.submit("g", prompt_of(32), 90, n=3)
     bench.submit("high", prompt_of(4, 1), 140, priority=1)
@@ -98,7 +98,7 @@ def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short
     bench.close()
 
 
-def test_what_comes_back_at_once_is_not_copied(model, prompt_of, greedy):
+def test_a_sequence_that_returns_immediately_is_not_copied(model, prompt_of, greedy):
     """Pages that are still in the pool are taken back as they are."""
     bus = threading.Event()
     bench = offloading(model, device=LateDevice({"kv_out": lambda: (bus.wait(10), 0.0)[1]}), piece_pages=1)
@@ -133,7 +133,7 @@ def test_a_prompt_that_came_back_is_found_by_others(model, prompt_of):
 
 
 def test_settings_of_sampling_and_scores_come_back_with_a_row(model, prompt_of):
-    """Counts for penalties, banned and biased tokens, masks and likeliest tokens are those of a row that stayed."""
+    """Penalty counts, banned and biased tokens, masks and top tokens equal those of a row that stayed."""
     from test_constraints import SIZE, Cycle, X, Y
 
     sampling = {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "logit_bias": ((5, 2.0),)}

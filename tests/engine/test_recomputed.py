@@ -1,4 +1,4 @@
-"""What a completion says of KV that was computed again: enough to compute every token of it once more."""
+"""What a completion reports of recomputed KV: enough to reproduce each of its tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_update_without_preemption_computes_nothing_again(model, other, promp
     bench.close()
 
 
-def test_kept_kv_that_a_preemption_lost_is_told_of_with_its_position_and_version(model, other, prompt_of, hf_models):
+def test_kv_that_a_preemption_lost_is_reported_with_its_position_and_version(model, other, prompt_of, hf_models):
     """Six rows where four fit, new weights in the middle: every token can be computed again, with the marks only."""
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, kv_pages=40, prefill_chunk_tokens=256)
@@ -73,7 +73,7 @@ def test_kept_kv_that_a_preemption_lost_is_told_of_with_its_position_and_version
     bench.close()
 
 
-def test_recompute_at_an_update_is_told_of_where_the_version_changes(model, other, prompt_of, hf_models):
+def test_recompute_at_an_update_is_reported_at_the_change_of_version(model, other, prompt_of, hf_models):
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, kv_on_swap="recompute")
     bench.submit("a", prompt_of(13), 50)
@@ -115,7 +115,7 @@ def test_a_prompt_that_is_half_way_through_its_first_prefill_tells_of_both_versi
     bench.close()
 
 
-def test_a_prefill_that_was_broken_off_is_not_told_of(model, other, prompt_of, hf_models):
+def test_an_interrupted_prefill_is_not_reported(model, other, prompt_of, hf_models):
     """Under `recompute` it begins again with each update; only the last one counts."""
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, prefill_chunk_tokens=8, kv_on_swap="recompute")

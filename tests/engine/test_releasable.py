@@ -70,7 +70,7 @@ def test_tensors_and_views_are_the_same_objects_at_the_same_addresses(monkeypatc
             tensor.copy_(value)
 
 
-def test_what_was_forgotten_is_zeros(monkeypatch):
+def test_dropped_memory_returns_as_zeros(monkeypatch):
     memory = ReleasableMemory(CpuDevice(), StrictPages())
     weight = torch.rand(9)
     memory.take_over([weight], kept=True)
@@ -159,7 +159,7 @@ def test_host_memory_that_is_not_given_is_too_little_of_it(monkeypatch):
 
 
 class Recorded:
-    """A driver of one page size that fails where it is told to."""
+    """A driver with one page size that fails on demand."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -111,7 +111,7 @@ def test_a_group_shares_the_experts_of_its_prompt(family):
 
 
 def test_a_prefix_hit_has_the_experts_of_the_cached_tokens(family):
-    """Also of a prompt that was computed for somebody who did not ask."""
+    """Also for a prompt that was computed for a request without routing."""
     model, hf_model = family
     bench = Bench(model, routing=True)
     prompt = prompt_of(40, 4)
@@ -158,7 +158,7 @@ def test_constrained_rows_tell_theirs_after_the_draw(family):
 
 
 def test_pages_that_came_back_from_the_host_have_their_experts_for_others_too(family):
-    """A prefix hit on pages that a sequence got back, whose entries nobody told of before."""
+    """A prefix hit on pages that a sequence got back, whose entries were never reported."""
     model, hf_model = family
     bench = Bench(model, kv_pages=40, routing=True, host_kv_gib=0.01)
     prompts = [prompt_of(10, i) for i in range(6)]
@@ -203,7 +203,7 @@ def test_a_continued_completion_tells_from_where_it_is_asked_to(family):
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
 def test_entries_are_of_the_forwards_that_made_the_tokens(moe, checkpoints, kv_on_swap):
-    """With recompute the KV of earlier tokens is computed anew by new weights; what is told of them is not."""
+    """With recompute, new weights compute the KV of earlier tokens again; their reported routing stays."""
     model, old = moe
     folder, new = checkpoints["qwen3_moe", 1]
     mailbox = Mailbox()
@@ -227,7 +227,7 @@ def test_entries_are_of_the_forwards_that_made_the_tokens(moe, checkpoints, kv_o
     bench.close()
 
 
-def test_what_was_computed_before_the_first_token_and_again_is_told_as_computed_again(moe, checkpoints):
+def test_kv_that_was_recomputed_before_the_first_token_is_reported_as_recomputed(moe, checkpoints):
     """No token was made by the first forwards of a prompt whose prefill begins anew."""
     model, _ = moe
     folder, new = checkpoints["qwen3_moe", 1]
@@ -299,7 +299,7 @@ def test_late_streams_change_nothing(family, depth):
     bench.close()
 
 
-def test_an_engine_that_was_built_anew_tells_what_it_computes(family):
+def test_a_rebuilt_engine_reports_its_own_choice_of_experts(family):
     model, hf_model = family
     bench = Bench(model, routing=True)
     prompt = prompt_of(30, 2)
@@ -344,7 +344,7 @@ def test_a_dense_model_is_refused_the_setting(tmp_path):
         Bench(load(tmp_path), routing=True)
 
 
-def test_more_than_256_experts_are_told_in_16_bits(tmp_path):
+def test_more_than_256_experts_are_reported_in_16_bits(tmp_path):
     hf_model = make_checkpoint("qwen3_moe", tmp_path, num_experts=300, moe_intermediate_size=4)
     bench = Bench(load(tmp_path), routing=True)
     prompt = prompt_of(50, 2)

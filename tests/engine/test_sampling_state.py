@@ -80,7 +80,7 @@ def test_stop_tokens_are_not_drawn_before_min_tokens(model, prompt_of):
     bench.close()
 
 
-def test_a_deadline_ends_a_request_with_what_it_has(model, prompt_of):
+def test_a_deadline_ends_a_request_with_its_tokens_so_far(model, prompt_of):
     bench = Bench(model)
     now = [0.0]
     bench.engine.scheduler.clock = lambda: now[0]

@@ -29,7 +29,7 @@ CHANGED = [
 
 
 def log_softmax_after(hf_model, tokens: list[int]) -> torch.Tensor:
-    """[tokens, V]: row i is of the token that follows token i."""
+    """[tokens, V]: row i belongs to the token that follows token i."""
     with torch.inference_mode():
         return hf_model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
@@ -423,7 +423,7 @@ def test_after_a_fault_tokens_are_handed_back_with_their_tops(model, prompt_of, 
     bench.close(check=False)
 
 
-def test_steps_in_which_nobody_asks_have_one_upload_and_one_download(model, prompt_of):
+def test_steps_without_scores_have_one_upload_and_one_download(model, prompt_of):
     bench = Bench(model)
     d2h, downloads = bench.engine.executor.d2h, []
     run = d2h.run
@@ -465,7 +465,7 @@ def test_exact_sums_do_not_depend_on_the_order_of_additions(exact):
 
 
 class Copies(TorchDispatchMode):
-    """Notes of each copy whether both sides are of one piece."""
+    """Records for each copy whether both sides are contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -477,7 +477,7 @@ class Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_what_goes_to_the_host_has_no_gaps():
+def test_copies_to_the_host_are_contiguous():
     """CUDA takes a copy with gaps through memory that is not pinned: the launch would wait until the step is over."""
     scores = scores_module.StepScores(CpuDevice(), max_rows=8, chunk_tokens=64, vocab=VOCAB)
     scores.take_tops(torch.arange(6 * VOCAB).view(6, VOCAB) / 50, torch.tensor([0, 2, 5]))

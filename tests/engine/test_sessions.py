@@ -1,4 +1,4 @@
-"""Sessions: the KV of a conversation between its turns, and that nobody else can tell."""
+"""Sessions: the KV of a conversation between its turns, invisible to other requests."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_turn_that_ends_at_a_stop_token_leaves_all_that_went_through_the_model
 def test_the_longest_prefix_that_is_the_same_is_reused_and_the_rest_let_go(
     model, prompt_of, greedy, same, prefix_cache
 ):
-    """As when a template drops what was thought: the conversation goes on from within what the session holds."""
+    """As if a template drops the reasoning: the conversation goes on from a position inside the held KV."""
     bench = Bench(model, prefix_cache=prefix_cache)
     talk = Conversation(bench, "s", prompt_of)
     talk.say(16)
@@ -102,7 +102,7 @@ def test_the_same_prompt_again_computes_its_last_token(model, prompt_of, greedy)
     bench.close()
 
 
-def test_what_others_have_cached_is_taken_where_it_is_more(model, prompt_of, greedy):
+def test_a_longer_cached_prefix_of_other_requests_is_preferred(model, prompt_of, greedy):
     bench = Bench(model)
     talk, other = Conversation(bench, "s", prompt_of), Conversation(bench, "o", prompt_of)
     talk.say(10)
@@ -137,7 +137,7 @@ def test_a_turn_whose_prompt_is_scored_computes_it_and_leaves_it(model, prompt_o
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_turns_have_the_experts_of_all_their_tokens(tmp_path, prompt_of, prefix_cache):
-    """Those of what was said before come with its pages, also where a page is copied."""
+    """Entries of the earlier turns come with their pages, also if a page is copied."""
     hf_model = make_checkpoint("qwen3_moe", tmp_path, 0)
     bench = Bench(load(tmp_path), routing=True, prefix_cache=prefix_cache, prefill_chunk_tokens=7)
     talk = Conversation(bench, "s", lambda length, seed: [token % 71 for token in prompt_of(length, seed)])
@@ -338,7 +338,7 @@ def test_sessions_that_share_all_their_pages_are_bounded_too(most_pages, pages, 
         sessions.check()
     assert sessions.holding == most and sessions.pages == pages
     held, _ = sessions.match(session, prompt, 0)
-    assert held.tokens.base is None, "nothing of the prompt but what is held"
+    assert held.tokens.base is None, "only the held part of the prompt"
     sessions.end("c")
     sessions.check()
     assert sessions.holding == 0 and pool.used == pages
@@ -390,7 +390,7 @@ def test_a_prompt_that_cannot_come_in_anyway_costs_no_session_its_pages(model, p
 
 
 def test_a_turn_that_cannot_come_in_yet_costs_other_sessions_nothing(model, prompt_of, greedy):
-    """What its own session holds for it is not to be had a second time."""
+    """Pages that its own session holds are not counted twice."""
     bench = Bench(model, kv_pages=61, session_share=1.0, prefix_cache=False)
     talk, other = Conversation(bench, "s", prompt_of), Conversation(bench, "o", prompt_of)
     talk.say(40), other.say(4)
@@ -410,7 +410,7 @@ def test_a_turn_that_cannot_come_in_yet_costs_other_sessions_nothing(model, prom
 def test_an_admission_that_failed_is_tried_again_when_a_session_has_come_by_pages(model, prompt_of, greedy, depth):
     """A row ends and its session keeps all its pages: nothing came free, but the one that waits can have them.
 
-    At depth 2 it is tried in between, too, while the row is a zombie and its pages are nobody's to give.
+    At depth 2 it is tried in between, too, while the row is a zombie and its pages cannot be given away.
     """
     bench = Bench(model, kv_pages=41, session_share=1.0, prefix_cache=False, pipeline_depth=depth)
     talk = Conversation(bench, "s", prompt_of)

@@ -64,7 +64,7 @@ def test_on_a_cpu_most_of_the_memory_stays_free_unless_it_is_asked_for(model):
     assert pages(model, 200 * page, kv_memory_fraction=0.85) == 170
 
 
-def test_the_log_says_at_every_start_what_the_kv_pool_holds(model, caplog):
+def test_each_start_logs_the_size_of_the_kv_pool(model, caplog):
     caplog.set_level("INFO", logger="rollout")
     Bench(model, kv_pages=4, page_size=16, max_rows=2).close()
     (line,) = [record for record in caplog.records if hasattr(record, "kv_pages")]
@@ -76,7 +76,7 @@ def test_the_log_says_at_every_start_what_the_kv_pool_holds(model, caplog):
     ("pages", "context", "rows", "expected"),
     [(4, 1024, 2, (48, 48, 1)), (1025, 1024, 4, (16384, 1024, 4)), (130, 1024, 4, (2064, 1024, 2))],
 )
-def test_what_a_pool_holds(pages, context, rows, expected):
+def test_the_figures_of_a_pool(pages, context, rows, expected):
     size = PoolSize(pages, 16, context, rows)
     assert (size.tokens, size.longest, size.full_rows) == expected
 
@@ -234,7 +234,7 @@ def test_slots_of_adapters_and_the_buffers_of_offloading_are_not_planned_twice(m
 
 
 def test_host_memory_for_kv_leaves_room_for_adapters(model, monkeypatch):
-    """Those that are loaded later, too: each as large as a slot."""
+    """Adapters that are loaded later, too: each takes a whole slot."""
     page = page_bytes(model)
     fields = {"host_kv_gib": 8 * page / GIB, "adapter_slots": 1, "adapter_rank": 16, "max_adapters": 5}
     needed = 5 * AdapterSlots.bytes_for(model.spec, 1, 16, torch.float32)

@@ -85,7 +85,7 @@ def test_rows_whose_kv_is_on_the_host_or_on_its_way_have_the_tokens_of_a_run_tha
     assert tokens[0] == tokens[1]
 
 
-def test_what_a_sleep_says_of_itself(model, prompt_of):
+def test_the_answer_to_a_sleep_has_its_figures(model, prompt_of):
     bench = Sleeping(model)
     assert bench.status().sleep is None
     bench.submit("a", prompt_of(9), 5)
@@ -231,7 +231,7 @@ def test_a_worker_that_takes_no_weights_keeps_them(model):
     bench.close()
 
 
-def test_a_deeper_sleep_drops_what_was_kept_and_a_lighter_one_changes_nothing(model, prompt_of):
+def test_a_deeper_sleep_drops_kept_kv_and_a_lighter_one_changes_nothing(model, prompt_of):
     bench = Sleeping(model, None, Mailbox())
     assert bench.sleep(1).facts["level"] == 1
     assert bench.sleep(2).facts["level"] == 2

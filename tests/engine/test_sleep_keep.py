@@ -63,8 +63,8 @@ def test_completions_are_bit_for_bit_those_of_a_run_that_never_slept(folders, pr
     assert runs[0] == runs[1] and all(run[4] == () for run in runs[1].values())
 
 
-def test_what_the_host_has_no_room_for_is_computed_again_the_last_in_rank_first(model, prompt_of, greedy):
-    """Pages that they share are kept for those that find room."""
+def test_kv_without_room_on_the_host_is_recomputed_lowest_rank_first(model, prompt_of, greedy):
+    """Shared pages are kept for the sequences that find room."""
     bench = keeping(model, host_pages=16)
     bench.submit("group", prompt_of(12), 40, n=4)
     bench.ticks(22)
@@ -94,7 +94,7 @@ def test_an_interrupted_prompt_and_its_logprobs_go_on_where_they_were(model, pro
     assert runs[0] == runs[1]
 
 
-def test_what_ends_asleep_gives_its_host_memory_back(model, prompt_of, greedy):
+def test_a_sequence_that_ends_asleep_frees_its_host_memory(model, prompt_of, greedy):
     """A group whose members share a prompt, a turn of a session, one with a deadline; one of all goes on."""
     bench = keeping(model)
     now_s = bench.engine.scheduler.clock()
@@ -125,8 +125,8 @@ def test_what_ends_asleep_gives_its_host_memory_back(model, prompt_of, greedy):
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_rows_that_share_a_prompt_do_so_again_whoever_comes_back_when(model, prompt_of, greedy, prefix_cache):
-    """Rows of a group come back together, but for two, for which there is no row before others have ended."""
+def test_rows_that_share_a_prompt_share_it_again_in_any_order_of_return(model, prompt_of, greedy, prefix_cache):
+    """Rows of a group come back together, except two that wait for a free row."""
     bench = keeping(model, LateDevice({"kv_in": lambda: 0.001}), prefix_cache=prefix_cache, max_rows=6)
     bench.submit("group", prompt_of(40), 40, n=6)
     bench.ticks(9)

@@ -1,4 +1,4 @@
-"""Orders to sleep and wake one after the other, beside updates, ends and faults; memory that is not to be had."""
+"""Sequences of sleep and wake, during updates, ends and faults, and without enough memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_engine_without_such_memory_refuses(model):
     bench.close()
 
 
-def test_waking_what_is_awake_changes_nothing(model, prompt_of, greedy):
+def test_waking_an_awake_engine_changes_nothing(model, prompt_of, greedy):
     bench = Sleeping(model)
     bench.submit("a", prompt_of(9), 20)
     bench.ticks(6)
@@ -97,7 +97,7 @@ def test_weights_that_the_host_cannot_keep_leave_it_awake_with_all_its_kv(model,
     bench.close()
 
 
-def test_what_is_paused_stays_so_and_a_resume_amid_the_sleep_launches_nothing(model, prompt_of, greedy):
+def test_a_pause_outlasts_a_sleep_and_a_resume_during_it_launches_nothing(model, prompt_of, greedy):
     bench = Sleeping(model)
     bench.submit("a", prompt_of(9), 20)
     bench.ticks(6)
@@ -170,7 +170,7 @@ def test_it_waits_for_an_update_that_is_being_received_and_lets_no_other_in(mode
     bench.close()
 
 
-def test_what_was_stale_before_is_so_after_it(model, folders, prompt_of):
+def test_stale_weights_are_stale_after_a_sleep(model, folders, prompt_of):
     mailbox = Mailbox()
     bench = Sleeping(model, None, mailbox)
     bench.engine.gate.request_hold(lambda: None)
@@ -191,7 +191,7 @@ def test_what_was_stale_before_is_so_after_it(model, folders, prompt_of):
 
 @pytest.mark.parametrize("asleep", [True, False])
 @pytest.mark.parametrize("mode", ["drain", "now"])
-def test_a_worker_that_ends_hands_back_what_waited(model, prompt_of, greedy, mode, asleep):
+def test_a_worker_that_ends_answers_waiting_requests(model, prompt_of, greedy, mode, asleep):
     bench = Sleeping(model, None, Mailbox(), host_kv_gib=0.001)
     bench.submit("a", prompt_of(9), 20)
     bench.ticks(6)

@@ -23,7 +23,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
         yield worker
 
 
-def test_requests_run_while_nobody_waits(worker: WorkerProcess) -> None:
+def test_requests_run_without_a_waiting_thread(worker: WorkerProcess) -> None:
     with BackgroundClient(worker.endpoint) as client, RolloutClient(worker.endpoint) as other:
         other.pause()
         many = client.generate_many(["17:", "9:"], n=2, **COUNT)
@@ -39,7 +39,7 @@ def test_future_raises_what_the_client_does(worker: WorkerProcess) -> None:
         client.generate("5:", temperature=-1.0).result(30)
 
 
-def test_closing_cancels_what_is_unfinished_at_the_worker(worker: WorkerProcess) -> None:
+def test_closing_cancels_unfinished_requests_at_the_worker(worker: WorkerProcess) -> None:
     with RolloutClient(worker.endpoint) as other:
         other.pause()
         client = BackgroundClient(worker.endpoint)

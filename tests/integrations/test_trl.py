@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(checkpoint: Path) -> Iterator[WorkerProcess]:
-    """A worker of the model with other weights than the checkpoint's, until somebody brings it those."""
+    """A worker of the model, with other weights than the checkpoint's, until the trainer publishes them."""
     with start(checkpoint, checkpoint.parent / "worker.log", load_format="random", max_rows=32) as worker:
         yield worker
 
@@ -278,7 +278,7 @@ def test_no_more_is_made_than_the_trainer_may_take_and_nothing_is_lost(
     assert groups == [group for group in range(4) for _ in range(4)]
 
 
-def test_a_failing_reward_function_is_told_by_check_health(make_rollouts: Callable[..., RolloutWorker]) -> None:
+def test_check_health_reports_a_failing_reward_function(make_rollouts: Callable[..., RolloutWorker]) -> None:
     def reward(**columns: Any) -> list[float]:
         raise ZeroDivisionError("no reward")
 

@@ -328,7 +328,7 @@ def wrong_order(rng: random.Random, request_id: str) -> Hostile:
     if case == 3:
         return Hostile([first, first, blob], request_id)
     if case == 4:
-        return Hostile([b"\0" * 5, b"", first, blob], UNREADABLE)  # an envelope of somebody's router
+        return Hostile([b"\0" * 5, b"", first, blob], UNREADABLE)  # the envelope of another router
     return Hostile([b""] * rng.randrange(3, 6), UNREADABLE)
 
 

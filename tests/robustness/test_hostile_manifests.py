@@ -213,7 +213,7 @@ def hostile_bucket(token: bytes, rng: random.Random) -> list[bytes]:
     elif change == 1:
         header = rng.randbytes(len(header))
     frames = {2: [payload, header], 3: [header], 4: [header, payload, payload], 5: [b"", header, payload]}
-    # A right bucket would be one, so the checksum of those that could be is wrong.
+    # No bucket may be valid, so those of the right form get a wrong checksum.
     right = len(payload) in (64, 128) and change == 1
     return frames.get(change, [header, payload + b"x" if right else payload])
 
@@ -258,7 +258,7 @@ SPOILED = {
     "another type": update("norm.weight", dtype="F64"),
     "a name more": lambda header: header.update(extra={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}),
     "a name less": lambda header: header.pop("norm.weight") and None,
-    "an entry that is none": lambda header: header.update({"norm.weight": [1]}),
+    "an entry of another type": lambda header: header.update({"norm.weight": [1]}),
     "deep JSON": lambda header: b"[" * 100_000,
     "metadata of 64 MiB": lambda header: json.dumps(header | {"__metadata__": {"x": "y" * (64 << 20)}}).encode(),
     "numbers without end": lambda header: b'{"a":' + b"9" * 100_000 + b"}",

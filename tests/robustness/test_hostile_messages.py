@@ -172,7 +172,7 @@ def settle(attackers: list[Attacker], good: GoodStream) -> None:
 
 
 @pytest.mark.parametrize("messages", MESSAGES)
-def test_each_hostile_message_has_one_answer_and_disturbs_nobody(messages: int, codec) -> None:
+def test_each_hostile_message_has_one_answer_and_others_go_on(messages: int, codec) -> None:
     warm_up = int(messages * WARM_UP)
     with serving(codec, **LIMITS) as bench:
         engine = Engine(bench, "good")
@@ -272,7 +272,7 @@ def test_a_message_twice_as_large_as_allowed_closes_its_connection_and_no_other(
         assert good.ask("ping")["op"] == "ok"
 
 
-def test_junk_on_the_port_disturbs_nobody_and_takes_no_memory(codec) -> None:
+def test_junk_on_the_port_takes_no_memory_and_others_go_on(codec) -> None:
     with serving(codec) as bench:
         good = bench.client()
         good.send("generate", "good", prompt=[1, 2], max_tokens=3)

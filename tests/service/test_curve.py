@@ -244,7 +244,7 @@ def test_a_client_without_keys_is_refused(server: Server) -> None:
 
 
 def test_a_client_that_expects_another_worker_sends_it_nothing(server: Server, keys: Path) -> None:
-    """The worker proves who it is: keys of a worker that somebody put in its place do not match."""
+    """The worker proves its identity: the keys of an impostor do not match."""
     wrong = curve(keys, server="clients/other.key")
     with RolloutClient(server.endpoint, connect_timeout_s=2.0, curve=wrong) as client:
         with pytest.raises(ConnectionLost, match="is the worker's public key"):
@@ -391,7 +391,7 @@ def test_what_travels_is_encrypted(server: Server, keys: Path) -> None:
 
 
 class SecuredWorker(Worker):
-    """The weights harness behind a real server with CURVE on both sockets."""
+    """The weights harness and a real server, with CURVE on both sockets."""
 
     def __init__(self, settings: SecuritySettings) -> None:
         super().__init__()

@@ -147,7 +147,7 @@ def test_named_client_that_stays_away_has_its_requests_ended_and_their_partials_
         bench.put(delta(request.key, 0, 0, [1, 2], finish=Finish("length")), delta(request.key, 1, 0, [3]))
         assert gone.ask("ping", "p", client="job")["op"] == "ok"
         vanish(gone)
-        assert bench.command() == Cancel(request.key), "nobody sent anything: the worker noticed by itself"
+        assert bench.command() == Cancel(request.key), "no message came: the worker noticed by itself"
         for index, tokens in ((1, [4]), (2, [])):
             bench.put(delta(request.key, index, 1 if index == 1 else 0, tokens, finish=Finish("cancelled")))
         bench.put(done(request))
@@ -163,7 +163,7 @@ def test_named_client_that_stays_away_has_its_requests_ended_and_their_partials_
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_what_a_vanished_client_has_no_token_of_is_not_kept(codec, cancelled):
+def test_a_completion_without_tokens_of_a_vanished_client_is_not_kept(codec, cancelled):
     with serving(codec, lease_s=0.1) as bench:
         gone = bench.client()
         gone.send("generate", "r", client="job", prompt=[1], n=2, max_tokens=9)
@@ -339,7 +339,7 @@ def test_prompts_of_vanished_clients_are_not_worked_on_and_hold_no_memory(codec)
         vanish(gone)
         while other.ask("status", "s")["reclaimed"] != 5:
             pass
-        assert tracemalloc.get_traced_memory()[0] < 12_000_000  # a message may still be in somebody's hand
+        assert tracemalloc.get_traced_memory()[0] < 12_000_000  # a message may still be referenced
         tracemalloc.stop()
         slow.go.set()
         other.send("generate", "next", prompt="next", max_tokens=9)

@@ -1,4 +1,4 @@
-"""When clients that were refused are told to come back."""
+"""The delay after which refused clients are asked to retry."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_pieces_of_text_fit_together_wherever_a_completion_changes_workers(codec
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "error", "deadline", "stale"])
-def test_what_breaks_off_shows_no_text_that_later_tokens_change(codec, reason):
+def test_an_interrupted_completion_shows_no_text_that_later_tokens_change(codec, reason):
     """Half a character, and what may become a stop string, come with the tokens that make them whole."""
     tokens = codec.encode("the ENe é 👍 漢EN done").tolist()
     whole, stop = codec.decode(tokens), {"strings": ["ENDLESS", "EN done!"]}
@@ -95,8 +95,8 @@ def test_what_breaks_off_shows_no_text_that_later_tokens_change(codec, reason):
             assert shown + client.receive()["text"] == client.receive()["completions"][0]["text"] == whole
 
 
-def test_what_ends_by_itself_shows_all_its_text(codec):
-    """Nothing comes after it; half a character is told as U+FFFD."""
+def test_a_finished_completion_shows_all_its_text(codec):
+    """Nothing follows; half a character becomes U+FFFD."""
     tokens = codec.encode("an END 漢").tolist()
     with serving(codec) as bench:
         client = bench.client()

@@ -1,4 +1,4 @@
-"""What is refused, with which code and which field; and that a wrong message disturbs nobody else."""
+"""Refusals, with their code and field; a wrong message does not affect other clients."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def bench():
 
 
 def entries(start: int, end: int) -> np.ndarray:
-    """Those of positions start..end-1, which they tell."""
+    """Entries of positions start..end-1; each is its position."""
     flat = np.arange(start, end, dtype=np.uint8)[:, None, None]
     return np.broadcast_to(flat, (end - start, 2, 3)).copy()
 

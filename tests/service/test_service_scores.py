@@ -23,7 +23,7 @@ def bench():
 
 
 def tops(tokens: list[int], k: int) -> dict[str, np.ndarray]:
-    """What an engine may tell of these tokens: ids from 10 times the token on."""
+    """Top tokens as an engine reports them: ids from 10 times the token on."""
     ids = np.array([[10 * token + i for i in range(k)] for token in tokens], np.int32).reshape(len(tokens), k)
     return {"top_ids": ids, "top_logprobs": -ids.astype(np.float32) / 8}
 
@@ -212,7 +212,7 @@ OLD = {"token_ids": [11, 12], "seed": 77}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(bench, fields, field, reason):
+def test_invalid_score_fields_are_refused_with_the_reason(bench, fields, field, reason):
     error = bench.client().ask("generate", prompt=[1], max_tokens=5, **fields)
     assert (error["code"], error["field"]) == ("bad_request", field), error
     assert reason in error["message"]

@@ -49,7 +49,7 @@ def test_a_session_is_its_clients_and_has_a_lease(bench, client):
         ({"session": "s", "session_lease_s": float("nan")}, "session_lease_s"),
     ],
 )
-def test_what_makes_no_session_is_refused_by_name(bench, client, fields, field):
+def test_wrong_session_fields_are_refused_by_name(bench, client, fields, field):
     error = client.ask("generate", prompt=[1], **fields)
     assert (error["code"], error["field"]) == ("bad_request", field)
     assert bench.inbox.empty()
@@ -73,7 +73,7 @@ def test_ending_a_session_is_confirmed_once_the_engine_has(bench, client):
 
 
 def test_the_end_of_a_session_does_not_overtake_a_turn_whose_prompt_is_tokenized(codec):
-    """It would end nothing, and the turn would begin a session that nobody ends."""
+    """It would end nothing, and the turn would begin a session that never ends."""
     slow = SlowCodec(codec)
     with serving(slow) as bench:
         client, other = bench.client(), bench.client()

@@ -248,7 +248,7 @@ def test_a_full_store_forgets_the_oldest_and_says_so_by_not_found(codec):
         assert client.ask("attach", "x", client="job", target="b")["op"] == "result"
 
 
-def test_status_tells_what_is_stored(bench):
+def test_status_counts_stored_results(bench):
     client = bench.client()
     client.send("generate", "r", **REQUEST)
     bench.finish(bench.submitted())

@@ -106,7 +106,7 @@ def test_attach_after_the_end_brings_the_rest_and_the_result(bench):
         (0, 3, [4, 5, 6], [[7, 1], [8, 2]]),
         (1, 6, [], []),
     ]
-    assert all(chunk["finish_reason"] == "length" for chunk in chunks), "the end is told to who may not have heard it"
+    assert all(chunk["finish_reason"] == "length" for chunk in chunks), "the end is repeated: it may have been lost"
     assert one.receive()["op"] == "result", "nothing of what the client has as a whole"
     one.send("attach", "c", client="job", target="r", stream="completions")
     Reader().read(one)

@@ -1,4 +1,4 @@
-"""The process that renders and tokenizes prompts: what it gives back, and what becomes of it and of its prompt."""
+"""The process that renders and tokenizes prompts: its results, its faults, and its replacement."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def chatter(request: pytest.FixtureRequest) -> tuple[str, list[str]]:
     return request.param, run.stderr.splitlines()
 
 
-def test_what_libraries_print_and_nobody_caught_comes_out_in_the_same_form(chatter: tuple[str, list[str]]):
+def test_library_output_and_uncaught_errors_are_logged_in_the_same_form(chatter: tuple[str, list[str]]):
     form, lines = chatter
     expected = [
         ("warning", "transformers.models.x", "from transformers"), ("warning", "huggingface_hub.x", "from the hub"),

@@ -1,4 +1,4 @@
-"""What is installed is what is here, and the light parts import nothing heavy."""
+"""The wheel holds all packages, and the light ones import nothing heavy."""
 
 from __future__ import annotations
 

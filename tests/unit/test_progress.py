@@ -16,7 +16,7 @@ from rollout.progress import stage
 
 
 class Terminal(io.StringIO):
-    """What stderr is when somebody looks."""
+    """A stderr that is a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -32,7 +32,7 @@ class CutCable:
     def _serve(self) -> None:
         with contextlib.suppress(OSError), self._ends[0] as listener:
             near = listener.accept()[0]
-            listener.close()  # nobody comes back
+            listener.close()  # no connection comes after it
             with near, socket.create_connection(("127.0.0.1", self._to)) as far:
                 self._ends = [near, far]
                 back = threading.Thread(target=self._back, args=(far, near), daemon=True)

@@ -34,7 +34,7 @@ from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
 
 SMALL = 64
-_MIDDLE = {"cuda_ipc": 17}  # buckets that are begun when it happens: half of 16 slots are packed before any is told of
+_MIDDLE = {"cuda_ipc": 17}  # buckets begun by then: half of 16 slots are packed before any is announced
 _SOONER = 5
 
 
@@ -148,7 +148,7 @@ def train(order: dict[str, Any]) -> None:
 
 def main() -> None:
     faulthandler.enable()  # a child that crashes says where each of its threads was
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the children are not waited for
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()

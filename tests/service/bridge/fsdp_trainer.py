@@ -129,7 +129,7 @@ def train_fsdp(order: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 handle = publisher.publish(state, version)
-                # The trainer's own collectives go on meanwhile; they are of another group.
+                # The trainer's own collectives go on; they use another group.
                 total = torch.ones(1)
                 if not fault or version == 1:
                     dist.all_reduce(total)

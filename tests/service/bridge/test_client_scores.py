@@ -23,7 +23,7 @@ ASKED: dict[str, Any] = {"logprobs": 3, "prompt_logprobs": True, "seed": SEED}
 
 
 def check_tops(part: Completion, seed: int, tokens: int, unknown: int = 0) -> None:
-    """Those of all tokens, and of the first `unknown` none."""
+    """Scores of all tokens except the first `unknown`."""
     expected = columns(seed, 0, tokens, 0, tops=3)
     assert part.top_ids is not None and part.top_logprobs is not None
     assert (part.top_ids.dtype, part.top_logprobs.dtype) == (np.int32, np.float32)

@@ -29,7 +29,7 @@ def answer_and_end(socket: zmq.Socket, context: zmq.Context) -> None:
 
 @pytest.mark.parametrize("_", range(12))
 def test_the_last_words_of_a_worker_arrive(_: int) -> None:
-    """ZeroMQ may drop them where it is told to queue nothing for a worker that is not there: about every other time."""
+    """With no queue for an absent worker, ZeroMQ may drop them: about every other time."""
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")

@@ -70,7 +70,7 @@ def test_what_takes_long_at_the_start_is_told_on_stderr_unless_asked_not_to(
     log = tmp_path / "worker.log"
     log.write_text(line("rollout.progress", "of the worker before") + "\n")
     said = [("rollout.progress", "loading weights: 45 %"), ("rollout.engine.build", "beside it"), ("x", "of others")]
-    lines = ["{", '{"a":' * 5000, *(line(*each) for each in said)]  # what is no line of a log is nobody's concern
+    lines = ["{", '{"a":' * 5000, *(line(*each) for each in said)]  # lines in another form are ignored
     code = f"print(*{lines!r}, sep='\\n', flush=True)\n{FAKE}"
     with start(code, log_file=log):
         assert capfd.readouterr().err == "worker box:7: loading weights: 45 %\n"

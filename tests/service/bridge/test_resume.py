@@ -1,4 +1,4 @@
-"""Clients that resume: what goes on where, what is sent for it, what the caller sees, and when it is given up."""
+"""Clients that resume: the worker that goes on, the messages sent, the caller's view, and when they give up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions as the clients send them: which worker gets what, and when it is told that one is over."""
+"""Sessions as the clients send them: the worker of each turn, and the message that ends a session."""
 
 from __future__ import annotations
 

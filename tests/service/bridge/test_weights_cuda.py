@@ -64,7 +64,7 @@ def test_an_update_waits_on_the_device_and_the_swap_copies_from_there(transport:
 
 
 def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
-    """The upload is behind other work of its stream; nobody may be handed the update before it has run."""
+    """The upload waits for earlier work of its stream; the update must not be handed over before it has run."""
     with Worker(model=TinyModel(device="cuda"), apply="staged") as worker:
         shadow = worker.receiver._mode.shadow
         assert shadow is not None
@@ -155,7 +155,7 @@ def test_staging_is_not_released_while_a_copy_on_the_device_may_read_it() -> Non
             slow(0.2)
             update.copy_into()
             worker.receiver.applied(update, 0.0)
-            assert not update.released  # the copies wait behind the stream's other work
+            assert not update.released  # the copies wait for the stream's earlier work
             handle.applied(60)
             torch.cuda.synchronize()
             assert update.released

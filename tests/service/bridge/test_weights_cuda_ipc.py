@@ -152,7 +152,7 @@ class OnGpu(torch.Tensor):
 
 
 class ByHand:
-    """A receiver without its thread, and a trainer that announces what it is told to."""
+    """A receiver without its thread, and a trainer that announces on demand."""
 
     def __init__(self, memory: HostMemory | None = None, bucket_bytes: int = SMALL) -> None:
         self.memory = memory or HostMemory()
@@ -350,7 +350,7 @@ def test_no_slot_is_packed_anew_before_every_worker_has_acknowledged_it(
 
 
 class Full(HostMemory):
-    """A GPU with room for so many slots."""
+    """A GPU with room for a given number of slots."""
 
     room = 0
 

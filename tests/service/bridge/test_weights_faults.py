@@ -204,7 +204,7 @@ def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_u
         return plain(self, *arguments)
 
     tensors = new_tensors(TinyModel(), 1)
-    # The folder of `disk` is written before workers are told of it.
+    # The folder of `disk` is written before workers are notified.
     limits = {"stall_s": 1.5, "begin_s": 3.0 if transport == "disk" else 10.0, "apply_s": 10.0}
     monkeypatch.setattr(Payload, step, pack)
     how = {"transport": transport, "folder": str(tmp_path), "bucket_bytes": SMALL}

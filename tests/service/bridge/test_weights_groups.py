@@ -171,7 +171,7 @@ class Groups:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made = 0
-        self.left: list[int] = []  # the ranks of those who left theirs; the publisher's is 0
+        self.left: list[int] = []  # the ranks that left their group; the publisher's is 0
         join, leave = BroadcastGroup.__init__, BroadcastGroup.close
         ranks: weakref.WeakKeyDictionary[BroadcastGroup, int] = weakref.WeakKeyDictionary()
 
@@ -245,7 +245,7 @@ def test_buffers_of_an_update_that_failed_live_until_nothing_is_packed_to_them(m
 
 
 class Hangs:
-    """In the place of a group: whoever joins is stuck, as inside of NCCL, until `over`."""
+    """Stands in for a group: joining blocks, as inside NCCL, until `over`."""
 
     over: threading.Event
     clock_s = 0.0

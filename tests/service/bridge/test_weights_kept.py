@@ -171,7 +171,7 @@ def test_a_worker_that_refuses_it_is_left_alone_and_others_get_it(monkeypatch: p
                 wait_for(lambda: again.receiver.version == 1, "the newest version")
                 assert serves(again.model, tensors)
         forgiven.clear()
-        wait_for(lambda: other.endpoint in forgiven, "the publisher notices that nobody is there")
+        wait_for(lambda: other.endpoint in forgiven, "the publisher to notice that the worker is gone")
         with Worker(port=other.port) as right:
             wait_for(lambda: right.receiver.version == 1, "the newest version")
             assert serves(right.model, tensors)
@@ -246,6 +246,6 @@ def test_a_fault_while_a_worker_is_brought_up_to_date_does_not_end_the_publisher
             with Worker(port=port) as again:
                 wait_for(lambda: again.receiver.version == 1, "the newest version, after two faults")
                 assert serves(again.model, tensors) and len(faults) == 2
-                assert all(handle.applied(0) == [] for handle in faults)  # over: nobody could wait for it for ever
+                assert all(handle.applied(0) == [] for handle in faults)  # over: a wait ends
                 publisher.publish(tensors := new_tensors(first.model, 2), 2).applied(20)
                 assert serves(again.model, tensors)

@@ -37,7 +37,7 @@ class FakeWorker:
         self.endpoint, self.data_endpoint = (f"tcp://127.0.0.1:{port}" for port in ports)
         self.acks, self.buckets = acks, 0
         self.actions: list[str] = []
-        self.answers: dict[str, dict] = {}  # by action; absent: those of `answer`
+        self.answers: dict[str, dict] = {}  # by action; `answer` has the others
         self._answer = answer or self._grant
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run)

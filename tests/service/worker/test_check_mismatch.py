@@ -1,4 +1,4 @@
-"""`scripts/check/mismatch.py`: a worker's log-probs are transformers', and other weights are told apart."""
+"""`scripts/check/mismatch.py`: a worker's log-probs equal those of transformers; other weights are detected."""
 
 from __future__ import annotations
 

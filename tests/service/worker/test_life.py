@@ -118,7 +118,7 @@ def assert_serves(client: RolloutClient) -> None:
     until(idle, "the worker to be idle")
 
 
-def test_after_a_fault_the_worker_hands_back_what_it_has_and_recovers_unless_it_fails_too_often(
+def test_after_a_fault_the_worker_returns_tokens_so_far_and_recovers_unless_it_fails_too_often(
     start_faulty: Callable[[str], Faulty],
 ) -> None:
     worker = start_faulty("recovering")
@@ -135,7 +135,7 @@ def test_after_a_fault_the_worker_hands_back_what_it_has_and_recovers_unless_it_
     assert [fact["event"] for fact in facts(worker.process.log_path)] == ["ready", "ended"]
 
 
-def test_a_request_that_cannot_be_taken_is_an_error_and_a_fault_amid_new_weights_ends_the_worker(
+def test_a_failed_submit_is_an_error_and_a_fault_during_a_swap_ends_the_worker(
     start_faulty: Callable[[str], Faulty],
 ) -> None:
     """The worker's weights are unknown then, so it ends; the publisher gets the error, too."""
@@ -191,7 +191,7 @@ def test_a_hang_shows_in_the_status_and_one_that_lasts_ends_the_worker_with_all_
     assert worker.ended() == HUNG
 
 
-def test_threads_that_end_are_told_of_and_without_the_service_the_worker_ends(
+def test_dead_threads_are_reported_and_without_the_service_the_worker_ends(
     start_faulty: Callable[[str], Faulty],
 ) -> None:
     worker = start_faulty("threads")
@@ -215,7 +215,7 @@ def test_threads_that_end_are_told_of_and_without_the_service_the_worker_ends(
     assert worker.ended() == 1
 
 
-def test_a_drain_finishes_what_it_can_and_hands_the_rest_back_at_its_deadline(
+def test_a_drain_finishes_short_completions_and_returns_the_rest_at_its_deadline(
     start_faulty: Callable[[str], Faulty],
 ) -> None:
     worker = start_faulty("deadline")
@@ -231,7 +231,7 @@ def test_a_drain_finishes_what_it_can_and_hands_the_rest_back_at_its_deadline(
 
 
 @pytest.mark.nightly
-def test_without_time_to_drain_everything_is_handed_back_at_once(start_faulty: Callable[[str], Faulty]) -> None:
+def test_without_time_to_drain_all_completions_return_immediately(start_faulty: Callable[[str], Faulty]) -> None:
     worker = start_faulty("at once")
     with worker.client() as client:
         streams = streams_of(client)

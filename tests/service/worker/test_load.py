@@ -117,7 +117,7 @@ def test_a_full_queue_refuses_the_rest_and_batches_come_back_until_all_is_done(
         refused = [raw.receive() for _ in range(2 * MAX_QUEUE)]
         assert {(reply["op"], reply["code"]) for reply in refused} == {("error", "overloaded")}
         assert all(0 < reply["retry_after_s"] < 60 for reply in refused)
-        until(lambda: control.status()["queue"]["waiting"] == MAX_QUEUE, "the status to tell of the queue")
+        until(lambda: control.status()["queue"]["waiting"] == MAX_QUEUE, "a full queue in the status")
 
         def work(place: int) -> None:
             requests = short_requests(place * 50, 50)
@@ -161,7 +161,7 @@ def test_the_process_that_prepares_prompts_is_replaced_while_the_worker_serves(
 
 
 def stalled_socket(context: zmq.Context, endpoint: str) -> zmq.Socket:
-    """A connection that takes as little as it can while nobody reads it."""
+    """A connection with the smallest buffers."""
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.RCVHWM, 1)
@@ -170,7 +170,7 @@ def stalled_socket(context: zmq.Context, endpoint: str) -> zmq.Socket:
     return socket
 
 
-def test_a_client_that_does_not_read_costs_a_bounded_buffer_and_nobody_else(narrow: WorkerProcess) -> None:
+def test_a_client_that_does_not_read_costs_a_bounded_buffer_and_others_go_on(narrow: WorkerProcess) -> None:
     request = {"prompt": "17:", "n": 24, "max_tokens": 1000}
     message = {"v": 1, "op": "generate", "id": "s", "client": "stalled", "stream": "tokens", "stream_every": 1}
     with zmq.Context() as context, RolloutClient(narrow.endpoint, client="good", timeout_s=60.0) as good:

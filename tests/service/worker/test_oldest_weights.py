@@ -13,7 +13,7 @@ from trainer_bridge.publish.publisher import WeightPublisher
 PROMPT = "17:"
 
 
-def test_no_request_begins_under_older_weights_than_the_worker_is_told_to_serve(tmp_path: Path) -> None:
+def test_no_request_begins_under_weights_older_than_min_version(tmp_path: Path) -> None:
     with launch(log=tmp_path / "first.log", min_version=1) as first:
         endpoint = first.endpoint
         with (

@@ -168,7 +168,7 @@ def test_the_minimal_client_prints_a_completion_and_a_stream(worker: WorkerProce
     assert len(streamed) == 3 and lines[-1].startswith("prompt 3 tokens, ")
 
 
-def test_the_minimal_client_says_what_was_refused(worker: WorkerProcess) -> None:
+def test_the_minimal_client_prints_a_refusal(worker: WorkerProcess) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "minimal_client.py"), worker.endpoint, "--max-tokens", "99999"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=subprocess_environment())
     assert done.returncode == 1 and done.stderr.startswith("too_long: ") and done.stderr.count("\n") == 1

@@ -86,7 +86,7 @@ def test_twenty_killed_clients_leave_nothing_behind(worker: WorkerProcess, tmp_p
         assert_idle(worker)
         status = client.status()
         assert status["reclaimed"] == before + 40
-        assert status["results"]["stored"] == 10, "partials of those that may come back, and of no other"
+        assert status["results"]["stored"] == 10, "partials of clients that may come back, and of no others"
     for name in filter(None, names):
         with RolloutClient(worker.endpoint, client=name, timeout_s=60.0) as client:
             for completion in client.attach("r").completions:

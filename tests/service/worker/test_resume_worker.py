@@ -49,7 +49,7 @@ class MortalWorker:
         self.endpoint = self.process.endpoint
 
     def count(self, tokens: int) -> None:
-        """So many more tokens have come."""
+        """Count tokens that have arrived."""
         self._tokens += tokens
         if self._kill_at and self._tokens >= self._kill_at[0]:
             self._kill_at.pop(0)

@@ -269,7 +269,7 @@ def test_a_supervised_worker_leaves_ctrl_c_to_its_supervisor() -> None:
         assert subprocess.run(command, env=subprocess_environment()).returncode == status
 
 
-def test_a_worker_that_is_back_while_the_first_is_down_leaves_all_endpoints_told(tmp_path: Path) -> None:
+def test_a_worker_that_is_back_while_the_first_is_down_keeps_all_endpoints_listed(tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
     service = ServiceSettings(bind="tcp://127.0.0.1:7000")
     settings = Settings(service=service, ready_file=str(ready), supervisor=SupervisorSettings(workers=2))

@@ -312,7 +312,7 @@ def test_a_worker_that_dies_or_hangs_meanwhile_is_told_of_and_q_leaves_at_once(t
             silent = f"no answer from {dying.endpoint}"  # if the question was given up before the worker's end
             until(lambda: "was lost" in terminal.shown or silent in terminal.shown, "the end")
             terminal.type("q")
-            assert terminal.process.wait(60) == 0, "two silent workers keep nobody waiting: for 600 s"
+            assert terminal.process.wait(60) == 0, "it does not wait 600 s for two silent workers"
             assert terminal.attributes() == terminal.before
         finally:
             terminal.close()

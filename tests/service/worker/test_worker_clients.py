@@ -68,7 +68,7 @@ def test_twenty_tasks_of_one_async_client(worker: WorkerProcess) -> None:
             task = asyncio.create_task(client.generate("17:", max_tokens=30_000))
             while (await client.status())["rows"]["running"] != 1:
                 await asyncio.sleep(0)
-            task.cancel()  # the worker is told: the fixture sees that no row is left
+            task.cancel()  # the worker gets a cancel: the fixture checks that no row is left
             with pytest.raises(asyncio.CancelledError):
                 await task
 

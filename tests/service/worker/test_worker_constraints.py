@@ -1,4 +1,4 @@
-"""Constrained completions from a real worker: valid every time, refused with the reason, and nobody else disturbed."""
+"""Constrained completions from a real worker: valid every time, or refused with the reason; others go on."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_continued_completion_stays_in_its_constraint(client: RolloutClient) -
         ({"constraint": {"regex": "a"}, "stop": {"min_tokens": 3}}, "stop.min_tokens", "min_tokens"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_the_reason(
+def test_unusable_constraints_are_refused_with_the_reason(
     client: RolloutClient, fields: dict, field: str, reason: str
 ) -> None:
     with pytest.raises(BadRequest, match=reason) as caught:

@@ -53,7 +53,7 @@ def test_pause_with_abort_hands_everything_back(client: RolloutClient) -> None:
     assert text_of(client.generate("17:", max_tokens=6).completions[0].token_ids) == " 18 19"
 
 
-def test_cancel_ends_a_request_with_what_it_has(client: RolloutClient) -> None:
+def test_cancel_ends_a_request_with_its_tokens_so_far(client: RolloutClient) -> None:
     with client.generate("17:", n=3, **LONG) as stream, client.generate("90:", **LONG) as other:
         next(stream)
         stream.cancel()
@@ -67,7 +67,7 @@ def test_cancel_ends_a_request_with_what_it_has(client: RolloutClient) -> None:
         other.cancel()
 
 
-def test_cancel_reaches_what_still_waits(client: RolloutClient) -> None:
+def test_cancel_reaches_waiting_requests(client: RolloutClient) -> None:
     with client.generate("17:", n=8, **LONG) as stream:
         next(stream)
         waiting = client.generate("18:", max_tokens=5, stream="completions", request_id="waits")
@@ -77,7 +77,7 @@ def test_cancel_reaches_what_still_waits(client: RolloutClient) -> None:
         stream.cancel()
 
 
-def test_a_deadline_ends_a_completion_with_what_it_has(client: RolloutClient) -> None:
+def test_a_deadline_ends_a_completion_with_its_tokens_so_far(client: RolloutClient) -> None:
     result = client.generate("17:", n=2, max_tokens=20_000, deadline_s=0.3)
     for completion in result.completions:
         assert completion.finish_reason == "deadline" and 0 < len(completion) < 20_000

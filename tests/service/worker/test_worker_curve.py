@@ -62,7 +62,7 @@ def test_a_client_generates_and_a_publisher_publishes(secured: WorkerProcess, cu
     assert [run[0] for run in before.versions] == [0] and [run[0] for run in after.versions] == [1]
 
 
-def test_nobody_else_is_let_in(secured: WorkerProcess) -> None:
+def test_other_clients_are_refused(secured: WorkerProcess) -> None:
     with RolloutClient(endpoint_of(secured), connect_timeout_s=2.0) as client, pytest.raises(RolloutError) as error:
         client.status()
     assert "CURVE" in str(error.value)

@@ -19,7 +19,7 @@ from trainer_bridge.publish.publisher import WeightPublisher
 
 
 def lines(path: Path) -> list[dict]:
-    """Those that are whole: a line may be seen while it is being written."""
+    """The complete lines: the last one may be half written."""
     written = path.read_text().rpartition("\n")[0] if path.exists() else ""
     return [json.loads(line) for line in written.splitlines()]
 

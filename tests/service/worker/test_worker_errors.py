@@ -102,7 +102,7 @@ OPTIONAL_FIELDS = {
 OPTIONAL_OPS = ("attach", "ack", "sleep", "wake", "report", "trace")
 
 
-def test_what_the_capabilities_do_not_list_is_refused_by_name(raw: RawClient) -> None:
+def test_features_outside_the_capabilities_are_refused_by_name(raw: RawClient) -> None:
     offered = set(raw.ask("status", "s")["capabilities"])
     refused = [name for name in OPTIONAL_FIELDS if name not in offered]
     for name in refused:
@@ -149,7 +149,7 @@ def test_fields_of_other_versions_that_ask_for_nothing_are_accepted(raw: RawClie
     assert raw.ask("generate", "b", prompt="17:", max_tokens=2, **nothing)["op"] == "result"
 
 
-def test_what_the_worker_can_never_hold_is_too_long(client: RolloutClient) -> None:
+def test_a_request_that_the_worker_can_never_hold_is_too_long(client: RolloutClient) -> None:
     limit = client.status()["max_context_tokens"]
     with pytest.raises(TooLong) as caught:
         client.generate("17:", max_tokens=limit - 2)

@@ -1,4 +1,4 @@
-"""How a real worker starts and ends: what it tells, what it leaves, its exit codes."""
+"""How a real worker starts and ends: its output, its files, its exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = {"max_tokens": 30_000, "stream": "tokens", "stream_every": 8}
 RANK = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
 
 
-def test_sigterm_finishes_what_runs_and_leaves_all_records(tmp_path: Path) -> None:
+def test_sigterm_finishes_running_completions_and_leaves_all_records(tmp_path: Path) -> None:
     """Started by hand, as an operator would, with W&B and everything else that a worker can write."""
     ready_file, timeline, jsonl = (tmp_path / name for name in ("ready.json", "timeline.png", "metrics.jsonl"))
     flags = ["--bind", "tcp://127.0.0.1:0", "--ready-file", str(ready_file), "--interval-s", "0.2"]
@@ -71,7 +71,7 @@ def _check_records(ended: dict, jsonl: Path, timeline: Path, folder: Path) -> No
     assert {"gpu/active_pct", "rollout/tokens_per_s", "weights/version", "step/decode_ms"} <= history_keys(file)
 
 
-def test_a_second_sigterm_hands_back_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_sigterm_returns_running_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RANK.items():
         monkeypatch.setenv(name, value)
     worker = launch(log=tmp_path / "worker.log")

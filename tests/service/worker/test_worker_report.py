@@ -67,7 +67,7 @@ def test_unknown_tokens_do_not_count(reporter: RolloutClient) -> None:
     reporter.ack(["some"])
 
 
-def test_what_is_reported_is_on_the_page_for_prometheus(worker: WorkerProcess, reporter: RolloutClient) -> None:
+def test_reports_are_on_the_page_for_prometheus(worker: WorkerProcess, reporter: RolloutClient) -> None:
     pytest.importorskip("prometheus_client")
 
     def page() -> dict[str, float]:
@@ -110,7 +110,7 @@ def test_log_probs_at_another_temperature_show(reporter: RolloutClient) -> None:
         ([[0.0] * 50], "logprobs", "map"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_and_counts_for_nothing(
+def test_wrong_reports_are_refused_by_name_and_not_counted(
     reporter: RolloutClient, entry: object, field: str, says: str
 ) -> None:
     generate(reporter, "wrong")
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_by_name_and_counts_for_nothing(
     reporter.ack(["wrong"])
 
 
-def test_a_result_that_is_not_there_is_told_apart(reporter: RolloutClient) -> None:
+def test_an_unknown_result_has_its_own_error(reporter: RolloutClient) -> None:
     result = generate(reporter, "gone")
     reporter.ack(["gone"])
     with pytest.raises(NotFound, match="report before 'ack'"):
@@ -134,13 +134,13 @@ def test_a_result_that_is_not_there_is_told_apart(reporter: RolloutClient) -> No
     reporter.ack(["flies"])
 
 
-def test_a_client_that_acknowledges_by_itself_is_told_so(client: RolloutClient) -> None:
+def test_a_client_that_acknowledges_by_itself_gets_an_error(client: RolloutClient) -> None:
     result = client.generate("17:", max_tokens=4)
     with pytest.raises(ValueError, match="acknowledge=False"):
         client.report(result, [completion.logprobs for completion in result.completions])
 
 
-def test_what_cannot_be_sent_is_said_before_it_is_sent(reporter: RolloutClient) -> None:
+def test_wrong_values_are_refused_before_they_are_sent(reporter: RolloutClient) -> None:
     for wrong, says in (([], "no log-probs"), ([None], "no log-probs"), (["x"], "no array"), ([[[0.0]]], "shape")):
         with pytest.raises(ValueError, match=says):
             reporter.report("x", wrong)

@@ -67,7 +67,7 @@ def test_a_client_gets_the_experts_of_a_group(caller: RolloutClient, mixture: tu
         assert_routed(mixture[1], whole(completion), completion.routing, 0)
 
 
-def test_a_long_completion_comes_in_pieces_that_nobody_sees(caller: RolloutClient, mixture: tuple[Path, Any]) -> None:
+def test_the_client_joins_the_pieces_of_a_long_completion(caller: RolloutClient, mixture: tuple[Path, Any]) -> None:
     (completion,) = caller.generate(PROMPT, max_tokens=400, return_routing=True, **ASKED).completions
     assert completion.routing is not None and len(completion.routing) == 399
     assert_routed(mixture[1], whole(completion), completion.routing, len(PROMPT))

@@ -34,7 +34,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(client: RolloutClient) 
     assert all(tokens(a) != tokens(b) for a, b in zip(alone.completions, other_seed.completions, strict=True))
 
 
-def test_a_drawn_seed_is_told_and_can_be_used_again(client: RolloutClient) -> None:
+def test_a_drawn_seed_is_returned_and_can_be_used_again(client: RolloutClient) -> None:
     first, second = (client.generate("17:", max_tokens=60, temperature=HOT, stop=ENDLESS) for _ in range(2))
     assert tokens(first.completions[0]) != tokens(second.completions[0])
     seed = first.extra["seed"]
@@ -65,14 +65,14 @@ def test_after_a_cancel_the_chunks_go_on_as_if_nothing_had_happened(client: Roll
     np.testing.assert_allclose(joined.raw_logprobs, whole.raw_logprobs, atol=1e-4)
     if "top_k" in sampling:
         assert joined.drawn_logprobs is not None and whole.drawn_logprobs is not None
-        known = len(partial) if np.isnan(joined.drawn_logprobs[0]) else 0  # a continuation may not say those of before
+        known = len(partial) if np.isnan(joined.drawn_logprobs[0]) else 0  # a continuation may not know earlier ones
         assert np.isnan(joined.drawn_logprobs[:known]).all()
         np.testing.assert_allclose(joined.drawn_logprobs[known:], whole.drawn_logprobs[known:], atol=1e-5)
     else:
         assert joined.drawn_logprobs is None
 
 
-def test_what_a_continuation_is_not_told_is_unknown(raw: RawClient) -> None:
+def test_log_probs_that_a_continuation_does_not_give_are_unknown(raw: RawClient) -> None:
     prior = {"token_ids": token_ids(" 18 19"), "seed": 5}
     raw.send("generate", "c", prompt="17:", max_tokens=12, continue_from=prior, stream="tokens", stream_every=2)
     chunks, result = raw.receive_all("c")
@@ -112,7 +112,7 @@ def test_min_tokens_bans_stop_tokens_until_then(client: RolloutClient) -> None:
 
 
 def test_the_rest_is_cancelled_once_enough_are_complete(client: RolloutClient) -> None:
-    """Stop tokens come at random, so completions end far apart; what is cancelled is the beginning of what it was."""
+    """Stop tokens come at random, so completions end far apart; a cancelled one is a prefix of the uncancelled one."""
     fields = {"n": 8, "max_tokens": 400, "temperature": HOT, "seed": 3, "stop": {"token_ids": [COLON], **ENDLESS}}
     some, whole = (client.generate("17:", **fields, **more).completions for more in ({"min_complete": 3}, {}))
     reasons = [completion.finish_reason for completion in some]
@@ -160,7 +160,7 @@ def test_a_stop_string_inside_the_first_tokens_counts_only_after_min_tokens(clie
     assert completion.stop == " 21" and completion.text == " 18 19 20"
 
 
-def test_penalties_change_what_is_drawn_and_say_so(client: RolloutClient) -> None:
+def test_penalties_change_the_draws_and_their_log_probs(client: RolloutClient) -> None:
     penalties = {"presence_penalty": 100.0, "frequency_penalty": 100.0}
     (plain,) = client.generate("17:", max_tokens=40, temperature=0).completions
     (other,) = client.generate("17:", max_tokens=40, temperature=0, **penalties).completions

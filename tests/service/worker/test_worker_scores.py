@@ -1,4 +1,4 @@
-"""Likeliest tokens and prompt log-probs of a real worker, over its socket, are those of transformers."""
+"""Top tokens and prompt log-probs of a real worker, over its socket, equal those of transformers."""
 
 from __future__ import annotations
 

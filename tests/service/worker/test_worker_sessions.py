@@ -31,7 +31,7 @@ def used(client: RolloutClient) -> int:
 
 
 def rested(client: RolloutClient, before: dict[str, Any], turns: int, **wanted: int) -> dict[str, Any]:
-    """`sessions` of a status once so many turns have come and gone since `before`, and all is as `wanted`."""
+    """`sessions` of a status after a number of turns since `before`, as soon as it has the `wanted` values."""
 
     def look() -> dict[str, Any] | None:
         status = client.status()
@@ -130,7 +130,7 @@ def test_a_session_by_hand(raw: RawClient) -> None:
     raw.ask("ack", "a", targets=["1", "2", "3"], client="by-hand")
 
 
-def test_two_turns_at_once_and_what_makes_no_session(raw: RawClient) -> None:
+def test_two_turns_at_once_and_wrong_sessions_are_refused(raw: RawClient) -> None:
     raw.send("generate", "long", prompt=PROMPT, session="s", max_tokens=20_000, stream="tokens", stream_every=1)
     raw.receive()  # it runs
     raw.send("generate", "b", prompt=PROMPT, session="s", max_tokens=5)
@@ -185,7 +185,7 @@ def test_sessions_of_a_client_without_a_name_end_with_it(worker: WorkerProcess, 
     rested(client, before, turns=3, holding=0, pages=0)
 
 
-def test_no_turn_reuses_what_older_weights_computed(weights_worker: WorkerProcess, ledger: dict[int, int]) -> None:
+def test_no_turn_reuses_kv_of_older_weights(weights_worker: WorkerProcess, ledger: dict[int, int]) -> None:
     with closing(Served(weights_worker, ledger)) as served, served.client.session(lease_s=60) as chat:
         before = served.client.status()["sessions"]
         first = chat.generate(PROMPT, **GREEDY).completions[0]

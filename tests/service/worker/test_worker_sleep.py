@@ -133,7 +133,7 @@ def test_a_worker_that_was_not_started_for_it_says_so(worker: WorkerProcess) -> 
                 ask()
 
 
-def test_a_worker_that_is_told_to_end_while_it_sleeps_hands_back_what_it_has(tmp_path: Path) -> None:
+def test_a_shutdown_during_a_sleep_returns_the_tokens_so_far(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with launch(log=log, sleep=True, max_rows=4, kv_pages=8192) as worker:
         with RolloutClient(worker.endpoint, timeout_s=60) as other:

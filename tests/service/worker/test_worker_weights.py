@@ -1,4 +1,4 @@
-"""New weights for a real worker while it generates: every token is of the version that its completion says."""
+"""New weights for a real worker while it generates: every token comes from the version stamped on it."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_publisher_that_is_killed_half_way_leaves_the_old_weights(served: Serv
         assert receiving["state"] == "receiving" and receiving["version"] == old
         assert incoming["version"] == old + 1 and 0 < incoming["arrived_bytes"] < incoming["total_bytes"]
         assert served.counts_in() == 1 and served.version == old
-        report = served.publish(2)  # the same version number: nobody has ever used it
+        report = served.publish(2)  # the same version number: it was never used
         assert report.version == old + 1
         while next(stream).part.versions[-1][0] != report.version:
             pass

@@ -173,7 +173,7 @@ def test_an_update_of_several_ranks_is_applied_when_all_workers_use_it(
         run(monkeypatch, tmp_path / "swap.json", *places, "--updates", "5")
 
 
-def test_a_rank_that_cannot_begin_is_told_of_and_leaves_no_other_waiting(
+def test_a_rank_that_cannot_begin_is_reported_and_leaves_no_other_waiting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[subprocess.Popen] = []

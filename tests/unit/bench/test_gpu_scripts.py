@@ -1,4 +1,4 @@
-"""The GPU scripts at toy shapes on a CPU: they run, write what they found, and the check sees what is wrong."""
+"""The GPU scripts at toy shapes on a CPU: they run and write their results, and the check detects faults."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_decode_benchmark_takes_settings_and_its_floor_follows_them(monkeypa
     assert written["settings"] == {"kv_dtype": "fp8_e4m3"} and row["steady_ms"] > 0
 
 
-def test_a_setting_that_is_none_is_wrong_usage(monkeypatch, tmp_path, capsys):
+def test_an_unknown_setting_is_wrong_usage(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         run(load_script("bench.decode"), monkeypatch, tmp_path / "d.json", "--set", "kv_dtyp=fp8_e4m3")
     assert end.value.code == 2 and "did you mean engine.kv_dtype?" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def test_a_token_is_appended_and_seen_in_every_layer():
     table = torch.tensor([[3, 1, -1], [-1, -1, -1], [2, 5, 4]], dtype=torch.int32)
     decode = PagedDecode()
     caches = [(torch.randn(6, page, 2, 8), torch.randn(6, page, 2, 8)) for _ in range(layers)]
-    for lens in ([5, -1, 8], [6, -1, 9], [7, -1, 10]):  # the plan of a step is not that of the step before
+    for lens in ([5, -1, 8], [6, -1, 9], [7, -1, 10]):  # each step has a new plan
         for k_cache, v_cache in caches:
             q, k, v = torch.randn(rows, 1, 4, 8), torch.randn(rows, 1, 2, 8), torch.randn(rows, 1, 2, 8)
             before = k_cache.clone()

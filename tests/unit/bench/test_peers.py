@@ -169,11 +169,11 @@ def test_long_contexts_are_prefilled_once():
     counters = engine._engine.scheduler.counters
     engine.close()
     assert row["context"] == 160
-    # Four runs of two rows: all but the first find nine of ten pages; the last one is always computed again.
+    # Four runs of two rows: each except the first finds nine of ten pages; the last page is always computed again.
     assert counters.prompt_tokens - counters.cached_tokens == 2 * 160 + 3 * 2 * 16
 
 
-def test_what_does_not_fit_is_said_and_left_out():
+def test_rows_that_do_not_fit_are_skipped_and_reported():
     job = toy(experiments=["contexts"], rows=[1])
     engine = OursEngine(job, depth=2)
     engine.capacity_tokens = 100
@@ -205,7 +205,7 @@ def test_other_engines_do_the_same_work(engine: str):
 # --- children and the report -----------------------------------------------------------------------------------------
 
 
-def test_a_child_out_of_time_is_ended_and_told():
+def test_a_child_out_of_time_is_ended_and_reported():
     began_s = time.monotonic()
     told = list(run_child([TOY.to_json()], sys.executable, child_environment(None), None, began_s + 0.05))
     assert told == [{"error": "ran out of time"}]

@@ -1,4 +1,4 @@
-"""Measuring the parts of a step must change nothing: the rows go on as if nobody had looked."""
+"""Measuring the parts of a step changes no token."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_dropped_rows_leave_an_engine_that_is_whole(model, tmp_path: Path):
     driver.close()
 
 
-def test_what_never_comes_is_an_error(model):
+def test_a_missing_completion_is_an_error(model):
     driver = driver_of(model)
     submit(driver, new=3)
     with pytest.raises(RuntimeError, match="ended before"):

@@ -456,7 +456,7 @@ def test_a_completion_that_was_cut_short_is_printed_and_status_1(reason, capsys)
 
 
 def test_generate_interrupted_shows_the_tokens_so_far(tmp_path):
-    """Ctrl-C in the middle of a completion: what came is on stdout, the exit code is that of SIGINT."""
+    """Ctrl-C during a completion: the tokens so far are on stdout, the exit code is that of SIGINT."""
     first = completion([5], text="18 ", finish_reason=None) | {"op": "chunk", "offset": 0}
     with answering(first) as worker:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])

@@ -139,7 +139,7 @@ def test_a_boundary_that_is_off_by_one_is_found_wherever_the_steps_disagree():
         for character in text[:position]:
             counter.push(character)
         later = [[0, position + 1], [1, 99 - position]]
-        if counter.expected(1) == counter.expected(2):  # both models write this token: nobody can tell
+        if counter.expected(1) == counter.expected(2):  # both models write this token
             check("8:", text, later)
             hidden += 1
         else:

@@ -1,4 +1,4 @@
-"""Grids of parameters: the values of a default run, and those that only a nightly run adds."""
+"""Grids of parameters: the values of a default run, and the values that a nightly run adds."""
 
 from __future__ import annotations
 

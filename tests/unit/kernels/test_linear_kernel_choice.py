@@ -1,4 +1,4 @@
-"""Start-up compiles every kernel that a product can need: those of any number of rows are those of a start-up size."""
+"""Start-up compiles every kernel that a product can need: each number of rows uses a kernel of a start-up size."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_the_sum_over_experts_is_kept_in_float32_for_the_norm_that_follows():
     assert torch.equal(residual, run(case))
 
 
-def test_experts_that_nobody_chose_are_not_read():
+def test_unchosen_experts_are_not_read():
     case = layer(2, experts=8)
     for weights in (case.gate_up, case.down):
         unused = [e for e in range(8) if e not in case.experts_TK]

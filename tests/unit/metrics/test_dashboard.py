@@ -135,7 +135,7 @@ def test_records_are_read_across_blocks_and_up_to_where_the_file_breaks_off(tmp_
     assert read_offline_run(path).rows == rows[:-1]
 
 
-def test_what_is_no_run_is_an_error_that_says_so(tmp_path):
+def test_a_file_that_is_no_run_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"0 files"):
         read_offline_run(tmp_path)
     (tmp_path / "x.wandb").write_bytes(b"something else")

@@ -120,7 +120,7 @@ def test_prometheus_has_a_histogram_since_the_start():
     assert (seconds["2.5"], seconds["5.0"], seconds["+Inf"]) == (0, 2, 2)
 
 
-def test_each_version_has_a_row_of_what_happened_while_it_served():
+def test_each_version_has_a_row():
     clock = Clock()
     meter = Meter(clock, version=7)
     assert meter.ended_versions() == ()
@@ -158,7 +158,7 @@ def test_each_version_has_a_row_of_what_happened_while_it_served():
     assert (last.version, last.metrics["by_version/tokens"], last.metrics["by_version/serving_s"]) == (9, 0, 1.0)
 
 
-def test_rows_that_nobody_takes_are_bounded():
+def test_rows_that_are_not_taken_are_bounded():
     meter = Meter(Clock())
     for version in range(1, 1000):
         meter.swap(100.0, 100.0, version)

@@ -36,7 +36,7 @@ def test_a_decode_step_that_comes_late_leaves_a_bubble():
     assert causes(idle) == {"bubble": 0.4}
 
 
-def test_preparing_a_prefill_is_told_apart():
+def test_preparing_a_prefill_is_counted_apart():
     idle = running()
     idle.step("prefill", 10.1, 10.3, 11.0)
     assert causes(idle) == {"prefill": 0.3}
@@ -60,7 +60,7 @@ def test_a_step_that_was_planned_before_does_not_end_a_pause():
     assert causes(idle) == {"no_work": 3.0}
 
 
-def test_a_swap_takes_its_part_whether_told_of_before_the_next_step_or_after_it():
+def test_a_swap_counts_whether_reported_before_the_next_step_or_after_it():
     for late in (False, True):
         idle = running()
         if not late:
@@ -79,7 +79,7 @@ def test_a_swap_while_there_is_no_work_counts_once():
     assert causes(idle) == {"no_work": 3.0, "swap": 1.0}
 
 
-def test_a_stretch_without_work_is_told_while_it_lasts():
+def test_idle_time_is_reported_while_it_lasts():
     idle = running()
     idle.no_work(10.0)
     idle.settle(13.0)
@@ -90,7 +90,7 @@ def test_a_stretch_without_work_is_told_while_it_lasts():
 
 
 @pytest.mark.parametrize("told_at", [12.0, 12.5])
-def test_a_swap_of_an_idle_worker_counts_however_often_somebody_looks(told_at):
+def test_a_swap_of_an_idle_worker_counts_once_however_often_it_is_read(told_at):
     idle = running()
     idle.no_work(10.0)
     for moment in (10.5, 11.5, 12.0, 12.5, 13.0):
@@ -150,7 +150,7 @@ def test_an_offload_takes_its_part_beside_a_swap():
     [((11.0, 12.5), 1.0), ((12.5, 13.5), 0.5), ((12.0, 13.0), 0.0), ((11.5, 13.5), 1.0), ((12.2, 12.4), 0.0)],
 )
 @pytest.mark.parametrize("resting", [False, True])
-def test_what_a_swap_and_an_offload_both_held_counts_once(offload, expected, resting):
+def test_time_held_by_a_swap_and_an_offload_counts_once(offload, expected, resting):
     idle = running()
     if resting:
         idle.no_work(10.0)
@@ -181,7 +181,7 @@ def test_a_report_has_the_causes_of_the_last_ten_seconds_and_since_the_start():
     assert report["gpu/bubble_pct/host"] == report["gpu/run/bubble_pct/host"] == pytest.approx(25.0)
     assert report["gpu/active_pct"] == report["gpu/run/active_pct"] == pytest.approx(75.0)
     assert meter.rates(104.0)[0] == pytest.approx(37.5)
-    assert sum(meter.idle_shares(104.0).values()) == pytest.approx(12.5), "nobody knows yet of what is in flight"
+    assert sum(meter.idle_shares(104.0).values()) == pytest.approx(12.5), "the step in flight is not counted yet"
     meter.no_work(102.0)
     for now in range(103, 123):
         clock.now = now
@@ -205,7 +205,7 @@ def test_the_window_begins_ten_seconds_ago_also_between_two_readings():
         assert shares["swap"] == pytest.approx(50.0) and shares["bubble"] == 0.0
 
 
-def test_what_was_offloaded_shows_in_the_report():
+def test_offloads_show_in_the_report():
     clock = Clock()
     meter = Meter(clock)
     meter.step(StepTiming(kind="decode", start_s=100.0, end_s=101.0, planned_at_s=100.0, **BASE))

@@ -72,7 +72,7 @@ def test_a_recording_without_steps_is_one():
         lambda fields: fields["swaps"].update(version=np.zeros((1, 1))),
     ],
 )
-def test_what_no_worker_sends_is_refused(breaks):
+def test_a_recording_that_no_worker_sends_is_refused(breaks):
     fields = Recording.of(STEPS, SWAPS).to_fields()
     breaks(fields)
     with pytest.raises(ValueError, match="recording"):

@@ -1,4 +1,4 @@
-"""Quantiles, speed-ups and what completions say of themselves."""
+"""Quantiles, speed-ups and samples of completions."""
 
 from __future__ import annotations
 

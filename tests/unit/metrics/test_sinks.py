@@ -88,7 +88,7 @@ class Breaker(Recorder):
             raise RuntimeError(f"{method} is broken")
 
 
-def test_blocked_sink_never_blocks_put_and_what_does_not_fit_is_counted():
+def test_blocked_sink_never_blocks_put_and_dropped_reports_are_counted():
     blocker = Blocker()
     thread = MetricsThread([blocker], capacity=3)
     thread.start()
@@ -103,7 +103,7 @@ def test_blocked_sink_never_blocks_put_and_what_does_not_fit_is_counted():
     assert blocker.closed
 
 
-def test_close_writes_what_waits():
+def test_close_writes_waiting_reports():
     recorder = Recorder()
     thread = MetricsThread([recorder])
     for step in range(20):
@@ -143,7 +143,7 @@ def test_jsonl_has_a_line_a_report_and_is_appended_to(tmp_path):
     assert lines[0]["time"] <= lines[-1]["time"]
 
 
-def test_jsonl_refuses_what_is_not_json(tmp_path, caplog):
+def test_jsonl_refuses_values_that_are_not_json(tmp_path, caplog):
     thread = MetricsThread([JsonlSink(tmp_path / "metrics.jsonl")])
     thread.start()
     thread.put(1, {"gpu/active_pct": float("nan")})
@@ -221,7 +221,7 @@ def test_offline_wandb_run_is_written_without_a_question_and_reads_back(tmp_path
 
 
 def busy_meter() -> Meter:
-    """A meter with something to tell of everything."""
+    """A meter with a value for every metric."""
     meter = Meter()
     now_s = time.perf_counter()
     parts: dict = dict(rows=3, zombie_rows=1, tokens=2, plan_s=1e-4, launch_s=1e-4, commit_s=1e-4, version=0)
@@ -343,7 +343,7 @@ def test_an_engine_generates_at_its_pace_while_the_sink_is_stuck(tmp_path):
 
 def test_wandb_run_goes_on_offline_when_the_server_does_not_answer(tmp_path, no_account, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "01234567")
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # a closed port
     monkeypatch.setattr(WandbSink, "ONLINE_TIMEOUT_S", 1.0)
     sink = WandbSink(MetricsSettings(wandb_dir=str(tmp_path / "runs")), {})
     thread = MetricsThread([sink])

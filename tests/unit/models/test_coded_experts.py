@@ -94,7 +94,7 @@ def test_parameters_are_codes_and_scales_and_nothing_else(family, format, tmp_pa
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(("family", "format"), CODED)
 def test_weights_copied_into_the_views_become_codes(family, format, stacked, tmp_path):
-    """Under either layout's names; a step afterwards is that of a model that was loaded with these weights."""
+    """Under the names of either layout; a step equals that of a model loaded with these weights."""
     sizes = MODELS[family][1]
     make_checkpoint(family, tmp_path / "old", **sizes)
     make_checkpoint(family, tmp_path / "new", 5, **sizes)

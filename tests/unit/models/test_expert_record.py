@@ -74,7 +74,7 @@ def test_kernels_record_what_they_run_and_what_the_torch_modules_record(
         modules = recorded(model)
     assert kernels[:5].tolist() == torch.stack(choices.chosen, dim=1).tolist() == modules[:5].tolist()
     assert (kernels[5:] == 99).all() and (modules[5:] == 99).all(), "rows past the step's tokens stay as they are"
-    assert max(regrets) < NEARLY_EQUAL, "the modules would have chosen the same, but for near ties"
+    assert max(regrets) < NEARLY_EQUAL, "the modules would have chosen the same, except near ties"
     assert (modules[:5] < model.spec.moe.experts).all()  # type: ignore[union-attr]
 
 

@@ -1,4 +1,4 @@
-"""Whole steps by the fused kernels, in Triton's interpreter, beside the generic steps and transformers."""
+"""Whole steps by the fused kernels, in Triton's interpreter, compared with generic steps and transformers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Beside(NamedTuple):
 
 
 def side_by_side(model: Decoder, wide: Decoder, kv_dtype: torch.dtype | None = None) -> Beside:
-    """Run them with one choice of experts, the kernels', which must be nearly that of the others."""
+    """Run all paths with the kernels' choice of experts, which must nearly equal the choice of the others."""
     choices = ExpertChoices()
     with choices.noted():
         fused, by_kernels, _ = steps(model, FusedDecoder(model), LONG, kv_dtype)
@@ -168,7 +168,7 @@ def coarse(*asked: Any, **options: Any) -> Plan:
 def test_kv_in_fp8_is_what_the_generic_path_keeps(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its window; of the two ways to write it the second is that of all heads normalised together."""
+    """With its window, and with both norms of queries and keys: by head, and over all heads."""
     monkeypatch.setattr(fused_experts, "moe_plan", coarse)
     save_rounded(name, tmp_path, 0)
     model, wide = load(tmp_path, dtype), load(tmp_path, "float32")

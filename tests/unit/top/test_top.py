@@ -105,7 +105,7 @@ def test_an_offload_is_shown_where_there_is_one_and_the_line_still_fits():
         assert ("offload 14" in line.plain) == shown and line.cell_len == 80 and "no work 1" in line.plain
 
 
-def test_the_keys_are_told_of_once_whether_the_frame_is_full_or_not():
+def test_the_keys_are_shown_once_whether_the_frame_is_full_or_not():
     for height in (5, 12, 24, 60, None):
         lines = [line.plain for line in frame([VIEW], Screen(), 80, height)]
         assert lines.count(lines[-1]) == 1 and all(key in lines[-1] for key in ("q to quit", "c to cancel", "? for"))
@@ -181,6 +181,6 @@ def test_marks_are_as_wide_as_asked():
     ]  # fmt: skip
 
 
-def test_keys_are_told_apart():
+def test_keys_are_distinguished():
     assert keys_in("j\x1b[A\x1b[B\x1bOBc") == ["j", "up", "down", "down", "c"]
     assert keys_in("\x1b[15~y\x1b[1;5Ac") == ["y", "c"] and keys_in("\x1b") == ["\x1b"]
