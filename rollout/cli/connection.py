@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from trainer_bridge.wire.errors import RolloutError
     from trainer_bridge.wire.keys import ClientCurve
 
+#: Most seconds to wait for a connection; a worker that runs accepts one at once.
+_CONNECT_S = 4.0
+
 
 def add_worker(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
     """Declare ENDPOINT and the flags that `connect` reads."""
@@ -36,7 +39,7 @@ def connect(endpoint: str, args: argparse.Namespace) -> RolloutClient:
     if args.timeout_s is not None and not args.timeout_s > 0:
         raise UsageError("--timeout-s must be more than 0 seconds")
     # The connection's time-out comes first, because its error is more specific.
-    limits = {} if args.timeout_s is None else {"connect_timeout_s": 0.8 * args.timeout_s}
+    limits = {} if args.timeout_s is None else {"connect_timeout_s": min(0.8 * args.timeout_s, _CONNECT_S)}
     try:
         return RolloutClient(endpoint, timeout_s=args.timeout_s, curve=_curve(args), **limits)
     except ValueError as error:  # not an endpoint

@@ -4,8 +4,7 @@
     sampling     the draw from given logits and the advance of the rows, likewise
     bookkeeping  the other time of a step in the blocking loop, in two parts:
       loop         the real loop around a device that sleeps for the time of a step, minus the sleep: plan, pack,
-      upload,
-                   launch, download, wake-up, commit, with the state of the host's caches after a wait
+                   upload, launch, download, wake-up, commit, with the state of the host's caches after a wait
       launch       the extra time of a step on an idle device, which waits for its graph to arrive
 
 No part runs the pipeline, and none is derived from the loop's period that the model predicts.

@@ -6,6 +6,6 @@
     *_engine      one engine each, behind `experiments.Engine`
     child         one engine in its own process, so that its memory is free before the next one starts
 
-`scripts/bench/compare_peers.py` runs them. A child may run in another Python (vLLM's, for
-example), so it imports only the standard library, numpy and its engine.
+`scripts.bench.compare_peers` runs them. A child may run in another Python (vLLM's, for example), so it imports only the
+standard library, numpy and its engine.
 """

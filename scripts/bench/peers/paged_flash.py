@@ -1,7 +1,7 @@
 """Replaces the two functions of the flash-attn package that transformers' continuous batching uses.
 
-    varlen_attention    packed prompts                          torch's FlashAttention kernel append_and_attend   one
-    token per row over a paged cache    this project's paged decode kernel, planned once per step
+    varlen_attention    packed prompts                          torch's FlashAttention kernel
+    append_and_attend   one token per row over a paged cache    this project's paged decode kernel, planned per step
 
 Without flash-attn, transformers falls back to dense masks and is several times slower, which would be an unfair
 comparison. Its cache, scheduler, graphs and sampling are unchanged. On a CPU both have a slow equivalent for tests.

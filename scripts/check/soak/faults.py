@@ -1,9 +1,11 @@
 """The faults of a soak: a plan made from the seed, and their execution.
 
-    kill            SIGKILL of a worker; its supervisor starts it again, with version 0 cut             all connections
-    through a worker's proxy break vanish          a client disconnects with many requests in flight; a raw connection
-    sends half a greeting, or garbage bad messages    a batch of bad messages; each must get one answer swap
-    new weights for all workers, over zmq or disk half a publish  a publisher is killed in the middle of an update
+    kill            SIGKILL of a worker; its supervisor starts it again, with version 0
+    cut             all connections through a worker's proxy break
+    vanish          a client disconnects with many requests in flight; a raw connection sends half a greeting or garbage
+    bad messages    a batch of bad messages; each must get one answer
+    swap            new weights for all workers, over zmq or disk
+    half a publish  a publisher is killed in the middle of an update
 
 All workers but the last are killed again and again. The last one is killed only at the beginning, so that its memory
 can be observed.
