@@ -104,7 +104,7 @@ def test_log_probs_at_another_temperature_show(reporter: RolloutClient) -> None:
         ({"0": np.full(50, 1e300)}, "logprobs.0", "finite"),
         ({"0": np.full(50, 2.0, np.float32)}, "logprobs.0", "at most 0"),
         ({"0": ["x"] * 50}, "logprobs.0", "numbers"),
-        ({"00": [0.0] * 50}, "logprobs.00", "zeros in front"),
+        ({"00": [0.0] * 50}, "logprobs.00", "zeros"),
         ({"first": [0.0] * 50}, "logprobs.first", "index of a completion"),
         ({}, "logprobs", "at least 1"),
         ([[0.0] * 50], "logprobs", "map"),
