@@ -203,7 +203,7 @@ def test_dead_threads_are_reported_and_without_the_service_the_worker_ends(
         with WeightPublisher(worker.process.endpoint) as publisher:
             publisher.status()  # wakes the thread up
             until(lambda: len(client.status()["problems"]) == 2, "the report")
-            with pytest.raises(Unavailable):
+            with pytest.raises(ConnectionLost):  # the weight socket is closed
                 publisher.publish(load_file(ONES / "model.safetensors"), version=1).applied(60)
         assert_serves(client)
         (stream, *_) = streams_of(client)
