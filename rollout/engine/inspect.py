@@ -87,7 +87,7 @@ class Inspector:
 
     def _offload(self) -> OffloadStatus:
         offload = self._engine.parts.offload
-        return OffloadStatus() if offload is None else offload.parking.status()
+        return OffloadStatus() if offload is None else offload.books.status()
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from harness import Bench, Completion
 
+from rollout.engine.schedule.sequence import Sequence
+
 PAGE = 4
 
 
@@ -34,7 +36,12 @@ def submit_six(bench: Bench, prompt_of) -> None:
 
 
 def counts(bench: Bench):
-    return bench.engine.scheduler.memory.parking.counts
+    return bench.engine.scheduler.memory.offload_books.counts
+
+
+def restoring(seq: Sequence) -> bool:
+    """True while a copy from the host writes to a page of the sequence."""
+    return seq.offloaded is not None and any(restore.copying for restore in seq.offloaded.restores)
 
 
 _undisturbed: dict[str, Completion] = {}  # of the first checkpoint, whose weights `model` has; made once

@@ -6,7 +6,7 @@ import pytest
 from harness import Bench
 
 from rollout.engine.build import longest_sequence
-from rollout.engine.kv.memory import SequenceMemory
+from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.messages import Rejected
 
@@ -220,7 +220,7 @@ def test_pages_with_mixed_versions_are_not_remembered(model, prompt_of):
 
 
 def test_forgetting_the_version_is_seen(model, prompt_of, monkeypatch):
-    monkeypatch.setattr(SequenceMemory, "weights_changed", lambda self: None)
+    monkeypatch.setattr(PageAllocator, "weights_changed", lambda self: None)
     monkeypatch.setattr("rollout.engine.kv.pool.PrefixKeys.__init__", _versionless_init)
     bench = Bench(model)
     bench.submit("a", prompt_of(10), 4)

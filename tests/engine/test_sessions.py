@@ -17,8 +17,8 @@ from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.sessions import Held, Session, Sessions
-from rollout.engine.messages import Cancel, Done, EndSession, Rejected, Request, StopAt
+from rollout.engine.kv.sessions import Session, SessionKV, Sessions
+from rollout.engine.messages import Cancel, Done, EndSession, Prompt, Rejected, Request, StopAt
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 
@@ -333,15 +333,17 @@ def test_sessions_that_share_all_their_pages_are_bounded_too(most_pages, pages, 
     prompt = np.zeros(1000, np.int32)
     for i in range(100):
         name = f"s{i}"
-        session = sessions.begin(Request(("c", name), prompt, 1, session=("c", name), session_lease_s=1e6))
-        sessions.keep(session, Held(prompt[: 4 * pages], shared, 0, None), 0.0)
+        session = sessions.begin(
+            Request(("c", name), Prompt.of_tokens(prompt), 1, session=("c", name), session_lease_s=1e6)
+        )
+        sessions.keep(session, SessionKV(prompt[: 4 * pages], shared, 0, None), 0.0)
         sessions.check()
     assert sessions.holding == most and sessions.pages == pages
     held, _ = sessions.match(session, prompt, 0)
     assert held.tokens.base is None, "only the held part of the prompt"
     sessions.end("c")
     sessions.check()
-    assert sessions.holding == 0 and pool.used == pages
+    assert sessions.status().holding == 0 and pool.used == pages
 
 
 def test_a_share_of_nothing_keeps_nothing(model, prompt_of, greedy):

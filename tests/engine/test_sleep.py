@@ -71,13 +71,13 @@ def test_rows_whose_kv_is_on_the_host_or_on_its_way_have_the_tokens_of_a_run_tha
         offload, wanted = bench.engine.parts.offload, ["out", "back", "parked"] if sleeps else []
         while bench.engine.busy or not bench.done:
             bench.engine.tick()
-            flying = {"out": offload.mover.out.flying, "back": offload.mover.back.flying}
-            now = {**flying, "parked": not any(flying.values()) and offload.parking.status().sequences}
+            flying = {"out": offload.mover.out.under_way, "back": offload.mover.back.under_way}
+            now = {**flying, "parked": not any(flying.values()) and offload.books.status().sequences}
             if wanted and now[wanted[0]]:
                 wanted.pop(0)
                 assert isinstance(bench.sleep(), Done)
                 assert not offload.moving and bench.engine.scheduler.memory.pool.used == 0
-                assert bench.wake().facts["parked"] == offload.parking.status().sequences > 1
+                assert bench.wake().facts["parked"] == offload.books.status().sequences > 1
         assert not wanted, "it slept in each of these states"
         assert not any(done.recomputed for done in bench.completions.values())
         tokens.append([bench.tokens(f"r{i}") for i in range(6)])

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 
 from rollout.engine.adapter_table import Adapter
-from rollout.engine.kv.memory import SequenceMemory
+from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import RequestKey
 from rollout.engine.schedule.sequence import Group, Sequence
 
@@ -89,7 +89,7 @@ class WaitingQueue:
 class WaitingRoom:
     """Who waits for what."""
 
-    def __init__(self, memory: SequenceMemory) -> None:
+    def __init__(self, memory: PageAllocator) -> None:
         self.queue = WaitingQueue()
         self.early: dict[RequestKey, Group] = {}  # wait for a newer weights version
         self._memory = memory

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollout.engine.kv.memory import SequenceMemory
+from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import Event, Finish, FinishReason, RequestKey
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
 from rollout.engine.schedule.queue import WaitingRoom
@@ -28,7 +28,7 @@ class Roster:
 
     def __init__(
         self,
-        memory: SequenceMemory,
+        memory: PageAllocator,
         max_rows: int,
         version: int,
         clock: Callable[[], float],
@@ -136,12 +136,12 @@ class Roster:
         """Take a sequence's row, for want of pages; it goes on later, with its KV if that can be kept."""
         self.counters.preemptions += 1
         seq.group.preemptions += 1
-        self.take_off(seq, keeps_kv=True)
+        self.take_off(seq, offload=True)
 
-    def take_off(self, seq: Sequence, keeps_kv: bool = False) -> None:
+    def take_off(self, seq: Sequence, offload: bool = False) -> None:
         """No plan names the sequence any more; it waits for a row again once its tokens in flight are committed."""
-        if keeps_kv:
-            seq.keeps_kv = seq.row_ready or seq.parked is not None
+        if offload:
+            seq.wants_offload = seq.row_ready or seq.offloaded is not None
         self._running_list(seq).remove(seq)
         seq.state = State.LEAVING
         self.leaving.append(seq)
@@ -150,7 +150,7 @@ class Roster:
     def settle(self, seq: Sequence) -> None:
         """Give row and pages back if nothing needs them; the only place that does."""
         assert 0 <= seq.inflight_refs <= 2
-        if seq.inflight_refs > 0 or (seq.parked is not None and self.memory.still_arriving(seq)):
+        if seq.inflight_refs > 0 or (seq.offloaded is not None and self.memory.cancel_restores(seq)):
             return
         if seq.row:
             self.free_rows.append(seq.row)
@@ -165,7 +165,7 @@ class Roster:
                 self.waiting += 1
                 self.room.queue.push(seq)
 
-    def came_back(self, seqs: list[Sequence]) -> None:
+    def restores_ended(self, seqs: list[Sequence]) -> None:
         """No copy writes to the pages of these sequences any more."""
         for seq in seqs:
             if seq.finalized or seq.state is State.LEAVING:

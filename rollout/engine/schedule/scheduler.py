@@ -10,7 +10,7 @@ Rules that keep it right (tests/engine/test_invariants.py breaks each):
 - `Roster.settle` is the one place where row and pages of a sequence go back: finalized or LEAVING, and refs 0.
 - A row whose last allowed token is in flight is not planned again.
 - Admission takes the prompt's pages and one more, never those of `max_tokens`; when pages run out, the lowest
-  priority, then the youngest, is preempted and starts again from its tokens, or from its KV where that is parked.
+  priority, then the youngest, is preempted and starts again from its tokens, or from its KV where that is offloaded.
 - Steps of prompts and of decode rows alternate while there are both, so that no decode waits longer than one chunk.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout.engine.kv.memory import SequenceMemory
+from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import Finish, Request, RequestKey
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
@@ -39,7 +39,7 @@ class Scheduler(Roster):
     def __init__(
         self,
         limits: SchedulerLimits,
-        memory: SequenceMemory,
+        memory: PageAllocator,
         version: int,
         clock: Callable[[], float],
         upload_words: Callable[[Sequence, int], int] = lambda seq, length: 0,
@@ -106,9 +106,9 @@ class Scheduler(Roster):
         """Forget an adapter. Raises AdapterError where there is none, or a request names it."""
         preemption.drop_adapter(self, name)
 
-    def forget_parked(self) -> None:
-        """Parked KV is of no use: its sequences are computed again."""
-        preemption.forget_parked(self)
+    def forget_offloaded(self) -> None:
+        """Offloaded KV is of no use: its sequences are computed again."""
+        preemption.forget_offloaded(self)
 
     def leave_pool(self, keep: bool) -> None:
         """All KV leaves the pool: rows wait for a row again, with `keep` to go on with KV that the host holds."""
@@ -159,7 +159,7 @@ class Scheduler(Roster):
     def _note_admitted(self, seq: Sequence) -> None:
         group = seq.group
         seq.note_adapter()
-        if seq.parked is None:
+        if seq.offloaded is None:
             seq.begin_prefill()
             self.counters.prompt_tokens += seq.prompt_len
             self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
