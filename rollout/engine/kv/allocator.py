@@ -40,8 +40,8 @@ class Reusable:
 
     shared: list[int] = field(default_factory=list)  # full pages, to be shared
     copied: int | None = None  # the page after them, to be copied; None where the last shared page is full
-    tokens: int = 0  # in all these pages
-    session_tokens: int = 0  # those of them that the session has
+    tokens: int = 0  # whose KV the sequence can use
+    session_tokens: int = 0  # whose KV the session has
     keys: PrefixKeys | None = None  # of the shared pages
 
     @property
@@ -81,7 +81,7 @@ class PageAllocator:
 
     @property
     def available(self) -> int:
-        """The most pages that can be allocated: those that are not used, and those of idle sessions."""
+        """The most pages that can be allocated: pages that are not used, and pages of idle sessions."""
         return self.pool.available + self.sessions.pages
 
     @property
@@ -189,7 +189,7 @@ class PageAllocator:
         return enough
 
     def _find_reusable(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
-        """KV that `seq` need not compute: its group's prompt; or that of its session or of the cache, if it is more."""
+        """KV that `seq` need not compute: the prompt of its group, else KV of its session or, if more, of the cache."""
         share = seq.group.share
         full = (len(tokens) - 1) // self.page_size  # the page of the last token is never shared: it is written again
         if share is not None and share.version == version and not seq.tokens:
@@ -261,7 +261,7 @@ class PageAllocator:
         self.offload_books.drop(seq)
 
     def remember(self, seq: Sequence, known: int, version: int) -> None:
-        """Make the full pages of the first `known` tokens findable, as far as their KV is all of `version`."""
+        """Make full pages of the first `known` tokens findable, up to the first KV that is not of `version`."""
         if seq.keys is None or seq.kv_version != version:
             return
         for index in range(len(seq.keys), min(known, seq.kv_uniform) // self.page_size):
@@ -283,7 +283,7 @@ class PageAllocator:
     # --- when the sequence leaves its row ----------------------------------------------------------------------------
 
     def keep_turn(self, seq: Sequence, version: int, now_s: float) -> None:
-        """A finalized turn is settled: leave its KV to its session, as far as all of it is of `version`."""
+        """A finalized turn is settled: its session gets its KV, up to the first KV that is not of `version`."""
         assert seq.group.session is not None and seq.finish is not None
         known = min(seq.kv_uniform, seq.prompt_len + len(seq.tokens))
         if seq.copy_source is not None:  # it ended before its first chunk: the page was not copied
@@ -352,7 +352,7 @@ class PageAllocator:
         self.sessions.drop_all()
 
     def weights_changed(self) -> None:
-        """Nothing in the cache, in shares and in sessions is of the new version: drop it."""
+        """Drop cache, shares and sessions: their KV has an old version."""
         self.end_sharing()
         self.pool.forget_all()
 

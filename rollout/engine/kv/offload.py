@@ -1,4 +1,4 @@
-"""Offload: the KV of preempted sequences goes to the host and comes back, beside the steps.
+"""Offload: the KV of preempted sequences is copied to the host and back while steps run.
 
 `OffloadBooks` says where each page is; it touches no tensor. `Offload` is the turn that the loop gives it in each tick,
 and `page_mover` copies. A sequence passes through four calls:
@@ -88,8 +88,8 @@ class OffloadBooks:
         self._page_bytes = page_bytes
         self._experts = experts
         self._free_host_pages = list(range(host_pages - 1, -1, -1))
-        self._in_pool: dict[int, OffloadedPage] = {}  # by pool page: those that are not on the host only
-        self._shared: dict[int, OffloadedPage] = {}  # those of them that are not outgoing
+        self._in_pool: dict[int, OffloadedPage] = {}  # by pool page, in every state but on host
+        self._shared: dict[int, OffloadedPage] = {}  # by pool page, in states shared and in both
         self._to_copy_out: deque[OffloadedPage] = deque()  # some may have been dropped since
         self._to_copy_in: deque[Restore] = deque()
         self._waiting: dict[Restore, list[Sequence]] = {}  # the sequences that have its pool page and wait for it
@@ -195,7 +195,7 @@ class OffloadBooks:
     # --- pages -------------------------------------------------------------------------------------------------------
 
     def send_unshared(self) -> bool:
-        """Pages are short: send those that only offloaded sequences still use. True if there are any."""
+        """Pages are short: send the shared pages that no other sequence uses any more. True if there are any."""
         assert all(page.pool_page is not None for page in self._shared.values())
         found = [page for number, page in self._shared.items() if self._pool.refs[number] == 1]
         for page in found:
@@ -348,7 +348,7 @@ class Waiters(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
-    """A piece that was copied; its times are of the same clock as those of steps."""
+    """A piece that was copied. Times are seconds of the clock of steps."""
 
     direction: Literal["out", "in"]
     pages: int

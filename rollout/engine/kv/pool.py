@@ -141,7 +141,7 @@ class PrefixKeys:
         return keys
 
     def next_key(self, content: bytes) -> bytes:
-        """The key of the next page if it has this content: that of `page_size` positions."""
+        """The key of the next page if it has this content (of `page_size` positions)."""
         return blake2b(content, key=self._last, digest_size=16).digest()
 
     def append(self, key: bytes) -> None:

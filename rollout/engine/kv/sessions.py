@@ -9,8 +9,8 @@
 A session has a reference to each of its pages and knows the tokens of their KV; pages and prefix keys are the pool's.
 
 Invariants:
-- A session has pages only between its turns, and none that a step in flight may write to.
-- All KV of a session is of one weights version, the present one.
+- A session has pages only between its turns. No step in flight writes to them.
+- All KV of a session has the present weights version.
 - All sessions together have at most `most_pages` pages; a page that several share counts once. There are at most
   `most_pages` sessions with KV, and a page belongs to at most `_SHARING` of them on average: a session keeps its tokens
   in host memory, and this bounds it.
@@ -51,7 +51,7 @@ class Session:
 
     key: SessionKey
     lease_s: float
-    turns: int = 0  # submitted and not settled: one, and those that ended early with steps still in flight
+    turns: int = 0  # submitted and not settled: the last one, and earlier ones with steps still in flight
     turn: RequestKey | None = None  # the last one
     over: bool = False  # it was ended: it keeps no KV
     kv: SessionKV | None = None
@@ -124,7 +124,7 @@ class Sessions:
     def match(
         self, session: Session, tokens: np.ndarray, version: int, generation: int = 0
     ) -> tuple[SessionKV | None, int]:
-        """The session's KV, and of how many of the first `tokens` (int32) it is: at most all but the last."""
+        """The session's KV, and how many of `tokens` (int32) have it: never the last one."""
         kv = session.kv
         if kv is None or kv.version != version or kv.generation != generation:
             return None, 0
