@@ -73,7 +73,7 @@ def context_limit(settings: Settings, model: Decoder) -> int:
 
 def longest_sequence(settings: Settings, model: Decoder, engine: Engine) -> int:
     """The longest prompt plus completion that the model, the settings and the pool allow, tokens."""
-    pages = engine.scheduler.memory.pool.total + 1
+    pages = engine.scheduler.allocator.pool.total + 1
     return PoolSize(pages, settings.engine.page_size, context_limit(settings, model), settings.engine.max_rows).longest
 
 
@@ -133,7 +133,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     memory = engine.sleeper.memory
     if memory is not None and memory.released:
         raise RuntimeError("the memory is given back; only a new process has some")
-    executor, step, books = engine.executor, engine.executor.step, engine.scheduler.memory
+    executor, step, books = engine.executor, engine.executor.step, engine.scheduler.allocator
     executor.close()  # all launched work has ended: nothing writes to the KV any more
     executor.device.synchronize()  # a broken CUDA context raises here
     if executor.device.torch_device.type == "cuda":
@@ -177,7 +177,7 @@ class _Lasting:
             executor.step.adapters,
             None if executor.mover is None else executor.mover.room,
             scheduler.counters,
-            scheduler.memory.sessions.counts,
+            scheduler.allocator.sessions.counts,
             None if offload is None else offload.books.counts,
         )
 

@@ -206,14 +206,14 @@ class Sleeper:
 
 def _emptied(scheduler: Scheduler) -> bool:
     """True once no page is in use. Until then, pages that only offloaded sequences still use are sent to the host."""
-    if scheduler.memory.offload_books is not None:
-        scheduler.memory.offload_books.send_unshared()
-    return scheduler.memory.pool.used == 0
+    if scheduler.allocator.offload_books is not None:
+        scheduler.allocator.offload_books.send_unshared()
+    return scheduler.allocator.pool.used == 0
 
 
 def _forget_device_state(scheduler: Scheduler) -> None:
     """Empty the prefix cache and the adapter slots."""
     assert not (scheduler.prefilling or scheduler.decoding or scheduler.leaving), "a row has no pages"
-    scheduler.memory.weights_changed()
-    if scheduler.memory.adapters is not None:
-        scheduler.memory.adapters.unload_all()
+    scheduler.allocator.weights_changed()
+    if scheduler.allocator.adapters is not None:
+        scheduler.allocator.adapters.unload_all()

@@ -61,7 +61,7 @@ def prefilled(bench: Bench) -> list[int]:
 
 def admissions(bench: Bench) -> list[tuple[str, int]]:
     """Gets (request, sequences in flight that have ended) at every admission from now on."""
-    seen, admit, scheduler = [], bench.engine.scheduler.memory.try_admit, bench.engine.scheduler
+    seen, admit, scheduler = [], bench.engine.scheduler.allocator.try_admit, bench.engine.scheduler
     known: list[Sequence] = []
 
     def watched(seq: Sequence, version: int, spare: int) -> bool:
@@ -72,5 +72,5 @@ def admissions(bench: Bench) -> list[tuple[str, int]]:
             known.append(seq)
         return taken
 
-    scheduler.memory.try_admit = watched
+    scheduler.allocator.try_admit = watched
     return seen

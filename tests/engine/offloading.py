@@ -36,7 +36,7 @@ def submit_six(bench: Bench, prompt_of) -> None:
 
 
 def counts(bench: Bench):
-    return bench.engine.scheduler.memory.offload_books.counts
+    return bench.engine.scheduler.allocator.offload_books.counts
 
 
 def restoring(seq: Sequence) -> bool:

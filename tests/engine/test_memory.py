@@ -212,10 +212,10 @@ def test_pages_with_mixed_versions_are_not_remembered(model, prompt_of):
         bench.engine.tick()
     bench.engine.scheduler.weights_changed(1, recompute=False)
     bench.run()
-    assert bench.engine.scheduler.memory.pool.cached == 0
+    assert bench.engine.scheduler.allocator.pool.cached == 0
     bench.submit("b", prompt_of(10), 40)
     bench.run()
-    assert bench.done["b"].cached_tokens == 0 and bench.engine.scheduler.memory.pool.cached > 0
+    assert bench.done["b"].cached_tokens == 0 and bench.engine.scheduler.allocator.pool.cached > 0
     bench.close()
 
 

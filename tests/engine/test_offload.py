@@ -144,7 +144,9 @@ def test_without_the_setting_there_is_nothing_of_it(model, prompt_of):
     bench.run()
     engine = bench.engine
     assert (
-        engine.parts.offload is None and engine.executor.mover is None and engine.scheduler.memory.offload_books is None
+        engine.parts.offload is None
+        and engine.executor.mover is None
+        and engine.scheduler.allocator.offload_books is None
     )
     assert engine.scheduler.counters.preemptions > 0 and bench.status().offload.pages_total == 0
     bench.close()

@@ -77,7 +77,7 @@ def test_preempted_rows_come_back_with_their_adapter_into_whatever_slot_it_has(m
     """Others take the slots meanwhile; it is loaded anew, into another one."""
     bench = bench_of(model, adapters, 3, prefix_cache=False)
     slots: dict[str, list[int]] = {}
-    memory = bench.engine.scheduler.memory
+    memory = bench.engine.scheduler.allocator
     take = memory._take_adapter
     memory._take_adapter = lambda seq: (
         take(seq),
@@ -221,7 +221,7 @@ def test_kv_of_two_versions_of_an_adapter_is_not_cached(model, adapters):
     bench = bench_of(model, adapters)
     six(bench, ["a0"])
     until(bench, lambda: offloaded(bench))
-    across, pool, remembered = offloaded(bench), bench.engine.scheduler.memory.pool, []
+    across, pool, remembered = offloaded(bench), bench.engine.scheduler.allocator.pool, []
     change(bench, adapters)
     bench.engine.tick()
     remember = pool.remember

@@ -79,7 +79,7 @@ def test_a_pause_does_not_show_as_waiting_for_pages(model, prompt_of):
         bench.engine.tick()
     for i in range(3):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
-    mover, books = bench.engine.executor.mover, bench.engine.scheduler.memory.offload_books
+    mover, books = bench.engine.executor.mover, bench.engine.scheduler.allocator.offload_books
     while not counts(bench).pages_in:
         if mover.back.under_way or books._to_copy_in:
             pieces.release()

@@ -80,7 +80,7 @@ def test_leaked_room_is_seen(model, prompt_of):
     bench = offloading(model)
     submit_six(bench, prompt_of)
     bench.run()
-    bench.engine.scheduler.memory.offload_books._free_host_pages.pop()
+    bench.engine.scheduler.allocator.offload_books._free_host_pages.pop()
     with pytest.raises(AssertionError, match="host room"):
         bench.engine.check_integrity()
     bench.close(check=False)

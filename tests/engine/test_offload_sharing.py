@@ -41,12 +41,12 @@ def test_a_row_is_preempted_before_pages_run_out(model, prompt_of, monkeypatch, 
 
 def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy):
     bench = offloading(model, kv_pages=46)
-    books, sent = bench.engine.scheduler.memory.offload_books, []
+    books, sent = bench.engine.scheduler.allocator.offload_books, []
     begin = books.next_out
 
     def watched(most):
         pages = begin(most)
-        assert all(bench.engine.scheduler.memory.pool.refs[page.pool_page] == 1 for page in pages)
+        assert all(bench.engine.scheduler.allocator.pool.refs[page.pool_page] == 1 for page in pages)
         sent.extend(pages)
         return pages
 
@@ -68,7 +68,7 @@ def test_pages_that_only_offloaded_sequences_share_are_copied_once_when_others_n
     """A group gives way altogether to a row that needs nearly the whole pool."""
     bench = offloading(model)
     prefills = watch_prefills(bench)
-    books, sent = bench.engine.scheduler.memory.offload_books, []
+    books, sent = bench.engine.scheduler.allocator.offload_books, []
     begin = books.next_out
     books.next_out = lambda most: (pages := begin(most), sent.extend((page, page.owners) for page in pages))[0]
     bench.submit("g", prompt_of(32), 90, n=3)

@@ -24,7 +24,7 @@ SAMPLED = {"temperature": 1.0, "seed": 3}
 
 
 def pages_of(bench: Bench) -> int:
-    return bench.engine.scheduler.memory.sessions.pages
+    return bench.engine.scheduler.allocator.sessions.pages
 
 
 def stop_at(greedy, prompt: list[int], least: int) -> int:
@@ -551,7 +551,7 @@ def test_any_mixture_has_the_right_tokens_and_loses_no_page(model, prompt_of, gr
             bench.submit(f"r{step}", prompt_of(rng.randrange(1, 30), step), rng.randrange(1, 30))
         for _ in range(rng.randrange(1, 6)):
             bench.engine.tick()
-        sessions = bench.engine.scheduler.memory.sessions
+        sessions = bench.engine.scheduler.allocator.sessions
         sessions.check()
         for talk in [talk for talk in busy if bench.completions[talk.turn, 0].finish]:
             prompt, tokens = busy.pop(talk), talk.ended()

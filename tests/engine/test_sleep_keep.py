@@ -49,7 +49,7 @@ def test_completions_are_bit_for_bit_those_of_a_run_that_never_slept(folders, pr
             if sleeps:
                 rows = bench.engine.scheduler.running
                 assert rows >= 4 and bench.sleep().facts["parked"] == rows
-                assert bench.engine.scheduler.memory.pool.used == 0 and not bench.pages.backed
+                assert bench.engine.scheduler.allocator.pool.used == 0 and not bench.pages.backed
                 assert bench.wake().facts["parked"] == rows
         bench.run()
         assert not sleeps or (host(bench).restored == host(bench).parked >= 13 and host(bench).pages == 0)
@@ -130,7 +130,7 @@ def test_rows_that_share_a_prompt_share_it_again_in_any_order_of_return(model, p
     bench = keeping(model, LateDevice({"kv_in": lambda: 0.001}), prefix_cache=prefix_cache, max_rows=6)
     bench.submit("group", prompt_of(40), 40, n=6)
     bench.ticks(9)
-    pool = bench.engine.scheduler.memory.pool
+    pool = bench.engine.scheduler.allocator.pool
     shared = pool.used
     assert shared < 10 + 6 * 5 and bench.sleep().facts["parked"] == 6 and host(bench).pages <= shared
     for i in range(2):
