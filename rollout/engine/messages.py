@@ -138,6 +138,8 @@ class Prompt:
 
     def content(self, start: int, end: int) -> bytes:
         """The content of the prompt's positions `start` to `end` - 1."""
+        if len(self.items) == 1:  # the usual prompt, and this is called for each of its pages
+            return self.items[0].content(start, end)
         parts, first = [], 0
         for item in self.items:
             length = len(item.token_ids)

@@ -1,4 +1,4 @@
-"""Engines with less room than their requests need, and room on the host; what six of these say without any of it."""
+"""Engines whose pool is smaller than their requests need, with host memory; six requests and their right tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def offloading(model, host_pages: int = 512, piece_pages: int = 3, device=None, 
 
 
 def watch_prefills(bench: Bench) -> list[int]:
-    """Gets the input tokens of every prefill step from now on."""
+    """A list that gets the input tokens of every prefill step from now on."""
     sizes, launched = [], bench.engine.scheduler.launched
     bench.engine.scheduler.launched = lambda plan: (
         plan.kind == "prefill" and sizes.append(plan.tokens),
@@ -30,7 +30,7 @@ def watch_prefills(bench: Bench) -> list[int]:
 
 
 def submit_six(bench: Bench, prompt_of) -> None:
-    """More than the pool of 39 pages holds: 6 * 70 tokens."""
+    """6 * 70 tokens: more than fit in the pool of 39 pages."""
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
 

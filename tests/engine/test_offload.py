@@ -55,8 +55,8 @@ def test_late_streams_change_nothing(model, prompt_of, seed):
 
 
 @pytest.mark.parametrize("direction", ["out", "back"])
-def test_not_waiting_for_a_copy_is_seen(model, prompt_of, direction):
-    """Pages that are given away before they are copied, rows that go on before their KV is there."""
+def test_the_tests_see_a_copy_that_is_not_waited_for(model, prompt_of, direction):
+    """Out: pages are reused before they are copied. Back: rows go on before their KV is there."""
     late = {"out": "kv_out", "back": "kv_in"}[direction]
     bench = offloading(model, device=LateDevice({late: lambda: 0.05}))
     queue = getattr(bench.engine.executor.mover, direction)
@@ -67,7 +67,7 @@ def test_not_waiting_for_a_copy_is_seen(model, prompt_of, direction):
         queue._spare += over
         return over
 
-    queue.finished, bench.engine.parts.offload._note = hasty, lambda *of: None  # which asks when it ended
+    queue.finished, bench.engine.parts.offload._note = hasty, lambda *of: None  # the real one reads the end time
     submit_six(bench, prompt_of)
     bench.run()
     with pytest.raises(AssertionError):
@@ -138,7 +138,7 @@ def test_a_sequence_that_finds_no_room_is_recomputed(model, prompt_of, host_page
     assert_as_if_undisturbed(bench, model, prompt_of)
 
 
-def test_without_the_setting_there_is_nothing_of_it(model, prompt_of):
+def test_without_the_setting_nothing_is_offloaded(model, prompt_of):
     bench = Bench(model, kv_pages=40)
     submit_six(bench, prompt_of)
     bench.run()
@@ -153,7 +153,7 @@ def test_without_the_setting_there_is_nothing_of_it(model, prompt_of):
 
 
 @pytest.mark.parametrize(("gib", "message"), [(1e-7, "holds no page of"), (1e6, "this machine has")])
-def test_room_that_is_no_room_is_refused_with_the_numbers(model, gib, message):
+def test_host_memory_for_less_than_a_page_is_refused_with_the_numbers(model, gib, message):
     with pytest.raises(ValueError, match=message):
         Bench(model, host_kv_gib=gib)
 

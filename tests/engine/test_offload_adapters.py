@@ -1,4 +1,4 @@
-"""Rows with adapters that are preempted with their KV: their slot is given up, their adapter may change meanwhile."""
+"""Offloaded rows with adapters: they give up their slot, and their adapter may change before they return."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def is_replayed(models: Sequence[object], prompt: list[int], told: list[int], co
 
 
 def test_preempted_rows_come_back_with_their_adapter_into_whatever_slot_it_has(model, adapters):
-    """Others take the slots meanwhile; it is loaded anew, into another one."""
+    """Others take the slots meanwhile; the adapter is loaded again, into another slot."""
     bench = bench_of(model, adapters, 3, prefix_cache=False)
     slots: dict[str, list[int]] = {}
     memory = bench.engine.scheduler.allocator
@@ -121,7 +121,7 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
 @pytest.mark.parametrize("late", [False, True])
 def test_an_adapter_changes_while_kv_that_it_made_is_offloaded(model, adapters, kv_on_swap, late):
-    """As in rows that run: it is kept, and told as what it is, or made again."""
+    """As in rows that run: the KV is kept and reported with its versions, or computed again."""
     device = LateDevice({"kv_in": lambda: 0.002, "kv_out": lambda: 0.002}) if late else None
     bench = bench_of(model, adapters, device=device, kv_on_swap=kv_on_swap)
     prompts = six(bench, ["a0"], stream_every=3)
@@ -263,7 +263,7 @@ def test_an_adapter_is_unloaded_after_its_last_parked_sequence(model, adapters):
     bench.close()
 
 
-def test_an_engine_that_is_built_anew_has_its_adapters_and_its_room(model, adapters):
+def test_a_rebuilt_engine_has_its_adapters_and_its_host_memory(model, adapters):
     bench = bench_of(model, adapters, 2)
     six(bench, ["a0", "a1"])
     until(bench, lambda: offloaded(bench))
@@ -282,7 +282,7 @@ def test_an_engine_that_is_built_anew_has_its_adapters_and_its_room(model, adapt
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_versions_leave_every_token_to_the_kv_it_says_it_had(model, hf_models, adapters, seed):
+def test_under_random_versions_every_token_follows_from_the_kv_that_is_reported(model, hf_models, adapters, seed):
     """Newer versions of two adapters at random times, groups, sessions, more adapters than slots, late streams."""
     rng = random.Random(300 + seed)
     names = ("compute", "d2h", "kv_out", "kv_in", "adapters")

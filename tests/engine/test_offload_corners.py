@@ -1,4 +1,4 @@
-"""Offloading where two things meet: a return during a copy, a session that shares pages, a pause during a wait."""
+"""Offload beside other events: a return during a copy, a session that shares pages, a pause during a wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.engine.messages import Cancel, Pause, Resume
 
 
 def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_of, greedy):
-    """A sequence returns while its half full page is being copied, writes to it, and gives way again meanwhile."""
+    """A sequence returns while its half full page is being copied, writes to it, and is preempted again."""
     bench = offloading(model, piece_pages=1, page_size=8, kv_pages=22, prefix_cache=False)
     out, copied, over = bench.engine.executor.mover.out, threading.Event(), threading.Event()
     copy = out._copy
@@ -38,7 +38,7 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
     while counts(bench).offloaded == 1:
         bench.engine.tick()
     assert seq.offloaded is not None and out.under_way[0].entries[0].pool_page == half_full, (
-        "it did not give way meanwhile"
+        "it was not preempted again during the copy"
     )
     over.set()
     bench.run()

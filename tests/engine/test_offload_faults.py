@@ -1,4 +1,4 @@
-"""Preempted sequences that end, copies that fail, engines that are built anew: nothing leaks, no token is lost."""
+"""Preempted sequences that end, copies that fail, engines that are rebuilt: nothing leaks, no token is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.engine.messages import Cancel
 
 @pytest.mark.parametrize("extra", range(0, 24, 3))
 def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
-    """While pages go, while they come back, while a row waits: with copies that are late."""
+    """While pages are copied out, copied back, or a row waits; with late copies."""
     bench = offloading(model, device=LateDevice({"kv_out": lambda: 0.002, "kv_in": lambda: 0.004}), piece_pages=1)
     submit_six(bench, prompt_of)
     while not (counts(bench).restored if extra > 10 else counts(bench).offloaded):
@@ -76,11 +76,11 @@ def test_a_rebuilt_engine_offloads_again_to_the_same_host_memory(model, prompt_o
     bench.close()
 
 
-def test_leaked_room_is_seen(model, prompt_of):
+def test_the_check_sees_a_leaked_host_page(model, prompt_of):
     bench = offloading(model)
     submit_six(bench, prompt_of)
     bench.run()
     bench.engine.scheduler.allocator.offload_books._free_host_pages.pop()
-    with pytest.raises(AssertionError, match="host room"):
+    with pytest.raises(AssertionError, match="host page"):
         bench.engine.check_integrity()
     bench.close(check=False)

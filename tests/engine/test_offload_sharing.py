@@ -1,4 +1,4 @@
-"""Who gives way, and what a preempted sequence shares with others: pages, its session; what comes back with its row."""
+"""When a row is preempted, which pages it shares with others meanwhile, and what comes back with it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy)
 
 
 def test_pages_that_only_offloaded_sequences_share_are_copied_once_when_others_need_them(model, prompt_of, greedy):
-    """A group gives way altogether to a row that needs nearly the whole pool."""
+    """All rows of a group are preempted for a row that needs nearly the whole pool."""
     bench = offloading(model)
     prefills = watch_prefills(bench)
     books, sent = bench.engine.scheduler.allocator.offload_books, []
@@ -120,7 +120,7 @@ def test_a_sequence_that_returns_immediately_is_not_copied(model, prompt_of, gre
     bench.close()
 
 
-def test_a_prompt_that_came_back_is_found_by_others(model, prompt_of):
+def test_a_restored_prompt_is_found_by_other_requests(model, prompt_of):
     bench = offloading(model)
     submit_six(bench, prompt_of)
     bench.run()
@@ -170,7 +170,7 @@ def test_a_turn_that_was_offloaded_leaves_its_kv_to_its_session(model, prompt_of
 
 
 def test_a_turn_that_ends_while_its_kv_comes_back_leaves_nothing(model, prompt_of, greedy):
-    """Its pages are there, what should be in them is not."""
+    """It has its pages, but their KV is not complete."""
     bench = offloading(model, device=LateDevice({"kv_in": lambda: 0.05}), prefix_cache=False)
     session = {"session": ("c", "talk"), "session_lease_s": 1e6}
     for i in range(3):

@@ -1,4 +1,4 @@
-"""New weights while KV of preempted sequences is offloaded: kept KV stays what it was, the rest is computed again."""
+"""New weights while sequences are offloaded: kept KV stays as it was, other KV is computed again."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_offloaded_kv_is_dropped_where_new_weights_compute_all_again(model, othe
     bench.close()
 
 
-def test_an_interrupted_prefill_goes_on_or_begins_anew_under_new_weights(model, other, prompt_of, hf_models):
-    """A long prompt, half of it computed, gives way; without an update it goes on where it was."""
+def test_an_interrupted_prefill_goes_on_or_starts_again_under_new_weights(model, other, prompt_of, hf_models):
+    """A long prompt is preempted half-way; without an update it goes on where it was."""
     for update in (False, True):
         mailbox = Mailbox()
         bench = offloading(model, receiver=mailbox, kv_pages=60, prefill_chunk_tokens=8, max_rows=4)
@@ -103,7 +103,7 @@ def test_an_interrupted_prefill_goes_on_or_begins_anew_under_new_weights(model, 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_updates_leave_every_token_to_the_kv_it_says_it_had(folders, hf_models, prompt_of, seed):
+def test_under_random_updates_every_token_follows_from_the_kv_that_is_reported(folders, hf_models, prompt_of, seed):
     rng = random.Random(100 + seed)
     models, mailbox = [load(folder) for folder in folders], Mailbox()
     model = load(folders[0])
