@@ -13,13 +13,12 @@ States of an offloaded page, the KV of one page of preempted sequences:
     shared      in a pool page that others use, too: a copy would free nothing
     outgoing    in a pool page; its copy to the host is queued or under way
     on host     on the host only
-    restoring   its copy to the pool page of a sequence is queued or under way; other sequences share that pool page
+    restoring   its copy to a pool page is queued or under way; sequences that are admitted meanwhile share it
     in both     shared again after a restore, and still on the host: some of its owners are not admitted yet
 
-    take --> shared <--> outgoing --> on host --> restoring --> dropped
-                ^                        ^            |
-                |                        |            v
-                |                        +-------- in both
+    take --> shared <--> outgoing --> on host <--> restoring --> drop
+                                         ^             |
+                                         +-- in both <-+
 
 Invariants:
 - Each offloaded page has a host page from the start, so it can be copied at any time.
