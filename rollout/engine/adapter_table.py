@@ -9,7 +9,7 @@
 
 Invariants:
 - A slot that a sequence has taken belongs to that adapter until it is given back, together with row and pages
-  (`SequenceMemory.release`), when no step in flight names the row. So the copies of the load stream, which run beside
+  (`PageAllocator.release`), when no step in flight names the row. So the copies of the load stream, which run beside
   steps, write only to slots that no step reads.
 - A newer version of an adapter in use is written by the compute stream, between two steps.
 - Every content that an adapter has ever had is a generation of its own. KV belongs to a weights version and a

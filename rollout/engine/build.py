@@ -28,10 +28,9 @@ from rollout.engine.device.sizing import (
 )
 from rollout.engine.device.streams import CpuDevice, Device, Stream
 from rollout.engine.gate import Gate
-from rollout.engine.kv.memory import SequenceMemory, pages_for
-from rollout.engine.kv.offload import Offload
+from rollout.engine.kv.allocator import PageAllocator, pages_for
+from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
 from rollout.engine.kv.page_mover import HostRoom, PageMover
-from rollout.engine.kv.parking import OffloadCounts, Parking
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.loop import Engine
@@ -74,7 +73,7 @@ def context_limit(settings: Settings, model: Decoder) -> int:
 
 def longest_sequence(settings: Settings, model: Decoder, engine: Engine) -> int:
     """The longest prompt plus completion that the model, the settings and the pool allow, tokens."""
-    pages = engine.scheduler.memory.pool.total + 1
+    pages = engine.scheduler.allocator.pool.total + 1
     return PoolSize(pages, settings.engine.page_size, context_limit(settings, model), settings.engine.max_rows).longest
 
 
@@ -134,7 +133,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     memory = engine.sleeper.memory
     if memory is not None and memory.released:
         raise RuntimeError("the memory is given back; only a new process has some")
-    executor, step, books = engine.executor, engine.executor.step, engine.scheduler.memory
+    executor, step, books = engine.executor, engine.executor.step, engine.scheduler.allocator
     executor.close()  # all launched work has ended: nothing writes to the KV any more
     executor.device.synchronize()  # a broken CUDA context raises here
     if executor.device.torch_device.type == "cuda":
@@ -178,8 +177,8 @@ class _Lasting:
             executor.step.adapters,
             None if executor.mover is None else executor.mover.room,
             scheduler.counters,
-            scheduler.memory.sessions.counts,
-            None if offload is None else offload.parking.counts,
+            scheduler.allocator.sessions.counts,
+            None if offload is None else offload.books.counts,
         )
 
 
@@ -205,25 +204,25 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
         chunk_tokens=engine.prefill_chunk_tokens,
         upload_words=words - ALIGNMENT_WORDS - PADDING_WORDS,
     )
-    memory = _build_memory(site, executor, routing, lasting)
+    allocator = _build_allocator(site, executor, routing, lasting)
     counters = Counters() if lasting is None else lasting.counters
-    scheduler = Scheduler(limits, memory, version, time.perf_counter, upload_words, counters)
-    mover, parking = executor.mover, memory.parking
-    offload = None if mover is None or parking is None else Offload(scheduler, parking, mover)
+    scheduler = Scheduler(limits, allocator, version, time.perf_counter, upload_words, counters)
+    mover, books = executor.mover, allocator.offload_books
+    offload = None if mover is None or books is None else Offload(scheduler, books, mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
     packer = Packer(vocab, engine.page_size, multiple, adapters is not None, sizes)
     return EngineParts(scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 
-def _build_memory(
+def _build_allocator(
     site: _Site, executor: Executor, routing: RoutingShape | None, lasting: _Lasting | None
-) -> SequenceMemory:
-    """The books of the KV pool: pages, sessions, adapters, parking."""
+) -> PageAllocator:
+    """The books of the KV pool: pages, sessions, adapters, offloaded KV."""
     engine, step, mover, streams = site.settings.engine, executor.step, executor.mover, executor.streams
     pages = step.kv.pages
     pool = PagePool(pages)
-    room_pages, page_bytes = (0, 0) if mover is None else (mover.room.pages, mover.room.page_bytes)
-    experts = None if routing is None else ExpertPages(routing, pages, engine.page_size, room_pages)
+    host_pages, page_bytes = (0, 0) if mover is None else (mover.room.pages, mover.room.page_bytes)
+    experts = None if routing is None else ExpertPages(routing, pages, engine.page_size, host_pages)
     if experts is not None:
         log.info("experts of tokens are kept", extra={"host_bytes": experts.nbytes})
     table = None
@@ -232,11 +231,11 @@ def _build_memory(
         table = AdapterTable(site.registry, step.adapters, site.device, streams.adapters, streams.compute)
     session_counts = None if lasting is None else lasting.session_counts
     sessions = Sessions(pool, engine.page_size, int(engine.session_share * pool.total), session_counts)
-    parking = None
+    offload_books = None
     if mover is not None:
         counts = None if lasting is None else lasting.offload_counts
-        parking = Parking(pool, engine.page_size, room_pages, page_bytes, counts)
-    return SequenceMemory(pool, engine.page_size, engine.prefix_cache, sessions, experts, table, parking)
+        offload_books = OffloadBooks(pool, engine.page_size, host_pages, page_bytes, counts, experts)
+    return PageAllocator(pool, engine.page_size, engine.prefix_cache, sessions, experts, table, offload_books)
 
 
 def _build_executor(

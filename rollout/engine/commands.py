@@ -108,7 +108,7 @@ class Commands:
             case DropAdapter(adapter, token):
                 self._adapt(token, parts, lambda: scheduler.drop_adapter(adapter))
             case EndSession(client, name, token):
-                scheduler.memory.sessions.end(client, name)
+                scheduler.allocator.sessions.end(client, name)
                 scheduler.events += [Done(token)] if token is not None else []
 
     def _shut_down(self, mode: str, token: int | None, parts: EngineParts) -> None:

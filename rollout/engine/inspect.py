@@ -36,7 +36,7 @@ class Inspector:
     def status(self) -> EngineStatus:
         """A snapshot of now."""
         engine, scheduler, gate, meter = self._engine, self._engine.scheduler, self._engine.gate, self._engine.meter
-        pool, adapters, now = scheduler.memory.pool, scheduler.memory.adapters, time.perf_counter()
+        pool, adapters, now = scheduler.allocator.pool, scheduler.allocator.adapters, time.perf_counter()
         active_pct, tokens_per_s = meter.rates(now)
         swaps = reversed(meter.recent_swaps()[-_SWAPS_SHOWN:])
         return EngineStatus(
@@ -51,7 +51,7 @@ class Inspector:
             pages_cached=pool.cached,
             pages_used=pool.used,
             pages_total=pool.total,
-            sessions=scheduler.memory.sessions.status(),
+            sessions=scheduler.allocator.sessions.status(),
             offload=self._offload(),
             sleep=gate.sleep_status(),
             slots_in_flight=engine.pipeline.in_flight,
@@ -69,13 +69,13 @@ class Inspector:
     def set_gauges(self) -> None:
         """Give the meter the values of metrics that the engine keeps, before a report."""
         scheduler, offload = self._engine.scheduler, self._offload()
-        pool, counters = scheduler.memory.pool, scheduler.counters
+        pool, counters = scheduler.allocator.pool, scheduler.counters
         self._engine.meter.set(
             {
                 "rollout/rows": scheduler.running,
                 "queue/waiting": scheduler.waiting,
                 "kv/used_pct": _percent(pool.used, pool.total),
-                "kv/session_pct": _percent(scheduler.memory.sessions.pages, pool.total),
+                "kv/session_pct": _percent(scheduler.allocator.sessions.pages, pool.total),
                 "kv/prefix_hit_pct": _percent(counters.cached_tokens, counters.prompt_tokens),
                 "kv/preemptions": counters.preemptions,
                 "kv/host_used_pct": _percent(offload.pages, offload.pages_total),
@@ -87,7 +87,7 @@ class Inspector:
 
     def _offload(self) -> OffloadStatus:
         offload = self._engine.parts.offload
-        return OffloadStatus() if offload is None else offload.parking.status()
+        return OffloadStatus() if offload is None else offload.books.status()
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class Engine:
         """No step is in flight: tell the meter, wait for an adapter that alone delays admission, grant a hold."""
         if idle:
             self.meter.no_work(time.perf_counter())
-        adapters = self.parts.scheduler.memory.adapters
+        adapters = self.parts.scheduler.allocator.adapters
         if nothing_planned and adapters is not None:
             adapters.wait()
         self.gate.grant_hold()

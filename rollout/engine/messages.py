@@ -102,12 +102,59 @@ class Prior:
     newest_version: int | None = None  # weights version; None if unknown
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class TokenIds:
+    """A prompt item: a run of token ids."""
+
+    token_ids: np.ndarray  # int32 [positions], at least one
+
+    def content(self, start: int, end: int) -> bytes:
+        """What the KV of the item's positions `start` to `end` - 1 depends on, beside the positions before them."""
+        return self.token_ids[start:end].astype("<i4", copy=False).tobytes()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """A prompt: items in the order of their positions, at least one.
+
+    An item covers one position or more. It has a token id for each, and says what the KV there depends on (`content`);
+    prefix keys are made of that.
+    """
+
+    items: tuple[TokenIds, ...]
+    token_ids: np.ndarray = field(init=False)  # int32 [prompt tokens]: those of all items
+
+    def __post_init__(self) -> None:
+        arrays = [item.token_ids for item in self.items]
+        object.__setattr__(self, "token_ids", arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+    @classmethod
+    def of_tokens(cls, token_ids: np.ndarray) -> Prompt:
+        """A prompt of token ids only, int32 [prompt tokens]."""
+        return cls((TokenIds(token_ids),))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def content(self, start: int, end: int) -> bytes:
+        """The content of the prompt's positions `start` to `end` - 1."""
+        if len(self.items) == 1:  # the usual prompt, and this is called for each of its pages
+            return self.items[0].content(start, end)
+        parts, first = [], 0
+        for item in self.items:
+            length = len(item.token_ids)
+            if first < end and start < first + length:
+                parts.append(item.content(max(start - first, 0), min(end - first, length)))
+            first += length
+        return b"".join(parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, `n` completions."""
 
     key: RequestKey
-    prompt: np.ndarray  # int32 [prompt tokens], at least one
+    prompt: Prompt
     max_tokens: int  # of a completion, the tokens of `prior` included
     n: int = 1
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -378,11 +425,11 @@ class SessionStatus:
 class OffloadStatus:
     """KV of preempted sequences on the host: now, and totals since start."""
 
-    sequences: int = 0  # parked sequences, now
+    sequences: int = 0  # offloaded sequences, now
     pages: int = 0  # pages of host memory reserved for them, now
     pages_total: int = 0  # all pages of host memory; 0 without offloading
-    parked: int = 0  # preempted sequences whose KV was kept
-    restored: int = 0  # parked sequences that went on with their KV
+    parked: int = 0  # preempted sequences whose KV was offloaded
+    restored: int = 0  # offloaded sequences that went on with their KV
     refused: int = 0  # preempted sequences whose KV had no room on the host
     bytes_out: int = 0  # copied to the host
     bytes_in: int = 0  # copied back

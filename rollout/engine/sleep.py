@@ -4,7 +4,7 @@
                                `-- refused: awake again
 
     falling    no step is launched, no update begins; until no step is in flight and no update is inside
-    emptying   rows are preempted. At level 1 their KV is parked (`parking`) as far as the host has room for it, and
+    emptying   rows are preempted. At level 1 their KV is offloaded (`offload`) as far as the host has room for it, and
                they get it back when they are admitted again; other KV is computed again. Until no page is in use
     asleep     the memory is given back; a wake that finds too little memory changes nothing
 
@@ -15,9 +15,9 @@ what was kept, and any other sleep changes nothing. While awake, a wake changes 
 Invariants:
 
 - While memory is given back, no step is launched, no update is received and nothing is copied to an adapter slot.
-- The only KV that outlives a sleep is parked on the host and belongs to weights that return unchanged. Cache, sessions
+- The only KV that outlives a sleep is on the host and belongs to weights that return unchanged. Cache, sessions
   and shares are empty.
-- A sleep that is refused loses no parked KV: rows get it back from the host or from the pool.
+- A sleep that is refused loses no offloaded KV: rows get it back from the host or from the pool.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Sleeper:
             assert self.memory is not None and gate.sleep is not None
             if gate.sleep.level == 2:
                 self.memory.forget()
-                parts.scheduler.forget_parked()
+                parts.scheduler.forget_offloaded()
             return self._done(order, gate.sleep.freed_bytes, now_s, parts)
         if parts.pipeline.in_flight == 0 and not gate.swapping and not gate.update_inside:
             return self._fall_asleep(order, parts)
@@ -199,21 +199,21 @@ class Sleeper:
 
     def _done(self, order: Sleep | Wake, nbytes: int, began_s: float, parts: EngineParts) -> Done:
         level = 0 if self._gate.sleep is None else self._gate.sleep.level
-        parked = 0 if parts.offload is None else parts.offload.parking.status().sequences
+        parked = 0 if parts.offload is None else parts.offload.books.status().sequences
         seconds = time.perf_counter() - began_s
         return Done(order.token, {"level": level, "bytes": nbytes, "seconds": seconds, "parked": parked})
 
 
 def _emptied(scheduler: Scheduler) -> bool:
-    """True once no page is in use. Until then, pages that only parked sequences still use are sent to the host."""
-    if scheduler.memory.parking is not None:
-        scheduler.memory.parking.sweep()
-    return scheduler.memory.pool.used == 0
+    """True once no page is in use. Until then, pages that only offloaded sequences still use are sent to the host."""
+    if scheduler.allocator.offload_books is not None:
+        scheduler.allocator.offload_books.send_unshared()
+    return scheduler.allocator.pool.used == 0
 
 
 def _forget_device_state(scheduler: Scheduler) -> None:
     """Empty the prefix cache and the adapter slots."""
     assert not (scheduler.prefilling or scheduler.decoding or scheduler.leaving), "a row has no pages"
-    scheduler.memory.weights_changed()
-    if scheduler.memory.adapters is not None:
-        scheduler.memory.adapters.unload_all()
+    scheduler.allocator.weights_changed()
+    if scheduler.allocator.adapters is not None:
+        scheduler.allocator.adapters.unload_all()

@@ -22,9 +22,9 @@ import torch
 from rollout.config import EngineSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import CpuDevice
-from rollout.engine.kv.memory import pages_for
+from rollout.engine.kv.allocator import pages_for
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Request, SamplingParams, Submit
+from rollout.engine.messages import Prompt, Request, SamplingParams, Submit
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import StepInput
@@ -95,7 +95,7 @@ def measure(rows: int, lengths: Sequence[int]) -> list[dict[str, Any]]:
     engine, times = make_engine(rows, longest)
     rng = np.random.default_rng(0)
     for i in range(rows):
-        prompt = rng.integers(0, 64, _PROMPT).astype(np.int32)
+        prompt = Prompt.of_tokens(rng.integers(0, 64, _PROMPT).astype(np.int32))
         engine.inbox.put(Submit(Request(("bench", str(i)), prompt, longest, sampling=SamplingParams(seed=i))))
     engine.tick()
     shown_s = 0.0

@@ -37,7 +37,7 @@ from rollout.constraints.spec import ConstraintSpec
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Request, SamplingParams, StopParams, Submit
+from rollout.engine.messages import Prompt, Request, SamplingParams, StopParams, Submit
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.sequence import Sequence
 from rollout.engine.step.features import Feature
@@ -128,7 +128,7 @@ class Bench:
         for i in range(rows):
             request = Request(
                 ("bench", f"{bound}-{before}-{i}"),
-                rng.integers(0, vocab, prompt).astype(np.int32),
+                Prompt.of_tokens(rng.integers(0, vocab, prompt).astype(np.int32)),
                 new,
                 sampling=SamplingParams(seed=i),
                 stop=StopParams((self.stop,) if i < bound else ()),

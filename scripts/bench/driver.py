@@ -17,6 +17,7 @@ from rollout.engine.messages import (
     Delta,
     Event,
     Pause,
+    Prompt,
     Rejected,
     Request,
     Resume,
@@ -67,7 +68,7 @@ class Driver:
         """Request one completion."""
         request = Request(
             (_CLIENT, name),
-            np.asarray(prompt, dtype=np.int32),
+            Prompt.of_tokens(np.asarray(prompt, dtype=np.int32)),
             max_tokens,
             sampling=sampling,
             stop=StopParams(token_ids=stop_ids),

@@ -85,7 +85,7 @@ def run_long(run: LongRun) -> dict[str, Any]:
         "shape": run.shape,
         "rows": run.rows,
         "tokens": run.tokens,
-        "pages": scheduler.memory.pool.total,
+        "pages": scheduler.allocator.pool.total,
         "preemptions": scheduler.counters.preemptions,
         "marks": marks,
         "failures": [*_not_whole(driver, run), *growth(marks)],

@@ -27,7 +27,7 @@ import torch
 from rollout.config import EngineSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.inspect import Inspector
-from rollout.engine.kv.memory import pages_for
+from rollout.engine.kv.allocator import pages_for
 from rollout.engine.kv.offload import MoveRecord
 from rollout.engine.messages import SamplingParams
 from rollout.metrics.meter import Meter

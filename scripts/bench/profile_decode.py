@@ -23,7 +23,7 @@ from rollout.config import EngineSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Cancel, Request, SamplingParams, Submit
+from rollout.engine.messages import Cancel, Prompt, Request, SamplingParams, Submit
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.layers import DenseFeedForward, SparseFeedForward
 from rollout.progress import stage
@@ -72,7 +72,7 @@ def profile_rows(engine: Engine, rows: int, prompt: int, bandwidth: float) -> di
     """Profile some steady steps of `rows` rows and print them; returns the timeline of a layer."""
     rng = np.random.default_rng(0)
     for i in range(rows):
-        tokens = rng.integers(0, 150_000, prompt).astype(np.int32)
+        tokens = Prompt.of_tokens(rng.integers(0, 150_000, prompt).astype(np.int32))
         engine.inbox.put(Submit(Request(("p", f"{rows}/{i}"), tokens, 400, sampling=SamplingParams(seed=i))))
     for _ in range(60):
         engine.tick()

@@ -23,7 +23,7 @@ from rollout.config import EngineSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Request, SamplingParams, Submit
+from rollout.engine.messages import Prompt, Request, SamplingParams, Submit
 from rollout.metrics.step_timing import StepTiming
 from scripts.bench.output import print_table, write_results
 from scripts.bench.peers.ours_engine import load_random, steady_figures
@@ -49,7 +49,7 @@ def decode_row(engine: Engine, vocab: int, rows: int, asking: int, args: argpars
         [
             Request(
                 ("bench", f"decode-{asking}-{i}"),
-                rng.integers(0, vocab, args.prompt).astype(np.int32),
+                Prompt.of_tokens(rng.integers(0, vocab, args.prompt).astype(np.int32)),
                 args.new,
                 sampling=SamplingParams(seed=i),
                 top_logprobs=args.tops if i < asking else 0,
@@ -65,7 +65,7 @@ def prefill_row(engine: Engine, vocab: int, scored: bool, args: argparse.Namespa
     """The prefill of one long prompt: the best of three."""
     rng, best = np.random.default_rng(7), float("inf")
     for i in range(3):
-        prompt = rng.integers(0, vocab, args.long).astype(np.int32)
+        prompt = Prompt.of_tokens(rng.integers(0, vocab, args.long).astype(np.int32))
         steps = run(engine, [Request(("bench", f"prefill-{scored}-{i}"), prompt, 1, prompt_logprobs=scored)])
         best = min(best, sum(step.end_s - step.start_s for step in steps if step.kind == "prefill"))
     return {"prompt": args.long, "scored": scored, "prefill_ms": best * 1e3}

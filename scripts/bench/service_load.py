@@ -35,9 +35,9 @@ import torch
 from rollout.config import EngineSettings, ServiceSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.inspect import Inspector
-from rollout.engine.kv.memory import pages_for
+from rollout.engine.kv.allocator import pages_for
 from rollout.engine.loop import Engine
-from rollout.engine.messages import Prior, Request, SamplingParams, Submit
+from rollout.engine.messages import Prior, Prompt, Request, SamplingParams, Submit
 from rollout.engine.parts import Links
 from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
@@ -199,10 +199,12 @@ def _requests(load: Load) -> list[Request]:
     """The requests of the clients, as engine requests; their results are not sent."""
     prior = Prior(np.full(load.known, TOKEN, np.int32))
     streams = [
-        Request(("quiet", f"s{i}"), PROMPT, load.steps, sampling=SamplingParams(seed=i)) for i in range(load.streams)
+        Request(("quiet", f"s{i}"), Prompt.of_tokens(PROMPT), load.steps, sampling=SamplingParams(seed=i))
+        for i in range(load.streams)
     ]
     results = [
-        Request(("quiet", f"r{i}"), PROMPT, load.known + load.new_tokens(i), prior=prior) for i in range(load.results)
+        Request(("quiet", f"r{i}"), Prompt.of_tokens(PROMPT), load.known + load.new_tokens(i), prior=prior)
+        for i in range(load.results)
     ]
     return streams + results
 

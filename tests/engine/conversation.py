@@ -1,4 +1,4 @@
-"""A conversation with an engine: each turn's prompt is all that was said before and something new."""
+"""A conversation with an engine: the prompt of a turn is the whole conversation so far and new tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEASE_S = 1e6
 
 
 class Conversation:
-    """`said` are all tokens so far. With `session` false it is the same conversation without one."""
+    """`said` has all tokens so far. With `session` false the turns name no session."""
 
     def __init__(self, bench: Bench, name: str, prompt_of: Callable[..., list[int]], session: bool = True) -> None:
         self.bench, self.name, self.said, self.turns = bench, name, [], 0
@@ -50,7 +50,7 @@ class Conversation:
 
 
 def prefilled(bench: Bench) -> list[int]:
-    """Gets the tokens of every prefill step from now on."""
+    """A list that gets the tokens of every prefill step from now on."""
     sizes, launched = [], bench.engine.scheduler.launched
     bench.engine.scheduler.launched = lambda plan: (
         plan.kind == "prefill" and sizes.append(plan.tokens),
@@ -60,8 +60,8 @@ def prefilled(bench: Bench) -> list[int]:
 
 
 def admissions(bench: Bench) -> list[tuple[str, int]]:
-    """Gets (request, sequences in flight that have ended) at every admission from now on."""
-    seen, admit, scheduler = [], bench.engine.scheduler.memory.try_admit, bench.engine.scheduler
+    """A list that gets (request, zombies in flight) at every admission from now on."""
+    seen, admit, scheduler = [], bench.engine.scheduler.allocator.try_admit, bench.engine.scheduler
     known: list[Sequence] = []
 
     def watched(seq: Sequence, version: int, spare: int) -> bool:
@@ -72,5 +72,5 @@ def admissions(bench: Bench) -> list[tuple[str, int]]:
             known.append(seq)
         return taken
 
-    scheduler.memory.try_admit = watched
+    scheduler.allocator.try_admit = watched
     return seen

@@ -18,6 +18,7 @@ from rollout.engine.messages import (
     Delta,
     EngineStatus,
     Event,
+    Prompt,
     Request,
     RequestDone,
     SamplingParams,
@@ -100,8 +101,10 @@ class Bench:
     def submit(self, name: str, prompt: Iterable[int], max_tokens: int = 16, **fields) -> None:
         sampling = SamplingParams(**fields.pop("sampling", {"temperature": 0.0}))
         stop = StopParams(**fields.pop("stop", {}))
-        prompt = np.array(list(prompt), dtype=np.int32)
-        self.engine.inbox.put(Submit(Request(("c", name), prompt, max_tokens, sampling=sampling, stop=stop, **fields)))
+        token_prompt = Prompt.of_tokens(np.array(list(prompt), dtype=np.int32))
+        self.engine.inbox.put(
+            Submit(Request(("c", name), token_prompt, max_tokens, sampling=sampling, stop=stop, **fields))
+        )
 
     def run(self, ticks: int = 100_000) -> None:
         """Tick until nothing is left to do."""

@@ -1,10 +1,12 @@
-"""Engines with less room than their requests need, and room on the host; what six of these say without any of it."""
+"""Engines whose pool is smaller than their requests need, with host memory; six requests and their right tokens."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from harness import Bench, Completion
+
+from rollout.engine.schedule.sequence import Sequence
 
 PAGE = 4
 
@@ -18,7 +20,7 @@ def offloading(model, host_pages: int = 512, piece_pages: int = 3, device=None, 
 
 
 def watch_prefills(bench: Bench) -> list[int]:
-    """Gets the input tokens of every prefill step from now on."""
+    """A list that gets the input tokens of every prefill step from now on."""
     sizes, launched = [], bench.engine.scheduler.launched
     bench.engine.scheduler.launched = lambda plan: (
         plan.kind == "prefill" and sizes.append(plan.tokens),
@@ -28,13 +30,18 @@ def watch_prefills(bench: Bench) -> list[int]:
 
 
 def submit_six(bench: Bench, prompt_of) -> None:
-    """More than the pool of 39 pages holds: 6 * 70 tokens."""
+    """6 * 70 tokens: more than fit in the pool of 39 pages."""
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
 
 
 def counts(bench: Bench):
-    return bench.engine.scheduler.memory.parking.counts
+    return bench.engine.scheduler.allocator.offload_books.counts
+
+
+def restoring(seq: Sequence) -> bool:
+    """True while a copy from the host writes to a page of the sequence."""
+    return seq.offloaded is not None and any(restore.copying for restore in seq.offloaded.restores)
 
 
 _undisturbed: dict[str, Completion] = {}  # of the first checkpoint, whose weights `model` has; made once

@@ -47,10 +47,10 @@ def test_pages_come_back_bit_for_bit(folders, kv_dtype):
     before = [tensor[[7, 30]].clone() for tensor in tensors]
     mover.out.start([7, 30], [3, 1], None)
     mover.wait()
-    assert not mover.out.landed()[0].failure
+    assert not mover.out.finished()[0].failure
     mover.back.start([11, 12], [3, 1], None, mover.compute)
     mover.wait()
-    assert not mover.back.landed()[0].failure
+    assert not mover.back.finished()[0].failure
     for tensor, was in zip(tensors, before, strict=True):
         assert torch.equal(tensor[[11, 12]], was)
     bench.close()
@@ -63,9 +63,9 @@ def test_copying_allocates_and_synchronises_nothing(folders):
     def round_trip() -> None:
         mover.out.start([7, 30], [3, 1], None)
         mover.back.start([11, 12], [3, 1], None, mover.compute)
-        for lane in (mover.out, mover.back):
-            lane.flying[0].end.synchronize()
-            assert not lane.landed()[0].failure
+        for queue in (mover.out, mover.back):
+            queue.under_way[0].end.synchronize()
+            assert not queue.finished()[0].failure
 
     round_trip()  # kernels are loaded at their first use
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -182,7 +182,7 @@ def test_sessions_go_on_with_their_adapter_alone(model, base, adapters):
         bench.run()
         prompt = [*prompt, *bench.tokens(name), 3]
     assert [bench.done[name].cached_tokens > 0 for name in "1234"] == [False, True, False, False]
-    assert bench.engine.scheduler.memory.sessions.counts.hits == 1
+    assert bench.engine.scheduler.allocator.sessions.counts.hits == 1
     bench.close()
 
 

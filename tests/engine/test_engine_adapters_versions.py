@@ -73,7 +73,7 @@ def test_members_of_a_group_that_start_later_take_no_kv_of_the_older_version(mod
     bench.submit("g", prompt, 24, n=4, adapter="a0")
     while len(bench.engine.scheduler.decoding) < 2:
         bench.engine.tick()
-    assert bench.engine.scheduler.memory.sharing, "the others are to take the prompt of the first"
+    assert bench.engine.scheduler.allocator.sharing, "the others are to take the prompt of the first"
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     for index in (2, 3):
@@ -121,7 +121,7 @@ def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, a
     bench.engine.inbox.put(Cancel(("c", "1")))
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
-    assert bench.engine.scheduler.memory.sessions.pages == 0
+    assert bench.engine.scheduler.allocator.sessions.pages == 0
     prompt = [*prompt_of(14), *bench.tokens("1"), 3]
     bench.submit("2", prompt, 6, **session)
     bench.run()

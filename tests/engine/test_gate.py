@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from rollout.engine.gate import Gate
-from rollout.engine.messages import Done, Request
+from rollout.engine.messages import Done, Prompt, Request
 
 
 def request(min_version: int = 0) -> Request:
-    return Request(("c", "r"), np.array([1], np.int32), 4, min_version=min_version)
+    return Request(("c", "r"), Prompt.of_tokens(np.array([1], np.int32)), 4, min_version=min_version)
 
 
 def granted(gate: Gate) -> None:

@@ -257,7 +257,7 @@ def test_a_leaked_page_is_seen(model, prompt_of):
     bench = Bench(model)
     bench.submit("a", prompt_of(9), 5)
     bench.run()
-    bench.engine.scheduler.memory.pool.allocate()
+    bench.engine.scheduler.allocator.pool.allocate()
     with pytest.raises(AssertionError):
         bench.engine.check_integrity()
     bench.close(check=False)

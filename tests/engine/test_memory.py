@@ -6,7 +6,7 @@ import pytest
 from harness import Bench
 
 from rollout.engine.build import longest_sequence
-from rollout.engine.kv.memory import SequenceMemory
+from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.messages import Rejected
 
@@ -45,7 +45,7 @@ def test_followers_that_wait_for_rows_still_share(model, prompt_of):
     bench.close()
 
 
-def test_sharing_without_the_copy_is_seen(model, prompt_of, monkeypatch):
+def test_the_tests_see_a_share_without_its_copy(model, prompt_of, monkeypatch):
     """Without copy-on-write of the last page the followers read an empty one, and their tokens are wrong."""
     right = Bench(model)
     right.submit("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
@@ -87,7 +87,7 @@ def test_generated_tokens_are_cached_too(model, prompt_of, greedy):
     bench.close()
 
 
-def test_the_cache_gives_way_least_recently_used_first(model, prompt_of):
+def test_the_cache_evicts_the_least_recently_used_page_first(model, prompt_of):
     bench = Bench(model, kv_pages=33)
     for name in ("a", "b"):
         bench.submit(name, prompt_of(40, ord(name)), 4)
@@ -183,7 +183,7 @@ def test_a_long_prompt_never_holds_up_decoding_for_more_than_one_chunk(model, pr
 
 
 def test_a_shared_prompt_gives_way_before_it_blocks_the_only_candidate(model, prompt_of):
-    """The pool holds one completion and nothing more: the share's page to copy must not keep the follower out."""
+    """The pool has room for one completion: the page that the share keeps for a copy must not keep the follower out."""
     bench = Bench(model, max_rows=2, kv_pages=9, prefix_cache=False)
     bench.submit("g", prompt_of(15), 17, n=3, sampling=SAMPLED)
     bench.run(ticks=2000)
@@ -212,15 +212,15 @@ def test_pages_with_mixed_versions_are_not_remembered(model, prompt_of):
         bench.engine.tick()
     bench.engine.scheduler.weights_changed(1, recompute=False)
     bench.run()
-    assert bench.engine.scheduler.memory.pool.cached == 0
+    assert bench.engine.scheduler.allocator.pool.cached == 0
     bench.submit("b", prompt_of(10), 40)
     bench.run()
-    assert bench.done["b"].cached_tokens == 0 and bench.engine.scheduler.memory.pool.cached > 0
+    assert bench.done["b"].cached_tokens == 0 and bench.engine.scheduler.allocator.pool.cached > 0
     bench.close()
 
 
-def test_forgetting_the_version_is_seen(model, prompt_of, monkeypatch):
-    monkeypatch.setattr(SequenceMemory, "weights_changed", lambda self: None)
+def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
+    monkeypatch.setattr(PageAllocator, "weights_changed", lambda self: None)
     monkeypatch.setattr("rollout.engine.kv.pool.PrefixKeys.__init__", _versionless_init)
     bench = Bench(model)
     bench.submit("a", prompt_of(10), 4)

@@ -21,7 +21,7 @@ def test_an_offloaded_sequence_resumes_without_recomputation(model, prompt_of, d
     submit_six(bench, prompt_of)
     bench.run()
     preemptions = bench.engine.scheduler.counters.preemptions
-    assert preemptions > 0 and counts(bench).restored == counts(bench).parked == preemptions
+    assert preemptions > 0 and counts(bench).restored == counts(bench).offloaded == preemptions
     assert counts(bench).pages_out > 0 and counts(bench).pages_in > 0
     assert bench.engine.scheduler.counters.prompt_tokens == 6 * 10, "a return is no admission"
     assert sum(prefills) == 6 * 10 + preemptions, "each prompt once, and after a return the token that was drawn last"
@@ -55,19 +55,19 @@ def test_late_streams_change_nothing(model, prompt_of, seed):
 
 
 @pytest.mark.parametrize("direction", ["out", "back"])
-def test_not_waiting_for_a_copy_is_seen(model, prompt_of, direction):
-    """Pages that are given away before they are copied, rows that go on before their KV is there."""
+def test_the_tests_see_a_copy_that_is_not_waited_for(model, prompt_of, direction):
+    """Out: pages are reused before they are copied. Back: rows go on before their KV is there."""
     late = {"out": "kv_out", "back": "kv_in"}[direction]
     bench = offloading(model, device=LateDevice({late: lambda: 0.05}))
-    lane = getattr(bench.engine.executor.mover, direction)
+    queue = getattr(bench.engine.executor.mover, direction)
 
     def hasty():
-        over = list(lane.flying)
-        lane.flying.clear()
-        lane._spare += over
+        over = list(queue.under_way)
+        queue.under_way.clear()
+        queue._spare += over
         return over
 
-    lane.landed, bench.engine.parts.offload._note = hasty, lambda *of: None  # which asks when it ended
+    queue.finished, bench.engine.parts.offload._note = hasty, lambda *of: None  # the real one reads the end time
     submit_six(bench, prompt_of)
     bench.run()
     with pytest.raises(AssertionError):
@@ -83,7 +83,7 @@ def test_a_sequence_that_returns_waits_for_the_steps_in_flight(model):
     copy, mover.back._copy = mover.back._copy, lambda *of: (done.append("copy"), copy(*of))
     mover.back.start([3], [5], None, mover.compute)
     mover.wait()
-    assert done == ["step", "copy"] and len(mover.back.landed()) == 1
+    assert done == ["step", "copy"] and len(mover.back.finished()) == 1
     bench.close()
 
 
@@ -100,12 +100,12 @@ def test_a_page_comes_back_as_it_was(model, kv_dtype):
     before = [tensor.clone() for tensor in tensors]
     mover.out.start([7, 30, 2], [8, 0, 4], None)
     mover.wait()
-    assert not mover.out.landed()[0].failure
+    assert not mover.out.finished()[0].failure
     for tensor in tensors:
         tensor[[7, 30, 2]] = 0
     mover.back.start([11, 7], [8, 4], None, mover.compute)
     mover.wait()
-    assert not mover.back.landed()[0].failure
+    assert not mover.back.finished()[0].failure
     for tensor, was in zip(tensors, before, strict=True):
         was[11], was[7], was[30], was[2] = was[7].clone(), was[2].clone(), 0, 0
         assert torch.equal(tensor, was)
@@ -131,25 +131,29 @@ def test_a_sequence_that_finds_no_room_is_recomputed(model, prompt_of, host_page
     submit_six(bench, prompt_of)
     bench.run()
     preemptions = bench.engine.scheduler.counters.preemptions
-    assert counts(bench).refused > 0 and counts(bench).parked + counts(bench).refused == preemptions
-    assert counts(bench).restored == counts(bench).parked and (counts(bench).parked > 0) == (host_pages > 1)
+    assert counts(bench).refused > 0 and counts(bench).offloaded + counts(bench).refused == preemptions
+    assert counts(bench).restored == counts(bench).offloaded and (counts(bench).offloaded > 0) == (host_pages > 1)
     assert sum(prefills) > 60 + preemptions
     bench.close()
     assert_as_if_undisturbed(bench, model, prompt_of)
 
 
-def test_without_the_setting_there_is_nothing_of_it(model, prompt_of):
+def test_without_the_setting_nothing_is_offloaded(model, prompt_of):
     bench = Bench(model, kv_pages=40)
     submit_six(bench, prompt_of)
     bench.run()
     engine = bench.engine
-    assert engine.parts.offload is None and engine.executor.mover is None and engine.scheduler.memory.parking is None
+    assert (
+        engine.parts.offload is None
+        and engine.executor.mover is None
+        and engine.scheduler.allocator.offload_books is None
+    )
     assert engine.scheduler.counters.preemptions > 0 and bench.status().offload.pages_total == 0
     bench.close()
 
 
 @pytest.mark.parametrize(("gib", "message"), [(1e-7, "holds no page of"), (1e6, "this machine has")])
-def test_room_that_is_no_room_is_refused_with_the_numbers(model, gib, message):
+def test_host_memory_for_less_than_a_page_is_refused_with_the_numbers(model, gib, message):
     with pytest.raises(ValueError, match=message):
         Bench(model, host_kv_gib=gib)
 
@@ -160,7 +164,7 @@ def test_room_that_is_no_room_is_refused_with_the_numbers(model, gib, message):
 def test_status_and_gauges_count_moved_sequences(model, prompt_of):
     bench = offloading(model)
     submit_six(bench, prompt_of)
-    while not counts(bench).parked:
+    while not counts(bench).offloaded:
         bench.engine.tick()
     status = bench.status().offload
     assert status.sequences >= 1 and 0 < status.pages < status.pages_total == 512

@@ -1,4 +1,4 @@
-"""Rows with adapters that are preempted with their KV: their slot is given up, their adapter may change meanwhile."""
+"""Offloaded rows with adapters: they give up their slot, and their adapter may change before they return."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from adapted import Adapters, greedy_is, make_adapters, table_of, versions_of
 from harness import Bench, Completion
-from offloading import counts, offloading
+from offloading import counts, offloading, restoring
 from streams import LateDevice
 from transformers import DynamicCache
 
@@ -47,7 +47,7 @@ def change(bench: Bench, adapters: Adapters, which: int = 1) -> None:
 def parked(bench: Bench) -> list:
     """Sequences that wait with KV and have at least one token."""
     groups = bench.engine.scheduler.groups.values()
-    return [seq for group in groups for seq in group.sequences if seq.parked is not None and seq.versions]
+    return [seq for group in groups for seq in group.sequences if seq.offloaded is not None and seq.versions]
 
 
 def until(bench: Bench, condition: Callable[[], object], ticks: int = 2000) -> None:
@@ -74,21 +74,21 @@ def is_replayed(models: Sequence[object], prompt: list[int], told: list[int], co
 
 
 def test_preempted_rows_come_back_with_their_adapter_into_whatever_slot_it_has(model, adapters):
-    """Others take the slots meanwhile; it is loaded anew, into another one."""
+    """Others take the slots meanwhile; the adapter is loaded again, into another slot."""
     bench = bench_of(model, adapters, 3, prefix_cache=False)
     slots: dict[str, list[int]] = {}
-    memory = bench.engine.scheduler.memory
+    memory = bench.engine.scheduler.allocator
     take = memory._take_adapter
     memory._take_adapter = lambda seq: (
         take(seq),
         slots.setdefault(seq.group.key[1], []).append(seq.adapter_slot.number),
     )
     prompts = six(bench, ["a0"])
-    until(bench, lambda: parked(bench))
+    until(bench, lambda: offloaded(bench))
     for i, count in enumerate((60, 70), 1):
         bench.submit(f"h{i}", prompt_of(10, 6 + i), count, adapter=f"a{i}", priority=1)
     bench.run()
-    assert counts(bench).restored == counts(bench).parked > 0
+    assert counts(bench).restored == counts(bench).offloaded > 0
     assert any(len(set(numbers)) == 2 for numbers in slots.values()), "nobody's adapter has moved"
     for name, prompt in prompts.items():
         assert bench.completions[name, 0].recomputed == () and versions_of(bench, name) == [0] * 60
@@ -102,8 +102,8 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
     """The only slot goes to another adapter without a preemption for it, and comes back."""
     bench = bench_of(model, adapters, 2, slots=1)
     prompts = six(bench, ["a0"])
-    until(bench, lambda: parked(bench))
-    table, waiting = table_of(bench), parked(bench)
+    until(bench, lambda: offloaded(bench))
+    table, waiting = table_of(bench), offloaded(bench)
     running = bench.engine.scheduler.running
     assert all(seq.adapter_slot is None for seq in waiting)
     assert table.known["a0"].slot.refs == running - sum(seq.row > 0 for seq in waiting)
@@ -111,7 +111,7 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
     bench.run()
     assert table.evicted == 2, "from the first to the other, and back"
     assert list(bench.done).index("other") < list(bench.done).index(waiting[0].group.key[1])
-    assert counts(bench).restored == counts(bench).parked
+    assert counts(bench).restored == counts(bench).offloaded
     greedy_is(adapters[1][1], prompt_of(9, 8), bench.tokens("other"))
     for name, prompt in prompts.items():
         greedy_is(adapters[0][1], prompt, bench.tokens(name))
@@ -120,17 +120,17 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
 
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
 @pytest.mark.parametrize("late", [False, True])
-def test_an_adapter_changes_while_kv_that_it_made_is_parked(model, adapters, kv_on_swap, late):
-    """As in rows that run: it is kept, and told as what it is, or made again."""
+def test_an_adapter_changes_while_kv_that_it_made_is_offloaded(model, adapters, kv_on_swap, late):
+    """As in rows that run: the KV is kept and reported with its versions, or computed again."""
     device = LateDevice({"kv_in": lambda: 0.002, "kv_out": lambda: 0.002}) if late else None
     bench = bench_of(model, adapters, device=device, kv_on_swap=kv_on_swap)
     prompts = six(bench, ["a0"], stream_every=3)
-    until(bench, lambda: parked(bench))
-    across = {seq.group.key[1] for seq in parked(bench)}
+    until(bench, lambda: offloaded(bench))
+    across = {seq.group.key[1] for seq in offloaded(bench)}
     change(bench, adapters)
     bench.run()
     keeps, models = kv_on_swap == "keep", [reference for _, reference in adapters[:2]]
-    assert (counts(bench).restored == counts(bench).parked) == keeps
+    assert (counts(bench).restored == counts(bench).offloaded) == keeps
     for name, prompt in prompts.items():
         told, completion = versions_of(bench, name), bench.completions[name, 0]
         assert told == sorted(told) and (set(told) == {0, 1} or name not in across)
@@ -146,7 +146,7 @@ def test_a_sequence_parked_with_another_adapter_is_unaffected(model, adapters):
     """Nor do rows that run with it, where rows of the one that changes are computed again."""
     bench = bench_of(model, adapters, 2, kv_on_swap="recompute")
     prompts = six(bench, ["a0", "a1"])
-    until(bench, lambda: any(seq.group.adapter.name == "a1" for seq in parked(bench)))
+    until(bench, lambda: any(seq.group.adapter.name == "a1" for seq in offloaded(bench)))
     change(bench, adapters, which=2)
     bench.run()
     for i, (name, prompt) in enumerate(prompts.items()):
@@ -163,8 +163,8 @@ def test_a_sequence_parked_with_another_adapter_is_unaffected(model, adapters):
 def test_an_adapter_changes_while_kv_comes_back(model, adapters, kv_on_swap):
     bench = bench_of(model, adapters, device=LateDevice({"kv_in": lambda: 0.05}), kv_on_swap=kv_on_swap)
     prompts, prefilling = six(bench, ["a0"]), bench.engine.scheduler.prefilling
-    until(bench, lambda: any(seq.parked is not None and seq.parked.flying for seq in prefilling))
-    coming = [seq for seq in prefilling if seq.parked is not None and seq.parked.flying]
+    until(bench, lambda: any(restoring(seq) for seq in prefilling))
+    coming = [seq for seq in prefilling if restoring(seq)]
     change(bench, adapters)
     bench.run()
     for name, prompt in prompts.items():
@@ -186,9 +186,9 @@ def test_a_prompt_whose_adapter_changes_before_it_has_a_token_is_computed_anew(m
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(8, i), 60)
     bench.submit("long", prompt_of(150, 9), 20, adapter="a0")
-    until(bench, lambda: counts(bench).parked)
+    until(bench, lambda: counts(bench).offloaded)
     (seq,) = bench.engine.scheduler.groups["c", "long"].sequences
-    assert seq.parked is not None and 0 < seq.parked.kv_len < 150 and not seq.tokens
+    assert seq.offloaded is not None and 0 < seq.offloaded.kv_len < 150 and not seq.tokens
     change(bench, adapters)
     bench.run()
     assert versions_of(bench, "long") == [1] * 20
@@ -196,14 +196,14 @@ def test_a_prompt_whose_adapter_changes_before_it_has_a_token_is_computed_anew(m
     bench.close()
 
 
-def test_a_turn_whose_adapter_changed_while_it_was_parked_leaves_nothing(model, adapters):
+def test_a_turn_whose_adapter_changed_while_it_was_offloaded_leaves_nothing(model, adapters):
     """Its session would go on with KV of two versions."""
     bench = bench_of(model, adapters, prefix_cache=False)
     session = {"session": ("c", "talk"), "session_lease_s": 1e6, "adapter": "a0"}
     for i in range(3):
         bench.submit(f"t{i}", prompt_of(8, i), 50, **(session if i == 2 else {}))
-    until(bench, lambda: parked(bench))
-    (seq,) = parked(bench)
+    until(bench, lambda: offloaded(bench))
+    (seq,) = offloaded(bench)
     assert seq.group.session is not None
     change(bench, adapters)
     bench.run()
@@ -220,13 +220,13 @@ def test_kv_of_two_versions_of_an_adapter_is_not_cached(model, adapters):
     """A sequence parked before may look for pages of the older version: pages computed since are not among them."""
     bench = bench_of(model, adapters)
     six(bench, ["a0"])
-    until(bench, lambda: parked(bench))
-    across, pool, remembered = parked(bench), bench.engine.scheduler.memory.pool, []
+    until(bench, lambda: offloaded(bench))
+    across, pool, remembered = offloaded(bench), bench.engine.scheduler.allocator.pool, []
     change(bench, adapters)
     bench.engine.tick()
     remember = pool.remember
     pool.remember = lambda key, page: (remembered.append(page), remember(key, page))
-    until(bench, lambda: all(seq.parked is None for seq in across))
+    until(bench, lambda: all(seq.offloaded is None for seq in across))
     theirs = [page for seq in across for page in seq.pages]
     while bench.engine.scheduler.groups.keys() & {seq.group.key for seq in across}:
         theirs += [page for seq in across for page in seq.pages]
@@ -240,11 +240,11 @@ def test_an_adapter_is_unloaded_after_its_last_parked_sequence(model, adapters):
     """Not before; and another one by its name finds nothing of its KV, in the pool or on the host."""
     bench = bench_of(model, adapters)
     prompts = six(bench, ["a0"])
-    until(bench, lambda: counts(bench).pages_out and parked(bench))
-    for name in prompts.keys() - {seq.group.key[1] for seq in parked(bench)}:
+    until(bench, lambda: counts(bench).pages_out and offloaded(bench))
+    for name in prompts.keys() - {seq.group.key[1] for seq in offloaded(bench)}:
         bench.engine.inbox.put(Cancel(("c", name)))
     waiting = {name: bench.engine.scheduler.groups["c", name].sequences[0] for name in prompts}
-    waiting = {name: seq for name, seq in waiting.items() if seq.parked is not None}
+    waiting = {name: seq for name, seq in waiting.items() if seq.offloaded is not None}
     bench.engine.inbox.put(DropAdapter("a0", 1))
     for name in waiting:
         bench.engine.inbox.put(Cancel(("c", name)))
@@ -263,10 +263,10 @@ def test_an_adapter_is_unloaded_after_its_last_parked_sequence(model, adapters):
     bench.close()
 
 
-def test_an_engine_that_is_built_anew_has_its_adapters_and_its_room(model, adapters):
+def test_a_rebuilt_engine_has_its_adapters_and_its_host_memory(model, adapters):
     bench = bench_of(model, adapters, 2)
     six(bench, ["a0", "a1"])
-    until(bench, lambda: parked(bench))
+    until(bench, lambda: offloaded(bench))
     slots, room = bench.engine.executor.step.adapters, bench.engine.executor.mover.room
     bench.engine.fail("a fault")
     rebuild_engine(bench.engine, bench.settings)
@@ -282,7 +282,7 @@ def test_an_engine_that_is_built_anew_has_its_adapters_and_its_room(model, adapt
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_versions_leave_every_token_to_the_kv_it_says_it_had(model, hf_models, adapters, seed):
+def test_under_random_versions_every_token_follows_from_the_kv_that_is_reported(model, hf_models, adapters, seed):
     """Newer versions of two adapters at random times, groups, sessions, more adapters than slots, late streams."""
     rng = random.Random(300 + seed)
     names = ("compute", "d2h", "kv_out", "kv_in", "adapters")
@@ -316,7 +316,7 @@ def test_random_versions_leave_every_token_to_the_kv_it_says_it_had(model, hf_mo
         versions[which].append(rng.randrange(4))
         bench.engine.inbox.put(PutAdapter(f"a{which}", adapters[versions[which][-1]][0]))
     bench.run()
-    assert counts(bench).parked > 0
+    assert counts(bench).offloaded > 0
     for name, (prompt, which, fields) in jobs.items():
         models = [hf_models[0]] if which is None else [adapters[one][1] for one in versions[which]]
         for index in range(fields.get("n", 1)):

@@ -1,4 +1,4 @@
-"""Offloading where two things meet: a return during a copy, a session that shares pages, a pause during a wait."""
+"""Offload beside other events: a return during a copy, a session that shares pages, a pause during a wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.engine.messages import Cancel, Pause, Resume
 
 
 def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_of, greedy):
-    """A sequence returns while its half full page is being copied, writes to it, and gives way again meanwhile."""
+    """A sequence returns while its half full page is being copied, writes to it, and is preempted again."""
     bench = offloading(model, piece_pages=1, page_size=8, kv_pages=22, prefix_cache=False)
     out, copied, over = bench.engine.executor.mover.out, threading.Event(), threading.Event()
     copy = out._copy
@@ -20,11 +20,11 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
     prompts = [prompt_of(10 + 5 * (i == 3), i) for i in range(4)]
     for i, prompt in enumerate(prompts):
         bench.submit(f"r{i}", prompt, 60)
-    while not counts(bench).parked:
+    while not counts(bench).offloaded:
         bench.engine.tick()
     (seq,) = bench.engine.scheduler.groups["c", "r3"].sequences
-    assert seq.parked is not None and seq.parked.kv_len % 8, "its last page is not half full"
-    half_full = seq.parked.places[-1].page
+    assert seq.offloaded is not None and seq.offloaded.kv_len % 8, "its last page is not half full"
+    half_full = seq.offloaded.pages[-1].pool_page
     for name in ("r0", "r1"):
         bench.engine.inbox.put(Cancel(("c", name)))
     bench.engine.tick()
@@ -35,12 +35,14 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
         bench.engine.tick()
     for i in range(6):
         bench.submit(f"h{i}", prompt_of(4, i), 30, priority=1)
-    while counts(bench).parked == 1:
+    while counts(bench).offloaded == 1:
         bench.engine.tick()
-    assert seq.parked is not None and out.flying[0].cargo[0].page == half_full, "it did not give way meanwhile"
+    assert seq.offloaded is not None and out.under_way[0].entries[0].pool_page == half_full, (
+        "it was not preempted again during the copy"
+    )
     over.set()
     bench.run()
-    assert counts(bench).restored == counts(bench).parked > 1
+    assert counts(bench).restored == counts(bench).offloaded > 1
     assert bench.tokens("r3") == greedy(prompts[3], 60)
     bench.close()
 
@@ -52,10 +54,12 @@ def test_pages_shared_by_a_session_and_a_parked_sequence_can_be_freed(model, pro
     while not bench.engine.scheduler.decoding:
         bench.engine.tick()
     bench.submit("other", prompt_of(40), 70)
-    while not counts(bench).parked:
+    while not counts(bench).offloaded:
         bench.engine.tick()
     (other,) = bench.engine.scheduler.groups["c", "other"].sequences
-    assert other.parked is not None and not any(place.going for place in other.parked.places[:9]), "nothing is shared"
+    assert other.offloaded is not None and not any(page.outgoing for page in other.offloaded.pages[:9]), (
+        "nothing is shared"
+    )
     bench.submit("high", prompt_of(130, 1), 4, priority=1)
     bench.run(5000)
     assert list(bench.done) == ["turn", "high", "other"]
@@ -75,9 +79,9 @@ def test_a_pause_does_not_show_as_waiting_for_pages(model, prompt_of):
         bench.engine.tick()
     for i in range(3):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
-    mover, parking = bench.engine.executor.mover, bench.engine.scheduler.memory.parking
+    mover, books = bench.engine.executor.mover, bench.engine.scheduler.allocator.offload_books
     while not counts(bench).pages_in:
-        if mover.back.flying or parking._incoming:
+        if mover.back.under_way or books._to_copy_in:
             pieces.release()
         bench.engine.tick()
     told, tell = [], bench.engine.meter.offload

@@ -1,4 +1,4 @@
-"""Preempted sequences that end, copies that fail, engines that are built anew: nothing leaks, no token is lost."""
+"""Preempted sequences that end, copies that fail, engines that are rebuilt: nothing leaks, no token is lost."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rollout.engine.messages import Cancel
 
 @pytest.mark.parametrize("extra", range(0, 24, 3))
 def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
-    """While pages go, while they come back, while a row waits: with copies that are late."""
+    """While pages are copied out, copied back, or a row waits; with late copies."""
     bench = offloading(model, device=LateDevice({"kv_out": lambda: 0.002, "kv_in": lambda: 0.004}), piece_pages=1)
     submit_six(bench, prompt_of)
-    while not (counts(bench).restored if extra > 10 else counts(bench).parked):
+    while not (counts(bench).restored if extra > 10 else counts(bench).offloaded):
         bench.engine.tick()
     for _ in range(extra % 12):
         bench.engine.tick()
@@ -31,7 +31,7 @@ def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
 @pytest.mark.parametrize("piece", [0, 2])
 def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, where, piece):
     bench = offloading(model, device=LateDevice({"kv_in": lambda: 0.001}))
-    lane, left = getattr(bench.engine.executor.mover, direction), [piece]
+    queue, left = getattr(bench.engine.executor.mover, direction), [piece]
 
     def failing(work):
         def run(*of):
@@ -43,9 +43,9 @@ def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, 
         return run
 
     if where == "device":
-        lane._copy = failing(lane._copy)
+        queue._copy = failing(queue._copy)
     else:
-        lane.stream.run = failing(lane.stream.run)
+        queue.stream.run = failing(queue.stream.run)
     submit_six(bench, prompt_of)
     bench.run()
     assert "the bus is broken" in bench.engine.parts.offload.failure
@@ -54,19 +54,19 @@ def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, 
     assert_as_if_undisturbed(bench, model, prompt_of)
 
 
-def test_a_rebuilt_engine_parks_again_in_the_same_room(model, prompt_of, greedy):
+def test_a_rebuilt_engine_offloads_again_to_the_same_host_memory(model, prompt_of, greedy):
     from test_recovery import fail_a_step
 
     bench = offloading(model, device=LateDevice({"kv_out": lambda: 0.005, "kv_in": lambda: 0.005}))
     submit_six(bench, prompt_of)
-    while not counts(bench).parked:
+    while not counts(bench).offloaded:
         bench.engine.tick()
-    message, room, parked = fail_a_step(bench), bench.engine.executor.mover.room, counts(bench).parked
+    message, room, parked = fail_a_step(bench), bench.engine.executor.mover.room, counts(bench).offloaded
     for i in range(6):
         completion = bench.completions[f"r{i}", 0]
         assert completion.finish is not None and completion.finish.error in (message, None)
     rebuild_engine(bench.engine, bench.settings)
-    assert bench.engine.executor.mover.room is room and counts(bench).parked == parked
+    assert bench.engine.executor.mover.room is room and counts(bench).offloaded == parked
     for i in range(6):
         bench.submit(f"again{i}", prompt_of(10, i), 60)
     bench.run()
@@ -76,11 +76,11 @@ def test_a_rebuilt_engine_parks_again_in_the_same_room(model, prompt_of, greedy)
     bench.close()
 
 
-def test_leaked_room_is_seen(model, prompt_of):
+def test_the_check_sees_a_leaked_host_page(model, prompt_of):
     bench = offloading(model)
     submit_six(bench, prompt_of)
     bench.run()
-    bench.engine.scheduler.memory.parking._free.pop()
-    with pytest.raises(AssertionError, match="host room"):
+    bench.engine.scheduler.allocator.offload_books._free_host_pages.pop()
+    with pytest.raises(AssertionError, match="host page"):
         bench.engine.check_integrity()
     bench.close(check=False)

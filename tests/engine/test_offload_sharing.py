@@ -1,11 +1,11 @@
-"""Who gives way, and what a preempted sequence shares with others: pages, its session; what comes back with its row."""
+"""When a row is preempted, which pages it shares with others meanwhile, and what comes back with it."""
 
 from __future__ import annotations
 
 import threading
 
 import pytest
-from offloading import counts, offloading, submit_six, watch_prefills
+from offloading import counts, offloading, restoring, submit_six, watch_prefills
 from streams import InlineDevice, LateDevice
 
 from rollout.engine.messages import Cancel, StopAt
@@ -31,7 +31,7 @@ def test_a_row_is_preempted_before_pages_run_out(model, prompt_of, monkeypatch, 
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(10 + 2 * i, i), 90)
     bench.run()
-    assert counts(bench).restored == counts(bench).parked > 0
+    assert counts(bench).restored == counts(bench).offloaded > 0
     assert (went_without == 0) == early
     bench.close()
 
@@ -41,38 +41,40 @@ def test_a_row_is_preempted_before_pages_run_out(model, prompt_of, monkeypatch, 
 
 def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy):
     bench = offloading(model, kv_pages=46)
-    parking, sent = bench.engine.scheduler.memory.parking, []
-    begin = parking.next_out
+    books, sent = bench.engine.scheduler.allocator.offload_books, []
+    begin = books.next_out
 
     def watched(most):
-        places = begin(most)
-        assert all(bench.engine.scheduler.memory.pool.refs[place.page] == 1 for place in places)
-        sent.extend(places)
-        return places
+        pages = begin(most)
+        assert all(bench.engine.scheduler.allocator.pool.refs[page.pool_page] == 1 for page in pages)
+        sent.extend(pages)
+        return pages
 
-    parking.next_out = watched
+    books.next_out = watched
     bench.submit("g", prompt_of(33), 50, n=4)
-    while not parking.counts.parked:
+    while not books.counts.offloaded:
         bench.engine.tick()
-    victim = next(seq for seq in bench.engine.scheduler.groups["c", "g"].sequences if seq.parked is not None)
-    assert all(place.page is not None and not place.going for place in victim.parked.places[:8]), "the prompt's pages"
+    victim = next(seq for seq in bench.engine.scheduler.groups["c", "g"].sequences if seq.offloaded is not None)
+    assert all(page.pool_page is not None and not page.outgoing for page in victim.offloaded.pages[:8]), (
+        "the prompt's pages"
+    )
     bench.run()
-    assert parking.counts.restored == parking.counts.parked and sent
+    assert books.counts.restored == books.counts.offloaded and sent
     assert all(bench.tokens("g", i) == greedy(prompt_of(33), 50) for i in range(4))
     bench.close()
 
 
-def test_pages_that_only_parked_sequences_share_are_copied_once_when_others_need_them(model, prompt_of, greedy):
-    """A group gives way altogether to a row that needs nearly the whole pool."""
+def test_pages_that_only_offloaded_sequences_share_are_copied_once_when_others_need_them(model, prompt_of, greedy):
+    """All rows of a group are preempted for a row that needs nearly the whole pool."""
     bench = offloading(model)
     prefills = watch_prefills(bench)
-    parking, sent = bench.engine.scheduler.memory.parking, []
-    begin = parking.next_out
-    parking.next_out = lambda most: (places := begin(most), sent.extend((place, place.holders) for place in places))[0]
+    books, sent = bench.engine.scheduler.allocator.offload_books, []
+    begin = books.next_out
+    books.next_out = lambda most: (pages := begin(most), sent.extend((page, page.owners) for page in pages))[0]
     bench.submit("g", prompt_of(32), 90, n=3)
     bench.submit("high", prompt_of(4, 1), 140, priority=1)
     bench.run()
-    assert sum(holders > 1 for _, holders in sent) >= 8 and len({id(place) for place, _ in sent}) == len(sent)
+    assert sum(owners > 1 for _, owners in sent) >= 8 and len({id(page) for page, _ in sent}) == len(sent)
     assert sum(prefills) == 32 + 2 + 4 + counts(bench).restored
     assert bench.tokens("high") == greedy(prompt_of(4, 1), 140)
     assert all(bench.tokens("g", i) == greedy(prompt_of(32), 90) for i in range(3))
@@ -87,7 +89,7 @@ def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short
     running = []
     while len(running) != 1:
         bench.engine.tick()
-        running = [seq for seq in bench.engine.scheduler.groups["c", "g"].sequences if seq.parked is None]
+        running = [seq for seq in bench.engine.scheduler.groups["c", "g"].sequences if seq.offloaded is None]
     (last,) = running
     bench.engine.inbox.put(StopAt(("c", "g"), last.index, len(last.tokens), "enough"))
     bench.submit("next", prompt_of(68, 2), 2, priority=2)
@@ -105,7 +107,7 @@ def test_a_sequence_that_returns_immediately_is_not_copied(model, prompt_of, gre
     submitted = {f"r{i}": prompt_of(10, i) for i in range(4)}
     for name, prompt in submitted.items():
         bench.submit(name, prompt, 60)
-    while not counts(bench).parked:
+    while not counts(bench).offloaded:
         bench.engine.tick()
     for name in ("r0", "r1", "r2"):
         bench.engine.inbox.put(Cancel(("c", name)))
@@ -118,7 +120,7 @@ def test_a_sequence_that_returns_immediately_is_not_copied(model, prompt_of, gre
     bench.close()
 
 
-def test_a_prompt_that_came_back_is_found_by_others(model, prompt_of):
+def test_a_restored_prompt_is_found_by_other_requests(model, prompt_of):
     bench = offloading(model)
     submit_six(bench, prompt_of)
     bench.run()
@@ -168,13 +170,13 @@ def test_a_turn_that_was_offloaded_leaves_its_kv_to_its_session(model, prompt_of
 
 
 def test_a_turn_that_ends_while_its_kv_comes_back_leaves_nothing(model, prompt_of, greedy):
-    """Its pages are there, what should be in them is not."""
+    """It has its pages, but their KV is not complete."""
     bench = offloading(model, device=LateDevice({"kv_in": lambda: 0.05}), prefix_cache=False)
     session = {"session": ("c", "talk"), "session_lease_s": 1e6}
     for i in range(3):
         bench.submit(f"t{i}", prompt_of(8, i), 50, **(session if i == 2 else {}))
     seq = None
-    while seq is None or seq.parked is None or not seq.parked.flying:
+    while seq is None or not restoring(seq):
         bench.engine.tick()
         (seq,) = bench.engine.scheduler.groups["c", "t2"].sequences
     bench.engine.inbox.put(Cancel(("c", "t2")))

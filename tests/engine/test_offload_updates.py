@@ -1,4 +1,4 @@
-"""New weights while KV of preempted sequences is parked: kept KV stays what it was, the rest is computed again."""
+"""New weights while sequences are offloaded: kept KV stays as it was, other KV is computed again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 from harness import load
-from offloading import counts, offloading, watch_prefills
+from offloading import counts, offloading, restoring, watch_prefills
 from streams import LateDevice, random_delays
 from test_recomputed import replayed
 from test_swap import Mailbox, Update
@@ -26,18 +26,18 @@ def test_kept_kv_of_older_weights_stays_valid_on_the_host(model, other, prompt_o
     prompts = [prompt_of(10, i) for i in range(6)]
     for i, prompt in enumerate(prompts):
         bench.submit(f"r{i}", prompt, 60, stream_every=3)
-    while not counts(bench).parked:
+    while not counts(bench).offloaded:
         bench.engine.tick()
     mailbox.ready = Update(1, other, model)
     bench.run()
-    assert counts(bench).restored == counts(bench).parked > 0
+    assert counts(bench).restored == counts(bench).offloaded > 0
     mixed = 0
     for i, prompt in enumerate(prompts):
         completion = bench.completions[f"r{i}", 0]
         assert completion.recomputed == ()
         assert replayed(hf_models, prompt, completion) == completion.token_ids
         mixed += len(set(completion.versions)) == 2 and bench.done[f"r{i}"].preemptions > 0
-    assert mixed, "no sequence was parked across the update"
+    assert mixed, "no sequence was offloaded across the update"
     bench.close()
 
 
@@ -50,10 +50,10 @@ def test_an_update_while_kv_comes_back_loses_nothing_of_it(model, other, prompt_
     coming = []
     while not coming:
         bench.engine.tick()
-        coming = [seq for seq in bench.engine.scheduler.prefilling if seq.parked is not None and seq.parked.flying]
+        coming = [seq for seq in bench.engine.scheduler.prefilling if restoring(seq)]
     mailbox.ready = Update(1, other, model)
     bench.run()
-    assert counts(bench).restored == counts(bench).parked
+    assert counts(bench).restored == counts(bench).offloaded
     for i, prompt in enumerate(prompts):
         completion = bench.completions[f"r{i}", 0]
         assert completion.recomputed == () and replayed(hf_models, prompt, completion) == completion.token_ids
@@ -61,17 +61,17 @@ def test_an_update_while_kv_comes_back_loses_nothing_of_it(model, other, prompt_
     bench.close()
 
 
-def test_parked_kv_is_dropped_where_new_weights_compute_all_again(model, other, prompt_of, hf_models):
+def test_offloaded_kv_is_dropped_where_new_weights_compute_all_again(model, other, prompt_of, hf_models):
     mailbox = Mailbox()
     bench = offloading(model, receiver=mailbox, kv_on_swap="recompute", prefill_chunk_tokens=256)
     prompts = [prompt_of(10, i) for i in range(6)]
     for i, prompt in enumerate(prompts):
         bench.submit(f"r{i}", prompt, 60, stream_every=3)
-    while not counts(bench).parked:
+    while not counts(bench).offloaded:
         bench.engine.tick()
     mailbox.ready = Update(1, other, model)
     bench.run()
-    assert counts(bench).restored < counts(bench).parked
+    assert counts(bench).restored < counts(bench).offloaded
     for i, prompt in enumerate(prompts):
         completion = bench.completions[f"r{i}", 0]
         assert set(completion.versions) <= {0, 1} and len(completion.token_ids) == 60
@@ -79,8 +79,8 @@ def test_parked_kv_is_dropped_where_new_weights_compute_all_again(model, other, 
     bench.close()
 
 
-def test_an_interrupted_prefill_goes_on_or_begins_anew_under_new_weights(model, other, prompt_of, hf_models):
-    """A long prompt, half of it computed, gives way; without an update it goes on where it was."""
+def test_an_interrupted_prefill_goes_on_or_starts_again_under_new_weights(model, other, prompt_of, hf_models):
+    """A long prompt is preempted half-way; without an update it goes on where it was."""
     for update in (False, True):
         mailbox = Mailbox()
         bench = offloading(model, receiver=mailbox, kv_pages=60, prefill_chunk_tokens=8, max_rows=4)
@@ -88,10 +88,10 @@ def test_an_interrupted_prefill_goes_on_or_begins_anew_under_new_weights(model, 
         prompts = {f"r{i}": prompt_of(8, i) for i in range(3)} | {"long": prompt_of(150, 9)}
         for name, prompt in prompts.items():
             bench.submit(name, prompt, 20 if name == "long" else 60)
-        while not counts(bench).parked:
+        while not counts(bench).offloaded:
             bench.engine.tick()
         (seq,) = bench.engine.scheduler.groups["c", "long"].sequences
-        assert seq.parked is not None and 0 < seq.parked.kv_len < 150 and not seq.tokens
+        assert seq.offloaded is not None and 0 < seq.offloaded.kv_len < 150 and not seq.tokens
         if update:
             mailbox.ready = Update(1, other, model)
         bench.run()
@@ -103,7 +103,7 @@ def test_an_interrupted_prefill_goes_on_or_begins_anew_under_new_weights(model, 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_updates_leave_every_token_to_the_kv_it_says_it_had(folders, hf_models, prompt_of, seed):
+def test_under_random_updates_every_token_follows_from_the_kv_that_is_reported(folders, hf_models, prompt_of, seed):
     rng = random.Random(100 + seed)
     models, mailbox = [load(folder) for folder in folders], Mailbox()
     model = load(folders[0])
@@ -124,7 +124,7 @@ def test_random_updates_leave_every_token_to_the_kv_it_says_it_had(folders, hf_m
             bench.engine.tick()
         mailbox.ready = Update(version, models[version % 2], model)
     bench.run()
-    assert counts(bench).parked > 0
+    assert counts(bench).offloaded > 0
     weights = {version: hf_models[version % 2] for version in range(4)}
     for name, prompt in prompts.items():
         assert replayed(weights, prompt, bench.completions[name, 0]) == bench.tokens(name)

@@ -87,7 +87,7 @@ def test_recompute_at_an_update_is_reported_at_the_change_of_version(model, othe
     bench.close()
 
 
-def test_a_prefill_under_two_versions_tells_of_both(model, other, prompt_of):
+def test_a_prefill_under_two_versions_reports_both(model, other, prompt_of):
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)
     old = np.array(prompt_of(30, 1), np.int32)
@@ -100,7 +100,7 @@ def test_a_prefill_under_two_versions_tells_of_both(model, other, prompt_of):
     bench.close()
 
 
-def test_a_prompt_that_is_half_way_through_its_first_prefill_tells_of_both_versions(model, other, prompt_of):
+def test_a_prompt_half_way_through_its_first_prefill_reports_both_versions(model, other, prompt_of):
     """It goes on with the KV that it has, and its tokens are not what either version would have drawn."""
     mailbox = Mailbox()
     bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)

@@ -278,7 +278,7 @@ def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
     (seq,) = scheduler.decoding
     seq.group.prompt_logprobs = Full()
     with pytest.raises(MemoryError):
-        make_delta(seq, scheduler.memory.experts)
+        make_delta(seq, scheduler.allocator.experts)
     seq.group.prompt_logprobs = None
     bench._emit(scheduler.rescue("a fault"))
     assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
@@ -331,7 +331,7 @@ def test_a_completion_without_a_token_has_no_entries(family):
 def test_without_the_setting_nothing_is_recorded(family):
     model, _ = family
     bench = Bench(model)
-    assert bench.engine.scheduler.memory.experts is None
+    assert bench.engine.scheduler.allocator.experts is None
     bench.submit("a", prompt_of(9), 5)
     bench.run()
     assert bench.completions["a", 0].routing == []

@@ -17,14 +17,14 @@ from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.sessions import Held, Session, Sessions
-from rollout.engine.messages import Cancel, Done, EndSession, Rejected, Request, StopAt
+from rollout.engine.kv.sessions import Session, SessionKV, Sessions
+from rollout.engine.messages import Cancel, Done, EndSession, Prompt, Rejected, Request, StopAt
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 
 
 def pages_of(bench: Bench) -> int:
-    return bench.engine.scheduler.memory.sessions.pages
+    return bench.engine.scheduler.allocator.sessions.pages
 
 
 def stop_at(greedy, prompt: list[int], least: int) -> int:
@@ -62,7 +62,7 @@ def test_turns_have_transformers_tokens_and_only_new_tokens_are_computed(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_turn_that_ends_at_a_stop_token_leaves_all_that_went_through_the_model(model, prompt_of, greedy, depth):
-    """At depth 2 the stop token itself has, in the step that was in flight when it was seen."""
+    """At depth 2 so did the stop token itself, in the step that was in flight when it was read."""
     bench = Bench(model, pipeline_depth=depth)
     talk = Conversation(bench, "s", prompt_of)
     stop = stop_at(greedy, prompt_of(10, 1001), 5)
@@ -211,7 +211,7 @@ def test_a_turn_that_never_ran_leaves_the_session_as_it_was(model, prompt_of):
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_page_that_a_turn_never_came_to_copy_is_not_left_to_its_session(model, prompt_of, greedy, prefix_cache):
-    """The turn has its row and is cancelled while another prompt takes the chunks: its own page holds nothing yet."""
+    """The turn has its row and is cancelled while another prompt takes the chunks: its own page is still empty."""
     bench = Bench(model, prefix_cache=prefix_cache, prefill_chunk_tokens=8)
     talk = Conversation(bench, "s", prompt_of)
     talk.say(14)  # 22 positions, and the last page holds two
@@ -266,7 +266,7 @@ def test_a_turn_that_failed_leaves_nothing(model, prompt_of):
     bench.close()
 
 
-# --- leases, the budget, and who needs pages ---
+# --- leases, the budget, pages that rows need ---
 
 
 def test_a_lease_counts_from_the_end_of_the_last_turn(model, prompt_of):
@@ -304,7 +304,7 @@ def test_many_short_turns_leave_no_trail_of_leases(model, prompt_of):
     bench.close()
 
 
-def test_sessions_never_hold_more_than_their_share_and_the_oldest_goes_first(model, prompt_of):
+def test_sessions_never_have_more_than_their_share_and_the_oldest_goes_first(model, prompt_of):
     bench = Bench(model, kv_pages=101, session_share=0.25, prefix_cache=False)
     talks = [Conversation(bench, name, prompt_of) for name in ("a", "bb", "ccc")]
     for talk in talks:
@@ -333,15 +333,17 @@ def test_sessions_that_share_all_their_pages_are_bounded_too(most_pages, pages, 
     prompt = np.zeros(1000, np.int32)
     for i in range(100):
         name = f"s{i}"
-        session = sessions.begin(Request(("c", name), prompt, 1, session=("c", name), session_lease_s=1e6))
-        sessions.keep(session, Held(prompt[: 4 * pages], shared, 0, None), 0.0)
+        session = sessions.begin(
+            Request(("c", name), Prompt.of_tokens(prompt), 1, session=("c", name), session_lease_s=1e6)
+        )
+        sessions.keep(session, SessionKV(prompt[: 4 * pages], shared, 0, None), 0.0)
         sessions.check()
     assert sessions.holding == most and sessions.pages == pages
     held, _ = sessions.match(session, prompt, 0)
     assert held.tokens.base is None, "only the held part of the prompt"
     sessions.end("c")
     sessions.check()
-    assert sessions.holding == 0 and pool.used == pages
+    assert sessions.status().holding == 0 and pool.used == pages
 
 
 def test_a_share_of_nothing_keeps_nothing(model, prompt_of, greedy):
@@ -374,7 +376,7 @@ def test_rows_take_idle_sessions_pages_and_run_as_if_there_were_none(model, prom
     bench.close()
 
 
-def test_a_prompt_that_cannot_come_in_anyway_costs_no_session_its_pages(model, prompt_of):
+def test_a_prompt_that_does_not_fit_anyway_costs_no_session_its_pages(model, prompt_of):
     bench = Bench(model, kv_pages=61, session_share=0.5, prefix_cache=False)
     talk = Conversation(bench, "s", prompt_of)
     talk.say(40)
@@ -407,7 +409,7 @@ def test_a_turn_that_cannot_come_in_yet_costs_other_sessions_nothing(model, prom
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_admission_that_failed_is_tried_again_when_a_session_has_come_by_pages(model, prompt_of, greedy, depth):
+def test_a_failed_admission_is_tried_again_when_a_session_gets_pages(model, prompt_of, greedy, depth):
     """A row ends and its session keeps all its pages: nothing came free, but the one that waits can have them.
 
     At depth 2 it is tried in between, too, while the row is a zombie and its pages cannot be given away.
@@ -427,7 +429,7 @@ def test_an_admission_that_failed_is_tried_again_when_a_session_has_come_by_page
 @pytest.mark.parametrize("same", [21, 24, 40])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_turn_that_takes_the_whole_pool_has_no_page_to_copy_from(model, prompt_of, greedy, same, prefix_cache):
-    """Its own session's last page is one page too many; without it the turn fits."""
+    """The page to copy from its session is one page too many; without it the turn fits."""
     bench = Bench(model, kv_pages=17, session_share=1.0, prefix_cache=prefix_cache)
     talk = Conversation(bench, "s", prompt_of)
     talk.say(33)
@@ -483,7 +485,7 @@ def test_no_kv_of_older_weights_is_reused(model, folders, prompt_of, greedy, kv_
 
 
 def test_a_turn_that_ends_while_the_weights_change_leaves_no_old_kv(model, folders, prompt_of, greedy):
-    """The swap falls on every moment of a turn's end, its zombie included."""
+    """The swap comes at every moment of a turn's end, also while it is a zombie."""
     other = load(folders[1])
     stop = stop_at(greedy, prompt_of(10, 1001), 5)
     first = {name: view.clone() for name, view in model.hf_views().items()}
@@ -517,7 +519,7 @@ def test_after_a_fault_the_next_turn_is_computed_as_a_whole(model, prompt_of, gr
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_mixture_has_the_right_tokens_and_loses_no_page(model, prompt_of, greedy, seed):
+def test_random_conversations_have_the_right_tokens_and_lose_no_page(model, prompt_of, greedy, seed):
     """Turns of several conversations among other rows in a tight pool; ends, cancels, stops, branches, late streams."""
     rng = random.Random(seed)
     bench = Bench(
@@ -549,7 +551,7 @@ def test_any_mixture_has_the_right_tokens_and_loses_no_page(model, prompt_of, gr
             bench.submit(f"r{step}", prompt_of(rng.randrange(1, 30), step), rng.randrange(1, 30))
         for _ in range(rng.randrange(1, 6)):
             bench.engine.tick()
-        sessions = bench.engine.scheduler.memory.sessions
+        sessions = bench.engine.scheduler.allocator.sessions
         sessions.check()
         for talk in [talk for talk in busy if bench.completions[talk.turn, 0].finish]:
             prompt, tokens = busy.pop(talk), talk.ended()

@@ -228,7 +228,7 @@ def test_slots_of_adapters_and_the_buffers_of_offloading_are_not_planned_twice(m
         assert len(bench.engine.executor.step.kv.k[0]) == 100
         if fields:
             mover = bench.engine.executor.mover
-            staged = sum(lane.staging_NW.nbytes for lane in (mover.out, mover.back))
+            staged = sum(queue.staging_NW.nbytes for queue in (mover.out, mover.back))
             assert (bench.engine.executor.step.adapters.nbytes, staged) == (slots, 6 * page)
         bench.close()
 

@@ -49,7 +49,7 @@ def test_completions_are_bit_for_bit_those_of_a_run_that_never_slept(folders, pr
             if sleeps:
                 rows = bench.engine.scheduler.running
                 assert rows >= 4 and bench.sleep().facts["parked"] == rows
-                assert bench.engine.scheduler.memory.pool.used == 0 and not bench.pages.backed
+                assert bench.engine.scheduler.allocator.pool.used == 0 and not bench.pages.backed
                 assert bench.wake().facts["parked"] == rows
         bench.run()
         assert not sleeps or (host(bench).restored == host(bench).parked >= 13 and host(bench).pages == 0)
@@ -106,7 +106,7 @@ def test_a_sequence_that_ends_asleep_frees_its_host_memory(model, prompt_of, gre
     bench.ticks(16)
     assert bench.sleep().facts["parked"] == 6
     pages = host(bench).pages
-    assert pages < sum(-(-seq.parked.kv_len // 4) for group in bench.engine.scheduler.groups.values()
+    assert pages < sum(-(-seq.offloaded.kv_len // 4) for group in bench.engine.scheduler.groups.values()
                        for seq in group.sequences), "what is shared is copied once"  # fmt: skip
     for end in ("group", "turn", "due"):
         if end == "due":
@@ -130,7 +130,7 @@ def test_rows_that_share_a_prompt_share_it_again_in_any_order_of_return(model, p
     bench = keeping(model, LateDevice({"kv_in": lambda: 0.001}), prefix_cache=prefix_cache, max_rows=6)
     bench.submit("group", prompt_of(40), 40, n=6)
     bench.ticks(9)
-    pool = bench.engine.scheduler.memory.pool
+    pool = bench.engine.scheduler.allocator.pool
     shared = pool.used
     assert shared < 10 + 6 * 5 and bench.sleep().facts["parked"] == 6 and host(bench).pages <= shared
     for i in range(2):
@@ -197,13 +197,13 @@ def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, pr
     bench = keeping(model, stuck.device, mailbox, sleep_kv_s=1.0)
     four(bench, prompt_of)
     token, out = bench.order(Sleep, 1), bench.engine.parts.offload.mover.out
-    while not out.flying:
+    while not out.under_way:
         bench.engine.tick()
     bench.ticks(2)
     assert bench.answer(token) is None and bench.engine.busy
     while bench.answer(token) is None:
         bench.engine.tick()
-    assert not out.flying[0].end.query(), "the loop has waited for it"
+    assert not out.under_way[0].end.query(), "the loop has waited for it"
     answer = bench.answer(token)
     assert isinstance(answer, Failed) and answer.code == "unavailable" and "sleep_kv_s = 1 s" in answer.message
     assert bench.status().state == "serving" and bench.engine.gate.admit_update()
@@ -225,7 +225,7 @@ def test_a_fault_while_kv_leaves_ends_the_sleep_and_leaves_a_whole_engine(model,
     bench = keeping(model, stuck.device)
     four(bench, prompt_of)
     token = bench.order(Sleep, 1)
-    while not bench.engine.parts.offload.mover.out.flying:
+    while not bench.engine.parts.offload.mover.out.under_way:
         bench.engine.tick()
     bench.engine.fail("broken")
     assert bench.answer(token).code == "internal" and bench.engine.gate.sleep is None

@@ -307,5 +307,5 @@ def test_any_mixture_of_orders_updates_and_requests_has_the_right_tokens_and_los
         assert done.finish.reason in ("length", "cancelled")
         assert done.token_ids == greedy(prompt_of(length, length), most)[: len(done.token_ids)]
         assert done.finish.reason == "cancelled" or len(done.token_ids) == most
-    bench.engine.scheduler.memory.sessions.end("c")
+    bench.engine.scheduler.allocator.sessions.end("c")
     bench.close()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.config import EngineSettings
-from rollout.engine.kv.memory import pages_for
+from rollout.engine.kv.allocator import pages_for
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.engine.step.row_state import RowState
 from rollout.models.decoder import Decoder

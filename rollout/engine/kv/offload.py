@@ -1,10 +1,36 @@
-"""KV of preempted sequences goes to the host and comes back, beside the steps: one turn of it a tick of the loop.
+"""Offload: the KV of preempted sequences is copied to the host and back while steps run.
 
-    turn:  copies that are over --> pages given back, rows that can be planned again;  then copies that can begin
+`OffloadBooks` says where each page is; it touches no tensor. `Offload` is the turn that the loop gives it in each tick,
+and `page_mover` copies. A sequence passes through four calls:
 
-`parking` decides which pages, `page_mover` copies them. Nothing here waits but `wait`, for when no step can be launched
-before a copy is over. A copy that fails ends offloading: what is parked is computed again, and so is what is preempted
-from then on.
+    take       it has left its row and no step in flight names it: its pages become offloaded pages
+    next_out   an offloaded page that nobody else uses is copied to the host; then its pool page is free
+    restore    it is admitted again: it shares what is still in the pool, the rest is copied into new pool pages
+    drop       its first step is launched, or it ends, or its KV is of no use: it needs its offloaded pages no more
+
+States of an offloaded page, the KV of one page of preempted sequences:
+
+    shared      in a pool page that others use, too: a copy would free nothing
+    outgoing    in a pool page; its copy to the host is queued or under way
+    on host     on the host only
+    restoring   its copy to a pool page is queued or under way; sequences that are admitted meanwhile share it
+    in both     shared again after a restore, and still on the host: some of its owners are not admitted yet
+
+    take --> shared <--> outgoing --> on host <--> restoring --> drop
+                                         ^             |
+                                         +-- in both <-+
+
+Invariants:
+- Each offloaded page has a host page from the start, so it can be copied at any time.
+- An offloaded page has one reference to its pool page, however many owners it has, until its copy is complete.
+- A host page is used again only when no copy reads or writes it.
+- Only pages that no step in flight names are copied to the host: a sequence that may write to a page refers to it until
+  its steps are committed.
+- A sequence may take a page back and write to it while the page is copied out: that copy is never used.
+- A page with several owners is never written to: it is full, and was shared before.
+
+Only `wait` waits, for when no step can be launched before a copy is complete. A copy that fails ends offloading:
+offloaded sequences are computed again, and so are those that are preempted later.
 """
 
 from __future__ import annotations
@@ -12,20 +38,316 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+from rollout.engine.kv.offloaded import OffloadedKV, OffloadedPage, Restore
 from rollout.engine.kv.page_mover import PageMover, Piece
-from rollout.engine.kv.parking import Arrival, Parking, Place
-from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.messages import OffloadStatus
+from rollout.engine.schedule.sequence import Sequence
+from rollout.engine.step.expert_trace import ExpertPages
 
 log = logging.getLogger(__name__)
 
-_KEEP = 4096
+_RECENT_MOVES = 4096
+
+
+@dataclass(slots=True)
+class OffloadCounts:
+    """Running totals since start."""
+
+    offloaded: int = 0  # preempted sequences whose KV was offloaded
+    restored: int = 0  # offloaded sequences that went on with their KV
+    refused: int = 0  # preempted sequences for whose KV the host had no room
+    pages_out: int = 0
+    pages_in: int = 0
+
+
+class OffloadBooks:
+    """Where each page of the offloaded sequences is. The host has room for `host_pages` pages of `page_bytes` each.
+
+    `experts` are the entries of tokens' experts, if they are kept: they lie beside the KV and go to the host with it.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        host_pages: int,
+        page_bytes: int,
+        counts: OffloadCounts | None = None,
+        experts: ExpertPages | None = None,
+    ) -> None:
+        self.counts = counts or OffloadCounts()
+        self.closed = False  # copies fail: nothing is offloaded any more
+        self.outgoing = 0  # pages whose pool page is free once they are copied
+        self.host_pages = host_pages
+        self._pool = pool
+        self._page_size = page_size
+        self._page_bytes = page_bytes
+        self._experts = experts
+        self._free_host_pages = list(range(host_pages - 1, -1, -1))
+        self._in_pool: dict[int, OffloadedPage] = {}  # by pool page, in every state but on host
+        self._shared: dict[int, OffloadedPage] = {}  # by pool page, in states shared and in both
+        self._to_copy_out: deque[OffloadedPage] = deque()  # some may have been dropped since
+        self._to_copy_in: deque[Restore] = deque()
+        self._waiting: dict[Restore, list[Sequence]] = {}  # the sequences that have its pool page and wait for it
+        self._sequences = 0
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    def take(self, seq: Sequence) -> bool:
+        """A sequence gives up its pages. True: they are offloaded pages now. False: the caller has to release them.
+
+        A sequence that was being restored has its offloaded pages already; one that has ended needs none.
+        """
+        wanted, seq.wants_offload = seq.wants_offload and not seq.finalized, False
+        if seq.offloaded is None:
+            return wanted and self._take(seq)
+        if not wanted:
+            self.drop(seq)
+        return False
+
+    def _take(self, seq: Sequence) -> bool:
+        count = -(-seq.kv_len // self._page_size)
+        with_kv, rest = seq.pages[:count], seq.pages[count:]
+        if self.closed or not with_kv:
+            return False
+        if sum(page not in self._in_pool for page in with_kv) > len(self._free_host_pages):
+            self.counts.refused += 1
+            return False
+        pages = [self._take_page(page) for page in with_kv]
+        for page in rest:
+            self._pool.release(page)
+        for offloaded in reversed(pages):  # the last pages of a prefix go first: the first ones are useful longest
+            if not offloaded.outgoing:
+                self._send_or_share(offloaded)
+        seq.offloaded = OffloadedKV(pages, seq.kv_len, seq.kv_uniform, seq.kv_version, seq.kv_generation, seq.keys)
+        self.counts.offloaded += 1
+        self._sequences += 1
+        return True
+
+    def _take_page(self, page: int) -> OffloadedPage:
+        """The offloaded page of a pool page, which takes over the caller's reference."""
+        offloaded = self._in_pool.get(page)
+        if offloaded is None:
+            offloaded = self._in_pool[page] = OffloadedPage(page, self._free_host_pages.pop())
+        else:
+            offloaded.owners += 1
+            self._pool.release(page)
+        return offloaded
+
+    def pool_pages(self, kv: OffloadedKV) -> list[int | None]:
+        """For each page of an offloaded sequence the pool page that has, or will have, its KV. None: restore it."""
+        keys = kv.keys
+        pages = [page.pool_page if page.restore is None else page.restore.pool_page for page in kv.pages]
+        for i in range(0 if keys is None else len(keys)):
+            assert keys is not None
+            if pages[i] is None:
+                pages[i] = self._pool.find(keys[i])
+        return pages
+
+    def restore(self, seq: Sequence, targets: list[tuple[int, int]]) -> None:
+        """Copy pages back for a sequence that is admitted again; `targets` are (index of the page, its pool page)."""
+        kv = seq.offloaded
+        assert kv is not None and not kv.restores
+        for i, pool_page in targets:
+            restore = kv.pages[i].restore = Restore(kv.pages[i], pool_page)
+            self._to_copy_in.append(restore)
+            self._waiting[restore] = []
+        kv.restores = [page.restore for page in kv.pages if page.restore is not None]
+        for restore in kv.restores:
+            self._waiting[restore].append(seq)
+        pages = zip(kv.pages, seq.pages, strict=False)
+        kv.restored = [(page.host_page, own) for page, own in pages if page.restore is not None or page.also_on_host]
+
+    def cancel_restores(self, seq: Sequence) -> bool:
+        """Copy nothing more for this sequence alone; True while copies under way write to pages that only it has."""
+        kv = seq.offloaded
+        assert kv is not None
+        needed: list[Restore] = []
+        others: list[Restore] = []
+        for restore in kv.restores:
+            (needed if restore.copying and len(self._waiting[restore]) == 1 else others).append(restore)
+        for restore in others:
+            self._waiting[restore].remove(seq)
+            if not self._waiting[restore]:
+                del self._waiting[restore]
+                restore.page.restore = None
+        if others:
+            self._to_copy_in = deque(restore for restore in self._to_copy_in if restore in self._waiting)
+            kv.restores = needed
+        return bool(needed)
+
+    def drop(self, seq: Sequence) -> None:
+        """The sequence needs its offloaded pages no more."""
+        kv, seq.offloaded = seq.offloaded, None
+        assert kv is not None and not kv.restores, "a copy may still read a host page"
+        self._sequences -= 1
+        for page in kv.pages:
+            page.owners -= 1
+            if page.owners == 0 and not page.copying:
+                self._free(page)
+            elif page.owners == 0:  # the sequence that took the page back writes to it: the copy is of no use
+                self._unlink(page)
+
+    # --- pages -------------------------------------------------------------------------------------------------------
+
+    def send_unshared(self) -> bool:
+        """Pages are short: send the shared pages that no other sequence uses any more. True if there are any."""
+        assert all(page.pool_page is not None for page in self._shared.values())
+        found = [page for number, page in self._shared.items() if self._pool.refs[number] == 1]
+        for page in found:
+            self._send_or_share(page)
+        return bool(found)
+
+    def _send_or_share(self, page: OffloadedPage) -> None:
+        assert page.pool_page is not None
+        if self._pool.refs[page.pool_page] > 1:
+            self._shared[page.pool_page] = page
+            return
+        self._shared.pop(page.pool_page, None)
+        if page.also_on_host:
+            self._leave_pool(page)
+            return
+        page.outgoing = True
+        self.outgoing += 1
+        self._to_copy_out.append(page)
+
+    def _leave_pool(self, page: OffloadedPage) -> None:
+        """Give the pool page back: the host has its content."""
+        assert page.pool_page is not None
+        del self._in_pool[page.pool_page]
+        self._pool.release(page.pool_page)
+        page.pool_page, page.also_on_host = None, False
+
+    def _free(self, page: OffloadedPage) -> None:
+        """The page has no owner, and no copy reads or writes its host page."""
+        if page.pool_page is not None:
+            self._unlink(page)
+            self._pool.release(page.pool_page)
+            page.pool_page = None
+        if page.outgoing:
+            page.outgoing = False
+            self.outgoing -= 1
+        self._free_host_pages.append(page.host_page)
+
+    def _unlink(self, page: OffloadedPage) -> None:
+        """A sequence that gives up this pool page from now on makes a new offloaded page of it."""
+        assert page.pool_page is not None
+        if self._in_pool.get(page.pool_page) is page:
+            del self._in_pool[page.pool_page]
+            self._shared.pop(page.pool_page, None)
+
+    # --- copies ------------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """True while copies are queued or under way."""
+        return self.outgoing > 0 or bool(self._to_copy_in)
+
+    def next_out(self, most: int) -> list[OffloadedPage]:
+        """Up to `most` pages whose copies to the host begin now."""
+        taken: list[OffloadedPage] = []
+        while self._to_copy_out and len(taken) < most:
+            page = self._to_copy_out.popleft()
+            if not page.outgoing:
+                continue  # it was dropped
+            assert page.pool_page is not None and not page.copying
+            if self._pool.refs[page.pool_page] > 1:  # another sequence uses it by now
+                page.outgoing = False
+                self.outgoing -= 1
+                self._shared[page.pool_page] = page
+                continue
+            page.copying = True
+            taken.append(page)
+        return taken
+
+    def copied_out(self, pages: list[OffloadedPage], failed: bool) -> None:
+        """Copies to the host are complete; if they failed, the pages stay in the pool as long as they have owners."""
+        if self._experts is not None and not failed:
+            sources = [page.pool_page for page in pages if page.pool_page is not None]
+            self._experts.stow(sources, [page.host_page for page in pages])
+        for page in pages:
+            page.outgoing = page.copying = False
+            self.outgoing -= 1
+            if page.owners == 0:
+                self._free(page)
+            elif not failed:
+                self._leave_pool(page)
+        if not failed:
+            self.counts.pages_out += len(pages)
+
+    def next_in(self, most: int) -> list[Restore]:
+        """Up to `most` copies from the host that begin now."""
+        taken = [self._to_copy_in.popleft() for _ in range(min(most, len(self._to_copy_in)))]
+        for restore in taken:
+            restore.copying = True
+        return taken
+
+    def copied_in(self, restores: list[Restore], failed: bool) -> list[Sequence]:
+        """Copies from the host are complete, or have failed; returns the sequences that wait for no more of them."""
+        ready: list[Sequence] = []
+        for restore in restores:
+            waiting, page = self._waiting.pop(restore), restore.page
+            page.restore = None
+            if page.owners > len(waiting) and not failed:
+                self._share_again(page, restore.pool_page)
+            for seq in waiting:
+                assert seq.offloaded is not None
+                seq.offloaded.restores.remove(restore)
+                if not seq.offloaded.restores:
+                    ready.append(seq)
+        if not failed:
+            self.counts.pages_in += len(restores)
+        return ready
+
+    def _share_again(self, page: OffloadedPage, pool_page: int) -> None:
+        """Keep the pool page of a restore: the other owners will want it."""
+        assert page.pool_page is None and pool_page not in self._in_pool
+        self._pool.retain(pool_page)
+        page.pool_page, page.also_on_host = pool_page, True
+        self._in_pool[pool_page] = self._shared[pool_page] = page
+
+    # --- views -------------------------------------------------------------------------------------------------------
+
+    def status(self) -> OffloadStatus:
+        """A snapshot of now."""
+        counts = self.counts
+        return OffloadStatus(
+            sequences=self._sequences,
+            pages=self.host_pages - len(self._free_host_pages),
+            pages_total=self.host_pages,
+            parked=counts.offloaded,
+            restored=counts.restored,
+            refused=counts.refused,
+            bytes_out=counts.pages_out * self._page_bytes,
+            bytes_in=counts.pages_in * self._page_bytes,
+        )
+
+    def check(self) -> None:
+        """Assert that nothing is offloaded, and that all host pages are free."""
+        assert not self.busy and not self._in_pool and not self._shared and not self._waiting, "a page is left"
+        free = sorted(self._free_host_pages)
+        assert self._sequences == 0 and free == list(range(self.host_pages)), "a host page is in use"
+
+
+# --- the turn --------------------------------------------------------------------------------------------------------
+
+
+class Waiters(Protocol):
+    """The scheduler, as `Offload` sees it."""
+
+    def restores_ended(self, seqs: list[Sequence]) -> None:
+        """No copy writes to the pages of these sequences any more."""
+
+    def forget_offloaded(self) -> None:
+        """Offloaded KV is of no use: its sequences are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
-    """A piece that was copied; times as those of steps."""
+    """A piece that was copied. Times are seconds of the clock of steps."""
 
     direction: Literal["out", "in"]
     pages: int
@@ -34,58 +356,60 @@ class MoveRecord:
 
 
 class Offload:
-    """What is done about preempted sequences between two steps."""
+    """Has pages copied as the books say, between two steps.
 
-    def __init__(self, scheduler: Scheduler, parking: Parking, mover: PageMover) -> None:
-        self.parking = parking
+    turn:  account for complete copies --> pages are free, rows can be planned again;  then begin the next copies
+    """
+
+    def __init__(self, scheduler: Waiters, books: OffloadBooks, mover: PageMover) -> None:
+        self.books = books
         self.mover = mover
-        self.failure = ""  # why there is none any more
-        self.recent: deque[MoveRecord] = deque(maxlen=_KEEP)
+        self.failure = ""  # why nothing is offloaded any more
+        self.recent: deque[MoveRecord] = deque(maxlen=_RECENT_MOVES)
         self._scheduler = scheduler
 
     @property
     def moving(self) -> bool:
-        """True while there are copies to begin or under way."""
-        return self.parking.waiting or self.mover.moving
+        """True while copies are queued or under way."""
+        return self.books.busy or self.mover.moving
 
-    def turn(self) -> bool:
-        """Account for the copies that are over, begin others; True while there are any."""
+    def turn(self) -> None:
+        """Account for the copies that are complete, and begin others. Never waits."""
         if not self.moving:
-            return False
-        self._take_landed()
+            return
+        self._take_finished()
         if not self.failure:
             self._begin()
-        return self.moving
 
     def wait(self, most_s: float) -> None:
-        """Block until a copy is over, for so long at most: there is nothing to launch before."""
+        """Block until a copy is complete, for `most_s` seconds at most: no step can be launched before."""
         self.mover.wait(most_s)
 
-    def _take_landed(self) -> None:
-        for piece in self.mover.out.landed():
+    def _take_finished(self) -> None:
+        for piece in self.mover.out.finished():
             self._note("out", piece)
-            places: list[Place] = piece.cargo
-            self._scheduler.memory.pages_left_pool(places, bool(piece.failure))
-        for piece in self.mover.back.landed():
+            pages: list[OffloadedPage] = piece.entries
+            self.books.copied_out(pages, bool(piece.failure))
+        for piece in self.mover.back.finished():
             self._note("in", piece)
-            arrivals: list[Arrival] = piece.cargo
-            self._scheduler.came_back(self.parking.arrived(arrivals, bool(piece.failure)))
+            restores: list[Restore] = piece.entries
+            self._scheduler.restores_ended(self.books.copied_in(restores, bool(piece.failure)))
 
     def _note(self, direction: Literal["out", "in"], piece: Piece) -> None:
         if not piece.failure:
             self.recent.append(MoveRecord(direction, piece.pages, piece.start.time_s, piece.end.time_s))
         elif not self.failure:
-            self.failure = f"KV is offloaded no more, what is preempted is computed again: {piece.failure}"
+            self.failure = f"KV is no longer offloaded, and preempted completions are computed again: {piece.failure}"
             log.error("%s", self.failure)
-            self.parking.closed = True
-            self._scheduler.forget_parked()
+            self.books.closed = True
+            self._scheduler.forget_offloaded()
 
     def _begin(self) -> None:
         out, back = self.mover.out, self.mover.back
-        while out.most and (places := self.parking.next_out(out.most)):
-            pages = [place.page for place in places if place.page is not None]
-            out.start(pages, [place.host for place in places], places)
-        while back.most and (arrivals := self.parking.next_in(back.most)):
-            # A page may be given back while a step in flight still copies from it.
-            pages = [arrival.page for arrival in arrivals]
-            back.start(pages, [arrival.place.host for arrival in arrivals], arrivals, self.mover.compute)
+        while out.capacity and (pages := self.books.next_out(out.capacity)):
+            sources = [page.pool_page for page in pages if page.pool_page is not None]
+            out.start(sources, [page.host_page for page in pages], pages)
+        while back.capacity and (restores := self.books.next_in(back.capacity)):
+            # After the steps in flight: one of them may still copy from a page that has been free since.
+            targets = [restore.pool_page for restore in restores]
+            back.start(targets, [restore.page.host_page for restore in restores], restores, self.mover.compute)

@@ -3,11 +3,12 @@
     kv_out    index | gather pages of the pool into the staging buffer | a copy to the host for each page | end
     kv_in     (steps in flight) index | a copy from the host for each page | scatter them into pages of the pool | end
 
-A page lies in as many places as there are layers, twice; on the host it is one stretch. So a copy over the bus is of a
-page, one or two MB, which a step's own copies can wait for; of gathers and scatters a piece has one for each tensor.
+In the pool, a page has a part in each layer's keys and in each layer's values. On the host it is one stretch. So a copy
+over the bus is one page, one or two MB: a step's own copy waits for no more than that. A piece needs one gather or
+scatter for each tensor.
 
-Nobody waits here: a piece is started, and looked at later. A direction has at most `_PIECES` pieces under way. All that
-they need is allocated once.
+Nothing here waits but `PageMover.wait`: the caller starts a piece and asks for finished ones later. A direction has at
+most `_PIECES` pieces under way. All their memory is allocated once.
 
 Legend: N pages of a piece, W words of a page, P pages of the pool, H pages of a block on the host.
 """
@@ -28,9 +29,9 @@ from rollout.engine.device.streams import Device, DeviceError, Event, Stream
 from rollout.models.batch import KVCache
 
 _PIECES = 2
-#: Between two looks at a piece that is waited for no longer than so long.
+#: The time between two looks at a piece in a wait with a limit.
 _LOOK_S = 0.0002
-#: Pinned memory is taken in blocks of this many bytes: torch rounds what it pins up to a power of two.
+#: Pinned memory is taken in blocks of this many bytes: torch rounds each up to a power of two.
 _BLOCK_BYTES = 512 << 20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -56,28 +57,28 @@ class Piece:
 
     index_host: torch.Tensor  # int64 [most pages], pinned
     index: torch.Tensor
-    after: Event  # the steps that were in flight when it was started
+    after: Event  # the end of the steps that were in flight when the piece was started
     start: Event
     end: Event
-    hosts: Sequence[int] = ()
-    cargo: Any = None  # what the caller calls the pages
+    host_pages: Sequence[int] = ()
+    entries: Any = None  # the caller's own objects for these pages
     failure: str = ""
 
     @property
     def pages(self) -> int:
-        """How many."""
-        return len(self.hosts)
+        """How many pages."""
+        return len(self.host_pages)
 
 
-class Lane:
-    """One direction: its stream, its staging buffer, its pieces."""
+class CopyQueue:
+    """The copies in one direction: a stream, a staging buffer, the pieces under way."""
 
     def __init__(
-        self, device: Device, name: str, staging_NW: torch.Tensor, copy: Callable[[Lane, Piece], None]
+        self, device: Device, name: str, staging_NW: torch.Tensor, copy: Callable[[CopyQueue, Piece], None]
     ) -> None:
         self.stream: Stream = device.stream(name)
         self.staging_NW = staging_NW
-        self.flying: deque[Piece] = deque()
+        self.under_way: deque[Piece] = deque()
         self._copy = copy
         most = len(staging_NW)
         self._spare = [
@@ -92,14 +93,16 @@ class Lane:
         ]
 
     @property
-    def most(self) -> int:
-        """Pages that can be started now: those of a piece, or none while all are under way."""
+    def capacity(self) -> int:
+        """Pages that can be started now: a whole piece, or 0 while all pieces are under way."""
         return len(self.staging_NW) if self._spare else 0
 
-    def start(self, pages: Sequence[int], hosts: Sequence[int], cargo: Any, compute: Stream | None = None) -> None:
-        """Begin to copy these pages of the pool to or from these on the host; after the steps of `compute` if given."""
+    def start(
+        self, pages: Sequence[int], host_pages: Sequence[int], entries: Any, compute: Stream | None = None
+    ) -> None:
+        """Begin to copy these pages of the pool to or from these host pages; after the steps of `compute` if given."""
         piece = self._spare.pop()
-        piece.hosts, piece.cargo, piece.failure = hosts, cargo, ""
+        piece.host_pages, piece.entries, piece.failure = host_pages, entries, ""
         piece.index_host.numpy()[: len(pages)] = pages
         if compute is not None:
             compute.record(piece.after)
@@ -107,27 +110,27 @@ class Lane:
         self.stream.record(piece.start)
         try:
             self.stream.run(functools.partial(self._copy, self, piece))
-        except RuntimeError as error:  # of CUDA, which says so where it is enqueued
+        except RuntimeError as error:  # CUDA raises where the copy is enqueued
             piece.failure = str(error)
         self.stream.record(piece.end)
-        self.flying.append(piece)
+        self.under_way.append(piece)
 
-    def landed(self) -> list[Piece]:
-        """The pieces that are over, oldest first; what they say is theirs until the next `start`."""
-        over = []
-        while self.flying and self.flying[0].end.query():
-            piece = self.flying.popleft()
+    def finished(self) -> list[Piece]:
+        """The pieces that have ended since the last call, oldest first. The next `start` reuses them."""
+        ended = []
+        while self.under_way and self.under_way[0].end.query():
+            piece = self.under_way.popleft()
             try:
                 self.stream.check()
             except DeviceError as error:
                 piece.failure = piece.failure or str(error)
-            over.append(piece)
-        self._spare += over
-        return over
+            ended.append(piece)
+        self._spare += ended
+        return ended
 
 
 class PageMover:
-    """Both directions. `kv` is the pool whose pages are moved; `compute` the stream that its steps run on."""
+    """Both directions. `kv` is the pool whose pages are copied, `compute` the stream that its steps run on."""
 
     def __init__(self, device: Device, kv: KVCache, room: HostRoom, piece_bytes: int, compute: Stream) -> None:
         self.room = room
@@ -140,48 +143,48 @@ class PageMover:
         most = min(max(1, piece_bytes // room.page_bytes), room.pages)
         width = room.page_bytes // self._words.itemsize
         staging = [torch.zeros(most, width, dtype=self._words, device=device.torch_device) for _ in range(2)]
-        device.synchronize()  # they were zeroed on a stream that these do not wait for
-        self.out = Lane(device, "kv_out", staging[0], self._copy_out)
-        self.back = Lane(device, "kv_in", staging[1], self._copy_in)
+        device.synchronize()  # they were zeroed on a stream that the copies do not wait for
+        self.out = CopyQueue(device, "kv_out", staging[0], self._copy_out)
+        self.back = CopyQueue(device, "kv_in", staging[1], self._copy_in)
 
     @property
     def moving(self) -> bool:
         """True while pieces are under way."""
-        return bool(self.out.flying or self.back.flying)
+        return bool(self.out.under_way or self.back.under_way)
 
     def wait(self, most_s: float = math.inf) -> None:
-        """Block until the oldest piece of a direction is over, for so long at most."""
-        flying = self.out.flying or self.back.flying
-        if flying and most_s == math.inf:
-            flying[0].end.synchronize()
+        """Block until the oldest piece of a direction has ended, for `most_s` seconds at most."""
+        under_way = self.out.under_way or self.back.under_way
+        if under_way and most_s == math.inf:
+            under_way[0].end.synchronize()
         until_s = time.perf_counter() + most_s
-        while flying and not flying[0].end.query() and time.perf_counter() < until_s:
+        while under_way and not under_way[0].end.query() and time.perf_counter() < until_s:
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Finish what is enqueued and end the streams."""
-        for lane in (self.out, self.back):
-            lane.stream.close()
+        for queue in (self.out, self.back):
+            queue.stream.close()
 
-    def _copy_out(self, lane: Lane, piece: Piece) -> None:
-        staged_NW, index_N = self._staged(lane, piece)
+    def _copy_out(self, queue: CopyQueue, piece: Piece) -> None:
+        staged_NW, index_N = self._staged(queue, piece)
         for pool_PW, part_NW in zip(self._pools_PW, self._parts(staged_NW), strict=True):
             torch.index_select(pool_PW, 0, index_N, out=part_NW)
-        for page_W, host in zip(staged_NW, piece.hosts, strict=True):
+        for page_W, host in zip(staged_NW, piece.host_pages, strict=True):
             self.room.page(host, self._words).copy_(page_W, non_blocking=True)
 
-    def _copy_in(self, lane: Lane, piece: Piece) -> None:
-        staged_NW, index_N = self._staged(lane, piece)
-        for page_W, host in zip(staged_NW, piece.hosts, strict=True):
+    def _copy_in(self, queue: CopyQueue, piece: Piece) -> None:
+        staged_NW, index_N = self._staged(queue, piece)
+        for page_W, host in zip(staged_NW, piece.host_pages, strict=True):
             page_W.copy_(self.room.page(host, self._words), non_blocking=True)
         for pool_PW, part_NW in zip(self._pools_PW, self._parts(staged_NW), strict=True):
             pool_PW.index_copy_(0, index_N, part_NW)
 
     @staticmethod
-    def _staged(lane: Lane, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    def _staged(queue: CopyQueue, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
         count = piece.pages
         piece.index[:count].copy_(piece.index_host[:count], non_blocking=True)
-        return lane.staging_NW[:count], piece.index[:count]
+        return queue.staging_NW[:count], piece.index[:count]
 
     def _parts(self, staged_NW: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return staged_NW.split([pool.shape[1] for pool in self._pools_PW], dim=1)

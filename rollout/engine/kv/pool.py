@@ -1,17 +1,18 @@
-"""The pool of KV pages: reference counts, and a cache of finished prefixes.
+"""The pool of KV pages: reference counts, and the prefix cache of known pages.
 
-Every page but page 0 is in exactly one of three places:
+Every page but page 0 is in exactly one of three states:
 
-    free       nobody refers to it, its content is garbage
-    cached     nobody refers to it, its content is a known prefix: reusable, and evicted least recently used first
-    used       refs > 0; it may be known as a prefix too, so that others can share it
+    free       no reference; its content is garbage
+    cached     no reference; its content is a known prefix: reusable; the least recently used one is evicted first
+    used       one reference or more; it may be a known prefix, too, so that other sequences can share it
 
-Page 0 is the dump page: padding rows write there, and it fills the page table past a row's own pages. It is never
-handed out.
+Page 0 is the dump page: padding rows write there, and it fills a page table past the row's own pages. It is never
+allocated.
 
-A prefix is known by a chain of digests, one a full page: digest_i = H(digest_{i-1}, tokens of page i), and digest_{-1}
-is the weights version and, with an adapter, the generation of its weights. So a key says which tokens, at which
-positions, under which weights.
+A prefix is known by a chain of digests, one for each full page: digest_i = H(digest_{i-1}, content of page i), and
+digest_{-1} is the weights version and, with an adapter, the generation of its weights. The content is what the items of
+the prompt say about the page's positions (`messages.Prompt.content`), and for generated tokens their ids. So a key
+states which content, at which positions, under which weights.
 """
 
 from __future__ import annotations
@@ -19,37 +20,35 @@ from __future__ import annotations
 from collections import OrderedDict
 from hashlib import blake2b
 
-import numpy as np
-
 DUMP_PAGE = 0
 
 
 class PagePool:
-    """Counts references to `total` pages and finds cached ones by prefix key."""
+    """Counts references to `total` pages and finds known ones by prefix key."""
 
     def __init__(self, total: int) -> None:
         if total < 2:
             raise ValueError(f"a KV pool needs at least 2 pages, one of them the dump page; got {total}")
-        self.total = total - 1  # pages that can be handed out
+        self.total = total - 1  # pages that can be allocated
         self.refs = [0] * total
         self._free = list(range(total - 1, 0, -1))
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached pages nobody refers to, oldest use first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached pages, oldest use first
 
     @property
     def free(self) -> int:
-        """Pages with no content worth keeping."""
+        """Pages in state free."""
         return len(self._free)
 
     @property
     def cached(self) -> int:
-        """Pages that only the cache keeps."""
+        """Pages in state cached."""
         return len(self._evictable)
 
     @property
     def used(self) -> int:
-        """Pages that some sequence refers to."""
+        """Pages in state used."""
         return self.total - self.available
 
     @property
@@ -58,7 +57,7 @@ class PagePool:
         return len(self._free) + len(self._evictable)
 
     def allocate(self) -> int | None:
-        """A page with one reference, evicting the least recently used cached page if need be; None if all are used."""
+        """A page with one reference; None if all are used. Without a free page it evicts the oldest cached one."""
         if self._free:
             page = self._free.pop()
         elif self._evictable:
@@ -70,14 +69,14 @@ class PagePool:
         return page
 
     def retain(self, page: int) -> None:
-        """One more reference to a page that is used or cached."""
+        """Add a reference to a page that is used or cached."""
         if self.refs[page] == 0:
             del self._evictable[page]
         self.refs[page] += 1
 
     def release(self, page: int) -> None:
-        """One reference less; at none the page becomes cached if it holds a known prefix, else free."""
-        assert self.refs[page] > 0, f"page {page} released more often than it was taken"
+        """Take a reference away; without any the page becomes cached if it is a known prefix, else free."""
+        assert self.refs[page] > 0, f"page {page} released more often than it was retained"
         self.refs[page] -= 1
         if self.refs[page] == 0:
             if page in self._key_of:
@@ -86,18 +85,18 @@ class PagePool:
                 self._free.append(page)
 
     def remember(self, key: bytes, page: int) -> None:
-        """Make a used page findable as the prefix `key`; a key or page that is known already stays as it is."""
+        """Make a used page findable by `key`; no-op if the key or the page is known already."""
         assert self.refs[page] > 0, "only a page in use can be remembered"
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
 
     def find(self, key: bytes) -> int | None:
-        """The page that holds prefix `key`; the caller retains it before anything else is allocated."""
+        """The page with this key, or None. The caller has to retain it before the next `allocate`."""
         return self._page_of.get(key)
 
     def forget_all(self) -> None:
-        """Drop the cache: cached pages become free, used pages are no longer findable."""
+        """Forget all prefixes: cached pages become free, used pages can no longer be found."""
         for page in self._evictable:
             self._free.append(page)
         self._evictable.clear()
@@ -105,7 +104,7 @@ class PagePool:
         self._key_of.clear()
 
     def check(self) -> None:
-        """Assert that every page is in exactly one place."""
+        """Assert that every page is in exactly one state."""
         free, cached = set(self._free), set(self._evictable)
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & cached and DUMP_PAGE not in free | cached, "a page is both free and cached"
@@ -119,7 +118,7 @@ class PagePool:
 
 
 class PrefixKeys:
-    """The digests of one sequence's full pages, made page by page as tokens become known."""
+    """The digests of one sequence's full pages, made page by page as its tokens become known."""
 
     def __init__(self, version: int, page_size: int, generation: int = 0) -> None:
         self.version, self._generation = version, generation
@@ -135,18 +134,17 @@ class PrefixKeys:
         return self._keys[index]
 
     def fork(self, pages: int) -> PrefixKeys:
-        """The keys of the first `pages` pages, to go on from with other tokens."""
+        """A copy with the keys of the first `pages` pages, to go on with another content."""
         keys = PrefixKeys(self.version, self._page_size, self._generation)
         keys._keys = self._keys[:pages]
         keys._last = keys._keys[-1] if keys._keys else keys._last
         return keys
 
-    def next_key(self, page_tokens: np.ndarray) -> bytes:
-        """The key that the next page would have if it held `page_tokens` (int32 [page_size])."""
-        assert len(page_tokens) == self._page_size
-        return blake2b(page_tokens.astype("<i4", copy=False).tobytes(), key=self._last, digest_size=16).digest()
+    def next_key(self, content: bytes) -> bytes:
+        """The key of the next page if it has this content (of `page_size` positions)."""
+        return blake2b(content, key=self._last, digest_size=16).digest()
 
     def append(self, key: bytes) -> None:
-        """The next page has this key."""
+        """Add the key of the next page."""
         self._last = key
         self._keys.append(key)

@@ -1,18 +1,19 @@
-"""Sessions: conversations whose KV stays between their turns.
+"""Sessions: conversations whose KV stays in the pool between their turns.
 
     begin        a turn is submitted
-    match        its tokens against those that the session holds: what of their KV can be used
-    hand_over    the turn is admitted: the row has the pages that match, the session holds none
-    keep         the row is settled, no step names it: the session holds what the turn has left
-    ... idle, until the next turn, the end of its lease, or somebody who needs the pages
+    match        its tokens against those of the session's KV: how much of it can be used
+    hand_over    the turn is admitted: the sequence has the pages that match, the session has none
+    keep         the turn is settled, no step in flight names it: the session has the KV that the turn leaves
+    ... idle, until the next turn, the end of its lease, or until rows or other sessions need the pages
 
-A session holds a reference to each page and knows the tokens whose KV is in them; pages and prefix keys are the pool's.
+A session has a reference to each of its pages and knows the tokens of their KV; pages and prefix keys are the pool's.
 
 Invariants:
-- A session holds pages only between its turns, and none that a step in flight may write to.
-- All KV of a session is of one weights version, the present one.
-- Together sessions hold at most `most_pages` pages; pages that several share count once. There are no more sessions
-  than that, and in all of them no more tokens than `_SHARING` times what fits in these pages: each takes host memory.
+- A session has pages only between its turns. No step in flight writes to them.
+- All KV of a session has the present weights version.
+- All sessions together have at most `most_pages` pages; a page that several share counts once. There are at most
+  `most_pages` sessions with KV, and a page belongs to at most `_SHARING` of them on average: a session keeps its tokens
+  in host memory, and this bounds it.
 - A session with neither a turn nor a page is forgotten.
 """
 
@@ -27,18 +28,18 @@ import numpy as np
 from rollout.engine.kv.pool import PagePool, PrefixKeys
 from rollout.engine.messages import Request, RequestKey, SessionKey, SessionStatus
 
-#: Entries that the heap of leases may hold beyond twice those that are in use.
+#: The heap of leases is cleaned when it has more entries than this plus twice those in use.
 _SLACK = 16
-#: Sessions that a page may be held by, in the mean.
+#: The most sessions that a page may belong to, on average.
 _SHARING = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a session holds."""
+class SessionKV:
+    """The KV of a session."""
 
-    tokens: np.ndarray  # int32 [tokens]: KV of these positions is there
-    pages: list[int]  # those of `tokens`, the last one may be half full
+    tokens: np.ndarray  # int32 [tokens]: the pages have the KV of these
+    pages: list[int]  # the last one may be half full
     version: int  # weights version of the KV
     keys: PrefixKeys | None  # of all full pages at least; None without a prefix cache
     generation: int = 0  # of the adapter's weights, 0 for none
@@ -50,10 +51,10 @@ class Session:
 
     key: SessionKey
     lease_s: float
-    turns: int = 0  # submitted and not settled: one, and those that ended early and whose steps are in flight
+    turns: int = 0  # submitted and not settled: the last one, and earlier ones with steps still in flight
     turn: RequestKey | None = None  # the last one
-    over: bool = False  # it keeps nothing more
-    held: Held | None = None
+    over: bool = False  # it was ended: it keeps no KV
+    kv: SessionKV | None = None
     until_s: float = 0.0  # end of its lease, while it has no turn
 
 
@@ -63,12 +64,12 @@ class SessionCounts:
 
     turns: int = 0
     hits: int = 0  # turns that found KV in their session
-    reused_tokens: int = 0  # tokens whose KV they found there
+    reused_tokens: int = 0  # tokens of that KV
     evicted: int = 0  # sessions that lost their pages to rows or to other sessions
 
 
 class Sessions:
-    """All sessions of one page pool. Times are of the scheduler's clock, seconds."""
+    """All sessions of one pool. Times are seconds of the scheduler's clock."""
 
     def __init__(self, pool: PagePool, page_size: int, most_pages: int, counts: SessionCounts | None = None) -> None:
         self.counts = counts or SessionCounts()
@@ -77,40 +78,37 @@ class Sessions:
         self._most_pages = most_pages
         self._sessions: dict[SessionKey, Session] = {}
         self._of_client: dict[str, dict[SessionKey, None]] = {}
-        self._holding: OrderedDict[SessionKey, Session] = OrderedDict()  # least recently used first
-        self._refs: dict[int, int] = {}  # references that sessions have, by page
-        self._held_pages = 0  # the sum of them
+        self._with_kv: OrderedDict[SessionKey, Session] = OrderedDict()  # least recently used first
+        self._refs: dict[int, int] = {}  # how many sessions have a page, by page
+        self._refs_sum = 0
         self._leases: list[tuple[float, int, Session]] = []
         self._serial = 0
 
     @property
     def pages(self) -> int:
-        """Pages that sessions hold, some of them perhaps together with rows."""
+        """Pages that sessions have; rows may use some of them, too."""
         return len(self._refs)
 
     def count(self, pages: list[int]) -> int:
-        """How many of these pages sessions hold."""
+        """How many of these pages belong to sessions."""
         return sum(page in self._refs for page in pages)
 
-    @property
-    def holding(self) -> int:
-        """Sessions that hold pages."""
-        return len(self._holding)
-
     def status(self) -> SessionStatus:
-        """How many there are, and what has become of them."""
+        """A snapshot of now, with the totals since start."""
         counts = self.counts
-        return SessionStatus(self.holding, self.pages, counts.turns, counts.hits, counts.reused_tokens, counts.evicted)
+        return SessionStatus(
+            len(self._with_kv), self.pages, counts.turns, counts.hits, counts.reused_tokens, counts.evicted
+        )
 
     def turn_of(self, request: Request) -> RequestKey | None:
-        """The last turn of this request's session, None if there is none."""
+        """The last turn of this request's session; None if it has none."""
         session = None if request.session is None else self._sessions.get(request.session)
         return None if session is None else session.turn
 
     # --- a turn ------------------------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> Session | None:
-        """A turn is submitted: its session is there from now on. None if the request is no turn."""
+        """A turn is submitted; returns its session, which is made if need be. None if the request names no session."""
         key = request.session
         if key is None:
             return None
@@ -119,62 +117,64 @@ class Sessions:
         session.lease_s, session.turn = request.session_lease_s, request.key
         session.turns += 1
         self.counts.turns += 1
-        if session.held is not None:
-            self._holding.move_to_end(key)
+        if session.kv is not None:
+            self._with_kv.move_to_end(key)
         return session
 
-    def match(self, session: Session, tokens: np.ndarray, version: int, generation: int = 0) -> tuple[Held | None, int]:
-        """What the session holds, and how many of the first `tokens` (int32) it has the KV of: all but one at most."""
-        held = session.held
-        if held is None or held.version != version or held.generation != generation:
+    def match(
+        self, session: Session, tokens: np.ndarray, version: int, generation: int = 0
+    ) -> tuple[SessionKV | None, int]:
+        """The session's KV, and how many of `tokens` (int32) have it: never the last one."""
+        kv = session.kv
+        if kv is None or kv.version != version or kv.generation != generation:
             return None, 0
-        most = min(len(held.tokens), len(tokens) - 1)
-        differing = np.flatnonzero(held.tokens[:most] != tokens[:most])
-        return held, int(differing[0]) if len(differing) else most
+        most = min(len(kv.tokens), len(tokens) - 1)
+        differing = np.flatnonzero(kv.tokens[:most] != tokens[:most])
+        return kv, int(differing[0]) if len(differing) else most
 
     def hand_over(self, session: Session, reused: int) -> None:
-        """The turn has what it can use of the session's KV, that of `reused` tokens; the rest is let go."""
+        """The turn is admitted with the KV of `reused` tokens of the session; the session releases all its pages."""
         self.counts.hits += reused > 0
         self.counts.reused_tokens += reused
-        self._let_go(session)
+        self._release(session)
 
-    def keep(self, session: Session, left: Held, now_s: float) -> None:
-        """A turn is settled and has left this: `left.tokens` is empty if its KV is of no use."""
+    def keep(self, session: Session, left: SessionKV, now_s: float) -> None:
+        """A turn is settled and leaves this KV; `left.tokens` is empty if its KV is of no use."""
         session.turns -= 1
         if session.over:
             return
-        if session.held is None:  # otherwise the turn was never admitted
-            self._hold(session, left)
+        if session.kv is None:  # else the turn was never admitted
+            self._take(session, left)
         if session.turns:
             return
-        if session.held is None:
+        if session.kv is None:
             self._forget(session.key)
             return
         session.until_s = now_s + session.lease_s
         self._serial += 1
         heapq.heappush(self._leases, (session.until_s, self._serial, session))
-        if len(self._leases) > 2 * len(self._holding) + _SLACK:
+        if len(self._leases) > 2 * len(self._with_kv) + _SLACK:
             self._leases = [entry for entry in self._leases if _expires(entry)]
             heapq.heapify(self._leases)
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
     def evict_one(self) -> bool:
-        """Take its pages from the session that was used least recently; False if none holds any."""
-        if not self._holding:
+        """Release the pages of the least recently used session; False if no session has any."""
+        if not self._with_kv:
             return False
         self.counts.evicted += 1
-        self._drop(next(iter(self._holding.values())))
+        self._drop(next(iter(self._with_kv.values())))
         return True
 
     def end(self, client: str, name: str | None = None) -> None:
-        """A session is over, or all of a client's; a turn that runs goes on and leaves nothing."""
+        """End a session, or all of a client's; a turn that runs goes on and leaves nothing."""
         for key in list(self._of_client.get(client, ())) if name is None else [(client, name)]:
             session = self._sessions.get(key)
             if session is not None:
                 self._forget(key)
                 session.over = True
-                self._let_go(session)
+                self._release(session)
 
     def expire(self, now_s: float) -> None:
         """End the sessions whose lease is over."""
@@ -184,28 +184,28 @@ class Sessions:
                 self._drop(entry[2])
 
     def drop_all(self) -> None:
-        """No KV is of use any more: the weights have changed."""
-        for session in list(self._holding.values()):
+        """Release all pages: no KV is of use any more."""
+        for session in list(self._with_kv.values()):
             self._drop(session)
 
     def check(self) -> None:
         """Assert that the books agree."""
         refs: dict[int, int] = {}
-        for session in self._holding.values():
-            held = session.held
-            assert held is not None and not session.over
-            assert held.keys is None or len(held.keys) >= len(held.tokens) // self._page_size, "a page has no key"
-            for page in held.pages:
+        for session in self._with_kv.values():
+            kv = session.kv
+            assert kv is not None and not session.over
+            assert kv.keys is None or len(kv.keys) >= len(kv.tokens) // self._page_size, "a page has no key"
+            for page in kv.pages:
                 refs[page] = refs.get(page, 0) + 1
-        assert refs == self._refs and sum(refs.values()) == self._held_pages, "sessions count their pages wrongly"
-        assert not self._too_many, "sessions hold more than they may"
-        assert all(session.turns or session.held for session in self._sessions.values()), "an empty session is left"
+        assert refs == self._refs and sum(refs.values()) == self._refs_sum, "sessions count their pages wrongly"
+        assert not self._too_many, "sessions have more than they may"
+        assert all(session.turns or session.kv for session in self._sessions.values()), "an empty session is left"
         assert {key for keys in self._of_client.values() for key in keys} == set(self._sessions), "a client's are wrong"
         assert all(self._of_client.values()), "a client without a session is left"
 
     # --- pages -------------------------------------------------------------------------------------------------------
 
-    def _hold(self, session: Session, left: Held) -> None:
+    def _take(self, session: Session, left: SessionKV) -> None:
         count = min(len(left.tokens), self._most_pages * self._page_size)
         if count == 0:
             return
@@ -213,20 +213,20 @@ class Sessions:
         for page in pages:
             self._pool.retain(page)
             self._refs[page] = self._refs.get(page, 0) + 1
-        self._held_pages += len(pages)
-        # A copy: a view would keep all tokens of a prompt of which little was computed.
-        session.held = Held(left.tokens[:count].copy(), pages, left.version, left.keys, left.generation)
-        self._holding[session.key] = session
+        self._refs_sum += len(pages)
+        # A copy: a view would keep the tokens of a whole prompt of which little was computed.
+        session.kv = SessionKV(left.tokens[:count].copy(), pages, left.version, left.keys, left.generation)
+        self._with_kv[session.key] = session
         while self._too_many:
             self.evict_one()  # never this one: it is the newest, and by itself within the limits
 
     @property
     def _too_many(self) -> bool:
         most = self._most_pages
-        return len(self._refs) > most or len(self._holding) > most or self._held_pages > _SHARING * most
+        return len(self._refs) > most or len(self._with_kv) > most or self._refs_sum > _SHARING * most
 
     def _drop(self, session: Session) -> None:
-        self._let_go(session)
+        self._release(session)
         if not session.turns:
             self._forget(session.key)
 
@@ -236,20 +236,20 @@ class Sessions:
         if not self._of_client[key[0]]:
             del self._of_client[key[0]]
 
-    def _let_go(self, session: Session) -> None:
-        if session.held is None:
+    def _release(self, session: Session) -> None:
+        if session.kv is None:
             return
-        for page in reversed(session.held.pages):  # of a prefix, the end is evicted before its begin
+        for page in reversed(session.kv.pages):  # the end of a prefix is evicted before its beginning
             self._pool.release(page)
             self._refs[page] -= 1
             if not self._refs[page]:
                 del self._refs[page]
-        self._held_pages -= len(session.held.pages)
-        session.held = None
-        del self._holding[session.key]
+        self._refs_sum -= len(session.kv.pages)
+        session.kv = None
+        del self._with_kv[session.key]
 
 
 def _expires(entry: tuple[float, int, Session]) -> bool:
-    """True if this is the end of a lease, and not one that was begun anew."""
+    """True if the lease ends then; False if it was begun anew, or the session runs a turn or has no KV."""
     at_s, _, session = entry
-    return session.held is not None and not session.turns and session.until_s == at_s
+    return session.kv is not None and not session.turns and session.until_s == at_s

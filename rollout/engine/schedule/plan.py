@@ -102,7 +102,7 @@ def prompt_spans(
     spans: list[Span] = []
     for seq in seqs:
         assert seq.prefill_tokens is not None
-        if seq.parked is not None and seq.parked.missing:
+        if seq.offloaded is not None and seq.offloaded.restores:
             continue
         length = min(len(seq.prefill_tokens) - seq.kv_len, tokens)
         needed = upload_words(seq, length)

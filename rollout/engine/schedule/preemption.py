@@ -6,9 +6,9 @@ copied. So a row is preempted a little before its pages are needed, and a row wh
 one step.
 
 **Weights or an adapter change** (`change_weights`, `put_adapter`). A row goes on with the KV that it has, and so does a
-sequence whose KV is parked or on its way back. With `recompute` they are computed again; so is, always, a row that no
-step was launched with, a prompt that is parked before its first token, and a prompt whose log-probs are asked for. KV
-of older weights, or of several versions, belongs to its sequence alone: no other sequence finds it.
+sequence whose KV is offloaded or on its way back. With `recompute` they are computed again. Three are always computed
+again: a row without a launched step, a prompt that is offloaded before its first token, and a prompt whose log-probs
+are asked for. KV of older weights, or of several versions, belongs to its sequence alone: no other sequence finds it.
 
 **All KV leaves the pool** (`leave_pool`). Where nothing else changes, every sequence that has KV may go on with it, a
 half-prefilled prompt too.
@@ -33,27 +33,27 @@ def grow(roster: Roster, full: list[Sequence]) -> None:
     """Get one page more for each of these rows, in the order of their rank; some may go without for this step."""
     for seq in sorted(full, key=lambda seq: seq.rank):
         _grow(roster, seq)
-    if roster.memory.parking is not None:
-        _make_way(roster, roster.memory.parking.going)
+    if roster.allocator.offload_books is not None:
+        _make_way(roster, roster.allocator.offload_books.outgoing)
 
 
 def _grow(roster: Roster, seq: Sequence) -> None:
-    memory = roster.memory
-    while seq.state is State.DECODE and not memory.try_grow(seq):
-        if memory.sharing:
-            memory.close_share(memory.sharing[-1])
-        elif roster.leaving or memory.making_room:
+    allocator = roster.allocator
+    while seq.state is State.DECODE and not allocator.try_grow(seq):
+        if allocator.sharing:
+            allocator.close_share(allocator.sharing[-1])
+        elif roster.leaving or allocator.making_room:
             return  # pages are on their way back
         else:
             roster.preempt(_last(roster))
 
 
-def _make_way(roster: Roster, going: int) -> None:
-    """Preempt a row if pages will be needed soon that are neither available nor among the `going` ones.
+def _make_way(roster: Roster, outgoing: int) -> None:
+    """Preempt a row if pages will be needed soon that are neither available nor among the `outgoing` ones.
 
     But not if so many pages are available that the victim would be readmitted immediately (thrashing).
     """
-    available, running = roster.memory.available + going, len(roster.decoding) + len(roster.prefilling)
+    available, running = roster.allocator.available + outgoing, len(roster.decoding) + len(roster.prefilling)
     if roster.leaving or running < 2 or available >= running:
         return
     if sum(map(_grows_soon, roster.decoding)) > available:
@@ -76,7 +76,7 @@ def change_weights(roster: Roster, version: int, recompute: bool) -> None:
     """Steps planned from now on run under `version`."""
     roster.version = version
     roster.room.weights_changed(version)
-    roster.memory.weights_changed()
+    roster.allocator.weights_changed()
     for seq in roster.unfinished():
         first = max(version, seq.group.request.min_version)  # that it can have a token of
         if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight are of the old version
@@ -86,9 +86,9 @@ def change_weights(roster: Roster, version: int, recompute: bool) -> None:
 
 def put_adapter(roster: Roster, name: str, version: int | None, weights: AdapterWeights, recompute: bool) -> None:
     """Take an adapter; steps planned from now on run with it. Raises AdapterError where it cannot be taken."""
-    assert roster.memory.adapters is not None
-    old = roster.memory.adapters.known.get(name)
-    adapter = roster.memory.adapters.put(name, version, weights)
+    assert roster.allocator.adapters is not None
+    old = roster.allocator.adapters.known.get(name)
+    adapter = roster.allocator.adapters.put(name, version, weights)
     if old is None:
         return
     roster.room.adapter_changed(adapter)
@@ -100,7 +100,7 @@ def put_adapter(roster: Roster, name: str, version: int | None, weights: Adapter
 
 def drop_adapter(roster: Roster, name: str) -> None:
     """Forget an adapter. Raises AdapterError where there is none, or a request names it."""
-    table = roster.memory.adapters
+    table = roster.allocator.adapters
     if table is None or name not in table.known:
         raise AdapterError(f"adapter {name!r:.200} is not loaded")
     users = sum(group.adapter is table.known[name] for group in roster.groups.values())
@@ -113,11 +113,11 @@ def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> list[
     """Of the sequences that a change concerns, take off the rows that have to be computed again; returns the others."""
     for seq in seqs:
         if recompute or not seq.versions:
-            roster.memory.forget_parked(seq)
+            roster.allocator.forget_offloaded(seq)
     changed, rows = set(seqs), []
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
         # A row that launched nothing takes no old KV along but its own, and log-probs of a prompt are of one version.
-        own = seq.row_ready or (seq.parked is not None and bool(seq.versions))
+        own = seq.row_ready or (seq.offloaded is not None and bool(seq.versions))
         if recompute or not own or seq.scores_prompt:
             roster.take_off(seq)
         else:
@@ -129,19 +129,19 @@ def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> list[
 
 
 def leave_pool(roster: Roster, keep: bool) -> None:
-    """All KV leaves the pool; with `keep` it is parked, in the order of rank as long as the host has room."""
+    """All KV leaves the pool; with `keep` it is offloaded, in the order of rank as long as the host has room."""
     roster.room.close_shares()
-    roster.memory.let_go()
+    roster.allocator.end_sharing()
     if not keep:
         _begin_again(roster, roster.unfinished(), recompute=True)
         return
     for seq in sorted(roster.prefilling + roster.decoding, key=lambda seq: seq.rank):
-        roster.take_off(seq, keeps_kv=True)
+        roster.take_off(seq, offload=True)
 
 
-def forget_parked(roster: Roster) -> None:
-    """Parked KV is of no use: its sequences are computed again."""
+def forget_offloaded(roster: Roster) -> None:
+    """Offloaded KV is of no use: its sequences are computed again."""
     for seq in roster.unfinished():
-        roster.memory.forget_parked(seq)
-    for seq in [seq for seq in roster.prefilling if seq.parked is not None]:
+        roster.allocator.forget_offloaded(seq)
+    for seq in [seq for seq in roster.prefilling if seq.offloaded is not None]:
         roster.take_off(seq)

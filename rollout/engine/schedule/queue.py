@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 
 from rollout.engine.adapter_table import Adapter
-from rollout.engine.kv.memory import SequenceMemory
+from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import RequestKey
 from rollout.engine.schedule.sequence import Group, Sequence
 
@@ -89,10 +89,10 @@ class WaitingQueue:
 class WaitingRoom:
     """Who waits for what."""
 
-    def __init__(self, memory: SequenceMemory) -> None:
+    def __init__(self, allocator: PageAllocator) -> None:
         self.queue = WaitingQueue()
         self.early: dict[RequestKey, Group] = {}  # wait for a newer weights version
-        self._memory = memory
+        self._allocator = allocator
 
     def enter(self, group: Group, version: int) -> None:
         """A new request; `version` is that of the weights."""
@@ -112,12 +112,12 @@ class WaitingRoom:
 
     def close_shares(self) -> None:
         """What was prefilled for groups is shared no more: of those that have not started one prefills it again."""
-        for group in list(self._memory.sharing):
+        for group in list(self._allocator.sharing):
             self._lead_again(group)
 
     def adapter_changed(self, adapter: Adapter) -> None:
         """What was prefilled with this adapter's weights of before is shared no more."""
-        for group in list(self._memory.sharing):
+        for group in list(self._allocator.sharing):
             if group.adapter is adapter:
                 self._lead_again(group)
 
@@ -125,7 +125,7 @@ class WaitingRoom:
         """The last chunk of a leader's prefill is launched: the others may come, with its pages if there is a share."""
         group = leader.group
         group.leader = None
-        if group.followers and self._memory.open_share(leader, version):
+        if group.followers and self._allocator.open_share(leader, version):
             for seq in group.followers:
                 seq.may_share = True
                 self.queue.push(seq)
@@ -149,7 +149,7 @@ class WaitingRoom:
             seq.may_share = False
             seq.group.unstarted -= 1
             if seq.group.unstarted == 0:
-                self._memory.close_share(seq.group)
+                self._allocator.close_share(seq.group)
 
     def _next_leader(self, group: Group) -> None:
         if group.followers:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollout.engine.kv.memory import SequenceMemory
+from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import Event, Finish, FinishReason, RequestKey
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
 from rollout.engine.schedule.queue import WaitingRoom
@@ -28,13 +28,13 @@ class Roster:
 
     def __init__(
         self,
-        memory: SequenceMemory,
+        allocator: PageAllocator,
         max_rows: int,
         version: int,
         clock: Callable[[], float],
         counters: Counters | None = None,
     ) -> None:
-        self.memory = memory
+        self.allocator = allocator
         self.version = version  # of the weights
         self.clock = clock
         self.counters = counters or Counters()
@@ -44,7 +44,7 @@ class Roster:
         self.decoding: list[Sequence] = []
         self.leaving: list[Sequence] = []
         self.waiting = 0  # sequences with no row, those that wait for their leader included
-        self.room = WaitingRoom(memory)
+        self.room = WaitingRoom(allocator)
         self.free_rows = list(range(max_rows, 0, -1))
         self.max_rows = max_rows
 
@@ -93,7 +93,7 @@ class Roster:
         elif seq.state is not State.LEAVING:
             self._running_list(seq).remove(seq)
         seq.finish = finish
-        self.events.append(make_delta(seq, self.memory.experts))
+        self.events.append(make_delta(seq, self.allocator.experts))
         seq.finalized = True  # after its last delta: `rescue` relies on it
         seq.tops = None  # they are sent; its group may go on for long
         group = seq.group
@@ -125,7 +125,7 @@ class Roster:
                 if not seq.finalized:
                     seq.drop_torn_token()
                     seq.finish = Finish("error", error=message)
-                    events.append(make_delta(seq, self.memory.experts))
+                    events.append(make_delta(seq, self.allocator.experts))
                     seq.finalized = True
             events.append(make_request_done(group, now_s))
         return events
@@ -136,12 +136,12 @@ class Roster:
         """Take a sequence's row, for want of pages; it goes on later, with its KV if that can be kept."""
         self.counters.preemptions += 1
         seq.group.preemptions += 1
-        self.take_off(seq, keeps_kv=True)
+        self.take_off(seq, offload=True)
 
-    def take_off(self, seq: Sequence, keeps_kv: bool = False) -> None:
+    def take_off(self, seq: Sequence, offload: bool = False) -> None:
         """No plan names the sequence any more; it waits for a row again once its tokens in flight are committed."""
-        if keeps_kv:
-            seq.keeps_kv = seq.row_ready or seq.parked is not None
+        if offload:
+            seq.wants_offload = seq.row_ready or seq.offloaded is not None
         self._running_list(seq).remove(seq)
         seq.state = State.LEAVING
         self.leaving.append(seq)
@@ -150,14 +150,14 @@ class Roster:
     def settle(self, seq: Sequence) -> None:
         """Give row and pages back if nothing needs them; the only place that does."""
         assert 0 <= seq.inflight_refs <= 2
-        if seq.inflight_refs > 0 or (seq.parked is not None and self.memory.still_arriving(seq)):
+        if seq.inflight_refs > 0 or (seq.offloaded is not None and self.allocator.cancel_restores(seq)):
             return
         if seq.row:
             self.free_rows.append(seq.row)
             seq.row = 0
         if seq.finalized and seq.group.session is not None:
-            self.memory.keep_turn(seq, self.version, self.clock())
-        self.memory.release(seq)
+            self.allocator.keep_turn(seq, self.version, self.clock())
+        self.allocator.release(seq)
         if seq.state is State.LEAVING:
             self.leaving.remove(seq)
             seq.state = State.WAITING
@@ -165,7 +165,7 @@ class Roster:
                 self.waiting += 1
                 self.room.queue.push(seq)
 
-    def came_back(self, seqs: list[Sequence]) -> None:
+    def restores_ended(self, seqs: list[Sequence]) -> None:
         """No copy writes to the pages of these sequences any more."""
         for seq in seqs:
             if seq.finalized or seq.state is State.LEAVING:
@@ -176,7 +176,7 @@ class Roster:
 
     def check_integrity(self) -> None:
         """Assert that nothing leaked. Call it when no step is in flight and no request is left."""
-        self.memory.check()
+        self.allocator.check()
         assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
         assert sorted(self.free_rows) == list(range(1, self.max_rows + 1)), "a row is in use"
-        assert self.waiting == 0 and not self.memory.sharing, "a queue or a share is left"
+        assert self.waiting == 0 and not self.allocator.sharing, "a queue or a share is left"

@@ -10,7 +10,7 @@ Rules that keep it right (tests/engine/test_invariants.py breaks each):
 - `Roster.settle` is the one place where row and pages of a sequence go back: finalized or LEAVING, and refs 0.
 - A row whose last allowed token is in flight is not planned again.
 - Admission takes the prompt's pages and one more, never those of `max_tokens`; when pages run out, the lowest
-  priority, then the youngest, is preempted and starts again from its tokens, or from its KV where that is parked.
+  priority, then the youngest, is preempted and starts again from its tokens, or from its KV where that is offloaded.
 - Steps of prompts and of decode rows alternate while there are both, so that no decode waits longer than one chunk.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout.engine.kv.memory import SequenceMemory
+from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import Finish, Request, RequestKey
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
@@ -39,13 +39,13 @@ class Scheduler(Roster):
     def __init__(
         self,
         limits: SchedulerLimits,
-        memory: SequenceMemory,
+        allocator: PageAllocator,
         version: int,
         clock: Callable[[], float],
         upload_words: Callable[[Sequence, int], int] = lambda seq, length: 0,
         counters: Counters | None = None,
     ) -> None:
-        super().__init__(memory, limits.max_rows, version, clock, counters)
+        super().__init__(allocator, limits.max_rows, version, clock, counters)
         self.limits = limits
         self._deadlines = Deadlines()
         self._arrivals = 0
@@ -59,15 +59,15 @@ class Scheduler(Roster):
     def submit(self, request: Request) -> None:
         """Queue a request, or emit `Rejected`."""
         assert request.key not in self.groups, "the service keeps keys unique"
-        pool_tokens = self.memory.pool.total * self.memory.page_size
-        busy = self.memory.sessions.turn_of(request) in self.groups
-        known = {} if self.memory.adapters is None else self.memory.adapters.known
+        pool_tokens = self.allocator.pool.total * self.allocator.page_size
+        busy = self.allocator.sessions.turn_of(request) in self.groups
+        known = {} if self.allocator.adapters is None else self.allocator.adapters.known
         if (rejected := refusal(request, self.limits, pool_tokens, self.waiting, known, busy)) is not None:
             self.events.append(rejected)
             return
         adapter = None if request.adapter is None else known[request.adapter]
         now = self.clock()
-        session = self.memory.sessions.begin(request)
+        session = self.allocator.sessions.begin(request)
         group = Group(request, arrived_s=now, unfinished=request.n, session=session, adapter=adapter)
         group.expect_prompt_logprobs()
         for index in range(request.n):
@@ -90,7 +90,7 @@ class Scheduler(Roster):
         now = self.clock()
         for group in self._deadlines.take_overdue(now):
             self.end(group.key, "deadline")
-        self.memory.sessions.expire(now)
+        self.allocator.sessions.expire(now)
 
     def weights_changed(self, version: int, recompute: bool) -> None:
         """Steps planned from now on run under `version`; with `recompute` running rows start again."""
@@ -106,9 +106,9 @@ class Scheduler(Roster):
         """Forget an adapter. Raises AdapterError where there is none, or a request names it."""
         preemption.drop_adapter(self, name)
 
-    def forget_parked(self) -> None:
-        """Parked KV is of no use: its sequences are computed again."""
-        preemption.forget_parked(self)
+    def forget_offloaded(self) -> None:
+        """Offloaded KV is of no use: its sequences are computed again."""
+        preemption.forget_offloaded(self)
 
     def leave_pool(self, keep: bool) -> None:
         """All KV leaves the pool: rows wait for a row again, with `keep` to go on with KV that the host holds."""
@@ -134,19 +134,20 @@ class Scheduler(Roster):
         return len(self.room.early) == len(self.groups)
 
     def _admit(self) -> None:
-        queue, ready = self.room.queue, self.memory.adapter_ready
+        queue, ready = self.room.queue, self.allocator.adapter_ready
         while self.free_rows and not self.leaving and (seq := queue.first(ready)) is not None:
             if seq.group.session is not None and seq.group.session.turns > 1:
                 return  # the turn before is in flight as a zombie
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
-            running, available = len(self.decoding) + len(self.prefilling), self.memory.available
+            running, available = len(self.decoding) + len(self.prefilling), self.allocator.available
             if self._refused is seq and running >= self._refused_at[0] and available <= self._refused_at[1]:
                 return  # nothing came free since it did not fit
-            if not self.memory.try_admit(seq, self.version, spare=running):
-                self._refused, self._refused_at = seq, (running, self.memory.available)  # sessions may have lost theirs
-                if running or not self.memory.sharing:
+            if not self.allocator.try_admit(seq, self.version, spare=running):
+                self._refused = seq
+                self._refused_at = running, self.allocator.available  # sessions may have lost their pages
+                if running or not self.allocator.sharing:
                     return
-                self.memory.close_share(self.memory.sharing[0])  # nothing runs that could give pages back
+                self.allocator.close_share(self.allocator.sharing[0])  # nothing runs that could give pages back
                 self._refused = None
                 continue
             self._refused = None
@@ -159,7 +160,7 @@ class Scheduler(Roster):
     def _note_admitted(self, seq: Sequence) -> None:
         group = seq.group
         seq.note_adapter()
-        if seq.parked is None:
+        if seq.offloaded is None:
             seq.begin_prefill()
             self.counters.prompt_tokens += seq.prompt_len
             self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
@@ -169,7 +170,7 @@ class Scheduler(Roster):
 
     def _plan_prompts(self) -> Plan | None:
         most = self.limits.chunk_tokens, self.limits.upload_words
-        spans = prompt_spans(self.prefilling, *most, self._upload_words, self.memory.page_size)
+        spans = prompt_spans(self.prefilling, *most, self._upload_words, self.allocator.page_size)
         return make_plan(spans, self.version) if spans else None
 
     def _plan_decode(self) -> Plan | None:
@@ -198,7 +199,7 @@ class Scheduler(Roster):
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
         seq.row_ready = True
         seq.note_prefill(start, end, version)
-        self.memory.chunk_launched(seq, version)
+        self.allocator.chunk_launched(seq, version)
         if not draws:
             return
         seq.prefill_tokens = None
@@ -215,7 +216,7 @@ class Scheduler(Roster):
         if output.scores is not None:
             note_scores(plan, output.scores)
         if output.experts is not None:
-            self.memory.note_experts(plan, output.experts)
+            self.allocator.note_experts(plan, output.experts)
         version, at = plan.version, 0  # place of a row's token in the output
         for seq, _, _, draws, _, _, _ in plan.spans:
             seq.inflight_refs -= 1
@@ -266,10 +267,10 @@ class Scheduler(Roster):
             self.finish(seq, Finish("length"))
         else:
             if request.stream_every and count - seq.flushed >= request.stream_every:
-                self.events.append(make_delta(seq, self.memory.experts))
+                self.events.append(make_delta(seq, self.allocator.experts))
             known = seq.prompt_len + count - 1  # the KV of the newest token is not written yet
-            self.memory.remember(seq, known, self.version)
-            next_page = count + self.memory.page_size - known % self.memory.page_size
+            self.allocator.remember(seq, known, self.version)
+            next_page = count + self.allocator.page_size - known % self.allocator.page_size
             next_delta = seq.flushed + request.stream_every if request.stream_every else seq.max_tokens
             seq.check_at = min(seq.max_tokens, next_delta, next_page)
 

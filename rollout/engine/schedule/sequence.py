@@ -5,7 +5,7 @@ Life of a sequence:
     WAITING --admit--> PREFILL --last chunk launched--> DECODE --finalize--> finalized
        ^                  |                                |
        |                  +---------- preempt -------------+
-       +---- refs == 0 ---- LEAVING <----------------------+        (its KV may be parked meanwhile: `parking`)
+       +---- refs == 0 ---- LEAVING <----------------------+        (its KV may be offloaded meanwhile: `offload`)
 
 Two fields make zombies harmless: `finalized` (its outcome is decided; nothing may be added) and `inflight_refs` (steps
 in flight that still name its row). Row and pages go back only when it is finalized or LEAVING and its refs are 0.
@@ -29,7 +29,7 @@ import numpy as np
 
 from rollout.constraints.matcher import Matcher
 from rollout.engine.adapter_table import Adapter, AdapterSlot
-from rollout.engine.kv.parking import Parked
+from rollout.engine.kv.offloaded import OffloadedKV
 from rollout.engine.kv.pool import PrefixKeys
 from rollout.engine.kv.sessions import Session
 from rollout.engine.messages import Finish, Request, RequestKey
@@ -115,7 +115,6 @@ class Sequence:
         "group",
         "index",
         "inflight_refs",
-        "keeps_kv",
         "keys",
         "kv_capacity",
         "kv_generation",
@@ -129,9 +128,9 @@ class Sequence:
         "max_tokens",
         "may_share",
         "newest_version",
+        "offloaded",
         "oldest_version",
         "pages",
-        "parked",
         "prefill_tokens",
         "prefills",
         "priority",
@@ -146,6 +145,7 @@ class Sequence:
         "tokens",
         "tops",
         "versions",
+        "wants_offload",
     )
 
     def __init__(self, group: Group, index: int, arrival: int) -> None:
@@ -198,8 +198,8 @@ class Sequence:
         self.kv_version = -1
         self.kv_generation = 0  # of its adapter's weights when it was admitted
         self.kv_uniform = 0  # leading positions whose KV is all of kv_version
-        self.keeps_kv = False  # preempted, with KV that is worth keeping
-        self.parked: Parked | None = None  # its KV of before it was preempted, until a step is launched with it again
+        self.wants_offload = False  # preempted, with KV that is worth keeping
+        self.offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
         #: (tokens, weights version, generation): what computed KV of the prompt and these tokens, or went on with it.
         self.prefills: list[tuple[int, int, int]] = []
 
@@ -251,18 +251,19 @@ class Sequence:
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""
-        prompt = self.group.request.prompt
+        prompt = self.group.request.prompt.token_ids
         if not self.tokens:
             return prompt
         return np.concatenate([prompt, np.frombuffer(self.tokens, dtype=np.int32)])
 
-    def tokens_between(self, start: int, end: int) -> np.ndarray:
-        """Tokens at absolute positions start..end-1 (prompt first), int32."""
-        prompt = self.group.request.prompt
-        if end <= self.prompt_len:
-            return prompt[start:end]
-        tail = np.array(self.tokens[max(start - self.prompt_len, 0) : end - self.prompt_len], dtype=np.int32)
-        return np.concatenate([prompt[start:], tail]) if start < self.prompt_len else tail
+    def content_between(self, start: int, end: int) -> bytes:
+        """The content of positions start..end-1 (prompt first), for prefix keys: see `Prompt.content`."""
+        prompt_len = self.prompt_len
+        if end <= prompt_len:
+            return self.group.request.prompt.content(start, end)
+        tokens = np.array(self.tokens[max(start - prompt_len, 0) : end - prompt_len], dtype="<i4")
+        generated = tokens.tobytes()
+        return self.group.request.prompt.content(start, prompt_len) + generated if start < prompt_len else generated
 
     def begin_prefill(self) -> None:
         """Its prompt and tokens are computed from the start: what a prefill that was broken off did is gone."""
@@ -278,7 +279,7 @@ class Sequence:
     def note_prefill(self, start: int, end: int, version: int) -> None:
         """A prefill under `version` is writing the KV of positions start..end-1."""
         mark = (len(self.tokens), version, self.generation)
-        whole = self.parked is not None and start == self.consumed  # the KV that it got back lacks its last token alone
+        whole = self.offloaded is not None and start == self.consumed  # the restored KV lacks its last token only
         if not whole and mark not in self.prefills[-1:]:
             self.prefills.append(mark)
         if start == 0:

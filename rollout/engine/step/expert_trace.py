@@ -10,7 +10,7 @@ An entry lies where the KV of its token lies: same page, same place in the page.
 their launch, so `ExpertPages` mirrors the KV pages, one commit late: a sequence that shares, copies, caches or evicts a
 page has the entries of its tokens with it.
 
-Entries of KV that is on the host (`parking`) lie beside it, by its page number there. They return to the pages of the
+Entries of KV that is on the host (`offload`) lie beside it, by its page number there. They return to the pages of the
 pool at the commit of the first step that is launched with these pages: until then, an earlier step that copied from one
 of them may still be committed.
 

@@ -99,7 +99,7 @@ class Packer:
         for seq, start, tokens_in, _, _, scored, _ in spans:
             if scored:
                 at.append(np.arange(begin, begin + scored))
-                targets.append(seq.group.request.prompt[start + 1 : start + 1 + scored])
+                targets.append(seq.group.request.prompt.token_ids[start + 1 : start + 1 + scored])
             begin += tokens_in
         return put_scored(staging, np.concatenate(at), np.concatenate(targets), self.scored_multiple) if at else 0
 

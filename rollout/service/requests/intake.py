@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import Constraint
-from rollout.engine.messages import MAX_STOP_IDS, Prior, Request, RequestKey, SamplingParams, StopParams
+from rollout.engine.messages import MAX_STOP_IDS, Prior, Prompt, Request, RequestKey, SamplingParams, StopParams
 from rollout.service.delivery.completion import Completion
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
 from rollout.service.delivery.token_columns import TokenColumns
@@ -35,7 +35,7 @@ _ROUTING_EVERY = 256  # tokens; expert records are large, and the loop should no
 class PreparedPrompt:
     """The outcome of preparing a request."""
 
-    prompt: np.ndarray  # int32 [prompt tokens]
+    prompt: Prompt
     constraint: Constraint | None = None
 
 
@@ -96,7 +96,7 @@ class Intake:
     def build(self, key: RequestKey, message: Generate, prepared: PreparedPrompt, elapsed_s: float) -> Request:
         """The engine's request. `elapsed_s`: seconds since the message arrived."""
         prompt = prepared.prompt
-        self._check_prompt(prompt, "messages" if message.messages is not None else "prompt")
+        self._check_prompt(prompt.token_ids, "messages" if message.messages is not None else "prompt")
         known = len(message.continue_from.token_ids) if message.continue_from else 0
         max_tokens = self._max_tokens(message, len(prompt), known)
         self._check_reply(message, len(prompt), max_tokens)

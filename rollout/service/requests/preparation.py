@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from rollout.engine.messages import RequestKey
+from rollout.engine.messages import Prompt, RequestKey
 from rollout.service.delivery.in_flight import InFlight
 from rollout.service.errors import ServiceError
 from rollout.service.requests.background_work import BackgroundWork
@@ -75,7 +75,7 @@ class Preparation:
         if isinstance(entry.message.prompt, np.ndarray):
             return _token_ids(entry)
         assert self._prompts is not None, "text without a tokenizer was refused"
-        return PreparedPrompt(self._prompts.encode_prompt(entry.frames))
+        return PreparedPrompt(Prompt.of_tokens(self._prompts.encode_prompt(entry.frames)))
 
     def _constrain(self, key: RequestKey, prepared: PreparedPrompt | None) -> PreparedPrompt:
         message = self._wanted(key).message
@@ -94,4 +94,4 @@ class Preparation:
 def _token_ids(entry: InFlight) -> PreparedPrompt:
     """A prompt that came as token ids."""
     assert isinstance(entry.message.prompt, np.ndarray)
-    return PreparedPrompt(entry.message.prompt)
+    return PreparedPrompt(Prompt.of_tokens(entry.message.prompt))

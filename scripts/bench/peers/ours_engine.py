@@ -18,7 +18,7 @@ from rollout_kernels.moe.formats import Format
 from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Settings
 from rollout.engine.build import build_engine, local_links
 from rollout.engine.device.streams import make_device
-from rollout.engine.messages import Delta, Event, PutAdapter, Rejected, Request, SamplingParams, Submit
+from rollout.engine.messages import Delta, Event, Prompt, PutAdapter, Rejected, Request, SamplingParams, Submit
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
 from rollout.models.lora_slots import random_adapter
@@ -75,7 +75,7 @@ class OursEngine:
             weights = random_adapter(loaded.spec, ADAPTER_RANK, loaded.model.embed.dtype, i)
             links.inbox.put(PutAdapter(f"adapter{i}", weights))
         ready_s = time.perf_counter()
-        self.capacity_tokens = self._engine.scheduler.memory.pool.total * settings.engine.page_size
+        self.capacity_tokens = self._engine.scheduler.allocator.pool.total * settings.engine.page_size
         self._facts = {
             "depth": depth,
             "load_s": loaded_s - began_s,
@@ -93,7 +93,7 @@ class OursEngine:
         began_s, idle_s = time.perf_counter(), self._idle_s()
         for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
             key = (f"run{self._runs}", str(i))
-            request = Request(key, prompt, length, sampling=replace(self.sampling, seed=i))
+            request = Request(key, Prompt.of_tokens(prompt), length, sampling=replace(self.sampling, seed=i))
             if self.use_adapters:
                 request = replace(request, adapter=f"adapter{i % self.use_adapters}")
             if self._routing:

@@ -1,0 +1,369 @@
+"""The allocator: which pages a sequence gets, which it shares, who has them after it. The scheduler decides who runs.
+
+A sequence gets its pages from these sources, in `try_admit` and afterwards in `try_grow`:
+
+    group share      the prompt that another completion of its group has prefilled: the full pages are shared; the page
+                     of the last token is copied, because the sequence writes there; only that token is computed again
+    session          what the turn before has left, as far as its tokens are the same: the full pages are shared; the
+                     page in which the tokens begin to differ is copied
+    prefix cache     full pages that are found by their key; shared
+    own pages        new ones for the rest of its tokens, and one more; after that one at a time
+    offloaded KV     what it had before it was preempted, instead of all the above (`offload`)
+
+When it is settled, its pages go to its session (`keep_turn`), to the offload books or back to the pool (`release`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.engine.adapter_table import AdapterTable
+from rollout.engine.kv.offload import OffloadBooks
+from rollout.engine.kv.offloaded import OffloadedKV
+from rollout.engine.kv.pool import PagePool, PrefixKeys
+from rollout.engine.kv.sessions import SessionKV, Sessions
+from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.sequence import Group, PromptShare, Sequence
+from rollout.engine.step.expert_trace import ExpertPages
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold `tokens` tokens."""
+    return -(-tokens // page_size)
+
+
+@dataclass(slots=True)
+class Reusable:
+    """KV of a sequence's first tokens that is in the pool already."""
+
+    shared: list[int] = field(default_factory=list)  # full pages, to be shared
+    copied: int | None = None  # the page after them, to be copied; None where the last shared page is full
+    tokens: int = 0  # whose KV the sequence can use
+    session_tokens: int = 0  # whose KV the session has
+    keys: PrefixKeys | None = None  # of the shared pages
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages that have to stay as they are until the sequence has them, or a copy."""
+        return self.shared if self.copied is None else [*self.shared, self.copied]
+
+    def without_copy(self, page_size: int) -> Reusable:
+        """The shared pages only; for KV of a session."""
+        tokens = len(self.shared) * page_size
+        return Reusable(self.shared, None, tokens, tokens, self.keys)
+
+
+class PageAllocator:
+    """Hands pages of one pool to sequences; `sessions` keep some of them between their turns."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        prefix_cache: bool,
+        sessions: Sessions,
+        experts: ExpertPages | None = None,
+        adapters: AdapterTable | None = None,
+        offload_books: OffloadBooks | None = None,
+    ) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.prefix_cache = prefix_cache
+        self.sessions = sessions
+        self.experts = experts  # experts of tokens, where they are kept
+        self.adapters = adapters
+        self.offload_books = offload_books  # KV of preempted sequences, where it is kept
+        self.sharing: list[Group] = []  # groups that hold a share, oldest first
+        # Restored pages and the experts of their tokens, until the first step of the sequence is committed.
+        self._restored_experts: dict[Sequence, tuple[list[int], np.ndarray]] = {}
+
+    @property
+    def available(self) -> int:
+        """The most pages that can be allocated: pages that are not used, and pages of idle sessions."""
+        return self.pool.available + self.sessions.pages
+
+    @property
+    def making_room(self) -> bool:
+        """True while pages are being copied to the host, to be given to other sequences."""
+        return self.offload_books is not None and (
+            self.offload_books.outgoing > 0 or self.offload_books.send_unshared()
+        )
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def adapter_ready(self, seq: Sequence) -> bool:
+        """True if the sequence has no adapter, or the adapter is in a slot. If not, the adapter is loaded or waits."""
+        adapter = seq.group.adapter
+        return adapter is None or (self.adapters is not None and self.adapters.ready(adapter))
+
+    def try_admit(self, seq: Sequence, version: int, spare: int) -> bool:
+        """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
+
+        On success the sequence has its pages, their keys, the page to copy, and `kv_len`: the tokens whose KV is in its
+        pages, or is being copied there.
+        """
+        if seq.offloaded is not None:
+            return self._try_restore(seq, seq.offloaded, spare)
+        tokens = seq.history()
+        wanted = self._pages_wanted(seq, len(tokens))
+        reusable = self._find_reusable(seq, tokens, version)
+        new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
+        if new is None and reusable.session_tokens and reusable.copied is not None:
+            reusable = reusable.without_copy(self.page_size)  # the page to copy may be the one that is short
+            new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
+        if new is None:
+            return False
+        seq.add_pages([*reusable.shared, *new], self.page_size)
+        seq.prefill_tokens = tokens
+        seq.copy_source = reusable.copied
+        seq.keys = reusable.keys
+        seq.kv_len = seq.kv_uniform = reusable.tokens
+        seq.kv_version, seq.kv_generation = version, seq.generation
+        self._take_adapter_slot(seq)
+        if seq.group.session is not None:
+            self.sessions.hand_over(seq.group.session, reusable.session_tokens)
+        return True
+
+    def _try_restore(self, seq: Sequence, kv: OffloadedKV, spare: int) -> bool:
+        """Give a preempted sequence pages for its KV; what has left the pool is copied back."""
+        assert self.offload_books is not None
+        if self.available <= spare and not self.offload_books.send_unshared():
+            return False
+        found = self.offload_books.pool_pages(kv)
+        shared = [page for page in found if page is not None]
+        wanted = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens))
+        new = self._retain_and_allocate(shared, wanted - len(shared), spare)
+        if new is None:
+            return False
+        missing = [i for i, page in enumerate(found) if page is None]
+        targets = list(zip(missing, new[: len(missing)], strict=True))
+        pages = [*found, *new[len(missing) :]]
+        for i, page in targets:
+            pages[i] = page
+        seq.add_pages((page for page in pages if page is not None), self.page_size)
+        seq.prefill_tokens = seq.history()
+        seq.kv_len, seq.kv_uniform, seq.keys = kv.kv_len, kv.kv_uniform, kv.keys
+        same_adapter = kv.kv_generation == seq.generation
+        seq.kv_version = kv.kv_version if same_adapter else -1  # of several generations: no other sequence may use it
+        seq.kv_generation = kv.kv_generation
+        self._take_adapter_slot(seq)
+        self.offload_books.restore(seq, targets)
+        return True
+
+    def _take_adapter_slot(self, seq: Sequence) -> None:
+        if seq.group.adapter is not None:
+            assert self.adapters is not None
+            seq.adapter_slot = self.adapters.take(seq.group.adapter)
+
+    def _pages_wanted(self, seq: Sequence, tokens: int) -> int:
+        """Pages for a sequence that has `tokens` tokens: one more than they fill, within what it can ever need."""
+        most = pages_for(seq.prompt_len + seq.max_tokens - 1, self.page_size)
+        return min(pages_for(tokens, self.page_size) + 1, most)
+
+    def _retain_and_allocate(self, retained: list[int], count: int, spare: int) -> list[int] | None:
+        """Retain pages and allocate `count` new ones; None and no change if `spare` more would not be left."""
+        for page in retained:
+            self.pool.retain(page)
+        if not self._make_room(count + spare, retained):
+            for page in retained:
+                self.pool.release(page)
+            return None
+        new = [page for page in (self.pool.allocate() for _ in range(count)) if page is not None]
+        assert len(new) == count, "availability was checked"
+        return new
+
+    def _make_room(self, pages: int, retained: list[int]) -> bool:
+        """Make `pages` pages available, at the cost of idle sessions if need be; False if that is not enough.
+
+        Pages of sessions that are `retained` for the new sequence would not become available.
+        """
+        if self.pool.available >= pages:
+            return True
+        enough = self.available - self.sessions.count(retained) >= pages  # else sessions would lose theirs in vain
+        while enough and self.pool.available < pages:
+            enough = self.sessions.evict_one()
+        if not enough and self.offload_books is not None:
+            self.offload_books.send_unshared()  # pages that sessions gave up may have no other users left
+        return enough
+
+    def _find_reusable(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
+        """KV that `seq` need not compute: the prompt of its group, else KV of its session or, if more, of the cache."""
+        share = seq.group.share
+        full = (len(tokens) - 1) // self.page_size  # the page of the last token is never shared: it is written again
+        if share is not None and share.version == version and not seq.tokens:
+            keys = share.keys.fork(full) if share.keys else None
+            return Reusable(share.pages[:full], share.pages[full], len(tokens) - 1, keys=keys)
+        if seq.scores_prompt:  # log-probs of the prompt need a forward of the whole prompt
+            return Reusable(keys=self._no_keys(seq, version) if self.prefix_cache else None)
+        found = self._find_in_session(seq, tokens, version)
+        if not self.prefix_cache:
+            return found
+        found.keys = keys = found.keys or self._no_keys(seq, version)
+        for index in range(len(found.shared), full):
+            key = keys.next_key(seq.content_between(index * self.page_size, (index + 1) * self.page_size))
+            page = self.pool.find(key)
+            if page is None:
+                break
+            found.shared.append(page)
+            keys.append(key)
+            found.copied, found.tokens = None, len(found.shared) * self.page_size
+        return found
+
+    def _no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
+        return PrefixKeys(version, self.page_size, seq.generation)
+
+    def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
+        if seq.group.session is None:
+            return Reusable()
+        kv, same = self.sessions.match(seq.group.session, tokens, version, seq.generation)
+        if kv is None:
+            return Reusable()
+        full = same // self.page_size
+        copied = kv.pages[full] if same % self.page_size else None
+        keys = kv.keys.fork(full) if kv.keys is not None else None
+        return Reusable(kv.pages[:full], copied, same, same, keys)
+
+    # --- while the sequence runs -------------------------------------------------------------------------------------
+
+    def try_grow(self, seq: Sequence) -> bool:
+        """One page more for `seq`; False if no page is free and no session has one."""
+        while (page := self.pool.allocate()) is None:
+            if not self.sessions.evict_one():
+                return False
+        seq.add_pages([page], self.page_size)
+        return True
+
+    def chunk_launched(self, seq: Sequence, version: int) -> None:
+        """A step in flight computes more of the sequence's KV, up to `kv_len`."""
+        self._release_copy_source(seq)
+        if seq.offloaded is not None:
+            self._restored(seq, seq.offloaded, version)
+        self.remember(seq, seq.kv_len, version)
+
+    def _release_copy_source(self, seq: Sequence) -> None:
+        """The copy is enqueued, or not needed any more: later writes to the source come after it."""
+        if seq.copy_source is not None:
+            self.pool.release(seq.copy_source)
+            seq.copy_source = None
+
+    def _restored(self, seq: Sequence, kv: OffloadedKV, version: int) -> None:
+        """The sequence goes on with its restored KV."""
+        assert self.offload_books is not None
+        if self.experts is not None:
+            host_pages, pages = [host for host, _ in kv.restored], [page for _, page in kv.restored]
+            self._restored_experts[seq] = pages, self.experts.stowed(host_pages)
+        if seq.keys is not None and seq.kv_version == version:
+            for i in range(len(seq.keys)):
+                self.pool.remember(seq.keys[i], seq.pages[i])
+        self.offload_books.counts.restored += 1
+        self.offload_books.drop(seq)
+
+    def remember(self, seq: Sequence, known: int, version: int) -> None:
+        """Make full pages of the first `known` tokens findable, up to the first KV that is not of `version`."""
+        if seq.keys is None or seq.kv_version != version:
+            return
+        for index in range(len(seq.keys), min(known, seq.kv_uniform) // self.page_size):
+            start = index * self.page_size
+            key = seq.keys.next_key(seq.content_between(start, start + self.page_size))
+            seq.keys.append(key)
+            self.pool.remember(key, seq.pages[index])
+
+    def note_experts(self, plan: Plan, record: np.ndarray) -> None:
+        """A step is committed: `record` has the experts of its tokens."""
+        assert self.experts is not None, "a slot has a record only where experts are kept"
+        for span in plan.spans if plan.kind == "prefill" else ():
+            if span.copy is not None:
+                self.experts.copy(*span.copy)
+            if span.seq in self._restored_experts:
+                self.experts.put(*self._restored_experts.pop(span.seq))
+        self.experts.take(record)
+
+    # --- when the sequence leaves its row ----------------------------------------------------------------------------
+
+    def keep_turn(self, seq: Sequence, version: int, now_s: float) -> None:
+        """A finalized turn is settled: its session gets its KV, up to the first KV that is not of `version`."""
+        assert seq.group.session is not None and seq.finish is not None
+        known = min(seq.kv_uniform, seq.prompt_len + len(seq.tokens))
+        if seq.copy_source is not None:  # it ended before its first chunk: the page was not copied
+            known -= known % self.page_size
+        # Its adapter may have changed while its last steps, of the weights before, were in flight.
+        current = seq.kv_version == version and seq.kv_generation == seq.generation
+        if not current or seq.finish.reason == "error" or seq.offloaded is not None:  # offloaded: not in its pages yet
+            known = 0
+        self.remember(seq, known, version)
+        left = SessionKV(seq.history()[:known], seq.pages, version, seq.keys, seq.kv_generation)
+        self.sessions.keep(seq.group.session, left, now_s)
+
+    def release(self, seq: Sequence) -> None:
+        """Take the adapter's slot back, and all pages unless they are offloaded."""
+        self._release_copy_source(seq)
+        if seq.adapter_slot is not None:
+            assert self.adapters is not None
+            self.adapters.give(seq.adapter_slot)
+            seq.adapter_slot = None
+        if self.experts is not None and seq.routing is not None and not seq.finalized:
+            seq.routing.keep(self.experts, seq.pages, seq.consumed)
+        if self.offload_books is None or not self.offload_books.take(seq):
+            for page in seq.pages:
+                self.pool.release(page)
+        seq.pages = []
+        seq.kv_capacity = seq.kv_len = seq.kv_uniform = 0
+        seq.prefill_tokens = seq.keys = None
+
+    def cancel_restores(self, seq: Sequence) -> bool:
+        """Copy no more KV back for a sequence that leaves its row; True while copies under way write to its pages."""
+        return self.offload_books is not None and seq.offloaded is not None and self.offload_books.cancel_restores(seq)
+
+    def forget_offloaded(self, seq: Sequence) -> None:
+        """The KV that a preempted sequence has offloaded, or would offload now, is of no use."""
+        seq.wants_offload = False
+        if self.offload_books is not None and seq.offloaded is not None and not seq.pages:
+            self.offload_books.drop(seq)
+
+    # --- group shares ------------------------------------------------------------------------------------------------
+
+    def open_share(self, seq: Sequence, version: int) -> bool:
+        """Retain the prompt pages of a prefilled leader for its group; False if its KV is not all of `version`."""
+        if seq.kv_version != version or seq.kv_uniform < seq.prompt_len:
+            return False
+        pages = seq.pages[: pages_for(seq.prompt_len, self.page_size)]
+        for page in pages:
+            self.pool.retain(page)
+        seq.group.share = PromptShare(pages, version, seq.keys)
+        self.sharing.append(seq.group)
+        return True
+
+    def close_share(self, group: Group) -> None:
+        """Release a group's prompt pages."""
+        if group.share is not None:
+            for page in group.share.pages:
+                self.pool.release(page)
+            group.share = None
+            self.sharing.remove(group)
+
+    # --- all sequences -----------------------------------------------------------------------------------------------
+
+    def end_sharing(self) -> None:
+        """Close all shares and empty all sessions: only rows and offloaded sequences use pages after that."""
+        for group in list(self.sharing):
+            self.close_share(group)
+        self.sessions.drop_all()
+
+    def weights_changed(self) -> None:
+        """Drop cache, shares and sessions: their KV has an old version."""
+        self.end_sharing()
+        self.pool.forget_all()
+
+    def check(self) -> None:
+        """Assert that the books agree, and that only sessions use pages."""
+        self.pool.check()
+        self.sessions.check()
+        if self.adapters is not None:
+            self.adapters.check_unused()
+        assert not self._restored_experts, "experts of restored pages wait for a commit"
+        if self.offload_books is not None:
+            self.offload_books.check()
+        used, kept = self.pool.used, self.sessions.pages
+        assert used == kept, f"{used} pages are in use, {kept} of them by sessions"
