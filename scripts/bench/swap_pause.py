@@ -32,9 +32,9 @@ class Pause:
 
 
 def usual_step(recording: Recording) -> float:
-    """Seconds between the ends of two decode steps of as many rows, the median of the last ones.
+    """Median seconds between the ends of two consecutive decode steps with equal rows.
 
-    Raises ValueError when there are none.
+    Raises ValueError without such steps.
     """
     intervals = [seconds for _, seconds in _intervals(recording.steps)][-_USUAL_STEPS:]
     if not intervals:
@@ -53,7 +53,7 @@ def pause_of(recording: Recording, version: int, usual_s: float, published_unix_
         raise ValueError(f"the swap to version {version} is not among the last {len(steps)} steps")
     before, after = steps[first - 1], steps[first]
     if not _decoding(before, after):
-        raise ValueError(f"rows came or went at the swap to version {version}: nothing to compare with")
+        raise ValueError(f"rows came or went at the swap to version {version}; run longer completions")
     during = [seconds for end_s, seconds in _intervals(steps[:first]) if end_s > published_s]
     return Pause(
         version,

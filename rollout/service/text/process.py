@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ _NICE = 10  # with few cores, the worker's loop comes first
 _COUNT = struct.Struct("<Q")
 
 
+@dataclass
+class _Child:
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    ready: bool = False  # it has loaded the tokenizer
+
+
 class TextProcess:
     """The worker's side. Only one thread may call `encode_prompt`; `close` and the attributes are for any thread."""
 
@@ -59,9 +67,7 @@ class TextProcess:
         self._log_format = log_format
         self._max_s = settings.max_prompt_s
         self._max_chars = settings.max_prompt_chars
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._ready = False
+        self._child: _Child | None = None
         self._not_before_s = 0.0
         self._closed = False
 
@@ -73,19 +79,19 @@ class TextProcess:
         command = [sys.executable, "-P", "-m", "rollout.service.text.process", *options]
         path = os.pathsep.join(entry for entry in sys.path if entry)
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the worker's stdout is for its announcements
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path},
             )
-        self._socket, self._ready = ours, False
+        self._child = _Child(process, ours)
 
     @property
     def pid(self) -> int | None:
         """The child's process id, or None without a child."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.process.pid
 
     def encode_prompt(self, frames: Sequence[bytes]) -> np.ndarray:
         """The token ids of a `generate` message's prompt, int32 [n]. Raises `ServiceError`."""
@@ -97,40 +103,39 @@ class TextProcess:
     def close(self) -> None:
         """End the child. A prompt that waits for it gets an error."""
         self._closed = True
-        process = self._process
-        if process is not None:
-            process.kill()
-            process.wait()
+        child = self._child
+        if child is not None:
+            child.process.kill()
+            child.process.wait()
 
     def _ask(self, frames: Sequence[bytes]) -> dict[str, Any]:
-        self._have_child()
-        assert self._socket is not None
+        child = self._ready_child()
         try:
-            self._socket.settimeout(self._max_s)
-            _send(self._socket, frames)
-            reply = _receive(self._socket)
+            child.socket.settimeout(self._max_s)
+            _send(child.socket, frames)
+            reply = _receive(child.socket)
         except TimeoutError:
-            self._drop(f"took more than {self._max_s:g} s for a prompt", frames, grace_s=0.0)
+            self._drop(child, f"took more than {self._max_s:g} s for a prompt", frames, grace_s=0.0)
             raise ServiceError(
                 "bad_request",
                 f"the prompt was not rendered and tokenized within {self._max_s:g} s; shorten it",
             ) from None
         except (EOFError, OSError):
-            self._drop("died with a prompt", frames)
+            self._drop(child, "died with a prompt", frames)
             raise _died("died with this prompt") from None
         # Out of memory, for example. The rest of this reply must not be read as the reply to the next prompt.
         except BaseException:
-            self._drop("sent a reply that could not be read", frames, grace_s=0.0)
+            self._drop(child, "sent a reply that could not be read", frames, grace_s=0.0)
             raise
         return decode(reply, REPLY_LIMITS)
 
-    def _have_child(self) -> None:
-        """Start a child if there is none, and wait until it is ready. Raises `ServiceError`."""
+    def _ready_child(self) -> _Child:
+        """The child, once it is ready; a new one if there is none. Raises `ServiceError`."""
         if self._closed:
             raise ServiceError("unavailable", "this worker has ended; send to another one")
-        if self._process is not None and self._ready and self._process.poll() is not None:
-            self._drop("died")
-        if self._process is None:
+        if self._child is not None and self._child.ready and self._child.process.poll() is not None:
+            self._drop(self._child, "died")
+        if self._child is None:
             if time.monotonic() < self._not_before_s:
                 raise _died("cannot be started")
             try:
@@ -138,32 +143,33 @@ class TextProcess:
             except OSError as error:  # no memory, descriptors or processes left
                 logger.error("the process that prepares prompts could not be started: %s", error)
                 raise self._no_child() from None
-        if self._ready:
-            return
-        assert self._socket is not None
+        child = self._child
+        assert child is not None, "`start` makes one or raises"
+        if child.ready:
+            return child
         try:
-            self._socket.settimeout(_START_S)
-            _receive(self._socket)
+            child.socket.settimeout(_START_S)
+            _receive(child.socket)
         except (EOFError, OSError):
-            self._drop("could not be started")
+            self._drop(child, "could not be started")
             raise self._no_child() from None
-        self._ready, self.problem = True, None
+        child.ready, self.problem = True, None
+        return child
 
     def _no_child(self) -> ServiceError:
         self._not_before_s = time.monotonic() + _AGAIN_S
         self.problem = "the process that prepares prompts cannot be started"
         return _died("cannot be started")
 
-    def _drop(self, what: str, frames: Sequence[bytes] = (), grace_s: float = _DEATH_S) -> None:
+    def _drop(self, child: _Child, what: str, frames: Sequence[bytes] = (), grace_s: float = _DEATH_S) -> None:
         """Discard the child: wait `grace_s` seconds for its end, then kill it."""
-        assert self._process is not None and self._socket is not None
         try:
-            self._process.wait(grace_s)
+            child.process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-        status = self._process.wait()
-        self._socket.close()
-        self._process = self._socket = None
+            child.process.kill()
+        status = child.process.wait()
+        child.socket.close()
+        self._child = None
         if not self._closed:
             self.deaths += 1
             facts = {"status": status} | ({"request": header_id(list(frames))} if frames else {})

@@ -66,7 +66,7 @@ def test_a_swap_that_cannot_be_compared_is_not(steps: list[StepTiming], text: st
 
 
 def test_without_steps_there_is_nothing_usual() -> None:
-    with pytest.raises(ValueError, match="nothing to compare"):
+    with pytest.raises(ValueError, match="no two decode steps"):
         usual_step(recorded(step(0.01, 7)))
 
 

@@ -44,5 +44,5 @@ def test_kernels_that_are_no_equal_steps_are_refused():
         layer_timeline(trace()[:-1], 2, "attend")
     events = trace()
     events[11]["name"] = "other"
-    with pytest.raises(ValueError, match="not alike"):
+    with pytest.raises(ValueError, match="layers differ"):
         layer_timeline(events, 2, "attend")
