@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 Result = TypeVar("Result")
 
 
-class Call(Generic[Result]):
+class DeadlineCall(Generic[Result]):
     """Work for a thread."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
@@ -44,24 +44,24 @@ class DeadlineThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._late: tuple[Call, ...] = ()  # calls that missed their deadline
-        self._calls: SimpleQueue[Call | None] | None = None  # of the present thread
+        self._late: tuple[DeadlineCall, ...] = ()  # calls that missed their deadline
+        self._calls: SimpleQueue[DeadlineCall | None] | None = None  # of the present thread
 
     @property
     def left_behind(self) -> int:
         """Number of calls that missed their deadline and still run. May be read from any thread."""
         return sum(not call.ended for call in self._late)
 
-    def start(self, work: Callable[[], Result]) -> Call[Result]:
+    def start(self, work: Callable[[], Result]) -> DeadlineCall[Result]:
         """Start `work`. Call `wait` for it before the next `start`."""
         if self._calls is None:
             self._calls = SimpleQueue()
             threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True).start()
-        call = Call(work)
+        call = DeadlineCall(work)
         self._calls.put(call)
         return call
 
-    def wait(self, call: Call[Result], timeout_s: float) -> Result:
+    def wait(self, call: DeadlineCall[Result], timeout_s: float) -> Result:
         """The result of the work; raises its error, or TimeoutError after `timeout_s` seconds.
 
         After a TimeoutError the work continues on its abandoned thread.
@@ -84,6 +84,6 @@ class DeadlineThread:
             self._calls = None
 
 
-def _serve(calls: SimpleQueue[Call | None]) -> None:
+def _serve(calls: SimpleQueue[DeadlineCall | None]) -> None:
     while (call := calls.get()) is not None:
         call.run()

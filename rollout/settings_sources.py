@@ -34,7 +34,7 @@ class SettingsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class SettingKey:
     """One setting: its declaration, and its name in each source."""
 
     section: str | None  # None: outside of the sections
@@ -64,9 +64,9 @@ class Key:
 
 
 @cache
-def setting_keys() -> tuple[Key, ...]:
+def setting_keys() -> tuple[SettingKey, ...]:
     """All settings in the order of declaration. A flag is the name, with the section in front if the name is taken."""
-    keys: list[Key] = []
+    keys: list[SettingKey] = []
     taken = {"--config", "--help", "--version"}
     for name, field in Settings.model_fields.items():
         model = field.annotation
@@ -80,7 +80,7 @@ def setting_keys() -> tuple[Key, ...]:
                 flag = f"--{section}-{key_name}".replace("_", "-")
             assert flag not in taken, f"two settings share the flag {flag}"
             taken.add(flag)
-            keys.append(Key(section, key_name, flag, key_field))
+            keys.append(SettingKey(section, key_name, flag, key_field))
     return tuple(keys)
 
 
@@ -173,7 +173,7 @@ def _from_flags(flags: Mapping[str, object]) -> dict[str, Any]:
     return found
 
 
-def _from_text(key: Key, text: Any, source: str) -> Any:
+def _from_text(key: SettingKey, text: Any, source: str) -> Any:
     if key.optional and text.lower() == "none":
         return None
     if key.choices:
@@ -185,7 +185,7 @@ def _from_text(key: Key, text: Any, source: str) -> Any:
     return _finite(key, value, source)
 
 
-def _typed(key: Key, value: Any, source: str) -> Any:
+def _typed(key: SettingKey, value: Any, source: str) -> Any:
     if key.choices and not any(type(value) is type(choice) and value == choice for choice in key.choices):
         raise _bad_value(key, value, source, "must be one of " + ", ".join(map(str, key.choices)))
     try:
@@ -194,13 +194,13 @@ def _typed(key: Key, value: Any, source: str) -> Any:
         raise _bad_value(key, value, source, _reason(error)) from error
 
 
-def _finite(key: Key, value: Any, source: str) -> Any:
+def _finite(key: SettingKey, value: Any, source: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise _bad_value(key, value, source, "must be a finite number")
     return value
 
 
-def _adapter(key: Key) -> TypeAdapter[Any]:
+def _adapter(key: SettingKey) -> TypeAdapter[Any]:
     constrained: Any = Annotated[key.field.annotation, key.field]
     return TypeAdapter(constrained)
 
@@ -214,5 +214,5 @@ def _reason(error: ValidationError) -> str:
     return f"{place} {reason}" if place else reason
 
 
-def _bad_value(key: Key, value: object, source: str, reason: str) -> SettingsError:
+def _bad_value(key: SettingKey, value: object, source: str, reason: str) -> SettingsError:
     return SettingsError(f"{source}: {key.path} = {value!r}: {reason} ({key.field.description})")

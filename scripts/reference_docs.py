@@ -19,7 +19,7 @@ import trainer_bridge
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.metrics.prometheus import prometheus_name
 from rollout.service.errors import ErrorCode
-from rollout.settings_sources import Key, setting_keys
+from rollout.settings_sources import SettingKey, setting_keys
 from trainer_bridge.wire.errors import RolloutError
 
 _SETTINGS_INTRODUCTION = """\
@@ -102,13 +102,13 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _setting(key: Key) -> tuple[str, ...]:
+def _setting(key: SettingKey) -> tuple[str, ...]:
     default = "none" if key.field.default is None else str(key.field.default).lower()
     shown = f"`{default}`" if default else ""
     return f"`{key.name}`", f"`{key.flag}`", _values(key), shown, key.field.description or ""
 
 
-def _values(key: Key) -> str:
+def _values(key: SettingKey) -> str:
     annotation = key.field.annotation
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))

@@ -19,7 +19,7 @@ from rollout.announce import withdraw
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.config import Settings
 from rollout.logs import set_up, worker_name
-from rollout.settings_sources import POSITIONAL, Key, SettingsError, load_settings, setting_keys
+from rollout.settings_sources import POSITIONAL, SettingKey, SettingsError, load_settings, setting_keys
 
 DESCRIPTION = (
     "Serve a checkpoint over ZeroMQ. Settings come from --config, then ROLLOUT_<SECTION>__<KEY> environment variables, "
@@ -79,7 +79,7 @@ def add_arguments(parser: Parser) -> None:
         _add_flag(groups[key.section], key)
 
 
-def _add_flag(group: Any, key: Key) -> None:
+def _add_flag(group: Any, key: SettingKey) -> None:
     description = (key.field.description or "").replace("%", "%%")
     if key.path == POSITIONAL:
         group.add_argument(key.path, metavar=key.flag, nargs="?", default=argparse.SUPPRESS, help=description)

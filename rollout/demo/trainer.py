@@ -45,7 +45,7 @@ class CheckedCompletion:
 
 
 @dataclass
-class Report:
+class DemoReport:
     """The results of a run."""
 
     completions: list[CheckedCompletion] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, progress: Callable[[int], None]) -> None:
         self.args = args
-        self.report = Report()
+        self.report = DemoReport()
         self._progress = progress
         self._wanted = len(args.prompts) * args.n * args.tokens
         self._seen = 0
@@ -71,7 +71,7 @@ class Trainer:
         tokenizer = Tokenizer.from_file(str(Path(args.twos) / "tokenizer.json"))
         self._text = lambda token: tokenizer.decode([token], skip_special_tokens=False)
 
-    async def run(self) -> Report:
+    async def run(self) -> DemoReport:
         """Request completions, publish weights, check tokens."""
         began_s = time.perf_counter()
         async with AsyncRolloutClient(self.args.endpoint, timeout_s=self.args.timeout_s) as client:

@@ -1,6 +1,6 @@
 """Access to a worker's sockets: the rule for addresses, CURVE, and the list of clients.
 
-    client -- CURVE handshake --> socket --ZAP--> AllowList thread: is this public key in the folder? --> 200 or 400
+    client -- CURVE handshake --> socket --ZAP--> ClientKeyList thread: is this public key in the folder? --> 200 or 400
 
 Invariants:
 
@@ -57,7 +57,7 @@ class Access:
     """The access rules of the settings. `keys` and `clients` are both set or both None."""
 
     keys: KeyPair | None
-    clients: AllowList | None
+    clients: ClientKeyList | None
     insecure: bool
 
     @classmethod
@@ -66,7 +66,7 @@ class Access:
         if settings.curve_secret_key is None or settings.curve_client_keys is None:
             return cls(None, None, settings.insecure)
         keys = read_pair(settings.curve_secret_key)
-        return cls(keys, AllowList(Path(settings.curve_client_keys)), settings.insecure)
+        return cls(keys, ClientKeyList(Path(settings.curve_client_keys)), settings.insecure)
 
     def check_bind(self, endpoint: str, setting: str) -> None:
         """Raise ValueError for an endpoint that is wrong or open to other hosts; `setting` is its name."""
@@ -108,7 +108,7 @@ class Access:
 OPEN_ON_LOOPBACK = Access(None, None, insecure=False)
 
 
-class AllowList:
+class ClientKeyList:
     """The public keys in a folder. The folder is read again every second while clients connect: a new key may connect,
     a removed key may not; existing connections stay.
     """

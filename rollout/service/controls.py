@@ -28,7 +28,12 @@ _MAX_WAITING = 1024  # control messages without a reply
 _MAX_WEIGHTS_WAITING = 64  # weights messages without a reply; each may hold a manifest
 
 Order = (
-    requests.Pause | requests.Resume | requests.Sleep | requests.Wake | requests.LoadAdapter | requests.UnloadAdapter
+    requests.PauseMessage
+    | requests.ResumeMessage
+    | requests.SleepMessage
+    | requests.WakeMessage
+    | requests.LoadAdapterMessage
+    | requests.UnloadAdapterMessage
 )
 
 
@@ -64,19 +69,19 @@ class Controls:
     def take(self, peer: ReplyAddress, message: Order) -> None:
         """Give an order to the engine. Raises `ServiceError`."""
         match message:
-            case requests.Pause():
+            case requests.PauseMessage():
                 self._inbox.put(Pause(message.mode, self.token(peer)))
-            case requests.Resume():
+            case requests.ResumeMessage():
                 self._inbox.put(Resume(self.token(peer)))
-            case requests.Sleep():
+            case requests.SleepMessage():
                 self._check_sleeps("sleep")
                 self._inbox.put(Sleep(message.level, self.token(peer), message.mode, message.requests))
-            case requests.Wake():
+            case requests.WakeMessage():
                 self._check_sleeps("wake")
                 self._inbox.put(Wake(self.token(peer)))
-            case requests.LoadAdapter():
+            case requests.LoadAdapterMessage():
                 self._load_adapter(peer, message)
-            case requests.UnloadAdapter():
+            case requests.UnloadAdapterMessage():
                 self._adapter_loads()
                 self._inbox.put(DropAdapter(message.name, self.token(peer)))
 
@@ -128,7 +133,7 @@ class Controls:
                 "op",
             )
 
-    def _load_adapter(self, peer: ReplyAddress, message: requests.LoadAdapter) -> None:
+    def _load_adapter(self, peer: ReplyAddress, message: requests.LoadAdapterMessage) -> None:
         def put(weights: AdapterWeights) -> None:
             self._inbox.put(PutAdapter(message.name, weights, message.version, self.token(peer)))
 

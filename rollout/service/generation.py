@@ -103,7 +103,7 @@ class Generation:
     # --- from clients ------------------------------------------------------------------------------------------------
 
     def generate(
-        self, peer: ReplyAddress, client: str, message: requests.Generate, frames: list[bytes], content: bytes
+        self, peer: ReplyAddress, client: str, message: requests.GenerateMessage, frames: list[bytes], content: bytes
     ) -> None:
         """Take a request. `frames`: its message. `content` is a digest by which equal messages are recognised.
 
@@ -126,7 +126,7 @@ class Generation:
         self._leases.hold(client, peer.connection)
         self._preparation.begin(entry, self._submit)
 
-    def cancel(self, peer: ReplyAddress, client: str, message: requests.Cancel) -> None:
+    def cancel(self, peer: ReplyAddress, client: str, message: requests.CancelMessage) -> None:
         """End a request with its tokens so far. Raises `ServiceError` if it is unknown."""
         entry = self._by_name.get((client if message.owner is None else message.owner, message.target))
         if entry is None:
@@ -136,7 +136,7 @@ class Generation:
         entry.cancelled = True
         self._connections.send(peer, encode(ok_reply(peer.id)))
 
-    def attach(self, peer: ReplyAddress, client: str, message: requests.Attach) -> None:
+    def attach(self, peer: ReplyAddress, client: str, message: requests.AttachMessage) -> None:
         """Answer with the result of an earlier request, now or when it ends. Raises `ServiceError`."""
         waiter = Waiter(peer, message.stream, message.stream_every)
         name = (client, message.target)
@@ -155,7 +155,7 @@ class Generation:
                 "target",
             )
 
-    def ack(self, peer: ReplyAddress, client: str, message: requests.Ack) -> None:
+    def ack(self, peer: ReplyAddress, client: str, message: requests.AckMessage) -> None:
         """Drop results. Raises `ServiceError`, and drops none, if one of the requests is in flight."""
         for i, target in enumerate(message.targets):
             if (client, target) in self._by_name:
@@ -268,7 +268,7 @@ class Generation:
         entry.waiters.append(waiter)
         self._delivery.chunks([waiter], entry.completions)
 
-    def _received(self, entry: InFlight, message: requests.Attach) -> dict[int, Position | None]:
+    def _received(self, entry: InFlight, message: requests.AttachMessage) -> dict[int, Position | None]:
         if entry.completions:
             return received_positions(message.offsets, message.text_chars, entry.completions)
         known = entry.message.continue_from

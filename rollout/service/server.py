@@ -309,32 +309,32 @@ class Server:
         peer = replace(peer, client=client)
         self._generation.heard(client, peer.connection)
         match message:
-            case requests.Generate():
+            case requests.GenerateMessage():
                 self._generation.generate(peer, client, message, frames, _fingerprint(frames))
-            case requests.EndSession():
+            case requests.EndSessionMessage():
                 end = EndSession(client, message.session, self._controls.token(peer))
                 # After the turns that were sent before it.
                 self._background.after_client(client, None, lambda _: self._inbox.put(end))
-            case requests.Cancel():
+            case requests.CancelMessage():
                 self._generation.cancel(peer, client, message)
-            case requests.Attach():
+            case requests.AttachMessage():
                 self._generation.attach(peer, client, message)
-            case requests.Ack():
+            case requests.AckMessage():
                 self._generation.ack(peer, client, message)
-            case requests.Report():
+            case requests.ReportMessage():
                 stored = self._generation.result_of(client, message.target)
                 self._reports.take(peer, message, stored, self._send_error)
-            case requests.Status():
+            case requests.StatusMessage():
                 preparing = self._background.waiting
                 self._reply(peer, self._worker_status.reply(peer.id, self._generation, preparing, message.sequences))
-            case requests.Trace():
+            case requests.TraceMessage():
                 self._reply(peer, self._worker_status.trace(peer.id, message.steps))
-            case requests.Ping():
+            case requests.PingMessage():
                 self._generation.check_alive()
                 self._reply(peer, ok_reply(peer.id))
-            case requests.Shutdown():
+            case requests.ShutdownMessage():
                 self._shut_down(message.mode, self._controls.token(peer))
-            case requests.Weights():
+            case requests.WeightsMessage():
                 self._controls.weights(peer, header)
             case _:
                 self._controls.take(peer, message)

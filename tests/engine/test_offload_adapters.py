@@ -44,7 +44,7 @@ def change(bench: Bench, adapters: Adapters, which: int = 1) -> None:
     bench.engine.inbox.put(PutAdapter("a0", adapters[which][0]))
 
 
-def parked(bench: Bench) -> list:
+def offloaded(bench: Bench) -> list:
     """Sequences that wait with KV and have at least one token."""
     groups = bench.engine.scheduler.groups.values()
     return [seq for group in groups for seq in group.sequences if seq.offloaded is not None and seq.versions]

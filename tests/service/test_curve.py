@@ -19,7 +19,7 @@ from rollout.cli.main import main
 from rollout.config import SecuritySettings, ServiceSettings, Settings, WeightsSettings
 from rollout.engine.gate import Gate
 from rollout.engine.messages import EngineStatus
-from rollout.service.access import Access, AllowList, is_loopback
+from rollout.service.access import Access, ClientKeyList, is_loopback
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, Server
 from rollout.weights.receiver import WeightReceiver
@@ -302,7 +302,7 @@ def test_a_folder_that_vanishes_or_holds_rubbish_lets_nobody_in(keys: Path, tmp_
     (folder / "bad.key").write_text("nonsense")
     (folder / "secret.key_secret").write_bytes((keys / "client.key_secret").read_bytes())
     (folder / "good.key").write_bytes((keys / "stranger.key").read_bytes())
-    allowed = AllowList(folder)
+    allowed = ClientKeyList(folder)
     assert allowed.name_of(read_public(keys / "stranger.key")) == "good"
     assert allowed.name_of(read_public(keys / "clients" / "client.key")) is None
     (folder / "good.key").unlink()
@@ -312,7 +312,7 @@ def test_a_folder_that_vanishes_or_holds_rubbish_lets_nobody_in(keys: Path, tmp_
     allowed._loaded_s = -1e9
     assert allowed.name_of(read_public(keys / "stranger.key")) is None
     with pytest.raises(ValueError, match="is not a folder"):
-        AllowList(folder)
+        ClientKeyList(folder)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_a_folder_that_vanishes_or_holds_rubbish_lets_nobody_in(keys: Path, tmp_
     ],
 )
 def test_whatever_the_list_is_asked_it_says_no(frames: list[bytes], keys: Path) -> None:
-    answer = AllowList(keys / "clients")._answer(frames)
+    answer = ClientKeyList(keys / "clients")._answer(frames)
     assert len(answer) == 6 and answer[2] == b"400"
 
 

@@ -26,7 +26,7 @@ from queue import Empty
 import torch
 
 from rollout.constraints.matcher import mask_words
-from rollout.deadline_thread import Call, DeadlineThread
+from rollout.deadline_thread import DeadlineCall, DeadlineThread
 from rollout.engine.device.streams import Device
 from rollout.engine.schedule.sequence import Sequence
 
@@ -218,7 +218,7 @@ class MaskBuilder:
                 failed[place] = _SLOW
         return failed
 
-    def _wait(self, thread: DeadlineThread, share: _Share, call: Call[None], until_s: float) -> None:
+    def _wait(self, thread: DeadlineThread, share: _Share, call: DeadlineCall[None], until_s: float) -> None:
         """Until `until_s`, and then for the one that is being done, which may take as long by itself."""
         try:
             call.result(max(0.0, until_s - time.perf_counter()))

@@ -18,7 +18,7 @@ from rollout.service.delivery.waiters import Position
 from rollout.service.text.stop_strings import StopMatch, StopText
 
 
-class Completion:
+class CompletionDelivery:
     """Collects the deltas of one completion. `text` is set if text is wanted or there are stop strings.
 
     With `shown_from`, chunks have text from that character on. `routing` is set if the request wants experts.

@@ -19,14 +19,14 @@ import numpy as np
 from rollout.engine.messages import RoutingShape
 from rollout.service.errors import bad_request
 from rollout.service.requests.continue_from import ContinueFrom
-from rollout.service.requests.schema import Generate
+from rollout.service.requests.schema import GenerateMessage
 
 _FIRST_CAPACITY = 64
 
 Wanted = Literal[False, True, "all"]
 
 
-def check_wanted(message: Generate, shape: RoutingShape | None, sparse: bool) -> None:
+def check_wanted(message: GenerateMessage, shape: RoutingShape | None, sparse: bool) -> None:
     """Raise `ServiceError` if the worker records no experts, or if the given entries cannot be this model's.
 
     `shape`: shape of this worker's entries. `sparse`: the model is a mixture of experts.

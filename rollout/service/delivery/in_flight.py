@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout.engine.messages import Request, RequestKey
-from rollout.service.delivery.completion import Completion
+from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.waiters import Waiter
-from rollout.service.requests.schema import Generate
+from rollout.service.requests.schema import GenerateMessage
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +16,7 @@ class InFlight:
 
     key: RequestKey
     name: tuple[str, str]  # (client, id)
-    message: Generate
+    message: GenerateMessage
     content: bytes
     arrived_s: float
     waiters: list[Waiter]
@@ -25,4 +25,4 @@ class InFlight:
     request: Request | None = None  # None while its prompt is prepared
     cancelled: bool = False
     reclaimed: bool = False  # its client is gone
-    completions: list[Completion] = field(default_factory=list)
+    completions: list[CompletionDelivery] = field(default_factory=list)

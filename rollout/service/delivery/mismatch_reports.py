@@ -23,7 +23,7 @@ from rollout.service.delivery.replies import ok_reply
 from rollout.service.delivery.store import Stored
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests.fields import HIGHEST_LOGPROB
-from rollout.service.requests.schema import Report
+from rollout.service.requests.schema import ReportMessage
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,11 @@ class Reports:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="service-report")
 
     def take(
-        self, peer: ReplyAddress, message: Report, stored: Stored, refuse: Callable[[ReplyAddress, ServiceError], None]
+        self,
+        peer: ReplyAddress,
+        message: ReportMessage,
+        stored: Stored,
+        refuse: Callable[[ReplyAddress, ServiceError], None],
     ) -> None:
         """Compare, then reply; `refuse` sends an error. Raises `ServiceError` if too many reports wait."""
         size = sum(values.nbytes for values in message.logprobs.values())

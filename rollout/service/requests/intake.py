@@ -16,13 +16,13 @@ import numpy as np
 from rollout.config import ServiceSettings
 from rollout.constraints.matcher import Constraint
 from rollout.engine.messages import MAX_STOP_IDS, Prior, Prompt, Request, RequestKey, SamplingParams, StopParams
-from rollout.service.delivery.completion import Completion
+from rollout.service.delivery.completion import CompletionDelivery
 from rollout.service.delivery.expert_records import RoutingColumn, check_wanted, first_position
 from rollout.service.delivery.token_columns import TokenColumns
 from rollout.service.errors import ServiceError, bad_request
 from rollout.service.requests.constraint import ConstraintFields
 from rollout.service.requests.continue_from import ContinueFrom
-from rollout.service.requests.schema import Generate, Sampling
+from rollout.service.requests.schema import GenerateMessage, Sampling
 from rollout.service.served_model import ServedModel
 from rollout.service.text.codec import TextCodec, check_chars
 from rollout.service.text.stop_strings import StopText
@@ -56,7 +56,7 @@ class Intake:
         self._stop_check_every = stop_check_every
         self._grammars = grammars
 
-    def check(self, message: Generate) -> None:
+    def check(self, message: GenerateMessage) -> None:
         """All checks that need no token ids of the prompt. Raises `ServiceError`."""
         if message.n > self._settings.max_n:
             raise bad_request(f"set 'n' to at most {self._settings.max_n}, or send several requests", "n")
@@ -88,12 +88,12 @@ class Intake:
             if message.stop.min_tokens > message.max_tokens:
                 raise bad_request("'stop.min_tokens' is more than 'max_tokens'; lower it", "stop.min_tokens")
 
-    def stop_ids(self, message: Generate) -> tuple[int, ...]:
+    def stop_ids(self, message: GenerateMessage) -> tuple[int, ...]:
         """Tokens that end a completion, with the eos ids unless they are ignored."""
         eos = () if message.stop.ignore_eos else self._model.eos_ids
         return tuple(dict.fromkeys((*eos, *message.stop.token_ids)))
 
-    def build(self, key: RequestKey, message: Generate, prepared: PreparedPrompt, elapsed_s: float) -> Request:
+    def build(self, key: RequestKey, message: GenerateMessage, prepared: PreparedPrompt, elapsed_s: float) -> Request:
         """The engine's request. `elapsed_s`: seconds since the message arrived."""
         prompt = prepared.prompt
         self._check_prompt(prompt.token_ids, "messages" if message.messages is not None else "prompt")
@@ -123,8 +123,8 @@ class Intake:
             routing_from=first_position(message.return_routing, message.continue_from, len(prompt)),
         )
 
-    def completion(self, message: Generate, request: Request, index: int) -> Completion:
-        """Completion `index` at its start: empty, or with the tokens of `continue_from`."""
+    def completion(self, message: GenerateMessage, request: Request, index: int) -> CompletionDelivery:
+        """CompletionDelivery `index` at its start: empty, or with the tokens of `continue_from`."""
         text, known = None, message.continue_from
         prior, taken = (known.token_ids.tolist(), known.text_chars) if known else ((), None)
         if self._text is not None and (message.return_text or request.stop.strings):
@@ -135,9 +135,9 @@ class Intake:
         recomputed, adapter = (known.recomputed or (), known.adapter_versions or ()) if known else ((), ())
         columns = _prior_columns(known, message.logprobs)
         routing = self._routing_column(message)
-        return Completion(index, columns, text, shown_from, routing, recomputed, adapter)
+        return CompletionDelivery(index, columns, text, shown_from, routing, recomputed, adapter)
 
-    def _routing_column(self, message: Generate) -> RoutingColumn | None:
+    def _routing_column(self, message: GenerateMessage) -> RoutingColumn | None:
         """The column of expert records, if the request wants them."""
         if not message.return_routing or self._model.routing is None:
             return None
@@ -155,7 +155,7 @@ class Intake:
             )
         self._check_ids(prompt, field)
 
-    def _check_vocabulary(self, message: Generate) -> None:
+    def _check_vocabulary(self, message: GenerateMessage) -> None:
         if message.continue_from is not None:
             self._check_ids(message.continue_from.token_ids, "continue_from.token_ids")
             if message.continue_from.top_ids is not None and message.continue_from.tops:
@@ -170,7 +170,7 @@ class Intake:
                 "sampling.top_k",
             )
 
-    def _check_constraint(self, message: Generate, constraint: ConstraintFields) -> None:
+    def _check_constraint(self, message: GenerateMessage, constraint: ConstraintFields) -> None:
         if constraint.token_ids is not None:
             self._check_ids(constraint.token_ids, "constraint.token_ids")
         elif not self._grammars:
@@ -192,7 +192,7 @@ class Intake:
                 field,
             )
 
-    def _check_text(self, message: Generate) -> None:
+    def _check_text(self, message: GenerateMessage) -> None:
         if self._text is None:
             fields = {
                 "prompt": isinstance(message.prompt, str),
@@ -206,7 +206,7 @@ class Intake:
             raise bad_request("this model has no chat template; send a 'prompt' instead", "messages")
         self._text.check_stop_strings(message.stop.strings)
 
-    def _max_tokens(self, message: Generate, prompt_tokens: int, known: int) -> int:
+    def _max_tokens(self, message: GenerateMessage, prompt_tokens: int, known: int) -> int:
         room = self._model.max_context_tokens - prompt_tokens
         if room <= known:
             raise ServiceError(
@@ -228,7 +228,7 @@ class Intake:
             )
         return message.max_tokens
 
-    def _check_reply(self, message: Generate, prompt_tokens: int, max_tokens: int) -> None:
+    def _check_reply(self, message: GenerateMessage, prompt_tokens: int, max_tokens: int) -> None:
         """Refuse a request whose reply could exceed `max_reply_bytes`."""
         shape = self._model.routing if message.return_routing else None
         consumed = max_tokens + (prompt_tokens if message.return_routing == "all" else 0)
@@ -244,7 +244,7 @@ class Intake:
                 max(sizes, key=sizes.__getitem__),
             )
 
-    def _stop(self, message: Generate) -> StopParams:
+    def _stop(self, message: GenerateMessage) -> StopParams:
         token_ids = self.stop_ids(message)
         if message.stop.min_tokens > 0 and len(token_ids) > MAX_STOP_IDS:
             raise bad_request(
@@ -258,7 +258,7 @@ class Intake:
             min_tokens=message.stop.min_tokens,
         )
 
-    def _delta_every(self, message: Generate) -> int:
+    def _delta_every(self, message: GenerateMessage) -> int:
         """Tokens between two deltas of the engine; 0: one delta at the end."""
         wanted = [message.stream_every] if message.stream == "tokens" else []
         if message.stop.strings:

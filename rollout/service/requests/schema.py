@@ -64,7 +64,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
 
-class Header(_Strict):
+class RequestHeader(_Strict):
     """The fields of every request."""
 
     v: Literal[1]
@@ -98,7 +98,7 @@ class Stop(_Strict):
     min_tokens: int = Field(0, ge=0, le=INT32_MAX)
 
 
-class Generate(Header):
+class GenerateMessage(RequestHeader):
     """One prompt, `n` completions."""
 
     op: Literal["generate"]
@@ -135,14 +135,14 @@ class Generate(Header):
         return bool(isinstance(self.prompt, str) or self.messages is not None or self.return_text or self.stop.strings)
 
 
-class EndSession(Header):
+class EndSessionMessage(RequestHeader):
     """End a session and release its KV."""
 
     op: Literal["end_session"]
     session: Id
 
 
-class LoadAdapter(Header):
+class LoadAdapterMessage(RequestHeader):
     """Load an adapter, or a newer version of it, from a folder."""
 
     op: Literal["load_adapter"]
@@ -151,14 +151,14 @@ class LoadAdapter(Header):
     version: int | None = Field(None, ge=0, lt=VERSION_END)
 
 
-class UnloadAdapter(Header):
+class UnloadAdapterMessage(RequestHeader):
     """Unload an adapter that no unfinished request names."""
 
     op: Literal["unload_adapter"]
     name: Id
 
 
-class Cancel(Header):
+class CancelMessage(RequestHeader):
     """End a request with its tokens so far."""
 
     op: Literal["cancel"]
@@ -166,7 +166,7 @@ class Cancel(Header):
     owner: str | None = Field(None, min_length=1, max_length=MAX_OWNER_CHARS)
 
 
-class Attach(Header):
+class AttachMessage(RequestHeader):
     """Get the result of an earlier request, or resume its stream."""
 
     op: Literal["attach"]
@@ -177,14 +177,14 @@ class Attach(Header):
     text_chars: CharCounts = Field(default_factory=dict)
 
 
-class Ack(Header):
+class AckMessage(RequestHeader):
     """Drop results."""
 
     op: Literal["ack"]
     targets: list[Id] = Field(min_length=1, max_length=MAX_ACKS)
 
 
-class Report(Header):
+class ReportMessage(RequestHeader):
     """A trainer's log-probs of an earlier result, by completion; float32 [tokens] each, NaN if unknown."""
 
     op: Literal["report"]
@@ -192,47 +192,47 @@ class Report(Header):
     logprobs: dict[IndexDigits, Logprobs] = Field(min_length=1, max_length=MAX_INDEX_ENTRIES)
 
 
-class Status(Header):
+class StatusMessage(RequestHeader):
     """Ask for the state of the worker."""
 
     op: Literal["status"]
     sequences: int = Field(0, ge=0, le=MAX_SEQUENCES)
 
 
-class Trace(Header):
+class TraceMessage(RequestHeader):
     """Ask for the last steps."""
 
     op: Literal["trace"]
     steps: int = Field(200, ge=1, le=MAX_TRACE_STEPS)
 
 
-class Ping(Header):
+class PingMessage(RequestHeader):
     """Ask whether the worker answers."""
 
     op: Literal["ping"]
 
 
-class Pause(Header):
+class PauseMessage(RequestHeader):
     """Launch nothing until `resume`."""
 
     op: Literal["pause"]
     mode: Literal["keep", "abort"] = "keep"
 
 
-class Resume(Header):
+class ResumeMessage(RequestHeader):
     """Launch again."""
 
     op: Literal["resume"]
 
 
-class Shutdown(Header):
+class ShutdownMessage(RequestHeader):
     """End the worker."""
 
     op: Literal["shutdown"]
     mode: Literal["drain", "now"] = "drain"
 
 
-class Sleep(Header):
+class SleepMessage(RequestHeader):
     """Release the device memory until `wake`."""
 
     op: Literal["sleep"]
@@ -241,13 +241,13 @@ class Sleep(Header):
     requests: Literal["wait", "refuse"] | None = None
 
 
-class Wake(Header):
+class WakeMessage(RequestHeader):
     """Take the memory again and go on."""
 
     op: Literal["wake"]
 
 
-class Weights(Header):
+class WeightsMessage(RequestHeader):
     """A control message of a weight update; the weight receiver checks its other fields."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
@@ -255,43 +255,43 @@ class Weights(Header):
 
 
 AnyRequest = (
-    Generate
-    | EndSession
-    | LoadAdapter
-    | UnloadAdapter
-    | Cancel
-    | Attach
-    | Ack
-    | Report
-    | Status
-    | Trace
-    | Ping
-    | Pause
-    | Resume
-    | Shutdown
-    | Sleep
-    | Wake
-    | Weights
+    GenerateMessage
+    | EndSessionMessage
+    | LoadAdapterMessage
+    | UnloadAdapterMessage
+    | CancelMessage
+    | AttachMessage
+    | AckMessage
+    | ReportMessage
+    | StatusMessage
+    | TraceMessage
+    | PingMessage
+    | PauseMessage
+    | ResumeMessage
+    | ShutdownMessage
+    | SleepMessage
+    | WakeMessage
+    | WeightsMessage
 )
 
 _OPS: dict[str, type[AnyRequest]] = {
-    "generate": Generate,
-    "end_session": EndSession,
-    "load_adapter": LoadAdapter,
-    "unload_adapter": UnloadAdapter,
-    "cancel": Cancel,
-    "attach": Attach,
-    "ack": Ack,
-    "report": Report,
-    "status": Status,
-    "trace": Trace,
-    "ping": Ping,
-    "pause": Pause,
-    "resume": Resume,
-    "shutdown": Shutdown,
-    "sleep": Sleep,
-    "wake": Wake,
-    "weights": Weights,
+    "generate": GenerateMessage,
+    "end_session": EndSessionMessage,
+    "load_adapter": LoadAdapterMessage,
+    "unload_adapter": UnloadAdapterMessage,
+    "cancel": CancelMessage,
+    "attach": AttachMessage,
+    "ack": AckMessage,
+    "report": ReportMessage,
+    "status": StatusMessage,
+    "trace": TraceMessage,
+    "ping": PingMessage,
+    "pause": PauseMessage,
+    "resume": ResumeMessage,
+    "shutdown": ShutdownMessage,
+    "sleep": SleepMessage,
+    "wake": WakeMessage,
+    "weights": WeightsMessage,
 }
 
 
@@ -307,14 +307,14 @@ def parse_request(header: dict[str, Any]) -> AnyRequest:
         request = _OPS[op].model_validate(header)
     except ValidationError as error:
         raise _first_error(error) from None
-    if isinstance(request, Generate):
+    if isinstance(request, GenerateMessage):
         _check_generate(request)
-    elif isinstance(request, Attach):
+    elif isinstance(request, AttachMessage):
         _check_attach(request)
     return request
 
 
-def _check_generate(request: Generate) -> None:
+def _check_generate(request: GenerateMessage) -> None:
     """Checks across fields."""
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("send exactly one of 'prompt' and 'messages'", "prompt")
@@ -356,7 +356,7 @@ def _check_generate(request: Generate) -> None:
             )
 
 
-def _check_attach(request: Attach) -> None:
+def _check_attach(request: AttachMessage) -> None:
     """Checks across fields."""
     for name in ("offsets", "text_chars"):
         if getattr(request, name) and not request.stream:
