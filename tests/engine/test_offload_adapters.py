@@ -44,7 +44,7 @@ def change(bench: Bench, adapters: Adapters, which: int = 1) -> None:
     bench.engine.inbox.put(PutAdapter("a0", adapters[which][0]))
 
 
-def parked(bench: Bench) -> list:
+def offloaded(bench: Bench) -> list:
     """Sequences that wait with KV and have at least one token."""
     groups = bench.engine.scheduler.groups.values()
     return [seq for group in groups for seq in group.sequences if seq.offloaded is not None and seq.versions]
@@ -77,9 +77,9 @@ def test_preempted_rows_come_back_with_their_adapter_into_whatever_slot_it_has(m
     """Others take the slots meanwhile; the adapter is loaded again, into another slot."""
     bench = bench_of(model, adapters, 3, prefix_cache=False)
     slots: dict[str, list[int]] = {}
-    memory = bench.engine.scheduler.allocator
-    take = memory._take_adapter
-    memory._take_adapter = lambda seq: (
+    allocator = bench.engine.scheduler.allocator
+    take = allocator._take_adapter_slot
+    allocator._take_adapter_slot = lambda seq: (
         take(seq),
         slots.setdefault(seq.group.key[1], []).append(seq.adapter_slot.number),
     )
