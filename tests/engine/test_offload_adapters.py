@@ -217,7 +217,7 @@ def test_a_turn_whose_adapter_changed_while_it_was_offloaded_leaves_nothing(mode
 
 
 def test_kv_of_two_versions_of_an_adapter_is_not_cached(model, adapters):
-    """A sequence parked before may look for pages of the older version: pages computed since are not among them."""
+    """A sequence offloaded before may look for pages of the older version: pages computed since are not among them."""
     bench = bench_of(model, adapters)
     six(bench, ["a0"])
     until(bench, lambda: offloaded(bench))
