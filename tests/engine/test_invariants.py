@@ -88,7 +88,7 @@ class RefWatch:
             assert 0 < seq.inflight_refs <= 2
             self.most = max(self.most, seq.inflight_refs)
             assert seq.row and seq.row not in scheduler.free_rows, "a row in flight belongs to one sequence"
-            assert all(scheduler.memory.pool.refs[page] > 0 for page in seq.pages), "pages in flight are not free"
+            assert all(scheduler.allocator.pool.refs[page] > 0 for page in seq.pages), "pages in flight are not free"
             self.zombies_seen += seq.finalized
 
 

@@ -77,9 +77,9 @@ def test_preempted_rows_come_back_with_their_adapter_into_whatever_slot_it_has(m
     """Others take the slots meanwhile; the adapter is loaded again, into another slot."""
     bench = bench_of(model, adapters, 3, prefix_cache=False)
     slots: dict[str, list[int]] = {}
-    memory = bench.engine.scheduler.allocator
-    take = memory._take_adapter
-    memory._take_adapter = lambda seq: (
+    allocator = bench.engine.scheduler.allocator
+    take = allocator._take_adapter_slot
+    allocator._take_adapter_slot = lambda seq: (
         take(seq),
         slots.setdefault(seq.group.key[1], []).append(seq.adapter_slot.number),
     )
@@ -217,7 +217,7 @@ def test_a_turn_whose_adapter_changed_while_it_was_offloaded_leaves_nothing(mode
 
 
 def test_kv_of_two_versions_of_an_adapter_is_not_cached(model, adapters):
-    """A sequence parked before may look for pages of the older version: pages computed since are not among them."""
+    """A sequence offloaded before may look for pages of the older version: pages computed since are not among them."""
     bench = bench_of(model, adapters)
     six(bench, ["a0"])
     until(bench, lambda: offloaded(bench))
