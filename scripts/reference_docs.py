@@ -25,36 +25,45 @@ from trainer_bridge.wire.errors import RolloutError
 _SETTINGS_INTRODUCTION = """\
 # Settings
 
-A setting comes from the TOML file of `--config`, then from the environment variable `ROLLOUT_<SECTION>__<KEY>`
-(`ROLLOUT_ENGINE__MAX_ROWS=64`; without a section `ROLLOUT_<KEY>`), then from a flag; the later one wins. A setting
-that is true or false has a second flag, `--no-...`. In the environment and in flags, `none` leaves an optional setting
-out. An unknown name is an error in all three."""
+A setting comes from one of three sources. A later one overrides the earlier ones:
+
+1. The TOML file of `--config`: `max_rows = 64` below `[engine]`.
+2. The environment: `ROLLOUT_<SECTION>__<KEY>`, such as `ROLLOUT_ENGINE__MAX_ROWS=64`; without a section
+   `ROLLOUT_<KEY>`.
+3. A flag: `--max-rows 64`. `--no-...` sets a setting that is true or false to false.
+
+In the environment and in flags, `none` unsets an optional setting. An unknown name is an error in all three. Words
+such as row, page and step are in the [glossary](../architecture.md#glossary)."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
 
 A worker answers a wrong message with `code`, `message` (says what to change), `field` and, with `overloaded`,
-`retry_after_s`. The Python client raises the exception; all are subclasses of `RolloutError`."""
+`retry_after_s`. The Python client raises the exception in the second column. All are subclasses of `RolloutError`
+and have the same fields as attributes."""
 
 _API_INTRODUCTION = """\
 # Python API
 
-Everything that `trainer_bridge` exports, from the docstrings. How to use it: [client.md](client.md)."""
+Everything that `trainer_bridge` exports, made from the docstrings. How to use it: [client.md](client.md). Fields of
+requests: [protocol.md](protocol.md)."""
 
 _METRICS_INTRODUCTION = """\
 # Metrics
 
-A worker makes a report every `metrics.interval_s` seconds, and one over the whole run when it ends. The first column is
-the name in W&B and JSON lines, the second one the name on the page for Prometheus.
+A worker reports its metrics every `metrics.interval_s` seconds, and once for the whole run when it ends. The first
+column is the name in W&B and JSON lines, the second one the name in Prometheus. Words such as row, step and bubble are
+in the [glossary](../architecture.md#glossary); how to read the metrics:
+[operations](../operations.md#reading-the-dashboard).
 
-- A **gauge** is a value of now or of the interval. A mean, median or percentile without a sample in the interval keeps
-  its last value. In the report over the whole run it is that of the whole run.
+- A **gauge** is the present value, or that of the interval. A mean, median or percentile without a sample in the
+  interval keeps its last value. In the report of the whole run it covers the whole run.
 - A **counter** only grows while the worker runs.
 - A **histogram** counts values by size. W&B and JSON lines get the counts of the interval, JSON lines as a list of
-  `[begin, bound, count]` without the empty buckets. The page for Prometheus has the counts since the start.
-- `mismatch/...` begins with the first `report` of a trainer.
+  `[begin, bound, count]` without the empty buckets. Prometheus gets the counts since the start.
+- `mismatch/...` appears after a trainer's first `report`.
 
-The page for Prometheus also has `rollout_worker_info` (its label `model` names the model), `rollout_report_time_s`
+Prometheus also gets `rollout_worker_info` (its label `model` names the model), `rollout_report_time_s`
 (Unix time of the report) and `rollout_report_step` (steps committed by then). In JSON lines the last two are `time` and
 `step`."""
 
@@ -62,14 +71,14 @@ _BY_VERSION = """
 ## By weights version
 
 One row for each weights version, written once the next version serves: in W&B a row with `weights/version` as its
-x-axis, in JSON lines an entry of `versions` in the next report. A value without a sample is left out. The page for
-Prometheus does not have these metrics.
+x-axis, in JSON lines an entry of `versions` in the next report. A value without a sample is left out. Prometheus
+does not get these metrics.
 """
 
 _AT_THE_END = """
 ## At the end
 
-Only in the report over the whole run: the summary of the run in W&B, the line with `final: true` in JSON lines, and
+Only in the report of the whole run: the summary of the run in W&B, the line with `final: true` in JSON lines, and
 `totals` in the last line that the worker prints.
 """
 
@@ -144,7 +153,8 @@ def api_page() -> str:
     lines = [_API_INTRODUCTION]
     for name in sorted(trainer_bridge.__all__):
         thing: Any = getattr(trainer_bridge, name)
-        lines += ["", f"## {name}", "", f"`{name}{_signature(thing)}`", "", inspect.getdoc(thing) or ""]
+        text = inspect.getdoc(thing) or "" if callable(thing) else "The version of this package, text."
+        lines += ["", f"## {name}", "", f"`{name}{_signature(thing)}`", "", text]
         methods = inspect.getmembers(thing, inspect.isfunction) if inspect.isclass(thing) else []
         for method, function in methods:
             if not method.startswith("_") and function.__doc__:
@@ -160,7 +170,8 @@ def _signature(thing: Any) -> str:
         return ""
     empty = inspect.Parameter.empty
     parameters = [each.replace(annotation=empty) for name, each in signature.parameters.items() if name != "self"]
-    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    shown = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    return shown.replace(repr(sys.executable), "sys.executable")  # the page is the same on every machine
 
 
 def _section(metric: Metric) -> str:

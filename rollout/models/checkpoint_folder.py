@@ -95,7 +95,7 @@ def resolve_folder(path: str, revision: str | None, weights: bool, progress: Pro
     if folder.is_dir():
         return folder
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise CheckpointError(f"{path} is not a folder")
+        raise CheckpointError(f"{path} is not a folder; name a checkpoint's folder or a Hugging Face hub id")
     patterns = [*_SMALL_FILES, *(_WEIGHT_FILES if weights else ())]
     try:
         return Path(

@@ -148,6 +148,13 @@ def test_an_adapter_where_none_are_served_is_named_but_null_is_fine(bench, clien
     assert client.ask("ack", "k", targets=["a"])["op"] == "ok"
 
 
+@pytest.mark.parametrize("field", ["sampling", "stop", "constraint", "continue_from"])
+def test_text_in_place_of_a_map_is_answered_with_map(client, field):
+    error = client.ask("generate", prompt=[1], **{field: "json"})
+    assert (error["code"], error["field"]) == ("bad_request", field)
+    assert "map" in error["message"] and "Fields" not in error["message"]
+
+
 @pytest.mark.parametrize("op", ["sleep", "wake", "trace", "nonsense", 5, None])
 def test_op_that_is_not_offered_is_a_bad_request(client, op):
     error = client.ask(op, "z")

@@ -44,25 +44,24 @@ class RolloutClient:
 
     A request goes to the endpoint with the fewest completions of this client in flight; requests of one `session` all
     go to the same one. `client` is a name that the worker knows this client by across connections; `timeout_s` bounds
-    every request that brings none of its own, None is for ever. An endpoint that cannot be reached within
-    `connect_timeout_s` raises `ConnectionLost`; without that setting after 30 s, or after 3 s if it has refused all
-    connections, which means that no worker listens there. `curve` has the keys for workers that use CURVE
-    (`ClientCurve.from_files`); one that does not take them raises `AccessRefused`. All errors are in
-    `trainer_bridge.wire.errors`.
+    every request that has no `timeout_s` of its own; None means no limit. An endpoint that cannot be reached within
+    `connect_timeout_s` raises `ConnectionLost`. Without that setting the limit is 30 s, or 3 s if the endpoint refuses
+    all connections, because then no worker listens there. `curve` has the keys for workers that use CURVE
+    (`ClientCurve.from_files`); a worker that refuses them raises `AccessRefused`.
 
-    With `resume`, the client continues a request whose worker is lost, fails or ends, at this endpoint when it is
-    back or at another one. It raises `ResumeFailed` when a completion has had no worker for `resume_timeout_s`, or
+    With `resume`, the client continues a request whose worker is lost, fails or ends, at the same endpoint when that is
+    back, or at another one. It raises `ResumeFailed` when a completion has had no worker for `resume_timeout_s`, or
     after more than `resume_max_faults` lost workers in a row without a new token. `journal` (which includes `resume`)
-    is a file of requests, tokens and results: any process that asks for the same request again, by its `request_id`,
-    gets the rest or the result from there. `journal_fsync` says when the client waits for the disk: never (a killed
-    process loses nothing, a machine that goes down may), at results, or always.
+    is a file of requests, tokens and results: a process that sends the same request again, with the same `request_id`,
+    gets the result from the file, or continues the request. `journal_fsync` says when the client waits for the disk:
+    never (a killed process loses nothing, a machine that goes down may), at results, or always.
 
-    Workers keep a result until it is acknowledged. With `acknowledge` the client does that as soon as it has the result
-    (in the journal, if there is one). This is the default, except for a client with a name and without a journal: its
-    results stay on the worker until `ack`.
+    Workers keep a result until it is acknowledged. With `acknowledge` the client acknowledges each result as soon as it
+    has it (in the journal, if there is one). This is the default, except for a client with a name and without a
+    journal: its results stay on the worker until `ack`.
 
-    A worker whose machine is gone, or whose process hangs, is lost after at most four times `heartbeat_s`; the client
-    notices the end of a process at once.
+    If a worker's machine is gone, or its process is frozen, the client counts it as lost after at most four times
+    `heartbeat_s`. It notices the end of a process at once.
     """
 
     def __init__(
@@ -112,10 +111,10 @@ class RolloutClient:
         stream: Literal[False, "tokens", "completions"] = False,
         **fields: Unpack[GenerateFields],
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
-        """Generate `n` completions of a prompt (token ids or text) or of `messages=`. Fields: see `GenerateFields`.
+        """Generate `n` completions of a prompt (token ids or text) or of `messages=`; fields: see the protocol page.
 
-        Returns the result or, with `stream`, an iterator of chunks or of completions in the order in which they end.
-        A call that is interrupted (a time-out, Ctrl-C) is cancelled at the worker.
+        Returns the result. With `stream` it returns an iterator of chunks, or of completions in the order in which they
+        end. If the call is interrupted (a time-out, Ctrl-C), the request is cancelled at the worker.
         """
         call = self._core.generate(plan_request(prompt, fields, stream))
         return Stream(self, call, stream) if stream else self._finish(call)
@@ -130,8 +129,8 @@ class RolloutClient:
     ) -> list[GenerateResult]:
         """Send many requests at once; results are in the order of the requests.
 
-        A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. `timeout_s` counts for
-        each request from when it is sent. The first error cancels the rest and is raised; to keep the other
+        A request is a prompt, or a map of `generate`'s arguments; `common` are defaults for all. `timeout_s` applies to
+        each request by itself, from when it is sent. The first error cancels the rest and is raised; to keep the other
         results, use `generate_as_completed`. A request that meets a full queue is sent again later.
         """
         results: dict[int, GenerateResult] = {}
@@ -149,9 +148,9 @@ class RolloutClient:
         return self._settle(plan_batch(requests, common), max_in_flight)
 
     def session(self, name: str | None = None, *, lease_s: float | None = None) -> Session:
-        """A conversation whose KV its worker keeps between turns: `with client.session() as chat: chat.generate(...)`.
+        """A conversation whose KV the worker keeps between turns: `with client.session() as chat: chat.generate(...)`.
 
-        `lease_s` is how long it waits for the next turn, absent: as the worker is set.
+        `lease_s` is how long the worker keeps the KV for the next turn; absent: the worker's setting.
         """
         return Session(self, self._core.next_id() if name is None else name, lease_s)
 
@@ -179,17 +178,18 @@ class RolloutClient:
     ) -> GenerateResult | Stream[Chunk] | Stream[Completion]:
         """The result of the request `target` of this `client`, also of one sent over an earlier connection.
 
-        Waits for it if it still runs. With `stream` it goes on after `partials`, what an earlier stream of it brought
-        (`stream.partials()`); `n` is then how many completions it has. Breaking this call off leaves the request alone.
-        Fields: see `AttachFields`. Raises `NotFound` when the worker does not know it, or has forgotten its result.
+        Waits for the result if the request still runs. With `stream`, pass as `partials` what an earlier stream
+        delivered (`stream.partials()`) and as `n` the number of completions: the new stream continues there.
+        Interrupting this call does not cancel the request. Raises `NotFound` if the worker does not know the request or
+        has dropped its result.
         """
         call = self._core.attach(target, stream, fields)
         return Stream(self, call, stream) if stream else self._finish(call)
 
     def ack(self, targets: Iterable[str], *, endpoint: str | None = None) -> None:
-        """Tell workers to forget results that are safe here; unknown ids are ignored.
+        """Tell the workers to drop results that the caller has stored; unknown ids are ignored.
 
-        Raises `BadRequest`, and that worker forgets none, if one of them is in flight.
+        Raises `BadRequest` if one of them is in flight; that worker then drops none.
         """
         self.control("ack", endpoint=endpoint, targets=list(targets))
 
@@ -201,15 +201,15 @@ class RolloutClient:
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> Mismatch:
-        """Send a trainer's own log-probs of a result to its worker, for the `mismatch/...` metrics; returns those.
+        """Send a trainer's own log-probs of a result to its worker, for `mismatch/...`; returns the mismatch.
 
         `logprobs` has one row for each completion, in their order (None where not known) or by index: log-softmax of
-        logits / temperature at each of its `token_ids`, as `Completion.logprobs`, NaN where not known. Anything that
-        numpy makes float32 of will do. `target` is the result or its id.
+        logits / temperature at each of its `token_ids`, like `Completion.logprobs`; NaN where not known. A row is
+        anything that numpy converts to float32. `target` is the result or its id.
 
-        The worker must still keep the result: the client needs a name, or `acknowledge=False`, and `ack` comes after
-        this. Raises `NotFound` when it does not, `BadRequest` when a row does not fit, ValueError for what cannot be
-        sent.
+        The worker must still have the result: use a client with a name or `acknowledge=False`, and call `ack` after
+        this. Raises `NotFound` if the worker has dropped the result, `BadRequest` if a row has the wrong length, and
+        ValueError for values that cannot be sent.
         """
         found = Mismatch()
         for place, fields in report_messages(self._core, target, logprobs, endpoint):
@@ -220,7 +220,7 @@ class RolloutClient:
     # --- control ------------------------------------------------------------------------------------------------------
 
     def cancel(self, target: str, *, endpoint: str | None = None) -> None:
-        """End a request with what it has. Raises `NotFound` when no worker knows it.
+        """End a request with the tokens it has. Raises `NotFound` if no worker knows it.
 
         `target` is the id of a request of this client, or of another one with the same `client` name.
         """
@@ -228,7 +228,7 @@ class RolloutClient:
         self._wait(until_cancelled(self._core, calls), calls)
 
     def status(self, endpoint: str | None = None) -> dict[str, Any]:
-        """How a worker is: `state`, `weights_version`, `rows`, `queue`, `pages`, ... as the protocol lists them."""
+        """A worker's `state`, `weights_version`, `rows`, `queue`, `pages` and more: see the protocol page."""
         return self.control("status", endpoint=self._core.only_endpoint(endpoint))[0]
 
     def statuses(self) -> dict[str, dict[str, Any]]:
@@ -236,7 +236,7 @@ class RolloutClient:
         return dict(zip(self._core.endpoints, self.control("status"), strict=True))
 
     def ping(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> None:
-        """Return when the endpoint, or every one, has answered."""
+        """Return when the endpoint has answered; without `endpoint`, when all have."""
         self.control("ping", endpoint=endpoint, timeout_s=timeout_s)
 
     def pause(self, mode: Literal["keep", "abort"] = "keep", *, endpoint: str | None = None) -> None:
@@ -256,7 +256,7 @@ class RolloutClient:
         endpoint: str | None = None,
         timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Give the device's memory back until `wake`; see the protocol page. Returns `level`, `bytes` and more."""
+        """Release the device's memory until `wake`; see the protocol page. Returns `level`, `bytes` and more."""
         return self.control("sleep", endpoint=endpoint, timeout_s=timeout_s, **sleep_fields(level, mode, requests))
 
     def wake(self, *, endpoint: str | None = None, timeout_s: float | None = None) -> list[dict[str, Any]]:
@@ -266,7 +266,8 @@ class RolloutClient:
     def load_adapter(self, name: str, path: str, version: int | None = None, *, endpoint: str | None = None) -> None:
         """Load the LoRA adapter in a PEFT folder below the worker's `adapter_root`, so that requests can name it.
 
-        For a loaded name this is a newer version: `version`, which must grow, or the last one plus 1.
+        If the name is loaded already, this replaces it: `version` must be larger than the last one, and is the last one
+        plus 1 if absent.
         """
         fields: dict[str, Any] = {"name": name, "path": path} | ({} if version is None else {"version": version})
         self.control("load_adapter", endpoint=endpoint, **fields)
@@ -282,7 +283,7 @@ class RolloutClient:
     def control(
         self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
     ) -> list[dict[str, Any]]:
-        """Send any control message of the protocol to one endpoint or all; the replies in order of the endpoints."""
+        """Send any control message of the protocol to one endpoint or all; returns the replies in that order."""
         calls = self._core.control(op, endpoint, timeout_s, **fields)
         for call in calls:
             self._wait(until_done(self._core, call), calls)
@@ -294,18 +295,18 @@ class RolloutClient:
         return tuple(self._core.endpoints)
 
     def end_session(self, session: str) -> None:
-        """Free a session's KV on its worker. Does not wait for the answer.
+        """Free a session's KV on its worker. Does not wait for the reply.
 
         A later turn of the session may go to another endpoint.
         """
         self._core.end_session(session)
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Drop requests from the journal: their results are kept elsewhere now. ValueError for one in flight."""
+        """Drop requests from the journal, once their results are stored elsewhere. ValueError for one in flight."""
         self._core.forget(ids)
 
     def journaled(self) -> dict[str, bool]:
-        """Every request id in the journal, oldest first, and whether its result is there."""
+        """Every request id in the journal, oldest first: True if its result is there."""
         return self._core.journaled()
 
     def close(self) -> None:

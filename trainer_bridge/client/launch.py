@@ -62,10 +62,10 @@ def start_worker(
 
     `flags` become command line flags: `max_rows=8` is `--max-rows 8`, True is `--flag`, False is `--no-flag`, None is
     left out; `args` are appended as they are. `env` adds to the environment (None removes). Without `log_file`, the
-    log lies in a temporary folder that goes with the worker. With `wait=False` the worker is still starting: call
-    `wait_ready` (to start several at once). What takes long meanwhile, such as fetching the model, is told of on stderr
-    unless `progress` is False. `curve` has the keys with which `stop` talks to a worker that was started
-    with `curve_secret_key`. Raises `WorkerFailed` when it does not come up.
+    log is in a temporary folder that is deleted with the worker. With `wait=False` the call returns while the worker
+    starts: call `wait_ready` later (to start several at once). Unless `progress` is False, stderr shows the stages that
+    take long, such as fetching the model. `curve` has the keys with which `stop` talks to a worker that was started
+    with `curve_secret_key`. Raises `WorkerFailed` if the worker does not start.
     """
     folder = Path(tempfile.mkdtemp(prefix="rollout-worker-"))
     ready_file = folder / "ready.json"
@@ -126,10 +126,10 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
 
 
 class WorkerProcess:
-    """A worker that `start_worker` started. It is killed when this object goes, at the latest when the job ends.
+    """A worker that `start_worker` started. It is killed when this object is deleted, at the latest when the job ends.
 
     With `workers=N` it is a supervisor and its N workers; `endpoint` and `weights_endpoint` are then the first one's.
-    As a context manager it ends the worker at once on leaving, with what it has; call `stop()` before for a drain.
+    Leaving a `with` block ends the worker at once; call `stop()` before that to let requests finish.
     """
 
     def __init__(

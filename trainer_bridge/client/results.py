@@ -21,16 +21,16 @@ _FINISH_REASONS = ("stop", "length", "cancelled", "deadline", "stale", "error")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One completion, or its beginning so far in a stream (`finish_reason` is None then).
+    """One completion, or in a stream its tokens so far (`finish_reason` is then None).
 
-    `logprobs` are under the policy at the request's temperature, `raw_logprobs` at temperature 1; `drawn_logprobs`
-    are under the distribution really drawn from, where truncation or penalties made it another one. `top_ids` and
-    `top_logprobs` are the likeliest tokens at each position, likeliest first, and their log-probs at temperature 1,
-    where `logprobs=k` asked for them; -1 and NaN where nobody knows (tokens that `continue_from` brought without).
-    `routing`, where `return_routing` asked for it, has the experts of each forward, likeliest first: entry i is of the
-    forward that consumed token i, of the completion (True) or of prompt and completion ("all"); the newest token was
-    consumed by none. In a chunk these are the entries that its tokens added. `versions` are runs of
-    (weights version, tokens). `stop` is the token id or the string that ended it.
+    `logprobs` are under the policy at the request's temperature, `raw_logprobs` at temperature 1. `drawn_logprobs` are
+    under the distribution that was drawn from, if truncation, penalties or a constraint changed it. With `logprobs=k`,
+    `top_ids` and `top_logprobs` are the k likeliest tokens at each position, likeliest first, and their log-probs at
+    temperature 1; -1 and NaN if unknown (tokens of `continue_from` that came without them). With `return_routing`,
+    `routing` has the experts of each forward, likeliest first: entry i belongs to the forward that consumed token i of
+    the completion (True), or of prompt and completion ("all"). There is no entry for the newest token. A chunk has the
+    entries that its tokens added. `versions` are pairs (weights version, tokens). `stop` is the token id or the string
+    that ended the completion.
     """
 
     index: int

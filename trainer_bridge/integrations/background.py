@@ -1,9 +1,11 @@
 """A client for a training loop that must not wait: requests run in a thread, the loop holds futures.
 
-with BackgroundClient(worker.endpoints, resume=True) as client:
-ahead = client.generate_many(prompts, n=8, max_tokens=4096)      returns at once
-...                                                              train on what came before
-results = ahead.result()
+    with BackgroundClient(worker.endpoints, resume=True) as client:
+        future = client.generate_many(prompts, n=8, max_tokens=4096)     # returns at once
+        ...                                                              # train on an earlier batch
+        results = future.result()
+
+The futures are those of `concurrent.futures`.
 """
 
 from __future__ import annotations

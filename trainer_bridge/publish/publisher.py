@@ -58,24 +58,24 @@ class WeightPublisher:
     `endpoints` are the workers' request sockets, as `RolloutClient` takes them. `transport` is `shm` (one host), `zmq`,
     `nccl`, `disk` (with `folder`, on a path that the workers can read) or `auto`: for each worker the first of
     `cuda_ipc`, `nccl`, `shm` and `zmq` that works; reports and the log say which and why. An update travels in buckets
-    of `bucket_bytes`, a multiple of 64, at most 256 MiB; absent: 64 MiB, and up to 256 MiB for a large model that
-    `auto`, `nccl` or `cuda_ipc` bring where there are GPUs. Deadlines in seconds: `begin_s` for connecting and for the
-    workers' check of the manifest (absent: 30, but 3 for an endpoint that refuses connections because no worker listens
-    there), `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses the weights. `curve` has
-    the keys for workers that use CURVE.
+    of `bucket_bytes`, a multiple of 64, at most 256 MiB. The default is 64 MiB, and up to 256 MiB for a large model on
+    GPUs with `auto`, `nccl` or `cuda_ipc`. Deadlines in seconds: `begin_s` for connecting and for the workers' check of
+    the manifest (default: 30, but 3 for an endpoint that refuses connections because no worker listens there),
+    `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses the weights. `curve` has the
+    keys for workers that use CURVE.
 
-    With `keep` the last update stays in this host's memory, so that a worker that comes back (its supervisor started it
-    again, it was stale) at its endpoint gets it within a few seconds, though the trainer has gone on. That is also one
-    that failed since workers could not be reached or were lost in the middle: its version is used up then.
+    With `keep` the last update stays in this host's memory. A worker that was restarted at its endpoint, or was stale,
+    gets it within a few seconds. This includes an update that failed because workers could not be reached or were lost
+    half-way: publish the next one with a larger version.
 
-    With `collective` every rank of torch.distributed's default group makes a publisher and calls `publish` with its
-    part (a `state_dict` of DTensors, as FSDP2 has them) and `close`; rank 0 talks to the workers and fetches from the
-    others what they own, a bucket at a time. `held` and `applied` mean the same on all ranks. The default group is left
-    alone.
+    With `collective` every rank of torch.distributed's default group makes a publisher, calls `publish` with its part
+    (a `state_dict` of DTensors, as FSDP2 has them), and calls `close`. Rank 0 talks to the workers and collects the
+    other ranks' parts, a bucket at a time. `held` and `applied` mean the same on all ranks. The default group is left
+    unchanged.
 
-    Closing ends what is unfinished: wait for `applied` first. Workers keep what they serve; one that still checks the
-    manifest is waited for, 5 s at most, so that it can be told. A publisher that is open when Python ends is closed
-    then, and waits up to `begin_s` for a rank that never published what this one did.
+    `close` aborts an unfinished update: wait for `applied` first. Workers then keep their old weights. If a worker
+    still checks the manifest, `close` waits for it, at most 5 s, to send the abort. A publisher that is open when
+    Python ends is closed then, and waits up to `begin_s` for ranks that have not published the same update.
     """
 
     def __init__(

@@ -95,7 +95,8 @@ class Connection:
             self.socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             self._close(0)
-            raise ValueError(f"{self.endpoint!r} is not a ZeroMQ endpoint such as tcp://host:5757 ({error})") from error
+            text = f"{self.endpoint!r} is not a ZeroMQ endpoint; write it as tcp://HOST:PORT ({error})"
+            raise ValueError(text) from error
 
     @property
     def can_send(self) -> bool:

@@ -1,6 +1,6 @@
 """What can go wrong for a client, as exceptions: one class for each error code of the protocol, and some of its own.
 
-Catch `RolloutError` for all of them, or a class such as `Overloaded`, whose `retry_after_s` says when to come back.
+Catch `RolloutError` for all of them, or a class such as `Overloaded`, whose `retry_after_s` says when to try again.
 """
 
 # ruff: noqa: N818 -- the names are the protocol's codes
@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 
 class RolloutError(Exception):
-    """Base of all of them. Also raised itself for a code that this version of the client does not know.
+    """Base of all errors here. Raised itself for a code that this version of the client does not know.
 
-    `code` is the protocol's code, `field` the field at fault, `retry_after_s` when to come back, in seconds, and
-    `request_id` the id of the request; each of the last three may be None. `partials` are the completions as far as
-    they had come, where the client resumes requests by itself.
+    `code` is the protocol's code, `field` the field at fault, `retry_after_s` the seconds to wait before the next try,
+    and `request_id` the id of the request; each of the last three may be None. `partials` are the completions so far,
+    if the client resumes requests.
     """
 
     code = "internal"
@@ -57,7 +57,7 @@ class TooLong(RolloutError, code="too_long"):
 
 
 class Overloaded(RolloutError, code="overloaded"):
-    """The worker's queue is full; come back after `retry_after_s`."""
+    """The worker's queue is full; try again after `retry_after_s` seconds."""
 
 
 class Duplicate(RolloutError, code="duplicate"):
@@ -65,7 +65,7 @@ class Duplicate(RolloutError, code="duplicate"):
 
 
 class NotFound(RolloutError, code="not_found"):
-    """The target of a `cancel` or `attach` is not known to the worker."""
+    """The worker does not know the request that `cancel`, `attach` or `report` names."""
 
 
 class WeightsRejected(RolloutError, code="weights_rejected"):
@@ -77,17 +77,17 @@ class Unavailable(RolloutError, code="unavailable"):
 
 
 class InternalError(RolloutError, code="internal"):
-    """A fault of the worker; its log has the trace under the same id."""
+    """A fault of the worker; its log has the traceback with the request's id."""
 
 
 class ConnectionLost(RolloutError, code="connection_lost"):
-    """The worker cannot be reached, or went away while it had the request. Its tokens are lost to this client, except
-    for the chunks of a stream: `stream.partials()` has them, for `continue_from`.
+    """The worker cannot be reached, or was lost while it had the request. The request's tokens are lost to this client,
+    except for the chunks of a stream: `stream.partials()` has them, for `continue_from`.
     """
 
 
 class AccessRefused(RolloutError, code="access_refused"):
-    """The worker takes no connection from this client: CURVE keys are missing, wrong, or not allowed there."""
+    """The worker refuses this client: its CURVE keys are missing, wrong, or not in the worker's list."""
 
 
 class RolloutTimeout(RolloutError, TimeoutError, code="timeout"):
@@ -99,10 +99,10 @@ UNANSWERED = (ConnectionLost, RolloutTimeout)
 
 
 class ResumeFailed(RolloutError, code="resume_failed"):
-    """No worker went on with a request in time, or too many were lost in a row without a new token of it.
+    """No worker continued the request in time, or too many were lost in a row without a new token.
 
-    `__cause__` is the last error, `partials` what there is. The request can be asked for again with `continue_from`, or
-    by its id with a journal.
+    `__cause__` is the last error, `partials` are the completions so far. Continue them with `continue_from`, or send
+    the request again with the same id if there is a journal.
     """
 
 

@@ -47,7 +47,7 @@ def refusal(
         message = "a turn of this session has not ended yet: wait for its result or cancel it, or use another session"
         return Rejected(request.key, "bad_request", message, "session")
     if request.adapter is not None and request.adapter not in adapters:
-        message = f"adapter {request.adapter!r:.200} is not loaded: load it first"
+        message = f"adapter {request.adapter!r:.200} is not loaded; load it with 'load_adapter', or publish it"
         return Rejected(request.key, "bad_request", message, "adapter")
     return None
 

@@ -382,6 +382,8 @@ def _first_error(error: ValidationError) -> ServiceError:
             text = f"the field '{field}' is missing; add it"
         case "extra_forbidden":
             text = f"the field '{field}' is unknown to this worker; remove it"
+        case "dataclass_type" | "model_type" | "model_attributes_type":
+            text = f"change '{field}': it should be a map"
         case "value_error":
             text = f"change '{field}': {first['msg'].removeprefix('Value error, ')}"
         case _:
