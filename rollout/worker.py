@@ -28,6 +28,7 @@ from queue import SimpleQueue
 
 import torch
 
+from rollout.access import Access
 from rollout.adapter_sources import adapter_folders, adapter_target, read_adapters
 from rollout.announce import say, write_whole
 from rollout.config import Settings
@@ -56,7 +57,6 @@ from rollout.models import LoadedModel, load_model
 from rollout.models.loader import fetch
 from rollout.ports import check_free
 from rollout.progress import stage
-from rollout.service.access import Access
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
 from rollout.service.served_model import ServedModel

@@ -153,8 +153,8 @@ def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
 
 
 def _supervise(settings: Settings, command: list[str]) -> int:
+    from rollout.access import Access
     from rollout.metrics.wandb_mode import wandb_mode
-    from rollout.service.access import Access
     from rollout.supervisor import Supervisor, assign_devices
 
     set_up(settings.log_level, settings.log_format, worker_name())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from queue import SimpleQueue
@@ -37,7 +38,6 @@ from rollout.logs import about
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.delivery.in_flight import InFlight
 from rollout.service.delivery.replies import error_reply, ok_reply, result_reply
-from rollout.service.delivery.retry_after import RetryEstimate
 from rollout.service.delivery.store import ResultStore, Stored, StoredCompletion
 from rollout.service.delivery.waiters import Delivery, Position, Waiter, received_positions
 from rollout.service.errors import ServiceError, bad_request
@@ -61,6 +61,11 @@ _UNAVAILABLE = {
 _MAX_WAITERS = 64  # for one request
 _MAX_WAIT_S = 60.0
 _COMPLETION_BYTES = 2048  # rough size of a completion, without message and tokens
+
+_RECENT = 16_384  # requests; rollouts end in waves, and one wave says nothing about the time between waves
+_RECENT_S = 60.0
+_UNKNOWN_S = 1.0  # if no request ended lately
+_LEAST_S, _MOST_S = 0.05, 30.0
 
 
 class Generation:
@@ -390,6 +395,33 @@ class Generation:
         if not self._by_client[client]:
             del self._by_client[client]
             self._leases.release(client)
+
+
+class RetryEstimate:
+    """`retry_after_s`: the time in which half of the waiting requests end, at the recent rate of finished requests.
+
+    So refused clients return before the queue is empty, and few of them in vain. Times are those of `clock`, seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ended_s: deque[float] = deque(maxlen=_RECENT)
+
+    def ended(self, left: int) -> None:
+        """A request ended; `left` requests remain."""
+        self._ended_s.append(self._clock())
+        if not left:
+            self._ended_s.clear()  # a rate across a pause would be wrong
+
+    def retry_after_s(self, waiting: int) -> float:
+        """Seconds after which to retry while `waiting` requests wait: 0.05 to 30."""
+        now_s = self._clock()
+        while self._ended_s and self._ended_s[0] < now_s - _RECENT_S:
+            self._ended_s.popleft()
+        if not self._ended_s:
+            return _UNKNOWN_S
+        each_s = (now_s - self._ended_s[0]) / len(self._ended_s)
+        return min(max(waiting / 2 * each_s, _LEAST_S), _MOST_S)
 
 
 def _internal() -> ServiceError:

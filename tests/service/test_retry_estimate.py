@@ -6,7 +6,7 @@ import pytest
 from service_harness import serving
 
 from rollout.engine.messages import Rejected
-from rollout.service.delivery.retry_after import RetryEstimate
+from rollout.service.generation import RetryEstimate
 
 
 class Clock:
