@@ -106,8 +106,9 @@ def stage_next_step(engine: Engine, slot: Slot) -> tuple[StepInput, int]:
     staging.begin()
     put_decode(staging, [seq.row for seq in seqs], [], size)
     upload = staging.upload(rows, rows, rows, PLAIN.value, context, size=size)
-    engine.executor.compute.run(functools.partial(slot.receive, upload.words))
-    return StepInput(upload.header, slot.input[: len(upload.words)]), size
+    step = slot.input_for(upload)
+    engine.executor.compute.run(functools.partial(step.receive, upload.words))
+    return step, size
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import Bench
 
-from rollout.engine.schedule.plan import Span, make_plan
+from rollout.engine.schedule.plan import PromptPart, Span, make_plan
 from rollout.engine.step.upload import Header, Upload
 
 SHAPED = {"temperature": 1.0, "top_k": 5, "presence_penalty": 0.3, "logit_bias": ((3, 2.0),)}
@@ -88,14 +88,15 @@ def test_the_kind_and_the_totals_of_a_plan_follow_from_its_spans(model, prompt_o
     bench.submit("b", prompt_of(7, 1), 4, top_logprobs=1)
     bench.engine.tick()
     seqs = [group.sequences[0] for group in bench.engine.scheduler.groups.values()]
-    known = np.arange(5, dtype=np.int32)
-    chunks = make_plan([Span(seqs[0], 4, 5, 1, known), Span(seqs[1], 0, 5, 0, known)], 3)
+    part = PromptPart(np.arange(5, dtype=np.int32))
+    chunks = make_plan([Span(seqs[0], 4, 5, 1, part), Span(seqs[1], 0, 5, 0, part)], 3, 4)
     assert (chunks.kind, chunks.tokens, chunks.draws, chunks.max_context) == ("prefill", 10, 1, 9)
+    assert chunks.opens == [(0, seqs[0].pages[1]), (1, seqs[1].pages[0])], "spans that begin with a page"
     assert chunks.features == seqs[0].features, "a row that draws nothing needs nothing of the draw"
     assert chunks.sampled == seqs[:1] and not chunks.one_token_each
-    single = make_plan([Span(seqs[0], 8, 1, 1, known[:1])], 3)
+    single = make_plan([Span(seqs[0], 8, 1, 1, PromptPart(part.tokens[:1]))], 3, 4)
     assert single.kind == "prefill" and single.one_token_each
-    decode = make_plan([Span(seq, 9, 1, 1) for seq in seqs], 3)
+    decode = make_plan([Span(seq, 9, 1, 1) for seq in seqs], 3, 4)
     assert (decode.kind, decode.rows, decode.max_context) == ("decode", 2, 10) and decode.one_token_each
     assert decode.features == seqs[0].features | seqs[1].features
     bench.run()

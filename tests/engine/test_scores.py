@@ -119,7 +119,7 @@ def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(mod
 
     def measured(plan, staging):
         assert limits.upload_words + PADDING_WORDS + ALIGNMENT_WORDS <= len(staging.words)
-        bound = sum(upload_words(span.seq, span.tokens_in) for span in plan.spans if span.known is not None)
+        bound = sum(upload_words(span.seq, span.tokens_in) for span in plan.spans if span.prompt is not None)
         upload = pack(plan, staging)
         if bound:
             used.append((len(upload.words), bound + PADDING_WORDS + ALIGNMENT_WORDS))
@@ -214,7 +214,7 @@ def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
     prompt, scored = prompt_of(33), []
     launched = bench.engine.scheduler.launched
     bench.engine.scheduler.launched = lambda plan: (
-        scored.extend(span.scored for span in plan.spans if span.known is not None),
+        scored.extend(span.prompt.scored for span in plan.spans if span.prompt is not None),
         launched(plan),
     )
     bench.submit("g", prompt, 14, n=5, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)

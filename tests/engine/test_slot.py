@@ -12,7 +12,7 @@ from harness import Bench
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages import Cancel, Prior
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import ALIGNMENT_WORDS, StepInput
+from rollout.engine.step.upload import ALIGNMENT_WORDS
 
 
 def test_every_section_comes_back_and_starts_at_sixteen_bytes():
@@ -28,8 +28,8 @@ def test_every_section_comes_back_and_starts_at_sixteen_bytes():
     for name, array in arrays.items():
         staging.put(name, array)
     upload = staging.upload(rows=4, tokens=4, draws=4, features=0, max_context=8)
-    slot.receive(upload.words)
-    step = StepInput(upload.header, slot.input)
+    step = slot.input_for(upload)
+    step.receive(upload.words)
     for name, array in arrays.items():
         assert torch.equal(step[name], torch.from_numpy(array))
         assert step[name].data_ptr() % 16 == slot.input.data_ptr() % 16

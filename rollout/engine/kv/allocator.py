@@ -274,8 +274,8 @@ class PageAllocator:
         """A step is committed: `record` has the experts of its tokens."""
         assert self.experts is not None, "a slot has a record only where experts are kept"
         for span in plan.spans if plan.kind == "prefill" else ():
-            if span.copy is not None:
-                self.experts.copy(*span.copy)
+            if span.prompt is not None and span.prompt.copy is not None:
+                self.experts.copy(*span.prompt.copy)
             if span.seq in self._restored_experts:
                 self.experts.put(*self._restored_experts.pop(span.seq))
         self.experts.take(record)

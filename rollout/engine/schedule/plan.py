@@ -7,8 +7,10 @@ A plan is a list of spans, one for each row of the step:
     prompt chunk       [ KV is there      ][ the next L tokens of the prompt ]   L in; 1 drawn after the last, else 0
 
 Both differ in two facts only. The token that goes into a decode row was drawn on the device and is there; those of a
-prompt come from the host (`known`). And a step whose spans are all of one token takes the decode forward, whatever its
-tokens are: a prompt whose KV is there but for its last token is a decode row that the upload sets up.
+prompt come from the host (`Span.prompt`). And a step whose spans are all of one token takes the decode forward,
+whatever its tokens are: a prompt whose KV is there but for its last token is a decode row that the upload sets up.
+
+A step of hundreds of rows loops over its spans four times at every token, so these loops are kept short.
 """
 
 from __future__ import annotations
@@ -25,6 +27,15 @@ from rollout.engine.step.features import Feature
 _ADAPTER = Feature.ADAPTER.value
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What a span of a prompt carries beside."""
+
+    tokens: np.ndarray  # int32 [tokens in]
+    scored: int = 0  # the first tokens whose successor's log-prob is wanted: it is the prompt's
+    copy: tuple[int, int] | None = None  # (source page, target page) to copy before anything is written
+
+
 class Span(NamedTuple):
     """What one row does in a step."""
 
@@ -32,9 +43,7 @@ class Span(NamedTuple):
     start: int  # position of the first token that goes in
     tokens_in: int
     draws: int  # tokens drawn after them: 1, or 0 in the middle of a prompt
-    known: np.ndarray | None = None  # int32 [tokens_in]: what goes in; None: the token that the device drew last
-    scored: int = 0  # the first tokens whose successor's log-prob is wanted: it is the prompt's
-    copy: tuple[int, int] | None = None  # (source page, target page) to copy before anything is written
+    prompt: PromptPart | None = None  # None: a decode row, whose token the device drew last
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +56,12 @@ class Plan:
     max_context: int  # longest context in the step, this step's tokens included
     tokens: int  # that go in
     draws: int  # tokens that come out
+    opens: list[tuple[int, int]]  # (place of the span, page) where a span begins at the first position of a page
 
     @property
     def kind(self) -> Literal["decode", "prefill"]:
         """For the meter, and for the turns that prompts and decode rows take."""
-        return "decode" if self.spans[0].known is None else "prefill"
+        return "decode" if self.spans[0].prompt is None else "prefill"
 
     @property
     def rows(self) -> int:
@@ -74,22 +84,28 @@ class Plan:
         return bool(self.features & Feature.CONSTRAIN)
 
 
-def make_plan(spans: list[Span], version: int) -> Plan:
+def make_plan(spans: list[Span], version: int, page_size: int) -> Plan:
     """The step of these spans under the weights of `version`."""
+    opens: list[tuple[int, int]] = []
     features = tokens = draws = longest = 0
-    for seq, start, tokens_in, drawn, _, _, _ in spans:
-        bits = int(seq.features)
-        features |= bits if drawn else bits & _ADAPTER  # the forward needs a row's adapter, the draw the rest
+    for place, (seq, start, tokens_in, drawn, _) in enumerate(spans):
+        # A row that draws nothing needs nothing of the draw, but the forward needs its adapter.
+        features |= seq.feature_bits if drawn else seq.feature_bits & _ADAPTER
         tokens += tokens_in
         draws += drawn
         if start + tokens_in > longest:
             longest = start + tokens_in
-    return Plan(spans, version, Feature(features), longest, tokens, draws)
+        if not start % page_size:
+            opens.append((place, seq.pages[start // page_size]))
+    return Plan(spans, version, Feature(features), longest, tokens, draws, opens)
+
+
+_new_tuple = tuple.__new__  # takes half the time of Span(...)
 
 
 def decode_spans(seqs: list[Sequence]) -> list[Span]:
     """One token for each of these rows."""
-    return [Span(seq, seq.kv_len, 1, 1) for seq in seqs]
+    return [_new_tuple(Span, (seq, seq.kv_len, 1, 1, None)) for seq in seqs]
 
 
 def prompt_spans(
@@ -119,5 +135,5 @@ def prompt_span(seq: Sequence, length: int, page_size: int) -> Span:
     start, end = seq.kv_len, seq.kv_len + length
     scored = max(0, min(length, seq.prompt_len - 1 - start)) if seq.scores_prompt else 0
     copy = None if seq.copy_source is None else (seq.copy_source, seq.pages[start // page_size])
-    known = seq.prefill_tokens[start:end]
-    return Span(seq, start, length, int(end == len(seq.prefill_tokens)), known, scored, copy)
+    draws = int(end == len(seq.prefill_tokens))
+    return Span(seq, start, length, draws, PromptPart(seq.prefill_tokens[start:end], scored, copy))

@@ -169,9 +169,11 @@ class Scheduler(Roster):
         self.room.started(seq)
 
     def _plan_prompts(self) -> Plan | None:
+        if not self.prefilling:
+            return None
         most = self.limits.chunk_tokens, self.limits.upload_words
         spans = prompt_spans(self.prefilling, *most, self._upload_words, self.allocator.page_size)
-        return make_plan(spans, self.version) if spans else None
+        return make_plan(spans, self.version, self.allocator.page_size) if spans else None
 
     def _plan_decode(self) -> Plan | None:
         seqs = [seq for seq in self.decoding if seq.launched < seq.max_tokens]
@@ -179,21 +181,21 @@ class Scheduler(Roster):
         if full:
             preemption.grow(self, full)
             seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv_len < seq.kv_capacity]
-        return make_plan(decode_spans(seqs), self.version) if seqs else None
+        return make_plan(decode_spans(seqs), self.version, self.allocator.page_size) if seqs else None
 
     # --- launch and commit -------------------------------------------------------------------------------------------
 
     def launched(self, plan: Plan) -> None:
         """The step is in flight."""
         version = plan.version
-        for seq, start, tokens_in, draws, known, _, _ in plan.spans:
+        for seq, start, tokens_in, draws, prompt in plan.spans:
             end = start + tokens_in
             seq.inflight_refs += 1
             seq.launched += draws
             if start == seq.kv_uniform and version == seq.kv_version:
                 seq.kv_uniform = end
             seq.kv_len = end
-            if known is not None:
+            if prompt is not None:
                 self._prompt_launched(seq, start, end, draws, version)
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
@@ -217,46 +219,45 @@ class Scheduler(Roster):
             note_scores(plan, output.scores)
         if output.experts is not None:
             self.allocator.note_experts(plan, output.experts)
-        version, at = plan.version, 0  # place of a row's token in the output
-        for seq, _, _, draws, _, _, _ in plan.spans:
+        tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
+        version, counters, leaving = plan.version, self.counters, State.LEAVING
+        at = -1  # place of a row's token in the output
+        for seq, _, _, draws, _ in plan.spans:
+            at += draws
             seq.inflight_refs -= 1
             if seq.finalized:
-                self.counters.zombie_rows += draws
+                counters.zombie_rows += draws
                 self.settle(seq)
+                continue
+            if not draws:
+                pass
+            elif (logprob := logprobs[at]) != logprob:
+                self.fail(seq, NOT_FINITE)
             else:
-                if draws:
-                    self._take_token(seq, output, at, version)
-                if seq.state is State.LEAVING:
-                    self.settle(seq)
-            at += draws
+                token, versions = tokens[at], seq.versions
+                same_version = bool(versions) and versions[-1][0] == version
+                if not same_version and seq.too_old_for(version):
+                    self.finish(seq, Finish("stale"))
+                    continue
+                seq.tokens.append(token)
+                seq.logprobs.append(logprob)
+                seq.raw_logprobs.append(raw_logprobs[at])
+                if seq.drawn_logprobs is not None:
+                    seq.drawn_logprobs.append(output.drawn_logprobs[at])
+                if same_version:  # last: `rescue` tells by the runs whether a token is whole
+                    versions[-1][1] += 1
+                else:
+                    versions.append([version, 1])
+                    seq.note_version(version)
+                counters.tokens += 1
+                if token in seq.stop_ids or len(seq.tokens) >= seq.check_at:
+                    self._examine(seq, token)
+            if seq.state is leaving:
+                self.settle(seq)
         if plan.kind == "decode":
             self.counters.decode_rows += plan.rows
         else:
             self._note_first_tokens(plan)
-
-    def _take_token(self, seq: Sequence, output: StepOutput, at: int, version: int) -> None:
-        logprob = output.logprobs[at]
-        if logprob != logprob:
-            self.fail(seq, NOT_FINITE)
-            return
-        token, versions = output.tokens[at], seq.versions
-        same_version = bool(versions) and versions[-1][0] == version
-        if not same_version and seq.too_old_for(version):
-            self.finish(seq, Finish("stale"))
-            return
-        seq.tokens.append(token)
-        seq.logprobs.append(logprob)
-        seq.raw_logprobs.append(output.raw_logprobs[at])
-        if seq.drawn_logprobs is not None:
-            seq.drawn_logprobs.append(output.drawn_logprobs[at])
-        if same_version:  # last: `rescue` tells by the runs whether a token is whole
-            versions[-1][1] += 1
-        else:
-            versions.append([version, 1])
-            seq.note_version(version)
-        self.counters.tokens += 1
-        if token in seq.stop_ids or len(seq.tokens) >= seq.check_at:
-            self._examine(seq, token)
 
     def _examine(self, seq: Sequence, token: int) -> None:
         """A token that may end its sequence, or after which something is due."""
@@ -290,10 +291,10 @@ def note_scores(plan: Plan, scores: Scores) -> None:
             assert seq.tops is not None and len(seq.tops) == len(seq.tokens), "a position has one entry"
             seq.tops.add(ids_K, logprobs_K)
     taken = 0
-    for seq, start, _, _, _, scored, _ in plan.spans if len(scores.prompt_N) else ():
-        prompt = seq.group.prompt_logprobs
-        if scored and prompt is not None:
+    for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
+        logprobs = seq.group.prompt_logprobs
+        if prompt is not None and prompt.scored and logprobs is not None:
             if start == 0:
-                prompt[:] = np.nan  # an earlier prefill may have left values of other weights
-            prompt[start + 1 : start + 1 + scored] = scores.prompt_N[taken : taken + scored]
-            taken += scored
+                logprobs[:] = np.nan  # an earlier prefill may have left values of other weights
+            logprobs[start + 1 : start + 1 + prompt.scored] = scores.prompt_N[taken : taken + prompt.scored]
+            taken += prompt.scored

@@ -108,6 +108,7 @@ class Sequence:
         "check_at",
         "copy_source",
         "drawn_logprobs",
+        "feature_bits",
         "features",
         "finalized",
         "finish",
@@ -156,6 +157,7 @@ class Sequence:
         self.priority = request.priority
         self.seed = request.sampling.seed if request.prior is not None else row_seed(request.sampling.seed, index)
         self.features = features_of(request)
+        self.feature_bits = self.features.value  # as an int, which is faster in a loop
         self.stop_ids = frozenset(request.stop.token_ids)
         self.max_tokens = request.max_tokens
         self.prompt_len = len(request.prompt)

@@ -76,14 +76,14 @@ class Executor:
 
     def execute(self, upload: Upload, slot: Slot) -> None:
         """Enqueue a step; returns without waiting for anything."""
-        header, words = upload.header, upload.words
+        header, step = upload.header, slot.input_for(upload)
         self.h2d.record(slot.h2d_start)
-        self.h2d.run(functools.partial(slot.receive, words))
+        self.h2d.run(functools.partial(step.receive, upload.words))
         self.h2d.record(slot.h2d_done)
 
         self.compute.wait(slot.h2d_done)
         self.compute.record(slot.start)
-        self.compute.run(functools.partial(self.run, StepInput(header, slot.input[: len(words)]), slot))
+        self.compute.run(functools.partial(self.run, step, slot))
         if header.features & _CONSTRAIN:
             self.compute.record(slot.forward_end)
         else:

@@ -187,7 +187,7 @@ class DecodeGraphs:
 
     def _on_slot(self, slot: Slot, size: int) -> StepInput:
         upload = self._upload(slot, size)
-        return StepInput(upload.header, slot.input[: len(upload.words)])
+        return slot.input_for(upload)
 
     def _capture(self, slots: list[Slot], size: int) -> None:
         if size in self.sizes.forward:

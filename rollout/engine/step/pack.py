@@ -40,7 +40,6 @@ class Packer:
     def __init__(
         self,
         vocab: int,
-        page_size: int,
         scored_multiple: int,
         adapters: bool = False,
         captured: CapturedSizes | None = None,
@@ -48,7 +47,6 @@ class Packer:
         self.scored_multiple = scored_multiple
         self.captured = captured
         self._vocab = vocab
-        self._page_size = page_size
         self._adapters = adapters
 
     def pack(self, plan: Plan, staging: Staging) -> Upload:
@@ -58,11 +56,13 @@ class Packer:
         layout: tuple[tuple[int, int, int], ...] = ()
         if plan.one_token_each:
             size = 0 if self.captured is None else self.captured.size_for(plan.rows, plan.features) or 0
-            self._put_decode(plan.spans, staging, size or plan.rows)
+            put_decode(staging, [span.seq.row for span in plan.spans], plan.opens, size or plan.rows)
         else:
             layout = _put_prefill(plan.spans, staging)
         scored = 0
         if plan.kind == "prefill":
+            if not layout:
+                _put_known(plan.spans, staging)
             self._put_new_rows(plan.spans, staging)
             scored = self._put_scored(plan.spans, staging)
         tops: tuple[int, ...] = ()
@@ -80,33 +80,31 @@ class Packer:
             scored=scored,
         )
 
-    def _put_decode(self, spans: Seq[Span], staging: Staging, size: int) -> None:
-        page_size = self._page_size
-        pages = [0 if start % page_size else seq.pages[start // page_size] for seq, start, _, _, _, _, _ in spans]
-        put_decode(staging, [span.seq.row for span in spans], pages, size)
-        known = [(seq.row, known[0], start) for seq, start, _, _, known, _, _ in spans if known is not None]
-        if known:
-            staging.put("known", np.array(known, dtype=np.int64))
-
     def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
         """Rows that no step has set up yet, and the pages that are copied for them."""
         _put_setup(staging, [span.seq for span in spans if not span.seq.row_ready], self._vocab, self._adapters)
-        if copies := [span.copy for span in spans if span.copy is not None]:
+        if copies := [prompt.copy for *_, prompt in spans if prompt is not None and prompt.copy is not None]:
             staging.put("copies", np.array(copies, dtype=np.int32))
 
     def _put_scored(self, spans: Seq[Span], staging: Staging) -> int:
         at, targets, begin = [], [], 0
-        for seq, start, tokens_in, _, _, scored, _ in spans:
-            if scored:
-                at.append(np.arange(begin, begin + scored))
-                targets.append(seq.group.request.prompt.token_ids[start + 1 : start + 1 + scored])
+        for seq, start, tokens_in, _, prompt in spans:
+            if prompt is not None and prompt.scored:
+                at.append(np.arange(begin, begin + prompt.scored))
+                targets.append(seq.group.request.prompt.token_ids[start + 1 : start + 1 + prompt.scored])
             begin += tokens_in
         return put_scored(staging, np.concatenate(at), np.concatenate(targets), self.scored_multiple) if at else 0
 
 
+def _put_known(spans: Seq[Span], staging: Staging) -> None:
+    """The tokens of prompts that take the decode forward."""
+    known = [(seq.row, prompt.tokens[0], start) for seq, start, _, _, prompt in spans if prompt is not None]
+    staging.put("known", np.array(known, dtype=np.int64))
+
+
 def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, int], ...]:
-    tokens = np.concatenate([span.known for span in spans if span.known is not None]).astype(np.int64)
-    columns = [(seq.row, start, tokens_in, draws) for seq, start, tokens_in, draws, *_ in spans]
+    tokens = np.concatenate([prompt.tokens for *_, prompt in spans if prompt is not None]).astype(np.int64)
+    columns = [(seq.row, start, tokens_in, draws) for seq, start, tokens_in, draws, _ in spans]
     return put_prefill(staging, columns, tokens)
 
 

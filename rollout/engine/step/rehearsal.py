@@ -17,7 +17,7 @@ from rollout.engine.step.features import PLAIN, Feature
 from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot
-from rollout.engine.step.upload import StepInput, Upload, put_decode, put_prefill, put_scored, put_tops
+from rollout.engine.step.upload import Upload, put_decode, put_prefill, put_scored, put_tops
 from rollout.models.fused import FusedDecoder
 
 #: All that can be asked of sampling at once.
@@ -154,11 +154,11 @@ def _pack_prefill(executor: Executor, slot: Slot, step: Rehearsed, max_context: 
 
 def _run(executor: Executor, slot: Slot, upload: Upload) -> None:
     """On the compute stream alone, to its end: the next step overwrites what is uploaded."""
-    header, words = upload.header, upload.words
+    header, step = upload.header, slot.input_for(upload)
     slot.masks.set_rows(range(header.draws))
-    executor.compute.run(functools.partial(slot.receive, words))
+    executor.compute.run(functools.partial(step.receive, upload.words))
     executor.compute.run(slot.masks.copy)
-    executor.compute.run(functools.partial(executor.run, StepInput(header, slot.input[: len(words)]), slot))
+    executor.compute.run(functools.partial(executor.run, step, slot))
     executor.compute.run(functools.partial(executor.run_draw, header, slot))  # where it waits for masks
     executor.compute.run(executor.step.rows.clear_padding)
     done = executor.device.event()

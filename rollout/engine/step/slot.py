@@ -27,7 +27,7 @@ from rollout.engine.messages import RoutingShape
 from rollout.engine.step.expert_trace import StepExperts, record_words
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.scores import Scores, StepScores
-from rollout.engine.step.upload import Header, Staging
+from rollout.engine.step.upload import Header, Staging, StepInput, Upload
 
 OUTPUT_FIELDS = 4
 
@@ -75,9 +75,9 @@ class Slot:
         #: Logits and rows between the two parts of such a step; on the compute stream.
         self.forwarded: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def receive(self, words: torch.Tensor) -> None:
-        """Copy an upload to the device; on the H2D stream."""
-        self.input[: len(words)].copy_(words, non_blocking=True)
+    def input_for(self, upload: Upload) -> StepInput:
+        """Where an upload goes on the device."""
+        return StepInput(upload.header, self.input[: len(upload.words)])
 
     def download(self, header: Header) -> None:
         """Copy the outputs of a step to the host; on the D2H stream."""

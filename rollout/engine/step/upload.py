@@ -53,8 +53,7 @@ class Section(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What a step is, beside its arrays. Integers, strings and tuples of them."""
 
     rows: int  # that take part
@@ -71,7 +70,7 @@ class Header:
 
     def to_fields(self) -> dict[str, Any]:
         """A map of integers, strings and lists, for a wire."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return self._asdict()
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Header:
@@ -100,6 +99,10 @@ class StepInput:
     def __init__(self, header: Header, words: torch.Tensor) -> None:
         self.header = header
         self.words = words
+
+    def receive(self, words: torch.Tensor) -> None:
+        """Copy the words of an upload here; on the H2D stream."""
+        self.words.copy_(words, non_blocking=True)
 
     def __contains__(self, name: str) -> bool:
         return name in self.header.sections
@@ -139,12 +142,13 @@ class Staging:
         return Upload(header, self.words[: self.used])
 
 
-def put_decode(staging: Staging, rows: Sequence[int], pages: Sequence[int], size: int) -> None:
-    """Put the rows of a decode forward and the pages that they open, padded to `size` with row 0."""
+def put_decode(staging: Staging, rows: Sequence[int], opens: Sequence[tuple[int, int]], size: int) -> None:
+    """Put the rows of a decode forward and the pages that they open, (place, page), padded to `size` with row 0."""
     rows_B = np.zeros(size, dtype=np.int64)
     rows_B[: len(rows)] = rows
     pages_B = np.zeros(size, dtype=np.int32)
-    pages_B[: len(pages)] = pages
+    for place, page in opens:
+        pages_B[place] = page
     staging.put("rows", rows_B)
     staging.put("new_pages", pages_B)
 
