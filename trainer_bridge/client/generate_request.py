@@ -199,7 +199,10 @@ def _add_prior(sent: dict[str, Any]) -> Completion:
 
 
 def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    given = dict(fields.get("sampling") or {})
+    sampling = fields.get("sampling")
+    if not (sampling is None or isinstance(sampling, Mapping)):
+        raise ValueError(f"sampling must be a map, such as {{'temperature': 0.7}}, not {type(sampling).__name__}")
+    given = dict(sampling or {})
     loose = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
     twice = sorted(given.keys() & loose.keys())
     if twice:

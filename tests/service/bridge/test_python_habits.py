@@ -58,6 +58,7 @@ def test_log_probs_that_come_anyway_may_be_asked_for(connect: Connect, serve: Se
     ("fields", "words"),
     [
         ({"sampling": {"temprature": 0.5}}, "did you mean 'temperature'"),
+        ({"sampling": "greedy"}, "sampling must be a map"),
         ({"temprature": 0.5}, "did you mean 'temperature'"),
         ({"max_token": 5}, "did you mean 'max_tokens'"),
         ({"prompt": ["a", "b"]}, "generate_many"),
