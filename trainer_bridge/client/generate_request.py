@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -85,6 +86,15 @@ _SAMPLING = (
 _PROMPTS = (str, list, tuple, np.ndarray)  # what a list of prompts holds
 _LOCAL = ("endpoint", "request_id", "timeout_s")
 _FIELDS = frozenset(GenerateFields.__annotations__)
+#: Fields that are read here before the worker checks them: the types that can be read, and how to say so.
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "sampling": (Mapping, "a map, such as {'temperature': 0.7}"),
+    "logit_bias": (Mapping, "a map of token ids to numbers"),
+    "stop": ((str, Integral, Iterable), "a string, a token id, a list of these, or a map"),
+    "continue_from": ((Completion, Mapping), "a Completion, or a map with 'token_ids' and 'seed'"),
+    "request_id": (str, "a string"),
+    "timeout_s": (Real, "a number of seconds"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,9 @@ def plan_request(
             f"generate takes no field {unknown[0]!r}{_did_you_mean(unknown[0], _FIELDS)}; "
             f"it takes prompt, stream, {', '.join(sorted(_FIELDS))}"
         )
+    for name, (kinds, words) in _KINDS.items():
+        if not (fields.get(name) is None or isinstance(fields[name], kinds)):
+            raise ValueError(f"{name} must be {words}, not {type(fields[name]).__name__}")
     if stream not in (False, "tokens", "completions"):
         raise ValueError(f"stream is {stream!r}; use False, 'tokens' or 'completions'")
     sent = {

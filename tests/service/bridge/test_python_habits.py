@@ -58,6 +58,12 @@ def test_log_probs_that_come_anyway_may_be_asked_for(connect: Connect, serve: Se
     ("fields", "words"),
     [
         ({"sampling": {"temprature": 0.5}}, "did you mean 'temperature'"),
+        ({"sampling": "greedy"}, "sampling must be a map"),
+        ({"logit_bias": "x"}, "logit_bias must be a map"),
+        ({"stop": 3.5}, "stop must be a string"),
+        ({"continue_from": 3}, "continue_from must be a Completion"),
+        ({"request_id": 5}, "request_id must be a string"),
+        ({"timeout_s": "10"}, "timeout_s must be a number"),
         ({"temprature": 0.5}, "did you mean 'temperature'"),
         ({"max_token": 5}, "did you mean 'max_tokens'"),
         ({"prompt": ["a", "b"]}, "generate_many"),

@@ -154,7 +154,7 @@ def test_every_setting_can_be_given_as_a_flag(tmp_path, monkeypatch):
         (["serve", "m", "--metrics-port", "65536"], "metrics.metrics_port = '65536'"),
         (["serve", "no-model", "--device", "gpu"], "device 'gpu': write auto, cpu, cuda or cuda:N"),
         (["serve", "no-model", "--device", "gpu", "--workers", "2"], "write auto, cuda or cpu"),
-        (["serve", "no-model", "--device", "cuda:99"], "is not there"),
+        (["serve", "no-model", "--device", "cuda:99"], "device 'cuda:99'"),
         (["serve", "no-model", "--bind", "tcp://*:0"], "--insecure"),
         (["serve", "no-model", "--curve-secret-key", "no-key", "--curve-client-keys", "."], "no-key"),
         (["bench"], "unknown command bench"),
