@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollout.weights.destination import StagedDestination
+from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.errors import BadRequest, WeightsRejected
 from trainer_bridge.wire.manifest import Manifest
-from trainer_bridge.wire.tensors import typed_view
 
 if TYPE_CHECKING:
     from rollout.engine.adapter_table import AdapterUpdate

@@ -17,9 +17,9 @@ import torch
 
 from rollout.weights.parameter_map import Fit
 from rollout.weights.staging import DeviceShadow
+from trainer_bridge.transports.tensors import TORCH_DTYPES, typed_view
 from trainer_bridge.wire.errors import WeightsRejected
 from trainer_bridge.wire.manifest import Manifest, TensorEntry
-from trainer_bridge.wire.tensors import TORCH_DTYPES, typed_view
 
 
 class StagedDestination:

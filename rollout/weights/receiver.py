@@ -202,7 +202,7 @@ class WeightReceiver:
             except Exception as error:  # a fault of ours must not end the thread: the old weights serve on
                 _log.exception("the weight receiver failed")
                 intake.reject(InternalError(f"the worker failed while it received weights: {error!r:.200}"))
-            intake.leave_door()
+            intake.report_idle()
 
     def _run_commands(self) -> None:
         self._wake.clear()

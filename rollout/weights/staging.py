@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from rollout.weights.parameter_map import Fit
+from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.manifest import Manifest
-from trainer_bridge.wire.tensors import typed_view
 
 #: Makes memory of a device: uint8 [bytes].
 Allocate = Callable[[int], torch.Tensor]

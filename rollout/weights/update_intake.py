@@ -175,11 +175,13 @@ class UpdateIntake:
 
     def advance(self) -> bool:
         """Let each transport do a piece of work; true when there may be more. Raises `RolloutError`."""
-        incoming = None if self.current is None else self.current.incoming
+        incoming, carrier = None, ""
+        if self.current is not None:
+            incoming, receiver = self.current.incoming, self.current.begin.receiver
+            carrier = receiver.carrier or receiver.name
         busy = False
-        for receiver in self._receivers.values():
-            mine = incoming if incoming is not None and incoming.transport in receiver.carries else None
-            busy |= receiver.advance(mine)
+        for name, receiver in self._receivers.items():
+            busy |= receiver.advance(incoming if name == carrier else None)
         return busy
 
     def settle(self) -> None:
@@ -188,8 +190,8 @@ class UpdateIntake:
         self._retry_begin()
         self._drop_idle()
 
-    def leave_door(self) -> None:
-        """Nothing is inside unless an update is received, ready or applied; behind a shut door nothing is kept, too."""
+    def report_idle(self) -> None:
+        """Tell the gate when no update is active; if a sleep is ordered, free the memory kept for the next one."""
         if self.current is None and self.committed is None:
             if self._gate.sleep is not None:
                 for receiver in self._receivers.values():

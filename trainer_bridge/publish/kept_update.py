@@ -16,9 +16,9 @@ import torch
 
 from trainer_bridge.publish.handle import PublishHandle
 from trainer_bridge.transports.payload import Payload
+from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.errors import UNANSWERED, RolloutError
 from trainer_bridge.wire.manifest import Manifest
-from trainer_bridge.wire.tensors import typed_view
 
 _MOST_REFUSALS = 3  # one may be of a worker that was lost once more
 

@@ -30,13 +30,6 @@ from trainer_bridge.wire.keys import ClientCurve
 _ORDER = ("cuda_ipc", "nccl", "shm", "zmq")
 _FOR_GPUS = ("cuda_ipc", "nccl")
 _ORDER_OF_PARTS = ("nccl", "cuda_ipc", "shm", "zmq")
-_GOOD = {
-    "cuda_ipc": "the worker's GPU reaches the tensors' memory",
-    "nccl": "from device to device",
-    "shm": "the worker runs on this host",
-    "zmq": "it works between any two hosts",
-    "disk": "",
-}
 
 _log = logging.getLogger(__name__)
 
@@ -144,10 +137,9 @@ class TransportChoice:
             self._senders[name] = make_sender(name, self._folder, self._curve, self._endpoints)
         return self._senders[name]
 
-    @staticmethod
-    def _reasons(name: str, refusals: Mapping[str, str]) -> str:
-        against = "; ".join(f"not {other}: {why}" for other, why in refusals.items())
-        return f"{_GOOD[name]}; {against}" if against else _GOOD[name]
+    def _reasons(self, name: str, refusals: Mapping[str, str]) -> str:
+        reasons = [self._sender(name).why, *(f"not {other}: {why}" for other, why in refusals.items())]
+        return "; ".join(filter(None, reasons))
 
 
 def transfer_all(payload: Payload, senders: Mapping[str, Served], rules: TransferRules) -> dict[str, dict[str, Any]]:

@@ -83,8 +83,8 @@ class TransportReceiver(ABC):
     """The worker's side of a transport. All methods run in the receiver's thread."""
 
     name: ClassVar[str]
-    #: Transports whose data `advance` takes: the socket of `zmq` also announces the buckets of `shm` and `cuda_ipc`.
-    carries: ClassVar[tuple[str, ...]] = ()
+    #: The transport whose `advance` takes this one's data: `zmq` where its socket announces the buckets, else empty.
+    carrier: ClassVar[str] = ""
     #: All bytes arrive on the device, by `put`: they need no host memory.
     on_device: bool = False
 
@@ -161,6 +161,8 @@ class TransportSender(ABC):
     """The trainer's side of a transport. All methods run in the publisher's thread."""
 
     name: ClassVar[str]
+    #: Why `auto` takes this transport where it works; reports and the log show it.
+    why: ClassVar[str] = ""
 
     @abstractmethod
     def prepare(self, payload: Payload) -> dict[str, Any]:

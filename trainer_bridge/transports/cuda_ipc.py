@@ -108,7 +108,7 @@ class CudaIpcMemory:
 
     def _tensor(self, pointer: ctypes.c_void_p, nbytes: int) -> torch.Tensor:
         assert pointer.value is not None
-        return torch.as_tensor(_Array(pointer.value, nbytes), device=self._device)
+        return torch.as_tensor(_CudaBytes(pointer.value, nbytes), device=self._device)
 
     def _call(self, name: str, *arguments: Any) -> None:
         with torch.cuda.device(self._device):
@@ -124,7 +124,7 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
-class _Array:
+class _CudaBytes:
     """Device memory as torch takes it without a copy."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
@@ -157,6 +157,7 @@ class CudaIpcReceiver(TransportReceiver):
     """Opens the publisher's slots; the socket of `zmq` tells which slot holds which bucket."""
 
     name = "cuda_ipc"
+    carrier = "zmq"
     on_device = True
 
     def __init__(self, buckets: ZmqReceiver, memory: IpcMemory) -> None:
@@ -244,6 +245,7 @@ class CudaIpcSender(TransportSender):
     """Packs buckets into slots on the tensors' GPU, for any number of workers on this host."""
 
     name = "cuda_ipc"
+    why = "the worker's GPU reaches the tensors' memory"
 
     def __init__(self, curve: ClientCurve | None = None, memory: IpcMemory | None = None) -> None:
         self._curve = curve

@@ -62,7 +62,6 @@ class DiskReceiver(TransportReceiver):
     """Reads the folder that `begin` names, a piece of at most 64 MiB at a time."""
 
     name = "disk"
-    carries = ("disk",)
 
     def __init__(self) -> None:
         self._folder = -1

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from trainer_bridge.transports.shards import Shards, is_spread
+from trainer_bridge.transports.tensors import TORCH_DTYPES, typed_view
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.manifest import DTYPE_BYTES, Manifest, TensorEntry, pack, usual_bucket_bytes
-from trainer_bridge.wire.tensors import TORCH_DTYPES, typed_view
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 

@@ -1,9 +1,9 @@
-"""The transports by name: the worker's receivers and the publisher's senders. A new transport is entered here."""
+"""The table of transports: for each name, how a worker makes its receiver and a publisher its sender."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,58 +13,98 @@ from trainer_bridge.transports.shm import ShmReceiver, ShmSender
 from trainer_bridge.transports.zmq_stream import BucketSocket, ZmqReceiver, ZmqSender
 from trainer_bridge.wire.keys import ClientCurve
 
-TRANSPORTS = ("cuda_ipc", "nccl", "shm", "zmq", "disk")
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker's receivers are made of."""
+
+    buckets: ZmqReceiver  # reads the socket that brings buckets
+    device: torch.device  # of the model
+    idle_s: float  # bounds waits in a group
+    wake: Callable[[], object]  # makes the receiver's thread look
+    groups: bool  # allows `nccl`, whose connections have no keys
+
+
+@dataclass(frozen=True)
+class PublisherSetup:
+    """What a publisher's senders are made of."""
+
+    folder: str | None  # where `disk` writes
+    curve: ClientCurve | None  # keys for workers with CURVE
+    endpoints: Sequence[str]  # of the workers
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How to make the two halves of a transport. `receiver` returns None where the worker cannot use the transport."""
+
+    receiver: Callable[[WorkerSetup], TransportReceiver | None]
+    sender: Callable[[PublisherSetup], TransportSender]
+
+
+def _disk_sender(publisher: PublisherSetup) -> TransportSender:
+    if publisher.folder is None:
+        raise ValueError("transport 'disk' needs a folder that the workers can read; set folder=")
+    return DiskSender(publisher.folder)
+
+
+def _cuda_ipc_receiver(worker: WorkerSetup) -> TransportReceiver | None:
+    if worker.device.type != "cuda":
+        return None
+    from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver
+    from trainer_bridge.transports.fingerprint import fingerprint
+
+    # Compiles the kernel now, not while rows decode.
+    fingerprint(torch.zeros(4, dtype=torch.uint8, device=worker.device))
+    try:
+        return CudaIpcReceiver(worker.buckets, CudaIpcMemory(worker.device))
+    except OSError:  # the CUDA runtime library is missing; the other transports do not need it
+        return None
+
+
+def _cuda_ipc_sender(publisher: PublisherSetup) -> TransportSender:
+    from trainer_bridge.transports.cuda_ipc import CudaIpcSender
+
+    return CudaIpcSender(publisher.curve)
+
+
+def _nccl_receiver(worker: WorkerSetup) -> TransportReceiver | None:
+    if not worker.groups or not torch.distributed.is_available():
+        return None
+    from trainer_bridge.transports.nccl.transport import NcclReceiver
+
+    return NcclReceiver(worker.device, worker.idle_s, worker.wake)
+
+
+def _nccl_sender(publisher: PublisherSetup) -> TransportSender:
+    from trainer_bridge.transports.nccl.transport import NcclSender
+
+    return NcclSender(publisher.endpoints)
+
+
+#: In the order in which a worker's `status` lists them.
+TRANSPORTS: dict[str, Transport] = {
+    "zmq": Transport(lambda worker: worker.buckets, lambda publisher: ZmqSender(publisher.curve)),
+    "shm": Transport(lambda worker: ShmReceiver(worker.buckets), lambda publisher: ShmSender(publisher.curve)),
+    "disk": Transport(lambda worker: DiskReceiver(), _disk_sender),
+    "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender),
+    "nccl": Transport(_nccl_receiver, _nccl_sender),
+}
 
 
 def make_receivers(
     socket: BucketSocket, device: torch.device, idle_s: float, wake: Callable[[], object], groups: bool
 ) -> dict[str, TransportReceiver]:
-    """Every transport of a worker, by name.
-
-    `socket` brings buckets, `device` is where the model is, `idle_s` bounds waits in a group, and `wake` makes the
-    receiver's thread look. `groups` allows `nccl`, whose connections have no keys.
-    """
-    zmq_receiver = ZmqReceiver(socket)
-    receivers: dict[str, TransportReceiver] = {
-        "zmq": zmq_receiver,
-        "shm": ShmReceiver(zmq_receiver),
-        "disk": DiskReceiver(),
-    }
-    if device.type == "cuda":
-        from trainer_bridge.transports.cuda_ipc import CudaIpcMemory, CudaIpcReceiver
-        from trainer_bridge.transports.fingerprint import fingerprint
-
-        fingerprint(torch.zeros(4, dtype=torch.uint8, device=device))  # compiled now, and not while rows decode
-        with contextlib.suppress(OSError):  # without the CUDA runtime library the other transports serve
-            receivers["cuda_ipc"] = CudaIpcReceiver(zmq_receiver, CudaIpcMemory(device))
-    if groups and torch.distributed.is_available():
-        from trainer_bridge.transports.nccl.transport import NcclReceiver
-
-        receivers["nccl"] = NcclReceiver(device, idle_s, wake)
-    return receivers
+    """Every transport that a worker can use, by name; the arguments are those of `WorkerSetup`."""
+    worker = WorkerSetup(ZmqReceiver(socket), device, idle_s, wake, groups)
+    receivers = {name: transport.receiver(worker) for name, transport in TRANSPORTS.items()}
+    return {name: receiver for name, receiver in receivers.items() if receiver is not None}
 
 
 def make_sender(
     name: str, folder: str | None, curve: ClientCurve | None = None, endpoints: Sequence[str] = ()
 ) -> TransportSender:
-    """The sender of a transport to the workers at `endpoints`.
-
-    `disk` writes to `folder`; `curve` has the keys for workers with CURVE. Raises ValueError for an unknown name.
-    """
-    if name == "zmq":
-        return ZmqSender(curve)
-    if name == "shm":
-        return ShmSender(curve)
-    if name == "cuda_ipc":
-        from trainer_bridge.transports.cuda_ipc import CudaIpcSender
-
-        return CudaIpcSender(curve)
-    if name == "nccl":
-        from trainer_bridge.transports.nccl.transport import NcclSender
-
-        return NcclSender(endpoints)
-    if name == "disk":
-        if folder is None:
-            raise ValueError("transport 'disk' needs a folder that the workers can read; set folder=")
-        return DiskSender(folder)
-    raise ValueError(f"unknown transport {name!r}; use auto, {', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}")
+    """The sender of a transport; the arguments are those of `PublisherSetup`. Raises ValueError for an unknown name."""
+    if name not in TRANSPORTS:
+        raise ValueError(f"unknown transport {name!r}; use auto, {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[name].sender(PublisherSetup(folder, curve, endpoints))

@@ -61,6 +61,7 @@ class ShmReceiver(TransportReceiver):
     """Maps the publisher's segment; the socket of `zmq` tells which slot holds which bucket."""
 
     name = "shm"
+    carrier = "zmq"
 
     def __init__(self, buckets: ZmqReceiver) -> None:
         self._buckets = buckets
@@ -198,6 +199,7 @@ class ShmSender(TransportSender):
     """Packs buckets into a segment, for any number of workers on this host."""
 
     name = "shm"
+    why = "the worker runs on this host"
 
     def __init__(self, curve: ClientCurve | None = None) -> None:
         self._curve = curve

@@ -83,7 +83,6 @@ class ZmqReceiver(TransportReceiver):
     """Takes the buckets that a socket brings; `window` is how many may be on their way unanswered."""
 
     name = "zmq"
-    carries = ("zmq", "shm", "cuda_ipc")
 
     def __init__(self, socket: BucketSocket, window: int = DEFAULT_WINDOW) -> None:
         self._socket = socket
@@ -241,6 +240,7 @@ class ZmqSender(TransportSender):
     """Sends buckets to any number of workers, at the pace of the slowest one that is alive."""
 
     name = "zmq"
+    why = "it works between any two hosts"
 
     def __init__(self, curve: ClientCurve | None = None) -> None:
         self._curve = curve

@@ -154,7 +154,7 @@ def test_a_table_that_is_none_is_refused(firsts: list[int], roots: list[int]) ->
 
 def test_auto_tries_groups_first_for_parts_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(transport_choice, "make_sender", lambda *_: SimpleNamespace(prepare=lambda payload: {}))
+    monkeypatch.setattr(transport_choice, "make_sender", lambda *_: SimpleNamespace(prepare=lambda payload: {}, why=""))
     choice = TransportChoice("auto", None, None, [])
     for spread, first in ((True, "nccl"), (False, "cuda_ipc")):
         payload: Any = SimpleNamespace(on_gpu=True, again=False, spread=spread)

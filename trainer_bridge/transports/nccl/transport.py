@@ -72,7 +72,6 @@ class NcclReceiver(TransportReceiver):
     """Joins the publisher's group, in a thread for each update. `device` is where the model is."""
 
     name = "nccl"
-    carries = ("nccl",)
 
     def __init__(self, device: torch.device, timeout_s: float, wake: Callable[[], object]) -> None:
         self.on_device = device.type == "cuda"
@@ -157,6 +156,7 @@ class NcclSender(TransportSender):
     """Broadcasts each bucket to all workers at once. `endpoints`, the workers', tell which address to listen on."""
 
     name = "nccl"
+    why = "from device to device"
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         self._hosts = [local_address(endpoint) for endpoint in endpoints]
