@@ -19,7 +19,7 @@ def other(folders):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_kept_kv_of_older_weights_stays_valid_on_the_host(model, other, prompt_of, hf_models, late):
-    """Updates while sequences are offloaded: every token follows from its old KV."""
+    """Updates while sequences are offloaded: tokens follow from the KV that the sequence had; none is recomputed."""
     mailbox = Mailbox()
     device = LateDevice({"kv_in": lambda: 0.003, "kv_out": lambda: 0.003}) if late else None
     bench = offloading(model, device=device, receiver=mailbox, prefill_chunk_tokens=256)

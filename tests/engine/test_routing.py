@@ -332,7 +332,7 @@ def test_without_the_setting_nothing_is_recorded(family):
     model, _ = family
     bench = Bench(model)
     assert bench.engine.scheduler.allocator.experts is None
-    bench.submit("a", prompt_of(9), 5)
+    bench.submit("a", prompt_of(9, 0), 5)
     bench.run()
     assert bench.completions["a", 0].routing == []
     bench.close()

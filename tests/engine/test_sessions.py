@@ -338,7 +338,7 @@ def test_sessions_that_share_all_their_pages_are_bounded_too(most_pages, pages, 
         )
         sessions.keep(session, SessionKV(prompt[: 4 * pages], shared, 0, None), 0.0)
         sessions.check()
-    assert sessions.holding == most and sessions.pages == pages
+    assert sessions.status().holding == most and sessions.pages == pages
     held, _ = sessions.match(session, prompt, 0)
     assert held.tokens.base is None, "only the held part of the prompt"
     sessions.end("c")
