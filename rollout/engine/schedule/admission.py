@@ -1,4 +1,4 @@
-"""Who may come in and how long: limits, refusals, deadlines."""
+"""Admission of requests: limits, refusals, deadlines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.engine.schedule.sequence import Group
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What bounds the scheduler; see `rollout.config.EngineSettings` for the meanings."""
+    """The limits of the scheduler; `rollout.config.EngineSettings` explains them."""
 
     max_rows: int
     max_queue: int  # completions that may wait
@@ -52,7 +52,7 @@ def refusal(
     return None
 
 
-#: Entries that a heap may hold beyond twice those that it needed when it was last cleaned.
+#: The heap is cleaned when it has this many entries more than twice the number left by the last cleaning.
 _SLACK = 16
 
 
@@ -72,7 +72,7 @@ class Deadlines:
             self._sweep_at = 2 * len(self._heap) + _SLACK
 
     def take_overdue(self, now_s: float) -> list[Group]:
-        """The unfinished groups whose time has passed, taken out."""
+        """Remove the groups whose time has passed; returns the unfinished ones."""
         overdue = []
         while self._heap and self._heap[0][0] <= now_s:
             group = heapq.heappop(self._heap)[2]

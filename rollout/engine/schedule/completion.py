@@ -28,7 +28,7 @@ class Counters:
 
 
 def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
-    """The tokens of `seq` that no delta has carried yet; moves the mark. `experts` is where their experts are."""
+    """The tokens of `seq` that no delta has carried yet; advances `seq.flushed`. `experts` holds their experts."""
     start, end = seq.flushed, len(seq.tokens)
     top_ids, top_logprobs = (None, None) if seq.tops is None else seq.tops.between(start, end)
     delta = Delta(
@@ -91,7 +91,7 @@ def _known(seq: Sequence) -> int:
 
 
 def _prompt_logprobs(group: Group) -> np.ndarray | None:
-    """Those of now: what is still being computed is written to the group's own array."""
+    """A copy of the present values: later chunks still write to the group's array."""
     return None if group.prompt_logprobs is None else group.prompt_logprobs.copy()
 
 

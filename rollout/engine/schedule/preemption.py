@@ -79,7 +79,7 @@ def change_weights(roster: Roster, version: int, recompute: bool) -> None:
     roster.allocator.weights_changed()
     for seq in roster.unfinished():
         first = max(version, seq.group.request.min_version)  # that it can have a token of
-        if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight are of the old version
+        if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight have the old version
             roster.finish(seq, Finish("stale"))
     _begin_again(roster, roster.unfinished(), recompute)
 
@@ -94,12 +94,12 @@ def put_adapter(roster: Roster, name: str, version: int | None, weights: Adapter
     roster.room.adapter_changed(adapter)
     users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
     for seq in _begin_again(roster, users, recompute):
-        seq.kv_version = -1  # of several generations: no other sequence may use it
+        seq.kv_version = -1  # its KV has several generations: no other sequence may use it
         seq.note_adapter()
 
 
 def drop_adapter(roster: Roster, name: str) -> None:
-    """Forget an adapter. Raises AdapterError where there is none, or a request names it."""
+    """Forget an adapter. Raises AdapterError if it is not loaded, or if a request names it."""
     table = roster.allocator.adapters
     if table is None or name not in table.known:
         raise AdapterError(f"adapter {name!r:.200} is not loaded")
@@ -116,7 +116,7 @@ def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> list[
             roster.allocator.forget_offloaded(seq)
     changed, rows = set(seqs), []
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
-        # A row that launched nothing takes no old KV along but its own, and log-probs of a prompt are of one version.
+        # A row that launched nothing takes no old KV along but its own, and all log-probs of a prompt have one version.
         own = seq.row_ready or (seq.offloaded is not None and bool(seq.versions))
         if recompute or not own or seq.scores_prompt:
             roster.take_off(seq)

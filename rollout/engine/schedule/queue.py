@@ -1,8 +1,8 @@
-"""Sequences without a row: the queue, groups whose members wait for one of them, requests that wait for newer weights.
+"""Sequences without a row: the queue, groups that wait for their leader, requests that wait for newer weights.
 
-Of a group that shares a prompt one member, the leader, is queued first; the others follow when its prefill is launched,
-and take the prompt's pages from the share that is opened then. A request with a `min_version` is in no queue before the
-weights are of that version.
+One member of a group, the leader, is queued first. The followers are queued when its prefill is launched, and take the
+prompt's pages from the share that opens then. A request with a `min_version` enters the queue when the weights have
+that version.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import RequestKey
 from rollout.engine.schedule.sequence import Group, Sequence
 
-#: Entries that the heap may hold beyond twice those that it needed when it was last cleaned.
+#: The heap is cleaned when it has this many entries more than twice the number left by the last cleaning.
 _SLACK = 16
 
 
 class _Heap:
-    """Sequences by rank. Finalized ones are skipped, and swept out when they are many."""
+    """Sequences by rank. Finalized sequences are skipped, and removed when there are many."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
@@ -33,7 +33,7 @@ class _Heap:
             self._keep(lambda seq: not seq.finalized)
 
     def remove(self, seqs: list[Sequence]) -> None:
-        """Take out these sequences."""
+        """Remove these sequences."""
         ranks = {seq.rank for seq in seqs}
         self._keep(lambda seq: seq.rank not in ranks and not seq.finalized)
 
@@ -43,18 +43,18 @@ class _Heap:
         self._sweep_at = 2 * len(self._heap) + _SLACK
 
     def first(self) -> Sequence | None:
-        """The sequence that is next, left where it is."""
+        """The next sequence, which stays in the heap."""
         while self._heap and self._heap[0][1].finalized:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> None:
-        """Take out what `first` returned."""
+        """Remove the sequence that `first` returned."""
         heapq.heappop(self._heap)
 
 
 class WaitingQueue:
-    """Sequences without a row, by rank; those that take an adapter apart, so that others need not wait for its slot."""
+    """Sequences without a row, by rank. Those with an adapter have a heap of their own: only they wait for its slot."""
 
     def __init__(self) -> None:
         self._plain, self._adapted = _Heap(), _Heap()
@@ -64,14 +64,14 @@ class WaitingQueue:
         self._with(seq).push(seq)
 
     def remove(self, seqs: list[Sequence]) -> None:
-        """Take out these sequences."""
+        """Remove these sequences."""
         for heap in (self._plain, self._adapted):
             heap.remove(seqs)
 
     def first(self, ready: Callable[[Sequence], bool]) -> Sequence | None:
-        """The sequence that is next, left in the queue; if it is not `ready`, the next that takes no adapter.
+        """The next sequence, which stays in the queue; if its adapter is not `ready`, the next without an adapter.
 
-        Others with an adapter wait behind it: the slot that it needs would never be free.
+        Other sequences with an adapter wait too: if they took the slots, the first would never get one.
         """
         plain, adapted = self._plain.first(), self._adapted.first()
         if adapted is None or (plain is not None and plain.rank < adapted.rank):
@@ -79,7 +79,7 @@ class WaitingQueue:
         return adapted if ready(adapted) else plain
 
     def pop(self, seq: Sequence) -> None:
-        """Take out what `first` returned."""
+        """Remove the sequence that `first` returned."""
         self._with(seq).pop()
 
     def _with(self, seq: Sequence) -> _Heap:
@@ -87,7 +87,7 @@ class WaitingQueue:
 
 
 class WaitingRoom:
-    """Who waits for what."""
+    """The queue, and the sequences that are not in it yet: followers, and requests for newer weights."""
 
     def __init__(self, allocator: PageAllocator) -> None:
         self.queue = WaitingQueue()
@@ -95,7 +95,7 @@ class WaitingRoom:
         self._allocator = allocator
 
     def enter(self, group: Group, version: int) -> None:
-        """A new request; `version` is that of the weights."""
+        """Enter a new request; `version` is the version of the weights."""
         group.leader, group.followers = group.sequences[0], group.sequences[1:]
         if group.request.min_version > version:
             self.early[group.key] = group
@@ -103,7 +103,7 @@ class WaitingRoom:
             self.queue.push(group.leader)
 
     def weights_changed(self, version: int) -> None:
-        """Let in who waited for these weights; what was prefilled under older ones is shared no more."""
+        """Queue the requests that waited for these weights, and close the shares: they hold KV of older weights."""
         for group in [group for group in self.early.values() if group.request.min_version <= version]:
             assert group.leader is not None
             del self.early[group.key]
@@ -111,18 +111,18 @@ class WaitingRoom:
         self.close_shares()
 
     def close_shares(self) -> None:
-        """What was prefilled for groups is shared no more: of those that have not started one prefills it again."""
+        """Close all shares: in each group, one member that has not started prefills the prompt again."""
         for group in list(self._allocator.sharing):
             self._lead_again(group)
 
     def adapter_changed(self, adapter: Adapter) -> None:
-        """What was prefilled with this adapter's weights of before is shared no more."""
+        """Close the shares whose KV was computed with the former weights of this adapter."""
         for group in list(self._allocator.sharing):
             if group.adapter is adapter:
                 self._lead_again(group)
 
     def leader_launched(self, leader: Sequence, version: int) -> None:
-        """The last chunk of a leader's prefill is launched: the others may come, with its pages if there is a share."""
+        """A leader's last chunk is launched: queue its followers if they can share its pages, else the next leader."""
         group = leader.group
         group.leader = None
         if group.followers and self._allocator.open_share(leader, version):
@@ -134,7 +134,7 @@ class WaitingRoom:
             self._next_leader(group)
 
     def ended(self, seq: Sequence) -> None:
-        """A sequence is finalized, wherever it was."""
+        """A sequence is finalized, in whatever state it was."""
         group = seq.group
         if seq is group.leader:
             group.leader = None
@@ -144,7 +144,7 @@ class WaitingRoom:
         self.started(seq)
 
     def started(self, seq: Sequence) -> None:
-        """It has a row, or wants none: it needs the share no more."""
+        """A sequence got a row, or ended: it no longer needs the share."""
         if seq.may_share:
             seq.may_share = False
             seq.group.unstarted -= 1
@@ -157,7 +157,7 @@ class WaitingRoom:
             self.queue.push(group.leader)
 
     def _lead_again(self, group: Group) -> None:
-        """The share is of an old version: of those that have not started, one prefills for all."""
+        """Close the share of a group: the first member that has not started is its leader again."""
         unstarted = [seq for seq in group.sequences if seq.may_share]
         self.queue.remove(unstarted)
         for seq in unstarted:

@@ -43,7 +43,7 @@ class Roster:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.leaving: list[Sequence] = []
-        self.waiting = 0  # sequences with no row, those that wait for their leader included
+        self.waiting = 0  # sequences with no row, including the followers of a leader
         self.room = WaitingRoom(allocator)
         self.free_rows = list(range(max_rows, 0, -1))
         self.max_rows = max_rows
@@ -109,7 +109,7 @@ class Roster:
             self.end(group.key, "cancelled")
 
     def rescue(self, message: str) -> list[Event]:
-        """After a fault: the events that were due, and those that end every request as `error` with its tokens.
+        """After a fault: the events that were due, and the events that end every request as `error` with its tokens.
 
         A fault may come anywhere, so the books may be half-way: this reads the sequences' tokens, and their experts
         where they are asked for, and gives no row or page back. The roster is thrown away afterwards; a second call

@@ -51,8 +51,8 @@ class Scheduler(Roster):
         self._arrivals = 0
         self._last_kind = "decode"
         self._upload_words = upload_words
-        self._refused: Sequence | None = None  # did not fit, with so many running and so many pages available
-        self._refused_at = (0, 0)
+        self._refused: Sequence | None = None  # did not fit, with the counts of `_refused_at`
+        self._refused_at = (0, 0)  # (sequences running, pages available)
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Scheduler(Roster):
         preemption.put_adapter(self, name, version, weights, recompute)
 
     def drop_adapter(self, name: str) -> None:
-        """Forget an adapter. Raises AdapterError where there is none, or a request names it."""
+        """Forget an adapter. Raises AdapterError if it is not loaded, or if a request names it."""
         preemption.drop_adapter(self, name)
 
     def forget_offloaded(self) -> None:

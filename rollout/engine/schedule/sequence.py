@@ -75,15 +75,15 @@ class Group:
     followers: list[Sequence] = field(default_factory=list)  # not in the queue yet: they wait for the leader's prefill
     share: PromptShare | None = None
     session: Session | None = None  # whose next turn this is
-    adapter: Adapter | None = None  # that its rows take
+    adapter: Adapter | None = None  # of its rows
     unstarted: int = 0  # members that may still want the share
     unfinished: int = 0
-    complete: int = 0  # that came to an end of their own
+    complete: int = 0  # ended by a stop or by length
     cached_tokens: int = 0
     preemptions: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
-    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN where not known yet; None: nobody asks
+    prompt_logprobs: np.ndarray | None = None  # float32 [prompt tokens], NaN where not known yet; None if not asked for
     prompt_due: bool = False  # the leader has to compute them
 
     @property
@@ -202,7 +202,7 @@ class Sequence:
         self.kv_uniform = 0  # leading positions whose KV is all of kv_version
         self.wants_offload = False  # preempted, with KV that is worth keeping
         self.offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
-        #: (tokens, weights version, generation): what computed KV of the prompt and these tokens, or went on with it.
+        #: (tokens, weights version, generation) of each prefill: it computed the KV of the prompt and of these tokens.
         self.prefills: list[tuple[int, int, int]] = []
 
     @property
@@ -212,11 +212,11 @@ class Sequence:
 
     @property
     def generation(self) -> int:
-        """Of its adapter's weights, 0 without one; KV depends on it."""
+        """Generation of its adapter's weights, 0 without an adapter; KV depends on it."""
         return 0 if self.group.adapter is None else self.group.adapter.generation
 
     def note_adapter(self) -> None:
-        """What is launched from now on takes its adapter's present version."""
+        """Steps launched from now on run with its adapter's present version."""
         if self.group.adapter is None:
             return
         marks, version = self.adapter_marks, self.group.adapter.version
@@ -242,13 +242,13 @@ class Sequence:
         return max(newest, version) - min(self.oldest_version, version) > most
 
     def note_version(self, version: int) -> None:
-        """A token of this weights version was added."""
+        """Note that a token of this weights version was added."""
         self.oldest_version = version if self.oldest_version is None else min(self.oldest_version, version)
         self.newest_version = version if self.newest_version is None else max(self.newest_version, version)
 
     @property
     def consumed(self) -> int:
-        """Positions that forwards had to consume for the tokens generated here; 0 while there is none."""
+        """Positions whose KV the tokens generated here depend on; 0 before the first such token."""
         return self.prompt_len + len(self.tokens) - 1 if self.versions else 0
 
     def history(self) -> np.ndarray:
@@ -268,7 +268,7 @@ class Sequence:
         return self.group.request.prompt.content(start, prompt_len) + generated if start < prompt_len else generated
 
     def begin_prefill(self) -> None:
-        """Its prompt and tokens are computed from the start: what a prefill that was broken off did is gone."""
+        """The prompt and tokens are computed from the start: drop the marks of a prefill that was broken off."""
         while self.prefills and self.prefills[-1][0] == len(self.tokens):
             self.prefills.pop()
 

@@ -1,1 +1,1 @@
-"""One step on the device: what is packed, what is run, what is read back."""
+"""One step: pack it on the host, execute it on the device, read its outputs."""

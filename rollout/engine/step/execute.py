@@ -47,7 +47,7 @@ class Streams:
         return cls(*(device.stream(name) for name in names))
 
     def all(self) -> list[Stream]:
-        """Those that there are."""
+        """All streams of this engine."""
         return [stream for stream in (self.h2d, self.compute, self.d2h, self.adapters) if stream is not None]
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Executor:
             self._finish(header, slot)
 
     def draw(self, header: Header, slot: Slot, at: Sequence[int]) -> None:
-        """Enqueue the draw of a step that waits for masks; the first masks are those of the drawing rows `at`."""
+        """Enqueue the draw of a step that waits for masks; mask i belongs to the drawing row `at[i]`."""
         slot.masks.set_rows(at)
         self.h2d.run(slot.masks.copy)
         self.h2d.record(slot.masks.arrived)
@@ -142,7 +142,7 @@ class Executor:
         if forwarded is not None:
             self.step.sample(*forwarded, Feature(header.features), slot.output, slot.masks)
 
-    # --- beside the steps --------------------------------------------------------------------------------------------
+    # --- between the steps --------------------------------------------------------------------------------------------
 
     def enqueue(self, work: Callable[[], object], start: Event, end: Event) -> None:
         """Run `work` on the compute stream between the last launched step and the next."""

@@ -1,4 +1,4 @@
-"""Which experts each token took: recorded by the step, kept by the host beside the KV.
+"""Which experts each token took: recorded by the step, kept by the host with the KV.
 
     routers of a step --> StepExperts [tokens, 1 + words] int32 --D2H, with the step's outputs--> commit --> ExpertPages
                           KV slot | experts, packed                                                        [KV slot]
@@ -43,7 +43,7 @@ def entry_words(shape: RoutingShape) -> int:
 
 
 def record_words(shape: RoutingShape | None, tokens: int) -> int:
-    """int32 words of the record of a step of so many tokens."""
+    """int32 words of the record of a step of `tokens` tokens."""
     return 0 if shape is None else tokens * (1 + entry_words(shape))
 
 
@@ -65,7 +65,7 @@ class StepExperts:
         self._rows_NW[: len(slots_T), 0].copy_(slots_T)
 
     def another(self, tokens: int) -> StepExperts:
-        """A record with memory of its own, for a step of so many tokens."""
+        """A record with memory of its own, for a step of `tokens` tokens."""
         words = torch.zeros(record_words(self._shape, tokens), dtype=torch.int32, device=self._rows_NW.device)
         return StepExperts(self._shape, words)
 
@@ -75,7 +75,7 @@ class StepExperts:
 
 
 class ExpertPages:
-    """The entries of all tokens whose KV is in the pool, by page. Host memory; it is taken as pages are first used."""
+    """The entries of all tokens whose KV is in the pool, by page. The host maps memory when a page is first used."""
 
     def __init__(self, shape: RoutingShape, pages: int, page_size: int, host_pages: int = 0) -> None:
         self.shape = shape
@@ -86,11 +86,11 @@ class ExpertPages:
 
     @property
     def nbytes(self) -> int:
-        """What all pages take."""
+        """Bytes of all entries."""
         return self._words_PSW.nbytes + self._stowed_HSW.nbytes
 
     def take(self, record_NW: np.ndarray) -> None:
-        """Put the entries of a step that is being committed in their places. Padding is in the dump page."""
+        """Store the entries of a step that is being committed. Padding goes to the dump page."""
         self._by_slot[record_NW[:, 0]] = record_NW[:, 1:]
 
     def copy(self, source: int, target: int) -> None:
@@ -98,7 +98,7 @@ class ExpertPages:
         self._words_PSW[target] = self._words_PSW[source]
 
     def stow(self, pages: list[int], hosts: list[int]) -> None:
-        """The KV of these pages is on the host, and the pages are about to be given up."""
+        """Copy the entries of pages whose KV is on the host: the pages are about to be given up."""
         self._stowed_HSW[hosts] = self._words_PSW[pages]
 
     def stowed(self, hosts: list[int]) -> np.ndarray:
@@ -106,7 +106,7 @@ class ExpertPages:
         return self._stowed_HSW[hosts]
 
     def put(self, pages: list[int], entries_NSW: np.ndarray) -> None:
-        """KV that was on the host is in these pages."""
+        """Store the entries of pages whose KV came back from the host."""
         self._words_PSW[pages] = entries_NSW
 
     def read(self, pages: list[int], start: int, end: int) -> np.ndarray:
@@ -134,15 +134,15 @@ class SequenceExperts:
     __slots__ = ("_kept", "_told")
 
     def __init__(self, first: int) -> None:
-        self._told = first  # entries of earlier positions were told, or are not wanted
-        self._kept: np.ndarray | None = None  # entries from `_told` on, of forwards whose KV is given up
+        self._told = first  # entries of earlier positions were sent, or are not wanted
+        self._kept: np.ndarray | None = None  # entries from `_told` on, of KV that was given up
 
     def keep(self, experts: ExpertPages, pages: list[int], end: int) -> None:
-        """The pages are about to be given up: take what was not told of positions up to `end` (exclusive) along."""
+        """The pages are about to be given up: keep the entries of positions before `end` that were not sent."""
         self._kept = self._between(experts, pages, end)
 
     def tell(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
-        """The entries of positions up to `end` (exclusive) that were not told yet."""
+        """The entries of positions before `end` that were not sent yet."""
         entries = self._between(experts, pages, end)
         if self._kept is not None:
             self._kept = self._kept[len(entries) :]

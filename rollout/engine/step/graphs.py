@@ -42,7 +42,7 @@ Progress = Callable[[int, int], None]
 def capturable(model: Decoder, fused_experts: bool) -> bool:
     """True if a decode step of this model needs no value from the device on the host: on a GPU, dense or fused experts.
 
-    The generic experts ask the device how many tokens each of them has.
+    The generic experts ask the device how many tokens each expert has.
     """
     return model.embed.is_cuda and (model.spec.moe is None or supports(model, fused_experts))
 
@@ -54,7 +54,7 @@ def graph_sizes(most: int) -> list[int]:
 
 
 def forward_sizes(sizes: list[int]) -> list[int]:
-    """Those of `sizes` at which the forward alone is captured: powers of two, and the largest."""
+    """The sizes at which the forward alone is captured: the powers of two in `sizes`, and the largest."""
     return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
 
 
@@ -67,7 +67,7 @@ class CapturedSizes:
 
     @classmethod
     def up_to(cls, most: int) -> CapturedSizes:
-        """Those that are captured for steps of up to `most` rows."""
+        """The sizes that are captured for steps of up to `most` rows."""
         sizes = graph_sizes(most)
         return cls(sizes, forward_sizes(sizes))
 

@@ -1,4 +1,4 @@
-"""Masks of constrained rows: forward now, sample later.
+"""Masks of constrained rows: the forward runs now, the draw later.
 
     compute   ... draw(k-1) | forward(k)          wait | draw(k) | forward(k+1)
     host          launch k    commit(k-1), masks(k)
@@ -6,9 +6,9 @@
 A row's mask depends on its last token, so it is made after the commit of the step before, while the forward of its own
 step runs. The draw waits for the masks; the rows of the step that have no constraint are drawn with it.
 
-Matchers are code over what a client sent, and some take for ever. So they run in a thread that can be left behind, and
-the completion at which it got stuck ends as an error. So does one whose masks come, but take too much time one after
-the other: at each token it may have a part of the time for a step, and beyond that the time for one step in all.
+A matcher runs over a constraint that a client sent, and some never return. So matchers run in threads that can be
+abandoned, and the completion whose matcher hangs ends as an error. A completion whose masks take too long in sum ends
+too: it may use a part of the time for a step at each token, and beyond these the time for one step in all.
 
 Legend: R rows, C constrained rows of a step, W words of a mask.
 """
@@ -30,12 +30,12 @@ from rollout.deadline_thread import DeadlineCall, DeadlineThread
 from rollout.engine.device.streams import Device
 from rollout.engine.schedule.sequence import Sequence
 
-#: Matchers that hang, each with a thread and a core; after that no constrained completion goes on.
+#: Matchers that may hang, each with a thread and a core; after that every constrained completion ends.
 MOST_LEFT_BEHIND = 4
 
-_FAIR_PARTS = 8  # of the time for a step: a completion that had less of it is not blamed when it runs out
-_TOKEN_PARTS = 10  # of the time for a step: what a completion may have at each token, to its end
-_thread_s = time.thread_time  # of the thread that asks: what others had of the core meanwhile is not in it
+_FAIR_PARTS = 8  # of the time for a step: a completion that used less is not blamed when the time runs out
+_TOKEN_PARTS = 10  # of the time for a step: what a completion may use at each token
+_thread_s = time.thread_time  # CPU time of the calling thread, so that other threads do not count
 _SLOW = "the constraint takes too long to follow from here; make it simpler"
 _GIVEN_UP = "too many constraints have hung this worker; send it to another one"
 _BROKEN = "a token was drawn that the constraint does not allow"
@@ -43,7 +43,7 @@ _DEAD_END = "the constraint allows no token of this model from here"
 
 
 class StepMasks:
-    """The masks of one step: a row of bits for each constrained row, and which rows of the step these are."""
+    """The masks of one step: a row of bits for each constrained row, and the places of these rows in the step."""
 
     def __init__(self, device: Device, max_rows: int, vocab: int) -> None:
         words = mask_words(vocab)
@@ -71,13 +71,13 @@ class StepMasks:
         return self._host_RW
 
     def renew_host(self) -> None:
-        """Other memory with the same content: somebody who was left behind may write to that of now."""
+        """Take new memory with the same content: an abandoned thread may still write to the old memory."""
         fresh = self._device.host_buffer(tuple(self._host_RW.shape), torch.int32)
         fresh.copy_(self._host_RW)
         self._host_RW = fresh
 
     def set_rows(self, at: Seq[int]) -> None:
-        """The first masks are those of the rows at these places."""
+        """Mask i belongs to the drawing row `at[i]`."""
         self._count = len(at)
         self._at_host_R[: len(at)] = torch.tensor(list(at), dtype=torch.int64)
 
@@ -89,52 +89,52 @@ class StepMasks:
 
 @dataclass(slots=True)
 class _Share:
-    """The completions of one thread, and how far it has come."""
+    """The completions of one thread, and its progress."""
 
     places: list[int]  # rows of the masks
     seqs: list[Sequence]
-    took_s: list[float] = field(default_factory=list)  # of those that are done
-    spent_s: list[float] = field(default_factory=list)  # the same, without what others had of the core
-    began_s: float = 0.0  # the one that is being done
-    thread_s: float = 0.0  # of the thread, when it began
-    reason: str = ""  # why that one failed
-    stopped: bool = False  # begins no other one
-    left_behind: bool = False  # nobody waits for it any more: it counts nothing
+    took_s: list[float] = field(default_factory=list)  # of the masks that are done
+    spent_s: list[float] = field(default_factory=list)  # the same in CPU time
+    began_s: float = 0.0  # the mask under way
+    thread_s: float = 0.0  # CPU time of the thread at its start
+    reason: str = ""  # why the mask under way failed
+    stopped: bool = False  # no other mask is begun
+    left_behind: bool = False  # abandoned: its results do not count
     lock: threading.Lock = field(default_factory=threading.Lock)  # of all of these
 
     @property
     def done(self) -> int:
-        """How many are done, the first ones."""
+        """Masks that are done, from the first on."""
         return len(self.took_s)
 
     def begin(self) -> bool:
-        """Begin the next one, unless it is over."""
+        """Begin the next mask; False if the share was stopped."""
         with self.lock:
             self.began_s, self.thread_s = time.perf_counter(), _thread_s()
             return not self.stopped
 
     def end(self) -> None:
-        """One more is done, if somebody still waits for it."""
+        """Note that a mask is done, unless the share was abandoned."""
         with self.lock:
             if not self.left_behind:
                 self.took_s.append(time.perf_counter() - self.began_s)
                 self.spent_s.append(_thread_s() - self.thread_s)
 
     def stop(self) -> float:
-        """Have it begin no other one; when the one that is being done began."""
+        """Let no other mask begin; returns when the mask under way began."""
         with self.lock:
             self.stopped = True
             return self.began_s
 
     def leave_behind(self) -> None:
-        """Wait for it no more."""
+        """Abandon the thread."""
         with self.lock:
             self.left_behind = True
 
     def outcome(self, fair_s: float) -> tuple[list[int], dict[int, str]]:
-        """What is left to do, and what failed, once it is over.
+        """Once the share is over: the places left to do, and the reasons of failures.
 
-        Where time ran out among several, the slowest of those that were done fails, if it had more than its part of it.
+        If time ran out after several masks, the slowest of them fails, provided it used more than its part.
         """
         if self.done == len(self.places):
             return [], {}
@@ -147,25 +147,25 @@ class _Share:
 
 
 def usual_threads() -> int:
-    """Threads that make masks where nobody says how many: half the cores, 2 to 16."""
+    """Threads that make masks by default: half the cores, 2 to 16."""
     return max(2, min(16, (os.cpu_count() or 2) // 2))
 
 
 class MaskBuilder:
-    """Writes masks, with some threads; for the loop's thread."""
+    """Writes masks in several threads; called by the loop."""
 
     def __init__(self, timeout_s: float, threads: int) -> None:
         self._timeout_s = timeout_s
         self._threads = [DeadlineThread(f"masks-{i}") for i in range(threads)]
-        self._owed_s: dict[Sequence, float] = {}  # what completions had beyond their part, where there is any
+        self._owed_s: dict[Sequence, float] = {}  # time that completions used beyond their part
 
     @property
     def left_behind(self) -> int:
-        """Threads that got stuck."""
+        """Threads that hang."""
         return sum(thread.left_behind for thread in self._threads)
 
     def build(self, seqs: list[Sequence], masks: StepMasks) -> list[tuple[Sequence, str]]:
-        """Write the mask of `seqs[i]` to row i. Those that failed, and why; their rows allow everything."""
+        """Write the mask of `seqs[i]` to row i. Returns failures and their reasons; a failed row allows everything."""
         failed: list[tuple[Sequence, str]] = []
         self._owed_s = {seq: owed_s for seq, owed_s in self._owed_s.items() if not seq.finalized}
         left = list(range(len(seqs)))
@@ -186,7 +186,7 @@ class MaskBuilder:
             thread.close()
 
     def _round(self, seqs: list[Sequence], places: list[int], masks: StepMasks) -> tuple[list[int], dict[int, str]]:
-        """Each thread writes its share, up to a failure: what is left to do, and what failed."""
+        """Each thread writes its share, up to a failure. Returns the places left to do, and the failures."""
         running = []
         for i, thread in enumerate(self._threads[: len(places)]):
             mine = places[i :: len(self._threads)]
@@ -208,7 +208,7 @@ class MaskBuilder:
         return left, reasons
 
     def _charge(self, share: _Share) -> dict[int, str]:
-        """Note what those that are done took; which of them had too much by now."""
+        """Charge the masks that are done to their completions; returns the completions over their limit."""
         failed: dict[int, str] = {}
         for place, seq, spent_s in zip(share.places, share.seqs, share.spent_s, strict=False):
             owed_s = self._owed_s.pop(seq, 0.0) + spent_s - self._timeout_s / _TOKEN_PARTS
@@ -219,7 +219,7 @@ class MaskBuilder:
         return failed
 
     def _wait(self, thread: DeadlineThread, share: _Share, call: DeadlineCall[None], until_s: float) -> None:
-        """Until `until_s`, and then for the one that is being done, which may take as long by itself."""
+        """Wait until `until_s`, then for the mask under way, which may take the full time itself."""
         try:
             call.result(max(0.0, until_s - time.perf_counter()))
         except Empty:
@@ -231,7 +231,7 @@ class MaskBuilder:
 
 
 def _fill(share: _Share, new_tokens: list[list[int]], host_RW: torch.Tensor) -> None:
-    """All masks of a share, or those up to a completion that cannot go on."""
+    """Write the masks of a share, up to the first completion that cannot go on."""
     for place, seq, tokens in zip(share.places, share.seqs, new_tokens, strict=True):
         if not share.begin():
             return
@@ -242,16 +242,16 @@ def _fill(share: _Share, new_tokens: list[list[int]], host_RW: torch.Tensor) -> 
 
 
 def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int) -> str:
-    """Write one mask; why there is none, or nothing. Nobody else touches this matcher."""
+    """Write one mask. Returns why it failed, or "". No other thread touches this matcher."""
     constraint = seq.group.request.constraint
     assert constraint is not None
     try:
         if seq.matcher is None:
-            seq.matcher = constraint.start()  # here: a copy of a large grammar's place may take seconds
+            seq.matcher = constraint.start()  # in this thread: copying the state of a large grammar may take seconds
         if not all(map(seq.matcher.accept, tokens)):
             return _BROKEN
         seq.matcher.fill(host_RW, place)
-    # What a client sent must not end the engine, whatever the matcher makes of it.
+    # A client's constraint must not end the engine, whatever the matcher does with it.
     except Exception as error:
         return f"the constraint cannot be followed from here: {error}"[:500]
     return "" if host_RW[place].any() else _DEAD_END

@@ -56,7 +56,7 @@ class Sampler:
     ) -> None:
         """Draw a token for each of `rows_S` (int64) from float32 logits; `output_4R` is a slot's output.
 
-        `masks` goes with `Feature.CONSTRAIN`, without which it is not looked at.
+        `masks` is read only with `Feature.CONSTRAIN`.
         """
         if logits_SV.is_cuda:
             self._draw_on_gpu(logits_SV, rows_S, features, output_4R, masks)
