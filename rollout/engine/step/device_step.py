@@ -122,7 +122,7 @@ class DeviceStep:
     def prefill(
         self, step: StepInput, experts: StepExperts | None, scores: StepScores
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Spans of known tokens: logits and rows of the spans that draw, or None. Writes prompt log-probs to `scores`."""
+        """Spans of known tokens: logits and rows of the spans that draw, or None. Prompt log-probs go to `scores`."""
         header = step.header
         rows_C, ends_C, positions_T = step["rows"], step["ends"], step["positions"]
         page_table_CP = self._page_table(rows_C, header.max_context)

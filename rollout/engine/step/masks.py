@@ -88,7 +88,7 @@ class StepMasks:
 
 
 @dataclass(slots=True)
-class _Share:
+class _Portion:
     """The completions of one thread, and its progress."""
 
     places: list[int]  # rows of the masks
@@ -108,13 +108,13 @@ class _Share:
         return len(self.took_s)
 
     def begin(self) -> bool:
-        """Begin the next mask; False if the share was stopped."""
+        """Begin the next mask; False if the portion was stopped."""
         with self.lock:
             self.began_s, self.thread_s = time.perf_counter(), _thread_s()
             return not self.stopped
 
     def end(self) -> None:
-        """Note that a mask is done, unless the share was abandoned."""
+        """Note that a mask is done, unless the portion was abandoned."""
         with self.lock:
             if not self.left_behind:
                 self.took_s.append(time.perf_counter() - self.began_s)
@@ -132,7 +132,7 @@ class _Share:
             self.left_behind = True
 
     def outcome(self, fair_s: float) -> tuple[list[int], dict[int, str]]:
-        """Once the share is over: the places left to do, and the reasons of failures.
+        """Once the portion is over: the places left to do, and the reasons of failures.
 
         If time ran out after several masks, the slowest of them fails, provided it used more than its part.
         """
@@ -186,31 +186,31 @@ class MaskBuilder:
             thread.close()
 
     def _round(self, seqs: list[Sequence], places: list[int], masks: StepMasks) -> tuple[list[int], dict[int, str]]:
-        """Each thread writes its share, up to a failure. Returns the places left to do, and the failures."""
+        """Each thread writes its portion, up to a failure. Returns the places left to do, and the failures."""
         running = []
         for i, thread in enumerate(self._threads[: len(places)]):
             mine = places[i :: len(self._threads)]
-            share = _Share(mine, [seqs[place] for place in mine])
-            new_tokens = [list(seq.tokens[seq.matched :]) for seq in share.seqs]
-            running.append((thread, share, thread.start(functools.partial(_fill, share, new_tokens, masks.host))))
+            portion = _Portion(mine, [seqs[place] for place in mine])
+            new_tokens = [list(seq.tokens[seq.matched :]) for seq in portion.seqs]
+            running.append((thread, portion, thread.start(functools.partial(_fill, portion, new_tokens, masks.host))))
         until_s = time.perf_counter() + self._timeout_s
         left: list[int] = []
         reasons: dict[int, str] = {}
-        for thread, share, call in running:
-            self._wait(thread, share, call, until_s)
-            for seq in share.seqs[: share.done]:
+        for thread, portion, call in running:
+            self._wait(thread, portion, call, until_s)
+            for seq in portion.seqs[: portion.done]:
                 seq.matched = len(seq.tokens)
-            places, failed = share.outcome(self._timeout_s / _FAIR_PARTS)
+            places, failed = portion.outcome(self._timeout_s / _FAIR_PARTS)
             left += places
-            reasons |= failed | self._charge(share)
-        if any(share.left_behind for _, share, _ in running):
+            reasons |= failed | self._charge(portion)
+        if any(portion.left_behind for _, portion, _ in running):
             masks.renew_host()
         return left, reasons
 
-    def _charge(self, share: _Share) -> dict[int, str]:
+    def _charge(self, portion: _Portion) -> dict[int, str]:
         """Charge the masks that are done to their completions; returns the completions over their limit."""
         failed: dict[int, str] = {}
-        for place, seq, spent_s in zip(share.places, share.seqs, share.spent_s, strict=False):
+        for place, seq, spent_s in zip(portion.places, portion.seqs, portion.spent_s, strict=False):
             owed_s = self._owed_s.pop(seq, 0.0) + spent_s - self._timeout_s / _TOKEN_PARTS
             if owed_s > 0:
                 self._owed_s[seq] = owed_s
@@ -218,27 +218,27 @@ class MaskBuilder:
                 failed[place] = _SLOW
         return failed
 
-    def _wait(self, thread: DeadlineThread, share: _Share, call: DeadlineCall[None], until_s: float) -> None:
+    def _wait(self, thread: DeadlineThread, portion: _Portion, call: DeadlineCall[None], until_s: float) -> None:
         """Wait until `until_s`, then for the mask under way, which may take the full time itself."""
         try:
             call.result(max(0.0, until_s - time.perf_counter()))
         except Empty:
-            began_s = share.stop()
+            began_s = portion.stop()
             try:
                 thread.wait(call, began_s + self._timeout_s - time.perf_counter())
             except TimeoutError:
-                share.leave_behind()
+                portion.leave_behind()
 
 
-def _fill(share: _Share, new_tokens: list[list[int]], host_RW: torch.Tensor) -> None:
-    """Write the masks of a share, up to the first completion that cannot go on."""
-    for place, seq, tokens in zip(share.places, share.seqs, new_tokens, strict=True):
-        if not share.begin():
+def _fill(portion: _Portion, new_tokens: list[list[int]], host_RW: torch.Tensor) -> None:
+    """Write the masks of a portion, up to the first completion that cannot go on."""
+    for place, seq, tokens in zip(portion.places, portion.seqs, new_tokens, strict=True):
+        if not portion.begin():
             return
-        share.reason = _follow(seq, tokens, host_RW, place)
-        if share.reason:
+        portion.reason = _follow(seq, tokens, host_RW, place)
+        if portion.reason:
             return
-        share.end()
+        portion.end()
 
 
 def _follow(seq: Sequence, tokens: list[int], host_RW: torch.Tensor, place: int) -> str:
