@@ -27,7 +27,7 @@ from rollout.weights.staging import (
 )
 from trainer_bridge.wire.manifest import Manifest
 
-#: Share of the device's free memory, beside the weights, that a shadow may take: the rest is KV.
+#: Share of the memory left by the weights that a shadow may take: the rest is for KV.
 SHADOW_SHARE = 1 / 3
 #: Share of the host's free memory that `auto` takes for staging.
 HOST_SHARE = 0.8
@@ -108,7 +108,7 @@ def _parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
     """Bytes of an update in the parameters' own dtypes, with padding; memory with several names counts once."""
     storages = {}
     for view in views.values():
-        widened = 2 if view.dtype == torch.uint8 else 1  # codes: what arrives for each is a number of 16 bits
+        widened = 2 if view.dtype == torch.uint8 else 1  # codes: each arrives as a 16-bit number
         storages[view.untyped_storage().data_ptr()] = widened * view.untyped_storage().nbytes()
     return sum(storages.values()) + 64 * len(views)
 

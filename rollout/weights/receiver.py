@@ -1,7 +1,7 @@
 """The worker's side of the weight bridge: one thread that takes an update while the engine generates.
 
     publisher       == weight socket ==>   messages --> thread: hands buckets to the transports and control messages
-    loop            --applied, failed-->   commands -->         to `UpdateIntake`, which decides what becomes of them
+    loop            --applied, failed-->   commands -->         to `UpdateIntake`, which decides about them
     loop            <--take_ready--        ready    <--
 
 `UpdateIntake` belongs to the thread. Other threads put commands into a queue (`control`, `applied`, `failed`) or take
@@ -147,7 +147,7 @@ class WeightReceiver:
         self._post(lambda: self._intake.applied(update, pause_s))
 
     def refused(self, update: Update | AdapterUpdate, message: str) -> None:
-        """`update` does not fit what the engine serves by now; the publisher gets `message` as `weights_rejected`."""
+        """`update` no longer fits the engine's state; the publisher gets `message` as `weights_rejected`."""
         self._give_up(update, WeightsRejected(message))
 
     def failed(self, update: Update | AdapterUpdate, message: str) -> None:
@@ -155,7 +155,7 @@ class WeightReceiver:
         self._give_up(update, InternalError(f"the worker could not apply the update: {message}"))
 
     def rest(self) -> None:
-        """No update can begin: the thread frees what it keeps for the next one."""
+        """No update can begin: the thread frees the memory that it keeps for the next one."""
         self._post(lambda: None)
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ class WeightSocket:
         self._send([to, message])
 
     def close(self) -> None:
-        """Close the socket; what was sent last still goes out."""
+        """Close the socket; messages already sent still go out."""
         self.zmq_socket.close()
         self._context.term()
 

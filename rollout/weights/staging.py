@@ -65,12 +65,12 @@ class HostStaging:
 
 
 class DeviceShadow:
-    """Memory on a GPU for a whole update, filled in pieces beside what the GPU does. Owned by the receiver's thread.
+    """Memory on a GPU for a whole update, filled in pieces while the GPU computes. Owned by the receiver's thread.
 
     `allocate` makes it, by default torch does.
     """
 
-    #: Bytes of a copy: small, so that no step's upload of its own waits long behind one.
+    #: Bytes of a copy: small, so that no step's upload waits long for one.
     PIECE_BYTES = 4 << 20
 
     def __init__(self, nbytes: int, device: torch.device, allocate: Allocate | None = None) -> None:

@@ -73,8 +73,8 @@ class KeptUpdate:
         served, state = status.get("version"), status.get("state")
         if self._manifest is None or type(served) is not int or self._refusals[endpoint] == _MOST_REFUSALS:
             return False
-        behind = served < self._manifest.version
-        return (behind and state == "idle") or (served <= self._manifest.version and state == "stale")
+        outdated = served < self._manifest.version
+        return (outdated and state == "idle") or (served <= self._manifest.version and state == "stale")
 
     def forgive(self, endpoint: str) -> None:
         """Forget the refusals of an endpoint: its worker took the update, or may be another worker now."""

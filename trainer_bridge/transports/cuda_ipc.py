@@ -16,7 +16,7 @@ Invariants:
 - Slots are allocated from CUDA itself, not from torch's pool: a handle stands for a whole allocation.
 - A slot is acknowledged when the worker's copies out of it have run, not when they are enqueued.
 - A worker closes what it opened before it forgets the update. CUDA leaves open what happens to memory that is freed
-  while another process has it open: slots that a worker which was given up may have open are freed once it was told.
+  while another process has it open: slots that a given-up worker may have open are freed after it is told to abort.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class IpcMemory(Protocol):
         """Another process's memory, uint8 [nbytes], until `close`."""
 
     def close(self, memory: torch.Tensor) -> None:
-        """Let go of it."""
+        """Release it."""
 
 
 class CudaIpcMemory:
@@ -103,7 +103,7 @@ class CudaIpcMemory:
         return memory
 
     def close(self, memory: torch.Tensor) -> None:
-        """Let go of it."""
+        """Release it."""
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(memory.data_ptr()))
 
     def _tensor(self, pointer: ctypes.c_void_p, nbytes: int) -> torch.Tensor:
@@ -189,12 +189,12 @@ class CudaIpcReceiver(TransportReceiver):
         return self._buckets.finish(incoming, options)
 
     def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
-        """Let go of the slots."""
+        """Release the slots."""
         self._buckets.drop(incoming, error)
         self.close()
 
     def close(self) -> None:
-        """Let go of the slots."""
+        """Release the slots."""
         slots, self._slots, self._taken = self._slots, [], []
         if slots and slots[0].is_cuda:
             torch.cuda.current_stream(slots[0].device).synchronize()  # copies that were begun read the slots
@@ -287,7 +287,7 @@ class CudaIpcSender(TransportSender):
         return options
 
     def release(self, payload: Payload, applied: bool) -> None:
-        """Free what was left: workers that were given up have been told. And all, if no worker took it this way."""
+        """Free the slots of given-up workers, which have been told to abort. Free all if no worker used them."""
         if not self._used:
             self.close()
         self._free(self._left)

@@ -215,7 +215,7 @@ class Payload:
             self.release()
 
     def release(self) -> None:
-        """Let go of the tensors: from now on the trainer may change them."""
+        """Drop the tensors: the trainer may change them from now on."""
         with self._packing:
             if self._released.is_set():
                 return

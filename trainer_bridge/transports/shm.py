@@ -13,8 +13,8 @@ Invariants:
 - A worker is on the same host if the kernel's boot id is the same and the segment, opened through /proc, begins with
   the random bytes that `begin` named. Anything else (a container with processes of its own, another user) is refused
   with the field `options`, and `auto` takes another transport.
-- A worker maps only memory that is sealed against shrinking, so that nobody can crash it by cutting it off; it checks
-  the copy that it made, which the publisher cannot change any more.
+- A worker maps only memory that is sealed against shrinking, so that no process can crash it by truncating the memory.
+  It checks its own copy of the bytes, which the publisher cannot change.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class ShmReceiver(TransportReceiver):
         return False
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
-        """Verify that every bucket is here, and that they are the ones that were sent."""
+        """Verify that every bucket has arrived and is the one that was sent."""
         return self._buckets.finish(incoming, options)
 
     def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
-        """Let go of the segment."""
+        """Release the segment."""
         self._buckets.drop(incoming, error)
         self.close()
 
@@ -188,7 +188,7 @@ class Segment:
         return {**place, "slots": self.slots, "slot_bytes": self.slot_bytes}
 
     def close(self) -> None:
-        """Let go of it; workers that have it mapped keep it."""
+        """Release it; workers that have mapped it keep their mapping."""
         os.close(self._fd)
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
@@ -237,7 +237,7 @@ class ShmSender(TransportSender):
         return options
 
     def close(self) -> None:
-        """Let go of the segment."""
+        """Release the segment."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None

@@ -7,7 +7,7 @@
 
 Invariants:
 
-- At most `window` buckets are on their way to a worker; the next one goes when an acknowledgement comes back. A bucket
+- At most `window` buckets are on their way to a worker; the next one goes when one is acknowledged. A bucket
   is packed once and sent to all workers, from a buffer that is used again when all of them have acknowledged it.
 - Buckets may arrive in any order. A repeated bucket with the same checksum is acknowledged again and not written; with
   another checksum it ends the update.
@@ -133,12 +133,12 @@ class ZmqReceiver(TransportReceiver):
         return True
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
-        """Verify that every bucket is here, and that they are the ones that were sent."""
+        """Verify that every bucket has arrived and is the one that was sent."""
         self._settle(incoming)
         missing = [i for i, check in enumerate(self._checksums) if check is None]
         if missing:
             raise WeightsRejected(
-                f"{len(missing)} of {len(self._checksums)} buckets are not here at commit, the first is {missing[0]}; "
+                f"{len(missing)} of {len(self._checksums)} buckets are missing at commit, the first is {missing[0]}; "
                 "commit after the last acknowledgement"
             )
         if set(options) != {"checksums"} or options["checksums"] != self._digest():
@@ -205,12 +205,12 @@ class ZmqReceiver(TransportReceiver):
         return checksums_digest([check for check in self._checksums if check is not None])
 
     def _refuse_bucket(self, sender: bytes, token: bytes, incoming: IncomingUpdate | None) -> None:
-        """Answer a bucket of another update: its publisher was overtaken, and hears of it at once."""
+        """Refuse a bucket of another update, so that its publisher learns at once that a newer one replaced it."""
         if incoming is not None:
             self._settle(incoming)
         self._refused_buckets += 1
         if self._refused_buckets.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of messages is not one of log lines
-            _log.warning("a bucket is of no update that is being received; refused (%d so far)", self._refused_buckets)
+            _log.warning("refused a bucket that belongs to no current update (%d so far)", self._refused_buckets)
         self._refuse(sender, token, "this update is not being received (any more); publish again")
 
     def _refuse(self, to: bytes, token: bytes, reason: str) -> None:
