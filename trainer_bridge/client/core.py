@@ -1,4 +1,4 @@
-"""What both clients share: requests in flight, the choice of an endpoint, the meaning of replies. Waits for nothing.
+"""The core of both clients: requests in flight, the choice of an endpoint, the reading of replies. It never waits.
 
 A call goes `start -> (chunks) -> done`, with a result or an error. The clients wait, with the generators at the end of
 this file, which yield the seconds to wait at most and look again after every wait:
@@ -75,12 +75,12 @@ class ClientCall:
         return self.result is not None or self.reply is not None or self.error is not None
 
     def joined(self, index: int) -> Completion:
-        """A completion of a stream, with what has come of it."""
+        """A completion of a stream, with the tokens received so far."""
         assert self.assembler is not None, "not a stream"
         return self.assembler.joined(index)
 
     def fail(self, error: RolloutError) -> None:
-        """End with an error; chunks that had come stay."""
+        """End with an error; received chunks stay."""
         error.request_id = self.id
         self.error = error
         self.on_update()
@@ -96,7 +96,7 @@ class ClientCore:
     the default, except for clients with a name and without a journal, which may come back for their results.
     """
 
-    #: A session whose endpoint is gone goes on at another one.
+    #: Whether a session continues at another endpoint when its own is gone.
     moves_sessions = False
 
     def __init__(
@@ -234,7 +234,7 @@ class ClientCore:
                 self.start("end_session", {"session": session}, place)
 
     def close(self) -> None:
-        """Cancel what is in flight and close all sockets; then call `term`."""
+        """Cancel all calls in flight and close all sockets; then call `term`."""
         if self._closed:
             return
         for place in range(len(self.connections)):
@@ -252,7 +252,7 @@ class ClientCore:
         """Called while the client closes: end requests that a subclass keeps."""
 
     def term(self) -> None:
-        """Wait until what was sent last is out: a second at most."""
+        """Wait until all messages are sent, 1 s at most."""
         self._context.term()
 
     def _check_open(self) -> None:
@@ -476,7 +476,7 @@ def _unreachable(connection: Connection, waited_s: float) -> str:
 
 
 class StreamView:
-    """One streamed request, apart from waiting: its id, its endpoint, what it has brought."""
+    """One streamed request, apart from waiting: its id, its endpoint, its chunks."""
 
     def __init__(self, core: ClientCore, call: ClientCall, kind: StreamKind) -> None:
         self._core = core

@@ -123,7 +123,7 @@ def test_a_publisher_that_is_closed_while_it_packs_is_no_fault(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def closed(self: Payload, *arguments: Any) -> None:
-        raise RolloutError("transfer: the tensors were given back before they were sent", code="closed")
+        raise RolloutError("transfer: the tensors were released before they were sent", code="closed")
 
     monkeypatch.setattr(Payload, "pack_pieces", closed)
     tensors = new_tensors(TinyModel(), 1)
