@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -153,13 +154,22 @@ def api_page() -> str:
     lines = [_API_INTRODUCTION]
     for name in sorted(trainer_bridge.__all__):
         thing: Any = getattr(trainer_bridge, name)
-        text = inspect.getdoc(thing) or "" if callable(thing) else "The version of this package, text."
+        text = _markdown(thing) if callable(thing) else "The version of this package, text."
         lines += ["", f"## {name}", "", f"`{name}{_signature(thing)}`", "", text]
         methods = inspect.getmembers(thing, inspect.isfunction) if inspect.isclass(thing) else []
         for method, function in methods:
             if not method.startswith("_") and function.__doc__:
-                lines += ["", f"**`{method}{_signature(function)}`**", "", inspect.getdoc(function) or ""]
+                lines += ["", f"**`{method}{_signature(function)}`**", "", _markdown(function)]
     return "\n".join(lines) + "\n"
+
+
+def _markdown(thing: Any) -> str:
+    """A docstring with its `Args:` section, if any, as a list."""
+    text, _, arguments = (inspect.getdoc(thing) or "").partition("\nArgs:\n")
+    if not arguments:
+        return text
+    items = re.sub(r"^ {4}(\w+): ", r"- `\1`: ", arguments, flags=re.MULTILINE)
+    return f"{text}\n{re.sub(r'^ {8}', '  ', items, flags=re.MULTILINE)}"
 
 
 def _signature(thing: Any) -> str:

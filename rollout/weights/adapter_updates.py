@@ -46,7 +46,7 @@ class IncomingAdapter:
         return self._target.version_of(self.name)
 
     def check(self, manifest: Manifest) -> None:
-        """Raise `WeightsRejected` that names what does not fit the model or the loaded adapters."""
+        """Raise `WeightsRejected` naming each tensor that does not fit the model or the loaded adapters."""
         self._check_room(manifest)
         shapes = {entry.name: entry.shape for entry in manifest.tensors}
         try:

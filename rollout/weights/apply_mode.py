@@ -1,8 +1,8 @@
-"""How a worker applies updates, decided once: staged where memory allows, else in place.
+"""How a worker applies updates, decided once: staged if memory allows, otherwise in place.
 
 - staged, on the device: a shadow of the weights on the GPU; the swap copies within the device
 - staged, on the host: (pinned) host memory; the swap copies from there
-- in place: no memory of its own; generation is held meanwhile
+- in place: no extra memory; generation is held meanwhile
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout.weights.staging import (
 )
 from trainer_bridge.wire.manifest import Manifest
 
-#: Share of the device's free memory, beside the weights, that a shadow may take: the rest is KV.
+#: Share of the memory left by the weights that a shadow may take: the rest is for KV.
 SHADOW_SHARE = 1 / 3
 #: Share of the host's free memory that `auto` takes for staging.
 HOST_SHARE = 0.8
@@ -42,7 +42,7 @@ class ApplyMode:
     """Makes the destinations and updates of one mode. Owned by the receiver's thread.
 
     `asked` and `staging` are the settings `weights.apply` and `weights.staging`; `allocate` makes memory for a shadow.
-    Raises ValueError when the memory that the settings ask for cannot be had.
+    Raises ValueError if the memory for the requested mode cannot be allocated.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ApplyMode:
 
     @property
     def staging(self) -> Literal["device", "host"] | None:
-        """Where staged updates wait for the swap; None in place."""
+        """The memory of staged updates; None in place."""
         return None if self.in_place else "device" if self.shadow is not None else "host"
 
     @property
@@ -77,7 +77,7 @@ class ApplyMode:
         return self._staging.busy
 
     def open(self, manifest: Manifest, fit: Fit, on_device: bool) -> UpdateDestination:
-        """Where an update's bytes go; with `on_device` all of them arrive on the device, by `put`."""
+        """The destination of an update; with `on_device` all bytes arrive on the device, by `put`."""
         if self.in_place:
             return InPlaceDestination(manifest, fit, self._views, pinned=self._cuda is not None)
         nbytes = manifest.total_bytes
@@ -108,7 +108,7 @@ def _parameter_bytes(views: Mapping[str, torch.Tensor]) -> int:
     """Bytes of an update in the parameters' own dtypes, with padding; memory with several names counts once."""
     storages = {}
     for view in views.values():
-        widened = 2 if view.dtype == torch.uint8 else 1  # codes: what arrives for each is a number of 16 bits
+        widened = 2 if view.dtype == torch.uint8 else 1  # codes: each arrives as a 16-bit number
         storages[view.untyped_storage().data_ptr()] = widened * view.untyped_storage().nbytes()
     return sum(storages.values()) + 64 * len(views)
 

@@ -1,7 +1,7 @@
 """The destination of an update's bytes on a worker: staging memory, or the parameters themselves.
 
-    StagedDestination     host buffer  [--> shadow buffer on the device, on a stream of its own]  --swap--> parameters
-    InPlaceDestination    a bucket at a time, straight into the parameters, while generation is held
+    StagedDestination     host buffer  [--> shadow buffer on the device, on a separate stream]  --swap--> parameters
+    InPlaceDestination    bucket by bucket into the parameters, while generation is held
 
 Both run in the receiver's thread, or in a thread that it waits for. Staged bytes may be wrong: they are used only after
 all of them are verified. Bytes that land in place change the served weights at once; `dirty` is true from then on.
@@ -37,7 +37,7 @@ class StagedDestination:
         return self._host if self._shadow is None else self._shadow.memory
 
     def room(self, start: int, end: int) -> np.ndarray:
-        """The place of these bytes."""
+        """The memory of these bytes."""
         return self._bytes[start:end]
 
     def landed(self, start: int, end: int) -> None:
@@ -53,7 +53,7 @@ class StagedDestination:
             self._host[start : start + data.numel()].copy_(data)
 
     def settled(self) -> bool:
-        """Whether everything that landed is where the swap will read it."""
+        """Whether all bytes that landed are in the memory that the swap reads."""
         return self._shadow is None or self._shadow.settled()
 
     def check_aliases(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor]) -> None:
@@ -80,10 +80,10 @@ class InPlaceDestination:
         self._aliases = {other for _, other in fit.aliases}
         self._pinned = pinned
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._parts: dict[int, torch.Tensor] = {}  # tensors that go to their view in one piece
+        self._parts: dict[int, torch.Tensor] = {}  # tensors that are copied to their view in one piece
         self._missing = [entry.nbytes for entry in self._entries]
         device = next(iter(views.values())).device
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # everything that was put
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # recorded after each `put`
         self._device = device
 
     def room(self, start: int, end: int) -> np.ndarray:

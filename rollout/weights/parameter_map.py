@@ -103,7 +103,7 @@ class ParameterMap:
         return copied, aliases
 
     def _missing(self, intervals: np.ndarray) -> list[str]:
-        """Names that, sent as well, would complete the cover: no name whose memory is partly written already."""
+        """Missing names that would complete the cover: none whose memory is partly written already."""
         missing = []
         written = _merge(intervals)
         for name, runs in self._runs.items():
@@ -139,7 +139,7 @@ def _byte_runs(view: torch.Tensor) -> np.ndarray:
 
 
 def _stack(named: Iterable[tuple[str, np.ndarray]]) -> tuple[np.ndarray, list[str]]:
-    """All runs of several tensors sorted by start, and whose each is."""
+    """All runs of several tensors sorted by start, and the tensor of each."""
     rows, owners = [np.empty((0, 2), np.int64)], []
     for name, runs in named:
         rows.append(runs)

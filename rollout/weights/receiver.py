@@ -1,7 +1,7 @@
-"""The worker's side of the weight bridge: one thread that takes an update while the engine generates.
+"""The worker's side of the weight bridge: one thread that receives an update while the engine generates.
 
     publisher       == weight socket ==>   messages --> thread: hands buckets to the transports and control messages
-    loop            --applied, failed-->   commands -->         to `UpdateIntake`, which decides what becomes of them
+    loop            --applied, failed-->   commands -->         to `UpdateIntake`, which decides about them
     loop            <--take_ready--        ready    <--
 
 `UpdateIntake` belongs to the thread. Other threads put commands into a queue (`control`, `applied`, `failed`) or take
@@ -124,7 +124,7 @@ class WeightReceiver:
 
     @property
     def alive(self) -> bool:
-        """True while the thread runs; without it every control message is refused."""
+        """True while the thread runs; otherwise every control message is refused."""
         return self._thread.is_alive()
 
     def control(self, header: Mapping[str, Any], reply: Reply) -> None:
@@ -147,7 +147,7 @@ class WeightReceiver:
         self._post(lambda: self._intake.applied(update, pause_s))
 
     def refused(self, update: Update | AdapterUpdate, message: str) -> None:
-        """`update` does not fit what the engine serves by now; the publisher gets `message` as `weights_rejected`."""
+        """`update` no longer fits the engine's state; the publisher gets `message` as `weights_rejected`."""
         self._give_up(update, WeightsRejected(message))
 
     def failed(self, update: Update | AdapterUpdate, message: str) -> None:
@@ -155,7 +155,7 @@ class WeightReceiver:
         self._give_up(update, InternalError(f"the worker could not apply the update: {message}"))
 
     def rest(self) -> None:
-        """No update can begin: the thread frees what it keeps for the next one."""
+        """No update can begin: the thread frees the memory that it keeps for the next one."""
         self._post(lambda: None)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class WeightReceiver:
         self._post(lambda: self._intake.failed(update, error))
 
     def _post(self, command: Callable[[], None]) -> bool:
-        """Give the thread something to do; false when it has ended."""
+        """Put a command into the thread's queue; false if the thread has ended."""
         with self._post_lock:
             if self._ended:
                 return False
@@ -181,7 +181,7 @@ class WeightReceiver:
     def _run(self) -> None:
         try:
             self._serve()
-        finally:  # every message gets its answer, whatever ended the thread
+        finally:  # every message gets its answer, however the thread ends
             self._shut_down()
 
     def _serve(self) -> None:
@@ -199,7 +199,7 @@ class WeightReceiver:
                 intake.settle()
             except RolloutError as error:
                 intake.reject(error)
-            except Exception as error:  # a fault of ours must not end the thread: the old weights serve on
+            except Exception as error:  # a fault must not end the thread: the old weights stay in use
                 _log.exception("the weight receiver failed")
                 intake.reject(InternalError(f"the worker failed while it received weights: {error!r:.200}"))
             intake.report_idle()
@@ -214,7 +214,7 @@ class WeightReceiver:
             command()
 
     def _answer_messages(self) -> None:
-        """Hand the control messages that came between buckets to the intake."""
+        """Pass the control messages that arrived between buckets to the intake."""
         while (message := self._socket.next_control()) is not None:
             self._intake.control(*message)
 
@@ -233,14 +233,14 @@ class WeightReceiver:
 
 
 class WeightSocket:
-    """The worker's socket for updates: it brings buckets and control messages. Belongs to the receiver's thread.
+    """The worker's socket for updates: it receives buckets and control messages. Belongs to the receiver's thread.
 
     Raises ValueError when it cannot be bound, or must not be without CURVE.
     """
 
     def __init__(self, bind: str, max_update_bytes: int, access: Access) -> None:
         access.check_bind(bind, "weights.bind")
-        self._context = zmq.Context()  # of its own: a context has one list of allowed clients
+        self._context = zmq.Context()  # a separate one: a context has one list of allowed clients
         self.zmq_socket: zmq.Socket = self._context.socket(zmq.ROUTER)
         self.zmq_socket.set(zmq.LINGER, _LINGER_MS)
         self.zmq_socket.set(zmq.RCVHWM, _MOST_UNREAD)
@@ -295,7 +295,7 @@ class WeightSocket:
         self._send([to, message])
 
     def close(self) -> None:
-        """Close the socket; what was sent last still goes out."""
+        """Close the socket; messages already sent still go out."""
         self.zmq_socket.close()
         self._context.term()
 
@@ -331,11 +331,11 @@ class _Wake:
 
     def signal(self) -> None:
         """Wake the waiting thread."""
-        with contextlib.suppress(BlockingIOError):  # full: the thread is about to look anyway
+        with contextlib.suppress(BlockingIOError):  # full: the thread wakes anyway
             self._in.send(b"\0")
 
     def clear(self) -> None:
-        """The thread is about to look."""
+        """Called by the thread before it checks for work."""
         with contextlib.suppress(BlockingIOError):
             while self.socket.recv(4096):
                 pass
@@ -347,4 +347,4 @@ class _Wake:
 
 
 def _look() -> None:
-    """No-op: the thread looks at everything after each command."""
+    """No-op: the thread checks everything after each command."""

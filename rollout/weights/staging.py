@@ -1,10 +1,10 @@
-"""Memory in which a staged update waits, and the update that the engine's loop takes.
+"""The memory of a staged update, and the update that the engine's loop takes.
 
     stream bytes (one buffer, reused)   |-- a --|..|---- b ----|.|-- c --|
                                             | typed view  --copy_-->  view of a fused parameter
 
-The buffer is host memory (pinned, for a GPU), and with a shadow memory of the device: then bytes are copied on in
-pieces, on a stream of their own, while decoding runs, and the swap copies within the device.
+The buffer is host memory (pinned, for a GPU). With a shadow, bytes are copied on to memory of the device in pieces, on
+a separate stream, while decoding runs; the swap then copies within the device.
 
 Invariants:
 
@@ -23,14 +23,14 @@ from rollout.weights.parameter_map import Fit
 from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.manifest import Manifest
 
-#: Makes memory of a device: uint8 [bytes].
+#: Allocates memory of a device: uint8 [bytes].
 Allocate = Callable[[int], torch.Tensor]
-#: (view of a parameter, staged tensor that goes there)
+#: (view of a parameter, staged tensor that is copied there)
 Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 def plan_copies(manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], stream: torch.Tensor) -> list[Copy]:
-    """Which staged tensor goes to which view; valid as long as the staging memory stays where it is."""
+    """The staged tensor of each view; valid until the staging memory is reallocated."""
     wanted = set(fit.copied)
     return [(views[entry.name], typed_view(stream, entry)) for entry in manifest.tensors if entry.name in wanted]
 
@@ -45,7 +45,7 @@ class HostStaging:
 
     @property
     def busy(self) -> bool:
-        """Whether an update that may still be read lies in the buffer."""
+        """Whether the buffer holds an update that may still be read."""
         if self._lent is not None and self._lent.released:
             self._lent = None
         return self._lent is not None
@@ -65,12 +65,12 @@ class HostStaging:
 
 
 class DeviceShadow:
-    """Memory on a GPU for a whole update, filled in pieces beside what the GPU does. Owned by the receiver's thread.
+    """Memory on a GPU for a whole update, filled in pieces while the GPU computes. Owned by the receiver's thread.
 
     `allocate` makes it, by default torch does.
     """
 
-    #: Bytes of a copy: small, so that no step's upload of its own waits long behind one.
+    #: Bytes of a copy: small, so that no step's upload waits long for one.
     PIECE_BYTES = 4 << 20
 
     def __init__(self, nbytes: int, device: torch.device, allocate: Allocate | None = None) -> None:
@@ -81,7 +81,7 @@ class DeviceShadow:
 
     @property
     def nbytes(self) -> int:
-        """The most that it holds."""
+        """Its size in bytes."""
         return self._buffer.numel()
 
     def reserve(self, nbytes: int) -> None:
@@ -122,7 +122,7 @@ class InPlaceWeights:
         """Nothing to copy."""
 
     def close(self, applied: bool) -> None:
-        """The engine is done with it."""
+        """Called when the engine is done with it."""
         self.released = True
 
 

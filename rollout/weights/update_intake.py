@@ -2,19 +2,19 @@
 
     idle --begin--> receiving --commit, all verified--> ready --take_ready--> applying --applied/failed--> idle
                         |                               `-------- `committed` --------'
-                        +-- newer begin, abort, damage, idle_s without data --> idle; what is served was never touched
+                        +-- newer begin, abort, damage, idle_s without data --> idle; the served weights are unchanged
                                                                                (in place, and begun: stale)
 
 Invariants:
 
-- An update becomes ready only when everything that can be refused has been checked: names, shapes, dtypes, cover of
+- An update becomes ready only after every check that can refuse it: names, shapes, dtypes, cover of
   every parameter, version, checksums, equality of tied tensors. Then the loop copies all of it or none.
-- In place, not a byte lands before the loop has granted the hold; once one has, generation goes on only with an
-  update that is whole.
+- In place, no byte is written before the loop has granted the hold. After the first byte, generation continues only
+  with a whole update.
 - A `begin` that comes while an update is ready or being applied waits: the staging memory holds one update at a time,
   is allocated once, and is not written while it may be read.
-- An update begins only while the gate admits updates (no sleep is ordered), and is inside until nothing of it is left
-  to be done.
+- An update begins only while the gate admits updates (no sleep is ordered), and counts as active until it is applied or
+  dropped.
 - Every control message gets exactly one reply.
 """
 
@@ -146,13 +146,13 @@ class UpdateIntake:
         post: Callable[[Callable[[], None]], object],
     ) -> None:
         self.version = version  # of the weights that were applied last: the loop writes it
-        self.last: Applied | None = None  # replaced as a whole: any thread may look
+        self.last: Applied | None = None  # replaced as a whole, so any thread may read it
         self.ready: deque[Update | AdapterUpdate] = deque()  # the loop takes from it
         self.closing = False
         self.current: ReceivedUpdate | None = None
         self.committed: tuple[Update | AdapterUpdate, Commit] | None = None  # ready or being applied
         self.waiting: dict[str | None, tuple[Mapping[str, Any], Reply]] = {}  # begins, by adapter; None: the model's
-        self.failure: tuple[bytes, RolloutError] | None = None  # the token of what was rejected last, and why
+        self.failure: tuple[bytes, RolloutError] | None = None  # token and error of the last rejected update
         self._parameters = parameters
         self._mode = mode
         self._gate = gate
@@ -210,8 +210,8 @@ class UpdateIntake:
         try:
             current.begin.receiver.drop(incoming, error)
             destination.abandon()
-        except Exception:  # a device or a publisher is gone; the publishers still get their answers
-            _log.exception("letting go of weights version %d failed", incoming.manifest.version)
+        except Exception:  # a device or a publisher is gone; waiting publishers still get their answers
+            _log.exception("dropping weights version %d failed", incoming.manifest.version)
         if destination.dirty:
             self._gate.fail_hold(
                 f"version {incoming.manifest.version} of the weights was written in place, in part: {error}. "
@@ -253,7 +253,7 @@ class UpdateIntake:
         name = None if adapter is None else adapter.name
         if self._must_wait(name):
             if name in self.waiting:
-                self.waiting.pop(name)[1](error_reply(WeightsRejected("a newer begin took the place of this one")))
+                self.waiting.pop(name)[1](error_reply(WeightsRejected("a newer begin replaced this one")))
             elif len(self.waiting) >= _MOST_WAITING:
                 raise Unavailable("too many updates wait for their turn; publish this one again later")
             self.waiting[name] = (header, reply)
@@ -349,7 +349,7 @@ class UpdateIntake:
             }
         )
 
-    # --- from bytes that came to weights in use ----------------------------------------------------------------------
+    # --- from received bytes to weights in use ----------------------------------------------------------------------
 
     def _try_commit(self) -> None:
         current = self.current

@@ -4,7 +4,7 @@
         results = await asyncio.gather(*(client.generate(prompt, max_tokens=64) for prompt in prompts))
 
 The event loop watches the sockets' file descriptors. ZeroMQ signals on them only when something changes, so whatever
-touches a socket must empty it: every send is followed by a look at what has come.
+touches a socket must empty it: every send is followed by a read of all messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, Unpack, overl
 import zmq
 
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.core import Call, StreamView, next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.client.core import ClientCall, StreamView, next_chunk, until_cancelled, until_done, until_ended
 from trainer_bridge.client.generate_request import (
     AttachFields,
     GenerateFields,
@@ -39,7 +39,7 @@ _Value = TypeVar("_Value")
 
 
 class AsyncRolloutClient:
-    """As `RolloutClient`; belongs to one event loop. Any number of tasks may use it at once."""
+    """`RolloutClient` for asyncio, with the same arguments. Any number of tasks of one event loop may use it."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class AsyncRolloutClient:
             self._loop.remove_reader(socket.get(zmq.FD))
 
     async def _wait(
-        self, waits: Generator[float | None, None, _Value], calls: list[Call], keep: bool = False
+        self, waits: Generator[float | None, None, _Value], calls: list[ClientCall], keep: bool = False
     ) -> _Value:
         """Run one of the core's waits to its end. If it fails, abandon the calls, unless `keep`."""
         changed = asyncio.Event()
@@ -333,7 +333,7 @@ class AsyncRolloutClient:
                     self._core.abandon(call)
             raise
 
-    async def _finish(self, call: Call) -> GenerateResult:
+    async def _finish(self, call: ClientCall) -> GenerateResult:
         await self._wait(until_done(self._core, call), [call])
         assert call.result is not None
         return call.result
@@ -391,7 +391,7 @@ async def _changed(event: asyncio.Event, wait_s: float | None) -> None:
 class AsyncStream(StreamView, Generic[_Item]):
     """As `Stream`, with `async for` and `async with`. One task iterates it; a cancelled `anext` loses nothing."""
 
-    def __init__(self, client: AsyncRolloutClient, call: Call, kind: StreamKind) -> None:
+    def __init__(self, client: AsyncRolloutClient, call: ClientCall, kind: StreamKind) -> None:
         super().__init__(client._core, call, kind)
         self._client = client
 

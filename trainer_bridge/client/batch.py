@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_bridge.client.core import Call, ClientCore
+from trainer_bridge.client.core import ClientCall, ClientCore
 from trainer_bridge.client.generate_request import GenerateFields, Prompt, RequestPlan, plan_request
 from trainer_bridge.client.results import GenerateResult
 from trainer_bridge.wire.errors import Overloaded, RolloutError
@@ -70,10 +70,10 @@ def settle_all(
         raise ValueError(f"max_in_flight is {max_in_flight}; use at least 1")
     waiting = deque(range(len(plans)))
     later: list[tuple[float, int]] = []  # (time.monotonic, index) of requests to send again
-    flying: dict[int, Call] = {}
+    flying: dict[int, ClientCall] = {}
     done: deque[int] = deque()
 
-    def watch(index: int, call: Call) -> None:
+    def watch(index: int, call: ClientCall) -> None:
         def update() -> None:
             if call.done:
                 done.append(index)
@@ -106,7 +106,7 @@ def settle_all(
             core.abandon(call)
 
 
-def _patience(core: ClientCore, flying: dict[int, Call], later: list[tuple[float, int]]) -> float | None:
+def _patience(core: ClientCore, flying: dict[int, ClientCall], later: list[tuple[float, int]]) -> float | None:
     limits = [core.patience(call) for call in list(flying.values())]
     if later:
         limits.append(max(0.0, later[0][0] - time.monotonic()))

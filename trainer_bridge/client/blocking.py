@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 import zmq
 
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem, Settled, plan_batch, settle_all, tokens_of
-from trainer_bridge.client.core import Call, StreamView, next_chunk, until_cancelled, until_done, until_ended
+from trainer_bridge.client.core import ClientCall, StreamView, next_chunk, until_cancelled, until_done, until_ended
 from trainer_bridge.client.generate_request import (
     AttachFields,
     GenerateFields,
@@ -40,28 +40,33 @@ _Value = TypeVar("_Value")
 
 
 class RolloutClient:
-    """Requests to one worker or several. Not thread-safe.
+    """Sends requests to one or several workers. Not thread-safe.
 
-    A request goes to the endpoint with the fewest completions of this client in flight; requests of one `session` all
-    go to the same one. `client` is a name that the worker knows this client by across connections; `timeout_s` bounds
-    every request that has no `timeout_s` of its own; None means no limit. An endpoint that cannot be reached within
-    `connect_timeout_s` raises `ConnectionLost`. Without that setting the limit is 30 s, or 3 s if the endpoint refuses
-    all connections, because then no worker listens there. `curve` has the keys for workers that use CURVE
-    (`ClientCurve.from_files`); a worker that refuses them raises `AccessRefused`.
+    A request goes to the endpoint with the fewest completions of this client in flight; all requests of one `session`
+    go to the same endpoint. All errors are in `trainer_bridge.wire.errors`.
 
-    With `resume`, the client continues a request whose worker is lost, fails or ends, at the same endpoint when that is
-    back, or at another one. It raises `ResumeFailed` when a completion has had no worker for `resume_timeout_s`, or
-    after more than `resume_max_faults` lost workers in a row without a new token. `journal` (which includes `resume`)
-    is a file of requests, tokens and results: a process that sends the same request again, with the same `request_id`,
-    gets the result from the file, or continues the request. `journal_fsync` says when the client waits for the disk:
-    never (a killed process loses nothing, a machine that goes down may), at results, or always.
-
-    Workers keep a result until it is acknowledged. With `acknowledge` the client acknowledges each result as soon as it
-    has it (in the journal, if there is one). This is the default, except for a client with a name and without a
-    journal: its results stay on the worker until `ack`.
-
-    If a worker's machine is gone, or its process is frozen, the client counts it as lost after at most four times
-    `heartbeat_s`. It notices the end of a process at once.
+    Args:
+        endpoints: The workers' request sockets.
+        client: A name by which workers know this client across connections. Default: none.
+        timeout_s: Seconds for a request that has no `timeout_s` of its own. Default: no limit.
+        connect_timeout_s: Seconds to connect, after which an endpoint raises `ConnectionLost`. Default: 30, but 3 if it
+            has refused all connections, since no worker listens there.
+        curve: Keys for workers that use CURVE (`ClientCurve.from_files`). A worker that does not accept them raises
+            `AccessRefused`. Default: none.
+        resume: Continue a request whose worker is lost, fails or ends, at the same endpoint when it is back or at
+            another one. Default: False.
+        resume_timeout_s: Seconds that a completion may be without a worker before `ResumeFailed`. Default: 600.
+        resume_max_faults: Lost workers in a row without a new token; after more of them the client raises
+            `ResumeFailed`. Default: 8.
+        journal: A file of requests, tokens and results; it turns `resume` on. A process that sends the same request
+            again, by its `request_id`, gets the result or the rest of it from the file. Default: none.
+        journal_fsync: When the client waits for the disk: `never` (a killed process loses nothing, a crashed machine
+            may), at `results`, or `always`. Default: `never`.
+        acknowledge: Acknowledge a result as soon as the client has it (in the journal, if there is one); workers keep
+            a result until then. Default: True, but False for a client with a name and without a journal, whose results
+            stay on the worker until `ack`.
+        heartbeat_s: Seconds between heartbeats. A worker whose machine is gone or whose process hangs is lost after at
+            most four times this value; the end of a process is noticed at once. Default: 10.
     """
 
     def __init__(
@@ -336,7 +341,7 @@ class RolloutClient:
         for place in sorted({self._places[socket] for socket, _ in ready}):
             self._core.absorb(place)
 
-    def _wait(self, waits: Generator[float | None, None, _Value], calls: list[Call]) -> _Value:
+    def _wait(self, waits: Generator[float | None, None, _Value], calls: list[ClientCall]) -> _Value:
         """Run one of the core's waits to its end. If it fails, abandon the calls."""
         try:
             while True:
@@ -350,7 +355,7 @@ class RolloutClient:
                 self._core.abandon(call)
             raise
 
-    def _finish(self, call: Call) -> GenerateResult:
+    def _finish(self, call: ClientCall) -> GenerateResult:
         self._wait(until_done(self._core, call), [call])
         assert call.result is not None
         return call.result
@@ -371,7 +376,7 @@ class Stream(StreamView, Generic[_Item]):
     came, for `continue_from`.
     """
 
-    def __init__(self, client: RolloutClient, call: Call, kind: StreamKind) -> None:
+    def __init__(self, client: RolloutClient, call: ClientCall, kind: StreamKind) -> None:
         super().__init__(client._core, call, kind)
         self._client = client
 

@@ -1,4 +1,4 @@
-"""What both clients share: requests in flight, the choice of an endpoint, the meaning of replies. Waits for nothing.
+"""The core of both clients: requests in flight, the choice of an endpoint, the reading of replies. It never waits.
 
 A call goes `start -> (chunks) -> done`, with a result or an error. The clients wait, with the generators at the end of
 this file, which yield the seconds to wait at most and look again after every wait:
@@ -45,7 +45,7 @@ _ENVELOPE_FIELDS = ("v", "id", "op")
 _NO_JOURNAL = "this client has no journal; make it with journal="
 
 
-class Call:
+class ClientCall:
     """One request in flight, or its outcome: one of `result`, `reply` and `error`. `ClientCore` makes and changes it.
 
     `place` is the index of its endpoint, `weight` what it adds to that endpoint's load, `deadline` of
@@ -75,12 +75,12 @@ class Call:
         return self.result is not None or self.reply is not None or self.error is not None
 
     def joined(self, index: int) -> Completion:
-        """A completion of a stream, with what has come of it."""
+        """A completion of a stream, with the tokens received so far."""
         assert self.assembler is not None, "not a stream"
         return self.assembler.joined(index)
 
     def fail(self, error: RolloutError) -> None:
-        """End with an error; chunks that had come stay."""
+        """End with an error; received chunks stay."""
         error.request_id = self.id
         self.error = error
         self.on_update()
@@ -96,7 +96,7 @@ class ClientCore:
     the default, except for clients with a name and without a journal, which may come back for their results.
     """
 
-    #: A session whose endpoint is gone goes on at another one.
+    #: Whether a session continues at another endpoint when its own is gone.
     moves_sessions = False
 
     def __init__(
@@ -119,7 +119,7 @@ class ClientCore:
         self.on_opened: Callable[[int], object] = lambda place: None
         self.client = client
         self._connect_timeout_s = connect_timeout_s
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, ClientCall] = {}
         self._loads = [0] * len(self.endpoints)
         self._turns = [0] * len(self.endpoints)  # when each was chosen last: breaks ties
         self._counter = itertools.count(1)
@@ -140,7 +140,7 @@ class ClientCore:
 
     # --- starting and ending ------------------------------------------------------------------------------------------
 
-    def generate(self, plan: RequestPlan) -> Call:
+    def generate(self, plan: RequestPlan) -> ClientCall:
         """Send a generate request to the endpoint of its session, or to the least loaded one."""
         self._check_open()
         call = self.launch(plan, plan.timeout_s)
@@ -148,7 +148,7 @@ class ClientCore:
             call.assembler = Assembler(plan.n, plan.prior, whole=plan.stream == "completions")
         return call
 
-    def launch(self, plan: RequestPlan, timeout_s: float | None, avoid: Collection[int] = ()) -> Call:
+    def launch(self, plan: RequestPlan, timeout_s: float | None, avoid: Collection[int] = ()) -> ClientCall:
         """Send a generate request to one worker; to none of the endpoints `avoid` where there are others."""
         for place in range(len(self.connections)):
             self.absorb(place)  # a loss that is not known yet is not a loss of this call, nor a place for it
@@ -156,7 +156,7 @@ class ClientCore:
         call.detached = bool(plan.fields.get("detached"))
         return call
 
-    def control(self, op: str, endpoint: str | None, timeout_s: float | None = None, **fields: Any) -> list[Call]:
+    def control(self, op: str, endpoint: str | None, timeout_s: float | None = None, **fields: Any) -> list[ClientCall]:
         """Send a control message to one endpoint, or to all."""
         places = range(len(self.endpoints)) if endpoint is None else [self._place_of(endpoint)]
         for place in places:
@@ -171,7 +171,7 @@ class ClientCore:
         timeout_s: float | None = None,
         weight: int = 0,
         request_id: str | None = None,
-    ) -> Call:
+    ) -> ClientCall:
         """Send one request to one endpoint, whose connection was looked at just now."""
         self._check_open()
         if self.connections[place].refused is not None:  # ZeroMQ would not try again
@@ -182,12 +182,12 @@ class ClientCore:
         self._send(place, request_id, self._header(op, request_id) | fields)
         seconds = self.timeout_s if timeout_s is None else timeout_s
         deadline = math.inf if seconds is None else time.monotonic() + seconds
-        call = Call(request_id, op, place, weight, deadline)
+        call = ClientCall(request_id, op, place, weight, deadline)
         self._calls[request_id] = call
         self._loads[place] += weight
         return call
 
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: ClientCall) -> None:
         """End a call whose caller gave it up and, unless it is detached, cancel it at the worker."""
         if not self._forget(call):
             return
@@ -195,7 +195,7 @@ class ClientCore:
         if not self.connections[call.place].withdraw(call.id) and call.op == "generate" and not call.detached:
             self.disown(call.place, call.id)
 
-    def acknowledge(self, call: Call) -> None:
+    def acknowledge(self, call: ClientCall) -> None:
         """Acknowledge the result of a call after the messages at hand are taken in."""
         self._to_acknowledge.setdefault(call.place, []).append(call.target or call.id)
 
@@ -204,7 +204,7 @@ class ClientCore:
         cancel_id = self.next_id()
         self._send(place, cancel_id, self._header("cancel", cancel_id) | {"target": request_id})
 
-    def cancel(self, target: str, endpoint: str | None) -> list[Call]:
+    def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
         """Send `cancel` for a request to where it is, or may be; returns the calls to wait for."""
         for place in range(len(self.connections)):
             self.absorb(place)
@@ -212,7 +212,7 @@ class ClientCore:
             endpoint = self.endpoints[self._calls[target].place]
         return self.control("cancel", endpoint, target=target)
 
-    def attach(self, target: str, stream: Literal[False] | StreamKind, given: AttachFields) -> Call:
+    def attach(self, target: str, stream: Literal[False] | StreamKind, given: AttachFields) -> ClientCall:
         """Come back for a request that was sent before, on this connection or an earlier one of the same `client`."""
         fields, partials = attach_fields(target, stream, given)
         (call,) = self.control("attach", self.only_endpoint(given.get("endpoint")), given.get("timeout_s"), **fields)
@@ -234,7 +234,7 @@ class ClientCore:
                 self.start("end_session", {"session": session}, place)
 
     def close(self) -> None:
-        """Cancel what is in flight and close all sockets; then call `term`."""
+        """Cancel all calls in flight and close all sockets; then call `term`."""
         if self._closed:
             return
         for place in range(len(self.connections)):
@@ -252,7 +252,7 @@ class ClientCore:
         """Called while the client closes: end requests that a subclass keeps."""
 
     def term(self) -> None:
-        """Wait until what was sent last is out: a second at most."""
+        """Wait until all messages are sent, 1 s at most."""
         self._context.term()
 
     def _check_open(self) -> None:
@@ -271,7 +271,7 @@ class ClientCore:
         self.connections[place].send(request_id, wire.encode(header))
         self.on_unread(place)
 
-    def _forget(self, call: Call) -> bool:
+    def _forget(self, call: ClientCall) -> bool:
         if self._calls.get(call.id) is not call:
             return False
         del self._calls[call.id]
@@ -383,7 +383,7 @@ class ClientCore:
         elif reply.get("op") == "result" and self.acknowledges:  # of something abandoned
             self._to_acknowledge.setdefault(place, []).append(str(request_id))
 
-    def _apply(self, call: Call, reply: dict[str, Any]) -> None:
+    def _apply(self, call: ClientCall, reply: dict[str, Any]) -> None:
         try:
             self._interpret(call, reply)
         except ProtocolError as error:
@@ -394,7 +394,7 @@ class ClientCore:
             self._forget(call)
         call.on_update()
 
-    def _interpret(self, call: Call, reply: dict[str, Any]) -> None:
+    def _interpret(self, call: ClientCall, reply: dict[str, Any]) -> None:
         op = reply.get("op")
         if reply.get("v") != wire.PROTOCOL_VERSION:
             raise ProtocolError(f"the worker speaks version {reply.get('v')!r:.40}, this client 1; update one of them")
@@ -444,7 +444,7 @@ class ClientCore:
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
-    def patience(self, call: Call) -> float | None:
+    def patience(self, call: ClientCall) -> float | None:
         """Seconds that a call may go on waiting, None for ever. If its time is up, it ends with an error."""
         if call.done:
             return 0.0
@@ -476,9 +476,9 @@ def _unreachable(connection: Connection, waited_s: float) -> str:
 
 
 class StreamView:
-    """One streamed request, apart from waiting: its id, its endpoint, what it has brought."""
+    """One streamed request, apart from waiting: its id, its endpoint, its chunks."""
 
-    def __init__(self, core: ClientCore, call: Call, kind: StreamKind) -> None:
+    def __init__(self, core: ClientCore, call: ClientCall, kind: StreamKind) -> None:
         self._core = core
         self._call = call
         self._kind = kind
@@ -512,7 +512,7 @@ class StreamView:
         return chunk if self._kind == "tokens" else self._call.joined(chunk.index)
 
 
-def until_done(core: ClientCore, call: Call) -> Generator[float | None, None, None]:
+def until_done(core: ClientCore, call: ClientCall) -> Generator[float | None, None, None]:
     """Yield the seconds to wait at most (None: no limit) until the call is done; then raise its error, if any."""
     while not call.done:
         yield core.patience(call)
@@ -520,7 +520,7 @@ def until_done(core: ClientCore, call: Call) -> Generator[float | None, None, No
         raise call.error
 
 
-def next_chunk(core: ClientCore, call: Call) -> Generator[float | None, None, Chunk | None]:
+def next_chunk(core: ClientCore, call: ClientCall) -> Generator[float | None, None, Chunk | None]:
     """Like `until_done`, until there is a chunk, which is returned, or None at the end of the stream."""
     while not call.chunks:
         if call.done:
@@ -530,7 +530,7 @@ def next_chunk(core: ClientCore, call: Call) -> Generator[float | None, None, Ch
     return call.chunks.popleft()
 
 
-def until_cancelled(core: ClientCore, calls: list[Call]) -> Generator[float | None, None, None]:
+def until_cancelled(core: ClientCore, calls: list[ClientCall]) -> Generator[float | None, None, None]:
     """Like `until_done` for a `cancel` at several endpoints: it is enough that one knows the request."""
     missing: list[NotFound] = []
     for call in calls:
@@ -542,7 +542,7 @@ def until_cancelled(core: ClientCore, calls: list[Call]) -> Generator[float | No
         raise missing[0]
 
 
-def until_ended(core: ClientCore, call: Call, cancels: list[Call]) -> Generator[float | None, None, None]:
+def until_ended(core: ClientCore, call: ClientCall, cancels: list[ClientCall]) -> Generator[float | None, None, None]:
     """Like `until_cancelled` of this call, which may have ended before the `cancel` came."""
     try:
         yield from until_cancelled(core, cancels)

@@ -173,7 +173,7 @@ class Journal:
             raise JournalFailed(f"the journal {self.path} has records of {request_id!r} that make no sense") from error
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file and release its lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -265,14 +265,14 @@ class Journal:
 
     def _compact(self) -> None:
         """Write the records that are left to a new file, and put it in the old one's place."""
-        beside = self.path.with_name(self.path.name + ".new")
-        beside.unlink(missing_ok=True)
+        new_file = self.path.with_name(self.path.name + ".new")
+        new_file.unlink(missing_ok=True)
         try:
-            fd = _open_locked(beside)
+            fd = _open_locked(new_file)
             try:
                 moved = self._copy_to(fd)
                 os.fsync(fd)
-                os.replace(beside, self.path)
+                os.replace(new_file, self.path)
             except BaseException:
                 os.close(fd)
                 raise

@@ -106,9 +106,9 @@ def flag_list(flags: Mapping[str, Any]) -> list[str]:
 
 
 def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    """The environment of a worker: what a launcher of ranks put there is taken out, then `changes` are made.
+    """The environment of a worker: without the variables of a launcher of ranks, then with `changes`.
 
-    torchrun sets OMP_NUM_THREADS to 1 where it is absent. It cannot be told from a user's own 1, so a 1 is removed.
+    torchrun sets OMP_NUM_THREADS to 1 where it is absent. A user's own 1 looks the same, so a 1 is always removed.
     """
     kept = {
         name: value
@@ -221,13 +221,13 @@ class WorkerProcess:
 
     def _read_ready(self) -> dict[str, Any] | None:
         try:
-            told = json.loads(self._ready_file.read_text())
+            ready = json.loads(self._ready_file.read_text())
         except (FileNotFoundError, json.JSONDecodeError):  # not there, or not all of it
             return None
-        missing = [name for name in ("endpoint", "weights_endpoint", "model", "pid") if name not in told]
+        missing = [name for name in ("endpoint", "weights_endpoint", "model", "pid") if name not in ready]
         if missing:
             raise WorkerFailed(f"the worker's ready file lacks {missing[0]!r}; are its version and this one the same?")
-        return told
+        return ready
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         """The end of the log."""

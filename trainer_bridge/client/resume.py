@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from trainer_bridge.client.assembly import Assembler
-from trainer_bridge.client.core import Call, ClientCore
+from trainer_bridge.client.core import ClientCall, ClientCore
 from trainer_bridge.client.generate_request import RequestPlan
 from trainer_bridge.client.journal import Fsync, Journal, Saved, fingerprint
 from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult
@@ -107,19 +107,19 @@ class ResumingCore(ClientCore):
         self.resumer = Resumer(self, policy)
         super().__init__(*given)
 
-    def generate(self, plan: RequestPlan) -> Call:
+    def generate(self, plan: RequestPlan) -> ClientCall:
         """Begin a request, or go on with one that the journal knows."""
         self._check_open()
         return self.resumer.start(plan)
 
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: ClientCall) -> None:
         """End a call whose caller gave it up."""
         if isinstance(call, ResumedCall):
             self.resumer.abandon(call)
         else:
             super().abandon(call)
 
-    def cancel(self, target: str, endpoint: str | None) -> list[Call]:
+    def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
         """Send `cancel` for a request to where it is, or may be; returns the calls to wait for."""
         for place in range(len(self.connections)):
             self.absorb(place)
@@ -128,7 +128,7 @@ class ResumingCore(ClientCore):
         self.resumer.cancel(self.resumer.calls[target])
         return []
 
-    def patience(self, call: Call) -> float | None:
+    def patience(self, call: ClientCall) -> float | None:
         """Seconds that a call may go on waiting, None for ever. Sends what is due."""
         return self.resumer.patience(call) if isinstance(call, ResumedCall) else super().patience(call)
 
@@ -323,7 +323,7 @@ class Resumer:
 
     # --- what a leg brings --------------------------------------------------------------------------------------------
 
-    def _take_in(self, call: ResumedCall, leg: Call) -> None:
+    def _take_in(self, call: ResumedCall, leg: ClientCall) -> None:
         if call.done or leg not in call.legs:
             return
         try:
@@ -354,7 +354,7 @@ class Resumer:
         if handed_back is not None:
             self._suspend(call, part, handed_back, place)
 
-    def _leg_done(self, call: ResumedCall, leg: Call, result: GenerateResult) -> None:
+    def _leg_done(self, call: ResumedCall, leg: ClientCall, result: GenerateResult) -> None:
         for completion in result.completions:
             part = call.part_of(leg, completion.index)
             if part is None:
@@ -366,10 +366,10 @@ class Resumer:
         call.learn_prompt(result)
         del call.legs[leg]
         call.results[leg] = result
-        if self._core.acknowledges or leg.id != call.id:  # nobody else can ask for the ids of legs
+        if self._core.acknowledges or leg.id != call.id:  # no other client can ask for the ids of legs
             self._core.acknowledge(leg)
 
-    def _leg_lost(self, call: ResumedCall, leg: Call, error: RolloutError) -> None:
+    def _leg_lost(self, call: ResumedCall, leg: ClientCall, error: RolloutError) -> None:
         mine = [call.parts[index] for index in call.legs.pop(leg)]
         parts = [part for part in mine if part.leg is leg and not part.done]
         if isinstance(error, ConnectionLost):

@@ -1,7 +1,7 @@
 """One request of a resuming client: its tokens so far, from all workers that took part.
 
     ResumedCall  1 --- n  ResumedCompletion   with a worker (`leg`), waiting for one (`down_since`), or done
-                 1 --- *  Call                a leg: one request to one worker, for some of the completions
+                 1 --- *  ClientCall          a leg: one request to one worker, for some of the completions
 
 Every token is taken once: the legs' chunks go to one assembler, which refuses gaps and repetitions. Nothing in here
 sends or waits.
@@ -22,7 +22,7 @@ from hashlib import blake2b
 import numpy as np
 
 from trainer_bridge.client.assembly import Assembler, tail
-from trainer_bridge.client.core import Call
+from trainer_bridge.client.core import ClientCall
 from trainer_bridge.client.generate_request import RequestPlan, prior_fields
 from trainer_bridge.client.journal import Saved
 from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult, Timing
@@ -37,9 +37,9 @@ class ResumedCompletion:
 
     index: int
     seed: int
-    leg: Call | None = None
+    leg: ClientCall | None = None
     done: bool = False
-    text: str | None = None  # of the whole completion, once a result told it
+    text: str | None = None  # of the whole completion, once a result has brought it
     due: float = 0.0  # when to look for a worker again
     tries: int = 0  # workers lost since the last new token
     faults: int = 0  # lost workers for which this request may be to blame
@@ -59,7 +59,7 @@ class ResumedCompletion:
         self.down_s = 0.0
 
 
-class ResumedCall(Call):
+class ResumedCall(ClientCall):
     """A request that outlives its workers. `started_unix_s` is when it was first asked for, of `time.time`."""
 
     def __init__(
@@ -73,9 +73,9 @@ class ResumedCall(Call):
         seeds = [seed] if plan.prior is not None else [completion_seed(seed, index) for index in range(plan.n)]
         self.parts = [ResumedCompletion(index, each, down_since=self.started) for index, each in enumerate(seeds)]
         self.waiting: list[ResumedCompletion] = list(self.parts)
-        self.legs: dict[Call, list[int]] = {}  # which completions each one has, by its own index
-        self.results: dict[Call, GenerateResult] = {}  # of legs
-        self.scoring: Call | None = None  # the leg that was asked last for the prompt's log-probs
+        self.legs: dict[ClientCall, list[int]] = {}  # which completions each one has, by its own index
+        self.results: dict[ClientCall, GenerateResult] = {}  # of legs
+        self.scoring: ClientCall | None = None  # the leg that was asked last for the prompt's log-probs
         self.resumes = 0
         self.cancelled = False
         limit_s = plan.fields.get("deadline_s")
@@ -117,7 +117,7 @@ class ResumedCall(Call):
                 part.text = text
             self.result = replace(saved.result, completions=self.completions())
 
-    def add_leg(self, leg: Call, parts: list[ResumedCompletion], now: float, scores: bool = False) -> None:
+    def add_leg(self, leg: ClientCall, parts: list[ResumedCompletion], now: float, scores: bool = False) -> None:
         """A worker has these completions now, and the log-probs of the prompt to tell with `scores`."""
         self.legs[leg] = [part.index for part in parts]
         self.scoring = leg if scores else self.scoring
@@ -128,7 +128,7 @@ class ResumedCall(Call):
             part.down_s, part.down_since = part.down_s + now - part.down_since, None
             self.waiting.remove(part)
 
-    def part_of(self, leg: Call, index: int) -> ResumedCompletion | None:
+    def part_of(self, leg: ClientCall, index: int) -> ResumedCompletion | None:
         """The completion that a leg calls `index`; None if it was taken from it."""
         indexes = self.legs[leg]
         if not 0 <= index < len(indexes):
@@ -198,7 +198,7 @@ class ResumedCall(Call):
         )
 
     def completions(self) -> list[Completion]:
-        """Every completion, with the text that a result told where there was one."""
+        """Every completion, with its text where a result has brought it."""
         return [
             replace(self.so_far(part), text=part.text) if part.text is not None else self.so_far(part)
             for part in self.parts

@@ -12,8 +12,8 @@ Imports nothing of TRL: its trainer asks for methods and attributes, not for typ
   computes again, at the positions of those tokens; 0 in the prompt.
 - Its `model_version` is that of the oldest weights that drew a token of it, in the trainer's count. It comes from the
   worker's stamps, not from when something was asked for.
-- `send_weights` returns when every worker uses the weights: no version is told that is not applied.
-- No more than `ahead` samples are under way or wait for the trainer: what it would drop as stale is not made.
+- `send_weights` returns when every worker uses the weights: a version is reported only once it is applied.
+- At most `ahead` samples are in progress or wait for the trainer, so none is made that it would drop as stale.
 - Nothing that was generated is dropped here.
 """
 
@@ -85,7 +85,7 @@ class WeightTransfer:
 
         if self._publisher is None:
             self._publisher = WeightPublisher(self._endpoints, **self._options)
-        self.base, self.sent = max(told["version"] for told in self._publisher.status()), 0
+        self.base, self.sent = max(status["version"] for status in self._publisher.status()), 0
         self._versions = []
 
     def pause(self) -> None:

@@ -30,7 +30,7 @@ from trainer_bridge.wire.keys import ClientCurve
 _HEARTBEAT_S = 5.0
 _MOST_MESSAGES = 64  # taken at a time
 _POLL_MS = 50  # how often a waiting publisher looks whether it is closing
-_LOOK_UP_AGAIN_S = 5.0  # without a connection to the weight socket: the worker may have another one by now
+_LOOK_UP_AGAIN_S = 5.0  # without a connection to the weight socket: a restarted worker may have another one
 
 
 class ControlLink:

@@ -14,7 +14,7 @@ from trainer_bridge.wire.errors import ProtocolError, RolloutError, RolloutTimeo
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """How one worker took an update."""
+    """The result of an update on one worker."""
 
     endpoint: str
     version: int
@@ -27,14 +27,14 @@ class WorkerReport:
 
 
 class PublishHandle:
-    """An update on its way. All methods may be called from any thread, any number of times."""
+    """An update in progress. All methods may be called from any thread, any number of times."""
 
     def __init__(self, payload: Payload) -> None:
         self.version = payload.manifest.version
         self.nbytes = payload.manifest.tensor_bytes
         self.phase = "queued"
-        self.begun = False  # a worker has found that it fits, and waits for its bytes
-        self.refused = False  # by every worker that had all of it
+        self.begun = False  # a worker has accepted it and waits for its bytes
+        self.refused = False  # by every worker that received all of it
         self.reports: dict[str, WorkerReport] = {}  # by endpoint, of the workers that use the new weights
         self.errors: dict[str, RolloutError] = {}  # by endpoint, of the others
         self._payload = payload
@@ -58,8 +58,8 @@ class PublishHandle:
         """Return when every worker samples from the new weights: a report for each, in the order of the endpoints.
 
         Raises a worker's error (`WeightsRejected` with its reason, `RolloutTimeout` or `ConnectionLost` with the
-        phase and the endpoint) once all workers have answered or failed: `reports` and `errors` say which did what.
-        After `timeout` seconds raises `RolloutTimeout`; the update goes on.
+        phase and the endpoint) once all workers have answered or failed: `reports` and `errors` list them.
+        After `timeout` seconds raises `RolloutTimeout`; the update continues.
         """
         if not self._done.wait(timeout):
             raise RolloutTimeout(f"{self.phase}: version {self.version} is not applied after {timeout:g} s")

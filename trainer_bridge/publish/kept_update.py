@@ -1,8 +1,8 @@
-"""The last update, kept in the publisher's host memory for workers that come back.
+"""The last update, kept in the publisher's host memory for workers that restart.
 
-A trainer may change its tensors after `held`, so an update that is sent again must be a copy. It is made while the
-update is packed, into one buffer that all updates use: from the first bytes of a new update until its last, no update
-can be sent again. An update that is refused before its first bytes leaves the kept one alone.
+A trainer may change its tensors after `held`, so sending an update again needs a copy. It is made while the update is
+packed, into one buffer for all updates: from the first to the last byte of a new update, no update can be sent again.
+An update that is refused before its first byte does not change the kept one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trainer_bridge.transports.tensors import typed_view
 from trainer_bridge.wire.errors import UNANSWERED, RolloutError
 from trainer_bridge.wire.manifest import Manifest
 
-_MOST_REFUSALS = 3  # one may be of a worker that was lost once more
+_MOST_REFUSALS = 3  # one refusal may come from a worker that was lost again
 
 _log = logging.getLogger(__name__)
 
 
 class KeptUpdate:
-    """One buffer and what lies in it. Belongs to the publisher's thread, and to senders that ask where to keep it."""
+    """One buffer and the update in it. Used by the publisher's thread and, while an update is sent, by its senders."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class KeptUpdate:
 
     @property
     def version(self) -> int | None:
-        """Of the update that is kept whole, if there is one."""
+        """The version of the update that is kept whole, if any."""
         return None if self._manifest is None else self._manifest.version
 
     def fill(self, payload: Payload) -> None:
@@ -53,7 +53,7 @@ class KeptUpdate:
             return self._buffer[:nbytes]
 
     def settle(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
-        """The update is over: keep all of it, even if no worker got it, unless the workers refused it."""
+        """Keep all of a finished update, even if no worker got it, unless the workers refused it."""
         lost = any(isinstance(error, UNANSWERED) for error in handle.errors.values())
         if handle.refused or not (handle.begun or lost):
             return
@@ -62,7 +62,7 @@ class KeptUpdate:
                 handle.phase = "keep"
                 payload.keep_all(stop)
         except RolloutError as error:
-            _log.warning("version %d cannot be kept for workers that come back: %s", handle.version, error)
+            _log.warning("version %d cannot be kept for workers that restart: %s", handle.version, error)
             return
         self._manifest = payload.manifest
         self._refusals.clear()
@@ -73,8 +73,8 @@ class KeptUpdate:
         served, state = status.get("version"), status.get("state")
         if self._manifest is None or type(served) is not int or self._refusals[endpoint] == _MOST_REFUSALS:
             return False
-        behind = served < self._manifest.version
-        return (behind and state == "idle") or (served <= self._manifest.version and state == "stale")
+        outdated = served < self._manifest.version
+        return (outdated and state == "idle") or (served <= self._manifest.version and state == "stale")
 
     def forgive(self, endpoint: str) -> None:
         """Forget the refusals of an endpoint: its worker took the update, or may be another worker now."""
@@ -85,7 +85,7 @@ class KeptUpdate:
         self._refusals[endpoint] += 1
         if self._refusals[endpoint] == _MOST_REFUSALS:
             _log.error(
-                "%s is not brought to version %s any more: start it with the right model, or publish a newer version",
+                "%s refused version %s too often: start it with the right model, or publish a newer version",
                 endpoint,
                 self.version,
             )

@@ -13,7 +13,7 @@
 Invariants:
 
 - Tensors are read until `held` and not later. Nothing is copied up front.
-- A worker that fails does not stop the others; `applied` then raises its error.
+- A failed worker does not stop the others; `applied` raises its error.
 - Every phase has a deadline, and its error names the phase and the worker.
 """
 
@@ -46,8 +46,8 @@ __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 
 _ABORT_S = 1.0
 _BEGIN_S = 30.0
-_GRACE_S = 5.0  # for the answer to a `begin` when the publisher is closed: an update can't be aborted without its token
-_WATCH_S = 1.0  # between two looks for workers that came back
+_GRACE_S = 5.0  # for the answer to `begin` after a close: its token is needed to abort the update
+_WATCH_S = 1.0  # between two checks for restarted workers
 
 _log = logging.getLogger(__name__)
 
@@ -55,27 +55,31 @@ _log = logging.getLogger(__name__)
 class WeightPublisher:
     """Publishes weights to one or several workers.
 
-    `endpoints` are the workers' request sockets, as `RolloutClient` takes them. `transport` is `shm` (one host), `zmq`,
-    `nccl`, `disk` (with `folder`, on a path that the workers can read) or `auto`: for each worker the first of
-    `cuda_ipc`, `nccl`, `shm` and `zmq` that works; reports and the log say which and why. An update travels in buckets
-    of `bucket_bytes`, a multiple of 64, at most 256 MiB. The default is 64 MiB, and up to 256 MiB for a large model on
-    GPUs with `auto`, `nccl` or `cuda_ipc`. Deadlines in seconds: `begin_s` for connecting and for the workers' check of
-    the manifest (default: 30, but 3 for an endpoint that refuses connections because no worker listens there),
-    `stall_s` without progress of a transfer, `apply_s` from commit until a worker uses the weights. `curve` has the
-    keys for workers that use CURVE.
+    Closing ends unfinished updates, so wait for `applied` first. Workers keep the weights they serve. If a worker still
+    checks a manifest, `close` waits up to 5 s for its answer, to abort the update there. A publisher that is open when
+    Python ends is closed then, and waits up to `begin_s` for a rank that did not call `publish` as often as this one.
 
-    With `keep` the last update stays in this host's memory. A worker that was restarted at its endpoint, or was stale,
-    gets it within a few seconds. This includes an update that failed because workers could not be reached or were lost
-    half-way: publish the next one with a larger version.
-
-    With `collective` every rank of torch.distributed's default group makes a publisher, calls `publish` with its part
-    (a `state_dict` of DTensors, as FSDP2 has them), and calls `close`. Rank 0 talks to the workers and collects the
-    other ranks' parts, a bucket at a time. `held` and `applied` mean the same on all ranks. The default group is left
-    unchanged.
-
-    `close` aborts an unfinished update: wait for `applied` first. Workers then keep their old weights. If a worker
-    still checks the manifest, `close` waits for it, at most 5 s, to send the abort. A publisher that is open when
-    Python ends is closed then, and waits up to `begin_s` for ranks that have not published the same update.
+    Args:
+        endpoints: The workers' request sockets, as `RolloutClient` takes them.
+        transport: `shm` (one host), `zmq`, `cuda_ipc` (GPUs of one host), `nccl`, `disk`, or `auto`: for each worker
+            the first of `cuda_ipc`, `nccl`, `shm` and `zmq` that works. Reports and the log name it and the reason.
+            Default: `auto`.
+        folder: Where `disk` writes; the workers must be able to read this path. Only for `disk`.
+        bucket_bytes: Size of the pieces of a transfer: a multiple of 64, at most 256 MiB. Default: 64 MiB, or up to
+            256 MiB for a large model that `auto`, `nccl` or `cuda_ipc` sends on a host with GPUs.
+        begin_s: Seconds to connect and for the workers' check of the manifest. Default: 30, but 3 for an endpoint that
+            refuses connections, since no worker listens there.
+        stall_s: Seconds without progress after which a transfer fails. Default: 30.
+        apply_s: Seconds from commit until a worker uses the weights. Default: 120.
+        curve: Keys for workers that use CURVE. Default: none.
+        keep: Keep the last update in host memory and send it to a worker that returns to its endpoint without it
+            (restarted by its supervisor, or stale) within a few seconds, even if the trainer has moved on. This
+            includes an update that failed because workers were unreachable or lost during it; its version cannot be
+            used again. Default: False.
+        collective: Every rank of torch.distributed's default group makes a publisher and calls `publish` with its part
+            (a `state_dict` of DTensors, as FSDP2 makes it) and `close`. Rank 0 talks to the workers and fetches the
+            other ranks' parts bucket by bucket. `held` and `applied` mean the same on all ranks. The default group is
+            not used for transfers. Default: False.
     """
 
     def __init__(
@@ -118,20 +122,20 @@ class WeightPublisher:
         self._jobs_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a thread that is inside of torch while Python ends aborts the process
+        atexit.register(self.close)  # a thread inside torch aborts the process when Python ends
 
     def publish(
         self, named_tensors: NamedTensors, version: int, *, adapter: str | None = None, adapter_config: Any = None
     ) -> PublishHandle:
         """Start to publish every parameter, under its Hugging Face name, as `version`, which must grow.
 
-        Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device; what the current CUDA stream was
-        given before is waited for on the device. They must not change before `held`. Raises ValueError for tensors
-        that cannot be sent, `WeightsRejected` for a version or names that no worker can take.
+        Tensors are float32, bfloat16 or float16, on the CPU or one CUDA device, where they are read after the work that
+        is already on the current CUDA stream. They must not change before `held`. Raises ValueError for tensors that
+        cannot be sent, `WeightsRejected` for a version or names that no worker can accept.
 
         With `adapter` the tensors belong to a LoRA adapter of that name, as PEFT's `get_peft_model_state_dict` returns
         them; `adapter_config` is PEFT's `LoraConfig`, or a map with the fields of adapter_config.json. The version is
-        the adapter's own and must grow, too. `keep` does not keep adapters.
+        the adapter's own and must grow, too. A publisher with `keep` keeps no adapters.
         """
         if (adapter is None) != (adapter_config is None):
             raise ValueError("adapter and adapter_config go together: pass both, or none")
@@ -162,12 +166,12 @@ class WeightPublisher:
         return [{"endpoint": link.endpoint, **answer} for link, answer in zip(links, answers, strict=True)]  # type: ignore[dict-item]
 
     def close(self) -> None:
-        """End the thread and the connections; handles that are not done fail. Idempotent."""
+        """End the thread and the connections; unfinished handles fail. Idempotent."""
         with self._jobs_lock:
             self._closing.set()
             self._jobs.put(None)
         if self._ranks is not None:
-            self._thread.join(self._ranks.timeout_s)  # what is under way ends when rank 0 says so, or closes
+            self._thread.join(self._ranks.timeout_s)  # the update in progress ends when rank 0 finishes it or closes
             self._ranks.stop()
         self._thread.join()
         atexit.unregister(self.close)
@@ -220,7 +224,7 @@ class WeightPublisher:
             self._ranks.close()
 
     def _next_job(self) -> tuple[Payload, PublishHandle] | None:
-        """The next update; meanwhile workers that came back with older weights get the last one."""
+        """Wait for the next update. Meanwhile, send the kept one to restarted workers with older weights."""
         while self._kept is not None:
             try:
                 return self._jobs.get(timeout=_WATCH_S)
@@ -229,53 +233,53 @@ class WeightPublisher:
                     try:
                         self._bring_up_to_date(version)
                     except Exception:  # the thread must live on for the trainer's next update
-                        _log.exception("workers cannot be brought to version %d", version)
+                        _log.exception("version %d cannot be sent to restarted workers", version)
         return self._jobs.get()
 
     def _bring_up_to_date(self, version: int) -> None:
         assert self._kept is not None
         links = list(self._links.values())
         answers = ask_all([(link, {"action": "status"}) for link in links], "status", _ABORT_S / 4, self._closing)
-        behind = []
+        outdated = []
         for link, answer in zip(links, answers, strict=True):
             if type(answer) is dict and self._kept.wanted_by(link.endpoint, answer):
-                behind.append(link.endpoint)
+                outdated.append(link.endpoint)
             elif isinstance(answer, UNANSWERED):
                 self._kept.forgive(link.endpoint)
-        if not behind:
+        if not outdated:
             return
         payload = self._kept.payload(self._bucket_bytes)
         handle = PublishHandle(payload)
         try:
-            self._publish(payload, handle, behind)
+            self._publish(payload, handle, outdated)
         except RolloutError as error:
-            _log.warning("version %d cannot be brought to %s: %s", version, ", ".join(behind), error)
+            _log.warning("version %d cannot be sent to %s: %s", version, ", ".join(outdated), error)
         finally:
             handle.end(None)
         for endpoint in handle.reports:
             self._kept.forgive(endpoint)
-            _log.info("%s had older weights and was brought to version %d", endpoint, version)
+            _log.info("%s had older weights and now has version %d", endpoint, version)
         for endpoint, problem in handle.errors.items():
-            _log.warning("%s has older weights and could not be brought to version %d: %s", endpoint, version, problem)
+            _log.warning("%s has older weights and did not take version %d: %s", endpoint, version, problem)
             if isinstance(problem, WeightsRejected):
                 self._kept.refused(endpoint)
 
     def _gather(self, payload: Payload, handle: PublishHandle) -> None:
-        """Learn what the other ranks hold."""
+        """Collect the tables of the other ranks' parts."""
         if self._ranks is None or payload.shards is None:
             return
         ranks = self._ranks
         self._ranks.exchange(payload.shards, handle.version, payload.device)
 
         def tell() -> None:
-            with contextlib.suppress(RolloutError):  # its own handle says so
+            with contextlib.suppress(RolloutError):  # the rank's own handle reports it
                 ranks.tell(RELEASED)
 
         payload.on_release = tell
 
     def _tell_ranks(self, handle: PublishHandle) -> None:
         if self._ranks is not None and self._ranks.rank == 0:
-            with contextlib.suppress(RolloutError):  # they are gone, and their group is
+            with contextlib.suppress(RolloutError):  # the ranks and their group are gone
                 self._ranks.finish(handle)
 
     def _publish(self, payload: Payload, handle: PublishHandle, endpoints: Sequence[str]) -> None:
@@ -290,9 +294,9 @@ class WeightPublisher:
             kept = any(isinstance(recipient.error, GroupBroken) and recipient.error.kept for recipient in again)
             again = self._still_there(again) if another_way or kept or len(again) > 1 else []
             if again:
-                _log.warning("a group broke; %d of its workers are tried again", len(again))
+                _log.warning("a group broke; retrying %d of its workers", len(again))
                 second = self._deliver(payload, handle, again)
-                # All failed: whom the first round brought the bytes this way still commits with its options.
+                # No options: every retry failed. Recipients of the first round commit with that round's options.
                 finished |= {name: options for name, options in second.items() if options}
             self._check_open(handle)
             handle.phase = "commit"
@@ -318,7 +322,7 @@ class WeightPublisher:
     def _deliver(
         self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]
     ) -> dict[str, dict[str, Any]]:
-        """Begin, and bring the bytes to all that take them; the options of `commit` by transport."""
+        """Begin the update and transfer it to all recipients that accept it; the options of `commit` by transport."""
         self._begin(payload, handle, recipients)
         handle.phase = "transfer"
         self._check_open(handle)
@@ -376,7 +380,7 @@ class WeightPublisher:
         note: Any = None,
         grace_s: float = 0.0,
     ) -> list[tuple[Recipient, dict[str, Any]]]:
-        """Ask the recipients that have not failed; return the replies, without the recipients that fail now."""
+        """Ask the recipients that have not failed; return the successful replies."""
         asked = [(recipient, self._links[recipient.endpoint]) for recipient in recipients if not recipient.error]
         answers = ask_all(
             [(link, message(recipient)) for recipient, link in asked], phase, timeout_s, self._closing, grace_s
@@ -392,7 +396,7 @@ class WeightPublisher:
         return replies
 
     def _abort(self, recipients: list[Recipient], handle: PublishHandle) -> None:
-        """Tell workers that began and will hear no more; their own deadline does it when this does not reach them."""
+        """Abort the update at workers that began but did not apply it; a worker that is not reached has a deadline."""
         left = [
             (self._links[recipient.endpoint], {"action": "abort", "token": recipient.token.hex()})
             for recipient in recipients

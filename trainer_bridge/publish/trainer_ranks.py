@@ -1,19 +1,18 @@
-"""Trainers of several ranks: rank 0 publishes, and fetches from the others what they own, piece by piece.
+"""Trainers of several ranks: rank 0 publishes and fetches the other ranks' parts, piece by piece.
 
     rank 0, publisher's thread                              ranks 1 to n, publisher's thread
-    START version              == broadcast ==>             -- which part of each tensor is here -->
+    START version              == broadcast ==>             -- a table of the parts on this rank -->
     PIECE tensor, first, last  == broadcast ==>             -- these elements, from the ranks that own some -->
-    WHOLE tensor               == broadcast ==>             -- the whole part, where parts are not runs of elements -->
-    JOIN store, places         == broadcast ==>             those that own parts send them in a group (`group_ranks`),
-                                                            a thread beside this one;  how that ended --> rank 0
+    WHOLE tensor               == broadcast ==>             -- the whole part, if parts are not runs of elements -->
+    JOIN store, places         == broadcast ==>             owners broadcast their parts in a group (`nccl/ranks.py`),
+                                                            in a second thread   -- success or failure -->
     RELEASED                   == broadcast ==>             `held` returns
     DONE                       == broadcast ==>             `applied` returns or raises
 
-The group is of its own (gloo over host memory), so nothing here meets the trainer's collectives. At no time is more
-than one bucket, or one tensor that is not cut along its first dimension, gathered.
+The ranks have a separate group (gloo over host memory), so nothing here touches the trainer's collectives. At most one
+bucket, or one tensor that is not cut along its first dimension, is gathered at a time.
 
-Supported are DTensors whose placements are Shard and Replicate, as FSDP2 makes them, and plain tensors, of which rank
-0's are taken.
+Supported are DTensors with Shard and Replicate placements, as FSDP2 makes them, and plain tensors, which rank 0 sends.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from trainer_bridge.wire.errors import RolloutError, from_reply
 
 START, PIECE, WHOLE, RELEASED, DONE, CLOSE, JOIN = range(7)
 _ENDING = 1  # tag of a rank's report about its part in a group; commands and pieces have tag 0
-_COMMAND_S = 3600.0  # for which a rank waits for rank 0: its last update may still be on its way
+_COMMAND_S = 3600.0  # how long a rank waits for rank 0, whose last update may still be in transfer
 _KEY = "rollout-weights"
 
 
 class TrainerRanks:
-    """The place of this process among the trainer's. Making one is collective: every rank of the default group does so.
+    """Connects the trainer's ranks. The constructor is collective: every rank of the default group calls it.
 
-    Raises RuntimeError when torch.distributed is not initialised, or the others don't come.
+    Raises RuntimeError if torch.distributed is not initialised or not all ranks join within `timeout_s`.
     """
 
     def __init__(self, timeout_s: float) -> None:
         if not dist.is_initialized():
-            raise RuntimeError("collective=True is for trainers with torch.distributed; call init_process_group first")
+            raise RuntimeError("collective=True needs torch.distributed; call init_process_group first")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
-        turn = store.add(f"{_KEY}/{self.rank}", 1)  # the n-th publisher of every rank belong together
+        turn = store.add(f"{_KEY}/{self.rank}", 1)  # the n-th publishers of all ranks belong together
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._broken: str | None = None
@@ -68,12 +67,12 @@ class TrainerRanks:
         self.timeout_s = self._timeout_s = timeout_s
 
     def tell(self, *command: int) -> None:
-        """Rank 0: give all others a command of up to four numbers. Raises `RolloutError` when one is gone."""
+        """Rank 0: send the other ranks a command of up to four numbers. Raises `RolloutError` if one is gone."""
         with self._lock:
             self._tell(command)
 
     def exchange(self, shards: Shards, version: int, device: torch.device) -> None:
-        """Rank 0: learn who holds what, and where. Raises `RolloutError` when the ranks don't publish the same."""
+        """Rank 0: collect the tables of parts. Raises `RolloutError` if the ranks publish different tensors."""
         with self._lock:
             self._tell((START, version))
             tables = [shards.table(version, device_name(device))]
@@ -95,36 +94,36 @@ class TrainerRanks:
         shards.ranks = self
 
     def fetch(self, index: int, first: int, parts: Sequence[tuple[int, torch.Tensor]], last: int) -> None:
-        """Rank 0: have `parts` (rank, where its elements go) of elements `first` to `last` of a tensor filled."""
+        """Rank 0: fill `parts`, pairs of a rank and the memory for its share of elements `first` to `last`."""
         with self._lock:
             self._tell((PIECE, index, first, last))
             for rank, out in parts:
                 self._receive(out, rank)
 
     def fetch_whole(self, index: int, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Rank 0: have `parts` (rank, a tensor like its part) of a tensor filled."""
+        """Rank 0: fill `parts`, pairs of a rank and memory for its whole part of a tensor."""
         with self._lock:
             self._tell((WHOLE, index))
             for rank, out in parts:
                 self._receive(out, rank)
 
     def finish(self, handle: PublishHandle) -> None:
-        """Rank 0: tell how the update ended."""
+        """Rank 0: send the result of the update."""
         error = handle.error
         problem = None if error is None else {"code": error.code, "message": str(error), "field": error.field}
         self._tell_map(DONE, {"error": problem, "reports": [asdict(report) for report in handle.reports.values()]})
 
     def join(self, order: dict[str, Any]) -> None:
-        """Rank 0: have those with a place in a group take part; each will tell its `ending`."""
+        """Rank 0: make the ranks that have a place in a group join it; each then reports its `ending`."""
         self._tell_map(JOIN, order)
 
     def ending(self, out: torch.Tensor, rank: int, timeout_s: float) -> None:
-        """Rank 0: wait for a rank's report about its part in a group. Raises `RolloutError`, which names the rank."""
+        """Rank 0: wait for a rank's report about its part in a group. Raises `RolloutError` that names the rank."""
         data = out.view(torch.uint8)
         self._do(lambda: self._group.receive(data, rank, timeout_s, _ENDING), f"rank {rank}", "transfer")
 
     def serve(self, payload: Payload, handle: PublishHandle, version: int) -> None:
-        """Other ranks: do what rank 0 says until the update is over. Raises the error that it ended with."""
+        """Other ranks: follow rank 0's commands until the update ends. Raises `RolloutError` if rank 0 closes."""
         shards = payload.shards
         assert shards is not None, "a collective publisher's payload knows its shards"
         while True:
@@ -155,7 +154,7 @@ class TrainerRanks:
                     raise RolloutError("rank 0 closed its publisher", code="closed")
 
     def close(self) -> None:
-        """Leave the group; on rank 0 the others hear of it. Belongs to the publisher's thread."""
+        """Leave the group; rank 0 tells the other ranks first. Belongs to the publisher's thread."""
         if self.rank == 0 and self._broken is None:
             with contextlib.suppress(RolloutError):  # they are gone
                 self.tell(CLOSE)
@@ -168,7 +167,7 @@ class TrainerRanks:
             ending.join(END_S)
 
     def stop(self) -> None:
-        """Any thread: end what is waited for."""
+        """End all waits. Any thread may call it."""
         self._stop.set()
 
     def _end_part(self, ending: torch.Tensor) -> None:
@@ -197,8 +196,8 @@ class TrainerRanks:
 
     def _broadcast(self, data: torch.Tensor) -> None:
         timeout_s = None if self.rank else self._timeout_s  # the others are in `serve`, or about to publish
-        whom = "rank 0" if self.rank else "another rank"
-        self._do(lambda: self._group.broadcast(data).wait(self._stop, timeout_s), whom)
+        peer = "rank 0" if self.rank else "another rank"
+        self._do(lambda: self._group.broadcast(data).wait(self._stop, timeout_s), peer)
 
     def _send(self, data: torch.Tensor) -> None:
         self._do(lambda: self._group.send(data, 0), "rank 0")
@@ -206,19 +205,19 @@ class TrainerRanks:
     def _receive(self, out: torch.Tensor, rank: int) -> None:
         self._do(lambda: self._group.receive(out, rank, self._timeout_s), f"rank {rank}")
 
-    def _do(self, what: Any, whom: str, phase: str = "gather") -> None:
+    def _do(self, operation: Any, peer: str, phase: str = "gather") -> None:
         if self._broken is not None:
             raise RolloutError(f"{phase}: {self._broken}; the group of trainer ranks is gone, make new publishers")
         try:
-            what()
+            operation()
         except GroupError as error:
-            self._broken = f"{whom} cannot be reached: {error}"
+            self._broken = f"{peer} cannot be reached: {error}"
             raise RolloutError(f"{phase}: {self._broken}") from error
 
 
-def _ending(told: dict[str, Any]) -> tuple[list[WorkerReport], RolloutError | None]:
-    reports = [WorkerReport(**report) for report in told["reports"]]
-    return reports, None if told["error"] is None else from_reply(told["error"])
+def _ending(result: dict[str, Any]) -> tuple[list[WorkerReport], RolloutError | None]:
+    reports = [WorkerReport(**report) for report in result["reports"]]
+    return reports, None if result["error"] is None else from_reply(result["error"])
 
 
 def _address() -> str:

@@ -5,11 +5,12 @@
     shm        worker and publisher on one host: no copy passes through a socket
     zmq        anywhere
 
-The order is that of speed, but between two GPUs of one host: there nccl brings a large model in half the time of
-cuda_ipc. It comes second all the same, since it opens a port and wants its kernels to run on both GPUs at once. Tensors
-that several trainer ranks hold parts of go by nccl first: there each rank sends its own, else rank 0 fetches.
-What works is found out by trying: a worker refuses in `begin`, before anything is sent, and the reason is kept. What
-one update found is where the next one begins.
+The order is by speed, with one exception: between two GPUs of one host nccl sends a large model in half the time of
+cuda_ipc. It still comes second, since it opens a port and its kernels must run on both GPUs at once. For tensors spread
+over several trainer ranks nccl is tried first: each rank sends its own parts, while for the others rank 0 fetches them.
+
+The choice is made by trying: a worker refuses in `begin`, before anything is sent, and the reason is kept. The next
+update starts from this result.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Served = tuple[TransportSender, Sequence[Recipient]]
 
 
 class TransportChoice:
-    """The senders of one publisher, and what is known of each worker. Belongs to the publisher's thread."""
+    """The senders of one publisher, and the refusals of each worker. Belongs to the publisher's thread."""
 
     def __init__(self, transport: str, folder: str | None, curve: ClientCurve | None, endpoints: Sequence[str]) -> None:
         if transport != "auto" and transport not in TRANSPORTS:
@@ -77,7 +78,7 @@ class TransportChoice:
         return options
 
     def refused(self, payload: Payload, recipients: Iterable[Recipient]) -> list[Recipient]:
-        """The recipients that refused only the way: they are asked again, for another one."""
+        """The recipients that refused only the transport; they are tried again with another one."""
         again = []
         for recipient in recipients:
             error = recipient.error
@@ -85,9 +86,9 @@ class TransportChoice:
             if not self._free(payload) or error is None or at_fault not in ("transport", "options"):
                 continue
             if recipient.transport == _ORDER[-1]:
-                self._refusals[recipient.endpoint].clear()  # nothing works: look at all of them anew next time
+                self._refusals[recipient.endpoint].clear()  # no transport works: try all of them again next time
                 continue
-            _log.info("%s does not take weights by %s: %s", recipient.endpoint, recipient.transport, error)
+            _log.info("%s refuses weights by %s: %s", recipient.endpoint, recipient.transport, error)
             self._refusals[recipient.endpoint][recipient.transport] = str(error)
             recipient.error = None
             again.append(recipient)
@@ -110,17 +111,17 @@ class TransportChoice:
         return {name: (self._sender(name), group) for name, group in groups.items()}
 
     def release(self, payload: Payload, applied: bool) -> None:
-        """The update is over."""
+        """Release the update in all senders."""
         for sender in self._senders.values():
             sender.release(payload, applied)
 
     def close(self) -> None:
-        """Free what the senders hold."""
+        """Close the senders."""
         for sender in self._senders.values():
             sender.close()
 
     def _free(self, payload: Payload) -> bool:
-        """Whether there is a choice: what is sent again lies on the host, wherever it was at first."""
+        """Whether there is a choice. A kept update is on the host, so it may need another transport than at first."""
         return self._asked == "auto" or (self._asked in _FOR_GPUS and payload.again)
 
     def _candidates(self, payload: Payload) -> tuple[str, ...]:

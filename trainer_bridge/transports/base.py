@@ -1,15 +1,15 @@
-"""The two halves of a transport, and what they work on. Each transport is one file: a sender and a receiver as twins.
+"""The two halves of a transport, sender and receiver, and the data that they share.
 
 The control messages (`begin`, `commit`, `abort`) are the same for all transports:
 
     publisher                                   worker's receiver thread
     sender.prepare(payload)       -- begin -->  receiver.begin(incoming, options)
                                   <-- grant --
-    sender.transfer(payload, ..)  == bytes ==>  receiver.advance(incoming)        again and again, in small pieces
+    sender.transfer(payload, ..)  == bytes ==>  receiver.advance(incoming)        repeatedly, in small pieces
                                   -- commit ->  receiver.finish(incoming, options)
     sender.release(payload)       <-- ok ---                                      once the update is applied
 
-A transport moves bytes and finds damage. Names, shapes, versions and all-or-nothing are its caller's business.
+A transport moves bytes and finds damage. Its caller checks names, shapes and versions, and applies all or nothing.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from trainer_bridge.wire.manifest import Manifest
 
 
 class Destination(Protocol):
-    """Where an update's bytes go: memory in which they wait, or the parameters themselves."""
+    """Where an update's bytes are written: staging memory, or the parameters themselves."""
 
     def room(self, start: int, end: int) -> np.ndarray:
         """Host memory (uint8) to write bytes `start` to `end` of the stream to; then call `landed`."""
 
     def landed(self, start: int, end: int) -> None:
-        """The room for these bytes is filled. Each byte lands once."""
+        """The room for these bytes is filled. Each byte lands exactly once."""
 
     def put(self, start: int, data: torch.Tensor) -> None:
-        """Take bytes (uint8, one dimension, any device) from `start` on, on the current stream of their device."""
+        """Write bytes (uint8, one dimension, any device) at `start` of the stream, on their device's current stream."""
 
 
 @dataclass
 class IncomingUpdate:
-    """An update that a worker is receiving, and where its bytes go."""
+    """An update that a worker is receiving, and its destination."""
 
     manifest: Manifest
     transport: str
@@ -60,7 +60,7 @@ class IncomingUpdate:
         return self.destination.room(start, end)
 
     def arrived(self, start: int, end: int) -> None:
-        """Hand over bytes `start` to `end` of the stream, which are in their room."""
+        """Hand over bytes `start` to `end` of the stream, which were written to their room."""
         self.destination.landed(start, end)
         self.note(end - start)
 
@@ -105,16 +105,16 @@ class TransportReceiver(ABC):
 
     @abstractmethod
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
-        """The publisher has committed: return true when all bytes are there and verified, false to be asked again.
+        """The publisher has committed: return true when all bytes are verified, false to be called again.
 
         Raises `RolloutError` when the bytes can never be complete.
         """
 
     def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:  # noqa: B027
-        """Forget an update, complete or failed; a transport that can tell its sender sends it `error`."""
+        """Drop an update, complete or failed. A transport with a connection to its sender sends it `error`."""
 
     def rest(self) -> None:  # noqa: B027
-        """Give back what was kept for the next update: none comes for a while."""
+        """Free everything kept for the next update, because none comes for a while."""
 
     @property
     def sockets(self) -> Sequence[zmq.Socket]:
@@ -129,12 +129,12 @@ class GroupBroken(ConnectionLost):
     """A group of several workers broke. Another member may be at fault, so live workers can be tried again."""
 
     met = True  # false if the group never formed: this transport may not work at all
-    kept = False  # true for a group of an earlier update, which may have broken long ago
+    kept = False  # true for a group of an earlier update, which may have broken since
 
 
 @dataclass
 class Recipient:
-    """One worker of an update: what it granted, and the error that ended its part, if any."""
+    """One worker of an update: its grant, and the error that ended its part, if any."""
 
     endpoint: str  # of its request socket
     token: bytes = b""
@@ -151,7 +151,7 @@ class Recipient:
 
 @dataclass(frozen=True)
 class TransferRules:
-    """Bounds of a transfer: seconds without progress after which a worker is given up, and the publisher's end."""
+    """Bounds of a transfer: `stall_s` without progress before a worker is given up; `closing` ends all waits."""
 
     stall_s: float
     closing: threading.Event
@@ -177,7 +177,7 @@ class TransportSender(ABC):
         """
 
     def release(self, payload: Payload, applied: bool) -> None:  # noqa: B027
-        """Free what the update took: all workers have answered. `applied` is true when one of them uses it."""
+        """Free the memory of an update after all workers have answered. `applied`: at least one uses it."""
 
     def close(self) -> None:  # noqa: B027
         """Free sockets, files and memory."""

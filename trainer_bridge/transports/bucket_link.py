@@ -1,6 +1,6 @@
 """The trainer's end of a data connection: buckets announced, acknowledged or refused.
 
-What travels is shown in `zmq_stream`; `shm` sends the same messages without the bytes.
+`zmq_stream` shows the messages; `shm` sends the same ones without the bytes of the buckets.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Link:
         self.window, address = read_grant(recipient)
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
-        # Without IMMEDIATE, which drops with a connection what came over it: a worker's last word is its refusal. What
-        # waits meanwhile is a window of buckets at most, and a worker that comes back refuses their token.
+        # No IMMEDIATE: it would drop received messages with the connection, and a worker's last message is its refusal.
+        # At most a window of buckets waits for a reconnection, and a restarted worker refuses their token.
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.MAXMSGSIZE, MAX_REFUSAL_BYTES + REFUSAL.size)
         if "[" in address:
@@ -66,7 +66,7 @@ class Link:
         return self.recipient.error is None
 
     def send(self, index: int, check: int, data: memoryview | None) -> None:
-        """Send a bucket, or (None) say that it lies in shared memory; the bytes must stay until acknowledged."""
+        """Send a bucket, or announce one in shared memory (`data` None). The bytes must stay until acknowledged."""
         magic = SHARED_MAGIC if data is None else BUCKET_MAGIC
         frames = [BUCKET.pack(magic, self.recipient.token, index, check)] + ([] if data is None else [data])
         self.last_progress_s = time.monotonic()
@@ -74,9 +74,9 @@ class Link:
         self.sent += 1
 
     def read(self) -> None:
-        """Take every answer that is there; give the worker up if the connection was lost with buckets on their way.
+        """Read all answers; give the worker up if the connection was lost with unacknowledged buckets.
 
-        The monitor is read first: ZeroMQ reports a loss after it has delivered what came before.
+        The monitor is read first: ZeroMQ reports a loss only after it has delivered all messages from before.
         """
         lost = self._read_monitor()
         while self.alive:
@@ -89,14 +89,14 @@ class Link:
             self.fail(
                 ConnectionLost(
                     f"transfer: the connection to {self.recipient.endpoint} was lost after {self.acknowledged} "
-                    "acknowledged buckets; see whether the worker lives"
+                    "acknowledged buckets; check that the worker is running"
                 )
             )
 
     def _read_monitor(self) -> bool:
         lost = False
         for event in socket_events(self.monitor):
-            lost |= self._connected  # an attempt that never got through is no loss
+            lost |= self._connected  # a failed attempt to connect is no loss
             self._connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return lost
 
@@ -112,7 +112,7 @@ class Link:
             self.acknowledged += 1
             self.last_progress_s = time.monotonic()
         else:
-            self.fail(ProtocolError(f"transfer: {self.recipient.endpoint} sent a message that is no answer"))
+            self.fail(ProtocolError(f"transfer: {self.recipient.endpoint} sent an unknown message"))
 
     def check_stall(self) -> None:
         """Give the worker up if nothing has moved for too long."""
@@ -121,7 +121,7 @@ class Link:
             self.fail(
                 RolloutTimeout(
                     f"transfer: no acknowledgement from {self.recipient.endpoint} for {waited_s:.1f} s, after "
-                    f"{self.acknowledged} acknowledged buckets; see whether the worker lives, or raise stall_s"
+                    f"{self.acknowledged} acknowledged buckets; check that the worker is running, or raise stall_s"
                 )
             )
 
@@ -130,7 +130,7 @@ class Link:
         self.recipient.fail(error)
 
     def close(self) -> None:
-        """Close the connection; what zmq still reads it reads no more once the worker has acknowledged it."""
+        """Close the connection. ZeroMQ may still read buckets that are not acknowledged."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)
@@ -159,12 +159,12 @@ def wait_acknowledged(links: Sequence[Link], buckets: int, rules: TransferRules)
 
 
 def read_grant(recipient: Recipient) -> tuple[int, str]:
-    """The window and the address that a worker granted; the recipient fails when it granted none."""
+    """The window and the address that a worker granted; the recipient fails if the grant has none."""
     window, address = recipient.grant.get("window"), recipient.grant.get("endpoint")
     if type(window) is not int or not 1 <= window <= 64 or type(address) is not str:
         recipient.fail(
             ProtocolError(
-                f"begin: {recipient.endpoint} granted {recipient.grant!r:.200}, which holds no window and endpoint"
+                f"begin: {recipient.endpoint} granted {recipient.grant!r:.200}, without a valid window and endpoint"
             )
         )
         return 1, ""
@@ -172,7 +172,7 @@ def read_grant(recipient: Recipient) -> tuple[int, str]:
 
 
 def reachable(address: str, endpoint: str) -> str:
-    """`address` with the host of `endpoint` where it names no host: a worker bound to all interfaces knows none."""
+    """`address`, with the host of `endpoint` if the worker is bound to all interfaces and so names no host."""
     at, via = urlsplit(address), urlsplit(endpoint)
     if at.scheme == "tcp" and at.hostname in ("0.0.0.0", "::", "*") and via.scheme == "tcp":
         host = f"[{via.hostname}]" if ":" in (via.hostname or "") else via.hostname
@@ -180,12 +180,12 @@ def reachable(address: str, endpoint: str) -> str:
     return address
 
 
-#: Packs buckets, each into the slot that it has among so many: of each the checksum, and its bytes if they travel.
+#: Packs buckets into a ring of slots; returns each bucket's checksum, and its bytes if they are sent.
 Pack = Callable[[range, int], list[tuple[int, memoryview | None]]]
 
 
 def pack_on_host(payload: Payload, slot: Callable[[int], torch.Tensor], travels: bool) -> Pack:
-    """Pack into host memory: `slot(i)` is the memory of bucket `i`; with `travels` its bytes are sent, too."""
+    """Pack into host memory. `slot(i)` is the memory of slot `i`; `travels` says whether the bytes are sent."""
 
     def pack(indices: range, slots: int) -> list[tuple[int, memoryview | None]]:
         packed = []
@@ -207,10 +207,10 @@ def send_buckets(
     slots: int,
     together: int = 1,
 ) -> tuple[dict[str, Any], bool]:
-    """Pack each bucket once and announce it to every recipient; return when all have acknowledged all.
+    """Pack each bucket once and announce it to every recipient; return when all buckets are acknowledged.
 
-    A slot is used again when what it held is acknowledged. `together` buckets are packed at a time, where the slots
-    allow it twice. Returns the options of `commit`, and whether somebody may still be reading the slots.
+    A slot is reused when all recipients have acknowledged its bucket. Up to `together` buckets are packed at a time, at
+    most half of the slots. Returns the options of `commit`, and whether a worker may still be reading the slots.
     """
     links = [Link(recipient, rules, curve) for recipient in recipients]
     checksums: list[int] = []

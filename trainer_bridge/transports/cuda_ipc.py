@@ -5,18 +5,17 @@
     pack into half of the slots  -- WSB1 each -->         copied to their places, fingerprints compared
     pack into the other half     <-- WAK1 each --         the slots are free again
 
-What travels is 64 bytes for each slot, which the driver makes and reads; never a pickle. The messages are those of
-`shm`, on the socket of `zmq`; where these have a checksum of a bucket there are 32 bits of its fingerprint, which is
-computed on the device.
+A handle is 64 bytes that the driver makes and reads; never a pickle. The messages are those of `shm`, on the socket of
+`zmq`, with 32 bits of a bucket's fingerprint, computed on the device, instead of its checksum.
 
 Invariants:
 
-- Processes that share a GPU take turns on it, of milliseconds where the worker decodes. So a publisher asks for
-  its turn, and waits for it, once for half of its slots and not for every bucket; a worker waits once for what came.
-- Slots are allocated from CUDA itself, not from torch's pool: a handle stands for a whole allocation.
+- Processes that share a GPU take turns on it, which last milliseconds while the worker decodes. So a publisher waits
+  for its turn once for half of its slots, not for every bucket, and a worker once for all buckets that have arrived.
+- Slots are allocated by CUDA directly, not from torch's pool: a handle stands for a whole allocation.
 - A slot is acknowledged when the worker's copies out of it have run, not when they are enqueued.
-- A worker closes what it opened before it forgets the update. CUDA leaves open what happens to memory that is freed
-  while another process has it open: slots that a worker which was given up may have open are freed once it was told.
+- A worker closes the slots before it drops the update. CUDA does not define what happens to memory that is freed while
+  another process has it open: slots that a given-up worker may have open are freed after it is told to abort.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES
 HANDLE_BYTES = 64
 _MAX_SLOTS = 64
 _SLOTS = 16
-_ALL_SLOTS_BYTES = 1 << 30  # what a publisher's slots take together at most, when its buckets leave it two of them
+_ALL_SLOTS_BYTES = 1 << 30  # for all slots of a publisher, if at least two buckets fit
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _LIBRARY = re.compile(r"/\S*libcudart[^/\s]*\.so[^/\s]*")
 _OPTIONS = {"boot_id": str, "handles": list, "slot_bytes": int}
@@ -65,7 +64,7 @@ class IpcMemory(Protocol):
         """Another process's memory, uint8 [nbytes], until `close`."""
 
     def close(self, memory: torch.Tensor) -> None:
-        """Let go of it."""
+        """Release it."""
 
 
 class CudaIpcMemory:
@@ -103,7 +102,7 @@ class CudaIpcMemory:
         return memory
 
     def close(self, memory: torch.Tensor) -> None:
-        """Let go of it."""
+        """Release it."""
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(memory.data_ptr()))
 
     def _tensor(self, pointer: ctypes.c_void_p, nbytes: int) -> torch.Tensor:
@@ -154,7 +153,7 @@ def _low_words(fingerprints: Sequence[torch.Tensor]) -> list[int]:
 
 
 class CudaIpcReceiver(TransportReceiver):
-    """Opens the publisher's slots; the socket of `zmq` tells which slot holds which bucket."""
+    """Opens the publisher's slots; messages on the socket of `zmq` say which slot holds which bucket."""
 
     name = "cuda_ipc"
     carrier = "zmq"
@@ -163,10 +162,10 @@ class CudaIpcReceiver(TransportReceiver):
     def __init__(self, buckets: ZmqReceiver, memory: IpcMemory) -> None:
         self._buckets, self._memory = buckets, memory
         self._slots: list[torch.Tensor] = []
-        self._taken: list[tuple[int, int, torch.Tensor]] = []  # buckets on their way: index, checksum, fingerprint
+        self._taken: list[tuple[int, int, torch.Tensor]] = []  # buckets being copied: index, checksum, fingerprint
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Open the slots. Raises `BadRequest` with the field `options` where that cannot be done."""
+        """Open the slots. Raises `BadRequest` with the field `options` if that fails."""
         handles, slot_bytes = _read_options(options)
         first, end = incoming.manifest.bucket_span(0) if incoming.manifest.bucket_count else (0, 0)
         if not end - first <= slot_bytes <= MAX_BUCKET_BYTES:
@@ -185,19 +184,19 @@ class CudaIpcReceiver(TransportReceiver):
         return False
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
-        """Verify that every bucket is here, and that they are the ones that were sent."""
+        """Verify that every bucket has arrived and is the one that was sent."""
         return self._buckets.finish(incoming, options)
 
     def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
-        """Let go of the slots."""
+        """Release the slots."""
         self._buckets.drop(incoming, error)
         self.close()
 
     def close(self) -> None:
-        """Let go of the slots."""
+        """Release the slots."""
         slots, self._slots, self._taken = self._slots, [], []
         if slots and slots[0].is_cuda:
-            torch.cuda.current_stream(slots[0].device).synchronize()  # copies that were begun read the slots
+            torch.cuda.current_stream(slots[0].device).synchronize()  # copies in progress read the slots
         for slot in slots:
             self._memory.close(slot)
 
@@ -210,7 +209,7 @@ class CudaIpcReceiver(TransportReceiver):
         return False
 
     def settle(self, incoming: IncomingUpdate) -> None:
-        """Wait for what was begun. Raises `WeightsRejected` for a damaged bucket."""
+        """Wait for the copies in progress. Raises `WeightsRejected` for a damaged bucket."""
         taken, self._taken = self._taken, []
         for (index, check, _), found in zip(taken, _low_words([found for *_, found in taken]), strict=True):
             if found != check:
@@ -252,10 +251,10 @@ class CudaIpcSender(TransportSender):
         self._memory = memory
         self._slots: list[torch.Tensor] = []
         self._left: list[torch.Tensor] = []  # slots that a worker may still read
-        self._used = False  # by the update that they were prepared for
+        self._used = False  # by the update for which the slots were prepared
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
-        """Tell the handles of the slots. Raises `RolloutError` where there can be none."""
+        """Return the handles of the slots. Raises `RolloutError` if GPU memory cannot be shared."""
         nbytes = max(1, min(payload.manifest.bucket_bytes, payload.manifest.total_bytes))
         self._used = False
         try:
@@ -274,7 +273,7 @@ class CudaIpcSender(TransportSender):
         return {"boot_id": boot_id(), "handles": handles, "slot_bytes": self._slots[0].numel()}
 
     def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
-        """Pack every bucket into its slot and tell every recipient."""
+        """Pack every bucket into its slot and announce it to every recipient."""
         options: dict[str, Any] = {}
         left = self._used = True
         try:
@@ -283,18 +282,18 @@ class CudaIpcSender(TransportSender):
             options, left = send_buckets(payload, recipients, rules, self._curve, pack, slots, together=slots)
         finally:
             if left:
-                self._left, self._slots = self._left + self._slots, []  # a worker that was given up has them open
+                self._left, self._slots = self._left + self._slots, []  # a given-up worker still has them open
         return options
 
     def release(self, payload: Payload, applied: bool) -> None:
-        """Free what was left: workers that were given up have been told. And all, if no worker took it this way."""
+        """Free the slots of given-up workers, which have been told to abort. Free all if no worker used them."""
         if not self._used:
             self.close()
         self._free(self._left)
         self._left = []
 
     def close(self) -> None:
-        """Give the slots back."""
+        """Free the slots."""
         self._free(self._left + self._slots)
         self._left, self._slots = [], []
 

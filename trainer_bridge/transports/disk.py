@@ -2,14 +2,14 @@
 
     <folder>/version-12-5f0c.../model-00001-of-00003.safetensors ... model.safetensors.index.json
 
-The publisher writes the folder under a temporary name and renames it when it is complete, so a reader never finds half
-of it; any reader of Hugging Face checkpoints can read it. The worker gets names, sizes and checksums of the files in
-`begin`, reads them while it generates, and writes their bytes straight to the staging memory.
+The publisher writes the folder under a temporary name and renames it when it is complete, so a reader never finds an
+incomplete one. Any reader of Hugging Face checkpoints can read it. The worker gets names, sizes and checksums of the
+files in `begin`, reads them while it generates, and writes their bytes directly to the staging memory.
 
 Invariants of the reader:
 
 - It opens regular files only, by plain names inside the folder, without following links.
-- It believes no number in a file: each tensor's dtype, shape and length must be what the manifest says, the tensors
+- It trusts no number in a file: each tensor's dtype, shape and length must be what the manifest says, the tensors
   follow each other without holes, and a file ends where its last tensor ends.
 - It never maps a file: one that shrinks while it is read is an error, not a crash.
 """
@@ -51,7 +51,7 @@ _READ_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class _FileNote:
-    """What `begin` says about a file."""
+    """One file as `begin` describes it."""
 
     name: str
     nbytes: int
@@ -127,7 +127,7 @@ class DiskReceiver(TransportReceiver):
 
 
 class _OpenFile:
-    """One safetensors file on its way to the staging memory."""
+    """One safetensors file that is being read into the staging memory."""
 
     def __init__(self, folder: int, note: _FileNote, entries: dict[str, TensorEntry]) -> None:
         self._name, self._note = note.name, note
@@ -153,7 +153,7 @@ class _OpenFile:
 
     @property
     def done(self) -> bool:
-        """Whether all was read and verified."""
+        """Whether all of it is read and verified."""
         return self._at == len(self._pieces)
 
     def read_piece(self, incoming: IncomingUpdate) -> None:
@@ -173,7 +173,7 @@ class _OpenFile:
             self._fd = -1
 
     def _read_header(self, entries: dict[str, TensorEntry]) -> list[tuple[int, int]]:
-        """Check the header against the manifest; the spans of the stream that the file fills, in file order."""
+        """Check the header against the manifest; return the spans of the stream that the file fills, in file order."""
         if self._note.nbytes < 8:
             raise self._bad("is too short for a safetensors file")
         (length,) = struct.unpack("<Q", self._read(8))
@@ -270,7 +270,7 @@ class DiskSender(TransportSender):
         self._fresh: list[Path] = []  # not taken by a worker yet
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
-        """Write the folder; the tensors are not read any more afterwards. Raises `RolloutError` when it cannot."""
+        """Write the folder; afterwards the tensors are not read. Raises `RolloutError` if writing fails."""
         name = f"version-{payload.manifest.version}-{secrets.token_hex(4)}"
         final, draft = self._root / name, self._root / f".{name}.part"
         try:
@@ -287,7 +287,7 @@ class DiskSender(TransportSender):
         return {"folder": str(final), "files": files}
 
     def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
-        """Nothing to do: the workers read by themselves."""
+        """Nothing to do: the workers read the files."""
         return {}
 
     def release(self, payload: Payload, applied: bool) -> None:

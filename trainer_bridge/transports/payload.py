@@ -1,8 +1,8 @@
 """The tensors of one `publish`, and the packing of their bytes into buckets.
 
-Nothing is copied before a transport asks for a bucket. A bucket is filled straight from the tensors: on a GPU by
-copies to pinned memory on a stream of its own, ordered after everything that the trainer's current stream had been
-given when `publish` was called.
+Nothing is copied before a transport requests a bucket. A bucket is filled directly from the tensors: on a GPU by
+copies to pinned memory on a side stream, ordered after all work that was on the trainer's current stream when `publish`
+was called.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 class Payload:
     """An update to publish. Holds references to the tensors until `release`.
 
-    With `spread` tensors may be DTensors, whose parts are fetched from the ranks that hold them. Without `bucket_bytes`
-    buckets have their usual size.
+    With `spread` tensors may be DTensors, whose parts are fetched from the ranks that hold them. `bucket_bytes` None
+    means the usual size.
 
-    Raises ValueError for tensors that cannot be sent: other dtypes than float32, bfloat16 and float16, sparse ones,
-    several CUDA devices.
+    Raises ValueError for tensors that cannot be sent: a dtype other than float32, bfloat16 and float16, sparse tensors,
+    or several CUDA devices.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class Payload:
         return torch.device("cpu") if self._stream is None else self._stream.device
 
     def keep_in(self, memory: Callable[[], torch.Tensor] | None) -> None:
-        """Have what is sent kept in host memory of the whole stream; it is asked for when the first bytes are there."""
+        """Keep sent bytes in `memory()`, host memory for the whole stream; it is called at the first bytes."""
         self._keep_in, self._kept = memory, None
 
     @property
     def kept(self) -> torch.Tensor | None:
-        """Where what is sent is kept, if it is."""
+        """The memory that keeps the sent bytes, if any."""
         if self._kept is None and self._keep_in is not None:
             self._kept = self._keep_in()
         return self._kept
 
     def keep_all(self, stop: threading.Event) -> None:
-        """Keep the whole stream, sent or not, unless all of it was. Raises as `pack_bucket`, and once `stop` is set."""
+        """Keep the whole stream unless all of it was sent. Raises as `pack_bucket`, and once `stop` is set."""
         kept = self.kept
         if kept is None or self._released.is_set():
             return
@@ -111,16 +111,16 @@ class Payload:
                 self._settle()
 
     def pack_bucket(self, index: int, out: torch.Tensor) -> int:
-        """Write bucket `index` to the start of `out` (uint8, on the host or `device`); its bytes. Complete on return.
+        """Write bucket `index` to the start of `out` (uint8, on the host or `device`), complete on return.
 
-        Raises `RolloutError` when the tensors were given back meanwhile.
+        Returns the number of bytes. Raises `RolloutError` if the tensors were released meanwhile.
         """
         nbytes = self.start_bucket(index, out)
         self._settle()
         return nbytes
 
     def start_bucket(self, index: int, out: torch.Tensor) -> int:
-        """As `pack_bucket`, but on a GPU the bytes are there only for later work in `on_side_stream`."""
+        """As `pack_bucket`, but on a GPU only later work in `on_side_stream` may read the bytes."""
         with self._packing:
             start, end = self._fill(index, out)
             if (kept := self.kept) is not None:
@@ -129,7 +129,7 @@ class Payload:
             return end - start
 
     def _fill(self, index: int, out: torch.Tensor) -> tuple[int, int]:
-        """Begin to write a bucket; from where to where of the stream it is."""
+        """Begin to write a bucket; return its start and end in the stream."""
         self._check_there()
         start, end = self.manifest.bucket_span(index)
         with self.on_side_stream():
@@ -137,9 +137,9 @@ class Payload:
         return start, end
 
     def pack_pieces(self, pieces: Sequence[tuple[int, int, int]], out: torch.Tensor) -> None:
-        """Write what this rank of a trainer sends itself: bytes of the stream (first, past-the-last), place in `out`.
+        """Write the pieces that this trainer rank sends: (first byte in the stream, past the last, place in `out`).
 
-        They are in the order of their places; `out` is zero between them. Else as `start_bucket`.
+        `pieces` are sorted by place; `out` is zero between them. Otherwise as `start_bucket`.
         """
         with self._packing:
             self._check_there()
@@ -161,19 +161,19 @@ class Payload:
             lo, hi = max(entry.offset, start), min(entry.end, end)
             if lo >= hi:
                 continue
-            out[written : lo - start].zero_()  # padding between tensors: no byte of an old bucket travels
+            out[written : lo - start].zero_()  # padding between tensors: no byte of an old bucket is sent
             self._copy_piece(i, entry, lo, hi, out[lo - start : hi - start], spread)
             written = hi - start
         out[written : end - start].zero_()
 
     def settle(self) -> None:
-        """Return when nothing of what was started to be packed is written any more."""
+        """Return when all packing that was started has finished."""
         with contextlib.suppress(RuntimeError):  # of a device that is gone
             self._settle()
 
     def _check_there(self) -> None:
         if self._released.is_set():
-            raise RolloutError("transfer: the tensors were given back before they were sent", code="closed")
+            raise RolloutError("transfer: the tensors were released before they were sent", code="closed")
 
     def _settle(self) -> None:
         if self._stream is not None:
@@ -207,7 +207,7 @@ class Payload:
             self._readers = count
 
     def read(self) -> None:
-        """A sender reads the tensors no longer."""
+        """A sender no longer reads the tensors."""
         with self._packing:
             self._readers -= 1
             last = self._readers == 0
@@ -215,7 +215,7 @@ class Payload:
             self.release()
 
     def release(self) -> None:
-        """Let go of the tensors: from now on the trainer may change them."""
+        """Drop the tensors: the trainer may change them from now on."""
         with self._packing:
             if self._released.is_set():
                 return
@@ -246,7 +246,7 @@ class Payload:
             if self._flat is None or self._flat[0] != i:
                 self._flat = (i, self._tensors[i].contiguous().view(-1))  # a copy only where it is not contiguous
             piece = self._flat[1][first:last]
-        # As bytes: in a part of a bucket a tensor may begin anywhere. A fetched piece is freed on return.
+        # Copied as bytes: a tensor may begin at any byte of a bucket part. A fetched piece is freed on return.
         out.copy_(piece.view(torch.uint8), non_blocking=piece.is_cuda)
 
     @contextlib.contextmanager

@@ -1,11 +1,12 @@
-"""Which parts of an update's tensors a trainer rank holds, and the whole put together again, a piece at a time.
+"""The parts of an update's tensors that each trainer rank holds, and how rank 0 puts a tensor together from them.
 
-    Shard(0), as FSDP2 makes it     each rank holds a run of the tensor's elements     fetched, or sent, by run
-    other Shards                    each rank holds a box                              fetched a tensor at a time
+    Shard(0), as FSDP2 makes it     each rank holds a run of the tensor's elements     fetched or sent run by run
+    other Shards                    each rank holds a box                              fetched tensor by tensor
     Replicate                       the lowest rank that holds a part sends it
 
-Rank 0 asks (`fetch`), the others answer (`local_piece`, `local_whole`); `trainer_ranks` is between them. In a group
-of trainer ranks and workers nobody asks: `senders` says whose a run is, and that rank sends it (`own_run`).
+Rank 0 requests parts (`fetch`) and the other ranks answer (`local_piece`, `local_whole`); `trainer_ranks` carries the
+messages. In a group of trainer ranks and workers there are no requests: `senders` names the owner of each run, and the
+owner sends it (`own_run`).
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class TrainerGroup(Protocol):
-    """What rank 0 asks of the other trainer ranks. Methods raise `RolloutError` when a rank is gone."""
+    """Rank 0's requests to the other trainer ranks. Methods raise `RolloutError` if a rank is gone."""
 
     address: str  # of this host, as the other trainers reach it
 
     def fetch(self, index: int, first: int, parts: Sequence[tuple[int, torch.Tensor]], last: int) -> None:
-        """Have `parts` (rank, where its elements go) of elements `first` to `last` of a tensor filled."""
+        """Fill `parts`, pairs of a rank and the memory for its share of elements `first` to `last` of a tensor."""
 
     def fetch_whole(self, index: int, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Have `parts` (rank, a tensor like its part) of a tensor filled."""
+        """Fill `parts`, pairs of a rank and memory for its whole part of a tensor."""
 
     def join(self, order: dict[str, Any]) -> None:
-        """Have the ranks with a place in a group take part."""
+        """Make the ranks that have a place in a group join it."""
 
     def ending(self, out: torch.Tensor, rank: int, timeout_s: float) -> None:
-        """Wait for a rank's report about its part in a group."""
+        """Wait for a rank's report about its part in a group, written to `out`."""
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
@@ -52,7 +53,7 @@ def is_spread(tensor: torch.Tensor) -> bool:
 
 
 class Shards:
-    """The tensors of one update on one rank. `mine` says, on ranks other than 0, of which ones it sends parts."""
+    """The tensors of one update on one rank. On ranks other than 0, `mine` marks the tensors it sends parts of."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], digest: str) -> None:
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -66,7 +67,7 @@ class Shards:
         self._whole: tuple[int, torch.Tensor] | None = None  # the last tensor that was fetched whole
 
     def table(self, version: int, device: str) -> torch.Tensor:
-        """Which part of each tensor is here, on the GPU of that name, as numbers: int64 [any]."""
+        """The rank's part of each tensor and its GPU, `device`, as numbers: int64 [any]."""
         rows = np.zeros((len(self.boxes), 1 + 2 * _DIMS), np.int64)
         for row, box in zip(rows, self.boxes, strict=True):
             if box is not None:
@@ -79,7 +80,7 @@ class Shards:
         return torch.from_numpy(np.concatenate([header, gpu, rows.reshape(-1)]))
 
     def learn(self, tables: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Rank 0: decide who sends what; uint8 [ranks, tensors]. Raises `RolloutError` for parts that make no whole."""
+        """Rank 0: choose the senders, uint8 [ranks, tensors]. Raises `RolloutError` if a tensor lacks a part."""
         self.devices = [table[HEADER:][:_DEVICE].numpy().tobytes().rstrip(b"\0").decode() for table in tables]
         rows = [table[HEADER + _DEVICE :].view(-1, 1 + 2 * _DIMS).tolist() for table in tables]
         mask = torch.zeros(len(tables), len(self.shapes), dtype=torch.uint8)
@@ -92,7 +93,7 @@ class Shards:
                     owners.append((rank, box))
                     mask[rank, index] = 1
             if owners and sum(math.prod(sizes) for _, (_, sizes) in owners) != math.prod(shape):
-                raise RolloutError(f"prepare: the ranks' parts of tensor {index}, {list(shape)}, do not make it whole")
+                raise RolloutError(f"prepare: the ranks' parts of tensor {index}, {list(shape)}, do not cover it")
             self._owners.append(owners)
         return mask
 
@@ -101,14 +102,14 @@ class Shards:
         return self.boxes[index] is not None
 
     def senders(self, index: int) -> list[tuple[int, int]]:
-        """Rank 0: the first element of each run of a tensor, and the rank that can send it; 0 what is not in runs."""
+        """Rank 0: first element and sender of each run of a tensor; rank 0 sends it all if parts are not runs."""
         if not self._in_runs(index):
             return [(0, 0)]
         shape = self.shapes[index]
         return sorted((_cut(box, shape, 0, math.prod(shape))[0], rank) for rank, box in self._owners[index])
 
     def own_run(self, index: int, first: int, last: int) -> torch.Tensor | None:
-        """These elements, where they lie, of a run that this rank sends; None on rank 0 if it has to fetch them."""
+        """A view of these elements of a run that this rank sends; None on rank 0 if it must fetch them."""
         box = self.boxes[index]
         if box is None or (self.ranks is not None and not self._in_runs(index)):
             return None
@@ -118,7 +119,7 @@ class Shards:
         return bool(self._owners[index]) and all(_is_run(box, self.shapes[index]) for _, box in self._owners[index])
 
     def fetch(self, index: int, first: int, last: int) -> torch.Tensor:
-        """Rank 0: elements `first` to `last` of a tensor, in host memory; the other ranks are in `serve`."""
+        """Rank 0: elements `first` to `last` of a tensor, in host memory, while the other ranks `serve`."""
         assert self.ranks is not None
         shape, local = self.shapes[index], self.locals[index]
         if not self._in_runs(index):
@@ -138,7 +139,7 @@ class Shards:
         return out
 
     def local_piece(self, index: int, first: int, last: int) -> torch.Tensor | None:
-        """Other ranks: the bytes of these elements that rank 0 expects from here."""
+        """Other ranks: the bytes of these elements that rank 0 expects from this rank; None if there are none."""
         box, shape = self.boxes[index], self.shapes[index]
         if box is None or not self.mine[index]:
             return None
@@ -148,7 +149,7 @@ class Shards:
         return _local_run(self.locals[index], box, shape, start, end).cpu().view(torch.uint8)
 
     def local_whole(self, index: int) -> torch.Tensor | None:
-        """Other ranks: the bytes of the part that rank 0 expects from here."""
+        """Other ranks: the bytes of the whole part that rank 0 expects from this rank; None if it expects none."""
         if not self.mine[index]:
             return None
         return self.locals[index].contiguous().cpu().view(-1).view(torch.uint8)
@@ -170,7 +171,7 @@ class Shards:
 
 
 def _box(tensor: Any) -> Box | None:
-    """The part of a DTensor that is here; None for a plain tensor."""
+    """The rank's part of a DTensor; None for a plain tensor."""
     if not is_spread(tensor):
         return None
     from torch.distributed.tensor import Replicate, Shard
@@ -179,7 +180,7 @@ def _box(tensor: Any) -> Box | None:
     unknown = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
     if unknown:
         raise ValueError(
-            f"a tensor is placed as {unknown[0]}; publish DTensors of Shard and Replicate, or gather it before"
+            f"a tensor has the placement {unknown[0]}; publish DTensors of Shard and Replicate, or gather it first"
         )
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if tuple(sizes) != tuple(tensor.to_local().shape):
@@ -195,13 +196,13 @@ def _is_run(box: Box, shape: tuple[int, ...]) -> bool:
 
 
 def _cut(box: Box, shape: tuple[int, ...], first: int, last: int) -> tuple[int, int]:
-    """The elements from `first` to `last` that lie in a run; none if the end is not after the start."""
+    """The elements from `first` to `last` that lie in a run: start and end, with start >= end if there are none."""
     row = math.prod(shape[1:])
     start = box[0][0] * row if shape else 0
     return max(first, start), min(last, start + math.prod(box[1]))
 
 
 def _local_run(local: torch.Tensor, box: Box, shape: tuple[int, ...], start: int, end: int) -> torch.Tensor:
-    """Elements `start` to `end` of the whole tensor, out of a part that is a run."""
+    """Elements `start` to `end` of the whole tensor, from a part that is a run."""
     before = box[0][0] * math.prod(shape[1:]) if shape else 0
     return local.contiguous().view(-1)[start - before : end - before]

@@ -9,12 +9,12 @@ The messages are those of `zmq`, on the same socket, without the bytes. One segm
 
 Invariants:
 
-- The segment never has a name in a file system: the kernel frees it when the last of both sides has ended, however.
+- The segment has no name in a file system: the kernel frees it when both sides have ended, even by a crash.
 - A worker is on the same host if the kernel's boot id is the same and the segment, opened through /proc, begins with
   the random bytes that `begin` named. Anything else (a container with processes of its own, another user) is refused
   with the field `options`, and `auto` takes another transport.
-- A worker maps only memory that is sealed against shrinking, so that nobody can crash it by cutting it off; it checks
-  the copy that it made, which the publisher cannot change any more.
+- A worker maps only memory that is sealed against shrinking, so that no process can crash it by truncating the memory.
+  It checks its own copy of the bytes, which the publisher cannot change.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _OPTIONS = {"boot_id": str, "pid": int, "fd": int, "slots": int, "slot_bytes": i
 
 
 def boot_id() -> str:
-    """What tells this run of this machine's kernel from all others; empty where the system does not say."""
+    """The kernel's id of this boot of this machine; empty if the system has none."""
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text("ascii").strip()
     return ""
@@ -58,7 +58,7 @@ def boot_id() -> str:
 
 
 class ShmReceiver(TransportReceiver):
-    """Maps the publisher's segment; the socket of `zmq` tells which slot holds which bucket."""
+    """Maps the publisher's segment; messages on the socket of `zmq` say which slot holds which bucket."""
 
     name = "shm"
     carrier = "zmq"
@@ -87,11 +87,11 @@ class ShmReceiver(TransportReceiver):
         return False
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
-        """Verify that every bucket is here, and that they are the ones that were sent."""
+        """Verify that every bucket has arrived and is the one that was sent."""
         return self._buckets.finish(incoming, options)
 
     def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
-        """Let go of the segment."""
+        """Release the segment."""
         self._buckets.drop(incoming, error)
         self.close()
 
@@ -126,7 +126,7 @@ def _map_segment(options: Mapping[str, Any], nbytes: int) -> mmap.mmap:
     except OSError as error:
         raise _elsewhere(f"the publisher's memory cannot be opened ({error.strerror})") from error
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails for what is no memfd
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails unless it is a memfd
         if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != nbytes:
             raise _elsewhere("the publisher's memory is not sealed, or has another size")
         mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -148,9 +148,9 @@ def _elsewhere(why: str) -> BadRequest:
 
 
 class Segment:
-    """Memory with `slots` slots of `slot_bytes`, that other processes of the host can open while this one lives.
+    """Memory with `slots` slots of `slot_bytes`, which other processes of the host can open while this one lives.
 
-    Raises OSError where the system has none.
+    Raises OSError if the system cannot provide it.
     """
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
@@ -171,7 +171,7 @@ class Segment:
         self._pinned = False
 
     def pin(self) -> None:
-        """Make copies from a GPU into it run in the background. Raises RuntimeError of CUDA."""
+        """Pin it, so that copies from a GPU run in the background. Raises CUDA's RuntimeError."""
         if not self._pinned:
             status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
             torch.cuda.check_error(int(status))
@@ -183,12 +183,12 @@ class Segment:
         return self.memory[start : start + self.slot_bytes]
 
     def options(self) -> dict[str, Any]:
-        """What a worker must know to open it."""
+        """The options of `begin` with which a worker opens it."""
         place = {"boot_id": boot_id(), "pid": os.getpid(), "fd": self._fd, "secret": self._secret}
         return {**place, "slots": self.slots, "slot_bytes": self.slot_bytes}
 
     def close(self) -> None:
-        """Let go of it; workers that have it mapped keep it."""
+        """Release it; workers that have mapped it keep their mapping."""
         os.close(self._fd)
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
@@ -206,7 +206,7 @@ class ShmSender(TransportSender):
         self._segment: Segment | None = None
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
-        """Tell where the segment is. Raises `RolloutError` where there can be none."""
+        """Return the options that name the segment. Raises `RolloutError` if memory cannot be shared."""
         nbytes = min(payload.manifest.bucket_bytes, payload.manifest.total_bytes)
         slot_bytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._segment is None or self._segment.slot_bytes < slot_bytes:
@@ -224,7 +224,7 @@ class ShmSender(TransportSender):
         return self._segment.options()
 
     def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
-        """Pack every bucket into its slot and tell every recipient."""
+        """Pack every bucket into its slot and announce it to every recipient."""
         assert self._segment is not None
         segment, left = self._segment, True
         options: dict[str, Any] = {}
@@ -233,11 +233,11 @@ class ShmSender(TransportSender):
             options, left = send_buckets(payload, recipients, rules, self._curve, pack, segment.slots)
         finally:
             if left:
-                self.close()  # a worker that was given up may still read it
+                self.close()  # a given-up worker may still read it
         return options
 
     def close(self) -> None:
-        """Let go of the segment."""
+        """Release the segment."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None

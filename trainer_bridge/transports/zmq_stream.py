@@ -1,4 +1,4 @@
-"""The transport `zmq`: buckets of the packed stream over a ZeroMQ socket of their own; works between any two hosts.
+"""The transport `zmq`: buckets of the packed stream over a separate ZeroMQ socket; works between any two hosts.
 
     publisher, DEALER, connects                       worker, ROUTER, binds
     [WBK1 token index check, payload]   ---------->   checked, copied to its place in the stream
@@ -7,12 +7,12 @@
 
 Invariants:
 
-- At most `window` buckets are on their way to a worker; the next one goes when an acknowledgement comes back. A bucket
-  is packed once and sent to all workers, from a buffer that is used again when all of them have acknowledged it.
+- At most `window` buckets to a worker are unacknowledged; the next one goes when one is acknowledged. A bucket is
+  packed once and sent to all workers, from a buffer that is reused when all of them have acknowledged it.
 - Buckets may arrive in any order. A repeated bucket with the same checksum is acknowledged again and not written; with
   another checksum it ends the update.
-- A bucket of another update is never written anywhere. It is answered with a refusal, so that a publisher that was
-  overtaken learns it at once.
+- A bucket of another update is never written anywhere. It is refused, so that its publisher learns at once that a
+  newer update replaced it.
 - Buckets that arrive before they may land wait in memory: at most `window` of them.
 """
 
@@ -50,20 +50,20 @@ _log = logging.getLogger(__name__)
 
 
 class SharedBuckets(Protocol):
-    """Brings buckets from shared memory to their place. Raises `RolloutError` for a damaged one."""
+    """Copies buckets from shared memory to their destination. Raises `RolloutError` for a damaged one."""
 
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
-        """Take one; false if it is in its place, and found whole, only after `settle`."""
+        """Copy one bucket; false if it is complete and verified only after `settle`."""
 
     def settle(self, incoming: IncomingUpdate) -> None:
-        """Wait for all that were begun to be taken."""
+        """Wait for all copies in progress."""
 
 
 # --- worker ----------------------------------------------------------------------------------------------------------
 
 
 class BucketSocket(Protocol):
-    """A worker's ROUTER socket, which brings buckets and messages of other kinds. Neither method waits."""
+    """A worker's ROUTER socket, which receives buckets and other messages. No method waits."""
 
     def receive(self) -> tuple[bytes, list[memoryview]] | None:
         """The next message and its sender, or None."""
@@ -80,7 +80,7 @@ class BucketSocket(Protocol):
 
 
 class ZmqReceiver(TransportReceiver):
-    """Takes the buckets that a socket brings; `window` is how many may be on their way unanswered."""
+    """Receives buckets from a socket; `window` is the maximum number of unacknowledged ones."""
 
     name = "zmq"
 
@@ -133,12 +133,12 @@ class ZmqReceiver(TransportReceiver):
         return True
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
-        """Verify that every bucket is here, and that they are the ones that were sent."""
+        """Verify that every bucket has arrived and is the one that was sent."""
         self._settle(incoming)
         missing = [i for i, check in enumerate(self._checksums) if check is None]
         if missing:
             raise WeightsRejected(
-                f"{len(missing)} of {len(self._checksums)} buckets are not here at commit, the first is {missing[0]}; "
+                f"{len(missing)} of {len(self._checksums)} buckets are missing at commit, the first is {missing[0]}; "
                 "commit after the last acknowledgement"
             )
         if set(options) != {"checksums"} or options["checksums"] != self._digest():
@@ -166,7 +166,7 @@ class ZmqReceiver(TransportReceiver):
             self._unsettled.append(index)
 
     def _settle(self, incoming: IncomingUpdate) -> bool:
-        """Acknowledge what was taken from shared memory, once it is in its place; false if there is nothing."""
+        """Acknowledge buckets from shared memory once they are copied; false if there are none."""
         if not self._unsettled:
             return False
         assert self._shared is not None and self._sender is not None
@@ -177,7 +177,7 @@ class ZmqReceiver(TransportReceiver):
         return True
 
     def _take(self, incoming: IncomingUpdate, index: int, check: int, payload: memoryview | None) -> bool:
-        """Take a bucket; false if it is in its place only after `_settle`."""
+        """Take a bucket; false if it is complete only after `_settle`."""
         manifest = incoming.manifest
         if index >= manifest.bucket_count:
             raise WeightsRejected(f"bucket {index} was sent, but the manifest has {manifest.bucket_count}")
@@ -205,12 +205,12 @@ class ZmqReceiver(TransportReceiver):
         return checksums_digest([check for check in self._checksums if check is not None])
 
     def _refuse_bucket(self, sender: bytes, token: bytes, incoming: IncomingUpdate | None) -> None:
-        """Answer a bucket of another update: its publisher was overtaken, and hears of it at once."""
+        """Refuse a bucket of another update, so that its publisher learns at once that a newer one replaced it."""
         if incoming is not None:
             self._settle(incoming)
         self._refused_buckets += 1
         if self._refused_buckets.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of messages is not one of log lines
-            _log.warning("a bucket is of no update that is being received; refused (%d so far)", self._refused_buckets)
+            _log.warning("refused a bucket that belongs to no current update (%d so far)", self._refused_buckets)
         self._refuse(sender, token, "this update is not being received (any more); publish again")
 
     def _refuse(self, to: bytes, token: bytes, reason: str) -> None:
@@ -224,12 +224,12 @@ def is_bucket(frames: Sequence[memoryview]) -> bool:
 
 
 def check_bucket(index: int, data: memoryview, check: int) -> None:
-    """Raise `WeightsRejected` if a bucket's bytes changed on their way."""
+    """Raise `WeightsRejected` if a bucket's bytes changed in transfer."""
     actual = checksum(data)
     if actual != check:
         raise WeightsRejected(
-            f"bucket {index} arrived damaged: checksum {actual:08x}, sent as {check:08x}; where no update "
-            "gets past its first bucket, publisher and worker are of different releases"
+            f"bucket {index} arrived damaged: checksum {actual:08x}, sent as {check:08x}; if every update "
+            "fails at its first bucket, publisher and worker are of different releases"
         )
 
 
@@ -247,7 +247,7 @@ class ZmqSender(TransportSender):
         self._buffers: list[torch.Tensor] = []
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
-        """Nothing to tell: the worker's grant names the endpoint."""
+        """No options: the worker's grant names the endpoint."""
         return {}
 
     def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Connection:
     """A socket, its monitor, and whether the worker is there.
 
     `connected` and `ending` are as of the last `drain`. `gone` is true from a loss, also one that is `ending`, or from
-    when somebody gave up waiting and set it, until the worker is there again. `heartbeat_s` is the interval of
+    when a caller gave up waiting and set it, until the worker is back. `heartbeat_s` is the interval of
     heartbeats in seconds; a worker that leaves one without an answer for three of them is lost.
     """
 

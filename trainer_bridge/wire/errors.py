@@ -53,7 +53,7 @@ class BadRequest(RolloutError, code="bad_request"):
 
 
 class TooLong(RolloutError, code="too_long"):
-    """Prompt plus `max_tokens` exceeds what the worker can ever hold."""
+    """Prompt plus `max_tokens` exceeds the worker's capacity."""
 
 
 class Overloaded(RolloutError, code="overloaded"):
@@ -94,7 +94,7 @@ class RolloutTimeout(RolloutError, TimeoutError, code="timeout"):
     """No answer within `timeout_s`. The request was cancelled."""
 
 
-#: Errors without an answer: the worker may be gone, or another one by now.
+#: Errors without an answer: the worker may be gone or restarted.
 UNANSWERED = (ConnectionLost, RolloutTimeout)
 
 

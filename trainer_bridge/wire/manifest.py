@@ -10,9 +10,9 @@ Invariants:
 - `from_wire` reads data from strangers: it returns a manifest that is sound in itself or raises `WeightsRejected`,
   and allocates no more than the message already did. Whether the manifest fits a model is `ParameterMap.check`.
 
-Bytes on their way are guarded by 32 bits of XXH3: it finds damage, lets other threads run, and is five times as fast as
-CRC-32 (11 GB/s a core). It is no defence against a forger, and needs to be none: who may talk to the worker may send it
-weights. The manifest, and the list of all checksums, are pinned by BLAKE2b digests.
+Bytes in transfer are checked by 32 bits of XXH3: it finds damage, lets other threads run, and is five times as fast as
+CRC-32 (11 GB/s a core). It does not defend against forgery: a client that may talk to the worker may send it weights
+anyway. BLAKE2b digests fix the manifest and the list of all checksums.
 """
 
 from __future__ import annotations

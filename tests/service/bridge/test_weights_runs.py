@@ -123,12 +123,12 @@ def test_a_publisher_that_is_closed_while_it_packs_is_no_fault(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def closed(self: Payload, *arguments: Any) -> None:
-        raise RolloutError("transfer: the tensors were given back before they were sent", code="closed")
+        raise RolloutError("transfer: the tensors were released before they were sent", code="closed")
 
     monkeypatch.setattr(Payload, "pack_pieces", closed)
     tensors = new_tensors(TinyModel(), 1)
     jobs, _ = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
-    assert any("given back" in (job.error or "") for job in jobs)
+    assert any("were released" in (job.error or "") for job in jobs)
     assert not any(record.exc_info for record in caplog.records)
 
 

@@ -1,11 +1,11 @@
-"""A trainer rank's part in one group: a thread that makes it and broadcasts every bucket, watched from outside.
+"""A trainer rank's part in one group: a thread that joins it and broadcasts every bucket, and a caller that watches it.
 
-    pack bucket i+1 to one buffer | bucket i on its way from another (on a GPU: a few of them, the host well ahead)
+    pack bucket i+1 into one buffer | broadcast bucket i from another (on a GPU: several at a time, the host ahead)
 
-Of a bucket that several ranks own each broadcasts its part, and takes those of the others: they are all of one group.
+If several ranks own parts of a bucket, each broadcasts its part and receives the others, since all are in one group.
 
-Joining and leaving may hang inside of NCCL, which knows no deadline: `run` returns all the same once nothing has moved
-for too long, a member has given up, or the publisher closes.
+Joining and leaving may hang inside NCCL, which has no deadline for them. `run` still returns when nothing has moved for
+too long, when a member has given up, or when the publisher closes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from trainer_bridge.transports.nccl.runs import Bucket, Runs
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import RolloutError
 
-GRACE_S = 5.0  # beyond `stall_s`: a group that still can gives the better reason itself
+GRACE_S = 5.0  # beyond `stall_s`: a group that still works reports a more precise reason by then
 
 _log = logging.getLogger(__name__)
 
 
 class Broadcasts:
-    """One rank's part in one group, in a thread that is waited for with an eye on `rules`.
+    """One rank's part in one group. A thread does the work; `run` waits for it within the bounds of `rules`.
 
-    Rank 0 brings the `runs`, the others learn them in the group. If it gives up the others hear `who` that was. Once it
-    is over without an `error`, `order` has bucket and sender of every broadcast, and `fingerprints` those of this
-    rank's parts by bucket, int64 [buckets].
+    Rank 0 passes the `runs`, the other ranks receive them in the group. `member` names this rank to the others if it
+    gives up. After a run without `error`, `order` lists (bucket, sender) of every broadcast, and `fingerprints` those
+    of this rank's parts, int64 [buckets].
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class Broadcasts:
         rules: TransferRules,
         kept: KeptGroup,
         runs: Runs | None = None,
-        who: str = "the publisher",
+        member: str = "the publisher",
     ) -> None:
-        assert (place.rank == 0) == (runs is not None), "rank 0 knows who sends what, the others learn it"
+        assert (place.rank == 0) == (runs is not None), "rank 0 passes the runs, the other ranks receive them"
         self.error: str | None = None
-        self.sent = 0  # buckets that are through
+        self.sent = 0  # buckets that were broadcast
         self.order: list[tuple[int, int]] = []
         self.fingerprints = torch.zeros(payload.manifest.bucket_count, dtype=torch.int64)
         self._payload, self._store, self._place = payload, store, place
-        self._address, self._rules, self._kept, self._runs, self._who = address, rules, kept, runs, who
+        self._address, self._rules, self._kept, self._runs, self._member = address, rules, kept, runs, member
         self._over = threading.Event()
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # once it was told to stop it keeps no group
+        self._lock = threading.Lock()  # after `_stop` the thread keeps no group
         self._moved_s = time.monotonic()
 
     def run(self, watch: dist.Store) -> None:
-        """Return when all is sent, or `error` says why not; `watch` is a client of the store."""
+        """Return when everything is sent or `error` is set. `watch` is a client of the store."""
         thread = threading.Thread(target=self._main, name="weights-group", daemon=True)
         thread.start()
         while not self._over.wait(0.02):
@@ -72,7 +72,7 @@ class Broadcasts:
                 self.error = "the publisher was closed"
             elif (gone := given_up(watch)) is not None:
                 self.error = gone
-            elif still_s > self._rules.stall_s + GRACE_S:  # inside of NCCL: what joins or leaves knows no deadline
+            elif still_s > self._rules.stall_s + GRACE_S:  # NCCL has no deadline for joining and leaving
                 self.error = f"nothing moved in the group for {still_s:.0f} s"
             else:
                 continue
@@ -85,7 +85,7 @@ class Broadcasts:
             self._send()
         except GroupError as error:
             self.error = self.error or f"the group with the workers broke: {error}"
-        except RolloutError as error:  # it says itself what happened: the publisher was closed while it packed
+        except RolloutError as error:  # has its own message: the publisher was closed while it packed
             self.error = self.error or str(error)
         # The workers learn of it and keep their weights.
         except Exception as error:
@@ -105,12 +105,12 @@ class Broadcasts:
             self._broadcast(group, runs)
             with self._lock:
                 if self._stop.is_set():
-                    raise GroupError("it was told to stop")
+                    raise GroupError("the publisher stopped it")
                 self._kept.keep(place, group)
         except Exception as error:
-            give_up(self._store, f"{self._who} gave up: {error!s:.200}")
+            give_up(self._store, f"{self._member} gave up: {error!s:.200}")
             self._kept.leave_broken(group)
-            self._payload.settle()  # before the buffers are free: the trainer may be given their memory at once
+            self._payload.settle()  # before the buffers are freed: the trainer may reuse their memory at once
             raise
 
     def _join(self) -> BroadcastGroup:
@@ -121,7 +121,7 @@ class Broadcasts:
 
     def _broadcast(self, group: BroadcastGroup, runs: Runs) -> None:
         payload, buffers = self._payload, [group.buffer(runs.room) for _ in range(group.buffers)]
-        kept = payload.kept if self._place.runs else None  # else it is filled as buckets are packed
+        kept = payload.kept if self._place.runs else None  # if rank 0 sends all, packing fills it
         in_order = group.buffer(0 if kept is None else runs.room)
         on_their_way: deque[tuple[Bucket, list[Pending]]] = deque()
         own: dict[int, torch.Tensor] = {}
@@ -138,7 +138,7 @@ class Broadcasts:
             if index < count:
                 bucket = runs.bucket(index)
                 self._pack(bucket, index, buffer, own)
-                with payload.on_side_stream():  # behind what was packed
+                with payload.on_side_stream():  # after the packing
                     pending = [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
                 on_their_way.append((bucket, pending))
         if own:

@@ -1,14 +1,14 @@
-"""A process group of its own: a store, a rank, broadcasts. The default group is not touched.
+"""A process group apart from the default group, which it does not touch: a store, a rank, broadcasts.
 
     publisher      StoreServer on a free port     rank 0
     workers        join(hosts, port)              ranks 1 to n
-    trainer ranks  join(hosts, port)              behind them: those that send what they own
+    trainer ranks  join(hosts, port)              ranks n+1 and up: the ranks that send their own parts
 
-The backend objects are made directly, not through `init_process_group`, so nothing is registered anywhere and groups
-can come and go in one process. `gloo` moves host memory, `nccl` memory of a GPU. Every wait has a deadline,
-and ends early when `stop` is set.
+The backend objects are made directly, not through `init_process_group`, so nothing is registered anywhere and a
+process can make and leave any number of groups. `gloo` moves host memory, `nccl` memory of a GPU. Every wait has a
+deadline and ends early when `stop` is set.
 
-What a store holds is bytes, never pickles. It has no password: whoever reaches its port can join or disturb a group.
+A store holds bytes, never pickles. It has no password: any process that reaches its port can join or disturb a group.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch.distributed as dist
 
 POLL_S = 0.002
 REACH_S = 2.0
-END_S = 2.0  # for threads at the end: one that is inside of torch while Python ends may abort the process
-_TOLD_S = 1.0
+END_S = 2.0  # to wait for threads at the end: a thread inside torch may abort the process when Python ends
+_GIVE_UP_S = 1.0
 _LANDED_POLL_S = 0.0005
 _LANDED_POLL_GPU_S = 0.0001  # between two GPUs a bucket takes 0.2 ms
 _GONE = "gone"  # key of a store
-_MOST_WORDS = 300
+_MAX_REASON = 300  # characters
 _LOOPBACK = "127.0.0.1"
 #: Read by the nccl backend when it is made. Without them a group that has lost a member ends the whole process.
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -42,7 +42,7 @@ _environment_lock = threading.Lock()
 
 
 class GroupError(RuntimeError):
-    """The group cannot be made or is broken: a member is gone, hangs, or was told to stop."""
+    """The group cannot be made or is broken: a member is gone, hangs, or was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class GroupSeat:
 
 
 def device_name(device: torch.device) -> str:
-    """What tells a GPU from all others; empty for a CPU."""
+    """The UUID of a GPU; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def local_address(endpoint: str) -> str:
-    """Address of this host on the way to `endpoint`. Nothing is sent."""
+    """The address of this host on the route to `endpoint`. Sends nothing."""
     host, port = urlsplit(endpoint).hostname, urlsplit(endpoint).port
     if urlsplit(endpoint).scheme != "tcp" or host is None:
         return _LOOPBACK  # ipc: the same host
@@ -78,7 +78,7 @@ class StoreServer:
     """The store of one group, on a free port; reachable from other hosts only where one of `hosts` is not loopback."""
 
     def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
-        # Loopback last: who is on this host and reaches another address is reached by the members elsewhere, too.
+        # Loopback last: a local member that joins by another address can be reached by members on other hosts, too.
         self.hosts = sorted(dict.fromkeys(hosts), key=lambda host: host == _LOOPBACK)
         self.local_host = _LOOPBACK
         local = all(host == _LOOPBACK for host in self.hosts)
@@ -111,7 +111,10 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def begin_ending(work: Callable[[], object]) -> threading.Thread | None:
-    """Start a thread that does it. None if it is done: where Python itself ends, 3.12.0 to 3.12.2 start no thread."""
+    """Do `work` in a new thread and return it.
+
+    Python 3.12.0 to 3.12.2 start no thread while the interpreter ends. The work is then done here; returns None.
+    """
     thread = threading.Thread(target=work, name="weights-group-end", daemon=True)
     try:
         thread.start()
@@ -122,31 +125,31 @@ def begin_ending(work: Callable[[], object]) -> threading.Thread | None:
 
 
 def give_up(store: dist.Store, why: str) -> None:
-    """Tell all members why one gives up, unless another has done so before: what comes after is mostly of that.
+    """Tell all members why this one gives up. The first reason stays: later ones mostly follow from it.
 
-    Do it before the group is closed: that, too, is seen by the others. A store that does not answer, whose process was
-    stopped, is waited for no longer than a moment: on a GPU what is under way ends when the group is closed.
+    Call it before closing the group, which the other members notice, too. Waits at most 1 s for the store, whose
+    process may be stopped: on a GPU, broadcasts in flight end only when the group is closed.
     """
 
     def tell() -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: so is the group
-            store.compare_set(_GONE, "", why[:_MOST_WORDS])
+            store.compare_set(_GONE, "", why[:_MAX_REASON])
 
     teller = begin_ending(tell)
     if teller is not None:
-        teller.join(_TOLD_S)
+        teller.join(_GIVE_UP_S)
 
 
 def given_up(store: dist.Store) -> str | None:
     """Why a member gave up, if one did."""
     try:
-        return store.get(_GONE).decode(errors="replace")[:_MOST_WORDS] if store.check([_GONE]) else None
+        return store.get(_GONE).decode(errors="replace")[:_MAX_REASON] if store.check([_GONE]) else None
     except RuntimeError:
         return "the store of the group is gone"
 
 
 class BroadcastGroup:
-    """A member's end. Belongs to one thread at a time."""
+    """A member's end of a group. Belongs to one thread at a time."""
 
     def __init__(
         self,
@@ -159,16 +162,16 @@ class BroadcastGroup:
         timeout_s: float,
         op_timeout_s: float | None = None,
     ) -> None:
-        """Meet the other members. Raises `GroupError` when they are not there within `timeout_s`.
+        """Meet the other members. Raises `GroupError` if not all of them join within `timeout_s`.
 
-        `op_timeout_s` bounds what follows, `timeout_s` when absent.
+        `op_timeout_s` bounds each later operation; default: `timeout_s`.
         """
         self.device = device
         self._join_timeout = timedelta(seconds=timeout_s)
         self._timeout = timedelta(seconds=op_timeout_s or timeout_s)
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
-        self._arrivals = torch.cuda.Stream(device) if on_gpu else None  # waits for broadcasts, and does nothing else
+        self._arrivals = torch.cuda.Stream(device) if on_gpu else None  # only waits for broadcasts
         members = dist.PrefixStore(name, store)
         try:
             self._backend = (
@@ -183,13 +186,13 @@ class BroadcastGroup:
 
     @property
     def buffers(self) -> int:
-        """Buckets on their way at a time: a host that comes late must not keep GPUs waiting."""
+        """Buckets in flight at a time: enough on a GPU that it does not wait for the host."""
         return 2 if self._stream is None else 4
 
     def broadcast(self, data: torch.Tensor, root: int = 0) -> Pending:
-        """Start to send `data` from one member to all others, behind what was started before. Raises `GroupError`.
+        """Start to send `data` from one member to all others, after earlier broadcasts. Raises `GroupError`.
 
-        On a GPU also after the work that the current stream has now.
+        On a GPU it also runs after the work that is already on the current stream.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
@@ -224,14 +227,13 @@ class BroadcastGroup:
             yield
 
     def close(self, broken: bool) -> threading.Thread | None:
-        """Leave; the other members of a broken group hear of it.
+        """Leave the group. If it is broken, the other members get an error.
 
-        What torch holds of a broken one is freed in a thread: what is under way may keep it waiting. It is returned if
-        it runs.
+        Freeing a broken group may wait for its operations, so a thread does it. Returns that thread if it runs.
         """
         with contextlib.suppress(RuntimeError):  # of a device that is gone
             if broken:
-                self._backend.abort()  # ends what is under way: without it gloo's threads wait for their deadline
+                self._backend.abort()  # ends operations in flight; otherwise gloo's threads wait for their deadline
             elif self._stream is not None:
                 self._backend.shutdown()
         last, self._backend = [self._backend], None
@@ -242,7 +244,7 @@ class BroadcastGroup:
     def _gloo(self, store: dist.Store, rank: int, size: int, address: str) -> Any:
         from torch.distributed import ProcessGroupGloo
 
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the one way to name an address
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to set an address
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = self._join_timeout
         options._threads = 2
@@ -253,7 +255,7 @@ class BroadcastGroup:
 
         options = ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        # Joining has no deadline inside of NCCL: begin it once everybody is there to join.
+        # Joining has no deadline inside NCCL, so it begins when all members are present.
         store.set(f"here/{rank}", "")
         store.wait([f"here/{other}" for other in range(size)], self._join_timeout)
         with torch.cuda.device(self.device):
@@ -264,24 +266,24 @@ class BroadcastGroup:
 
 
 class Pending:
-    """A broadcast on its way."""
+    """A broadcast in flight."""
 
     def __init__(self, work: Any, arrivals: torch.cuda.Stream | None, timeout: timedelta, poll_s: float) -> None:
         self._work, self._timeout, self._poll_s = work, timeout, poll_s
         self._event: torch.cuda.Event | None = None
         if arrivals is not None:
             with torch.cuda.stream(arrivals):
-                work.wait()  # of the stream, not of the host
+                work.wait()  # the stream waits, not the host
             self._event = torch.cuda.Event()
             self._event.record(arrivals)
 
     def wait(self, stop: threading.Event, timeout_s: float | None = None) -> None:
-        """Return when the data is there, or away; `timeout_s` is the group's if absent. Raises `GroupError`."""
+        """Return when the data is received or sent. `timeout_s` defaults to the group's. Raises `GroupError`."""
         timeout_s = self._timeout.total_seconds() if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + timeout_s
         while not self._done():
             if stop.is_set():
-                raise GroupError("it was told to stop")
+                raise GroupError("it was stopped")
             if time.monotonic() > deadline_s:
                 raise GroupError(f"nothing moved for {timeout_s:g} s")
             time.sleep(self._poll_s)
@@ -292,7 +294,7 @@ class Pending:
                 return self._event.query()
             if not self._work.is_completed():
                 return False
-            self._work.wait(self._timeout)  # raises what went wrong
+            self._work.wait(self._timeout)  # raises the error, if any
         except RuntimeError as error:
             raise GroupError(_first_line(error)) from error
         return True

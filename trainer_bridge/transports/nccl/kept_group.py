@@ -1,10 +1,10 @@
-"""The group of one update, kept for the next: to connect GPUs takes longer than to send the weights.
+"""The group of one update, kept for the next: connecting GPUs takes longer than sending the weights.
 
     update i     joins  --> broadcasts --> keep(place, group)
     update i+1   take(place) --> broadcasts --> keep(place, group)     if all members still have it, in the same places
-                 else it is let go of, and they meet in a new one
+                 otherwise each member leaves it and joins a new one
 
-A group that broke is never kept. Both ends of a group that is let go of end by themselves: nobody waits for the others.
+A broken group is never kept. A member leaves a group without waiting for the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainer_bridge.transports.nccl.group import END_S, BroadcastGroup, GroupSea
 
 
 class KeptGroup:
-    """A member's; any thread, one update at a time."""
+    """The group that a member keeps. Any thread, one update at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,46 +30,46 @@ class KeptGroup:
         return "" if kept is None else kept[0].name
 
     def keep(self, place: GroupSeat, group: BroadcastGroup) -> None:
-        """Until it is taken. Nothing is on its way in it."""
+        """Keep a group with nothing in flight until the next `take`; leave the one kept before."""
         with self._lock:
-            self._let_go()
+            self._leave()
             self._kept = place, group
 
     def take(self, place: GroupSeat) -> BroadcastGroup | None:
-        """The group, which is the caller's now, if this is the place in it; else None, and it is let go of."""
+        """Hand over the kept group if `place` is this member's place in it; otherwise leave it and return None."""
         with self._lock:
             kept = self._kept
             if kept is not None and (kept[0].name, kept[0].rank, kept[0].size) == (place.name, place.rank, place.size):
                 self._kept = None
                 return kept[1]
-            self._let_go()
+            self._leave()
         return None
 
-    def let_go(self) -> None:
-        """Leave the group, without a wait: to leave may take NCCL half a second."""
+    def leave(self) -> None:
+        """Leave the kept group in a thread: NCCL may take half a second."""
         with self._lock:
-            self._let_go()
+            self._leave()
 
     def leave_broken(self, group: BroadcastGroup) -> None:
-        """Leave one that was taken or made anew, and broke."""
+        """Leave a broken group that was taken or newly made."""
         thread = group.close(broken=True)
         if thread is not None:
             with self._lock:
                 self._note(thread)
 
     def close(self) -> None:
-        """Leave it, and wait a moment: a thread that is inside of torch while Python ends may abort the process."""
-        self.let_go()
+        """Leave the kept group and wait at most 2 s: a thread inside torch may abort the process when Python ends."""
+        self.leave()
         until_s = time.monotonic() + END_S
         with self._lock:
             ending, self._ending = self._ending, []
         for thread in ending:
             thread.join(max(0.0, until_s - time.monotonic()))
 
-    def _let_go(self) -> None:
+    def _leave(self) -> None:
         kept, self._kept = self._kept, None
         if kept is not None:
-            thread = begin_ending(lambda: _leave(kept[1]))
+            thread = begin_ending(lambda: _close(kept[1]))
             if thread is not None:
                 self._note(thread)
 
@@ -77,8 +77,8 @@ class KeptGroup:
         self._ending = [*(other for other in self._ending if other.is_alive()), thread]
 
 
-def _leave(group: BroadcastGroup) -> None:
-    """Return when nothing of it is left."""
+def _close(group: BroadcastGroup) -> None:
+    """Close a group; return when all of it is freed."""
     thread = group.close(broken=True)
     if thread is not None:
         thread.join()

@@ -1,13 +1,13 @@
-"""A worker's part in an update by a group: a thread that joins, takes every bucket, and ends with the update.
+"""A worker's part in an update by a group: a thread that joins, receives every bucket, and ends with the update.
 
-    reaches the store --> waits for its place --> joins, or goes on in the group of before
-                      --> buckets, each to its place --> keeps the group --> `done`
+    reaches the store --> waits for its place --> joins, or continues in the kept group
+                      --> writes each bucket to its destination --> keeps the group --> `done`
 
 Invariants:
 
-- It writes to its landing, and takes or keeps a group, only while its update is the present one (`_lock`); whatever it
-  waits for, it ends by its deadline.
-- What goes wrong is in `error`, and in the store (`give_up`), so that nobody waits for this worker.
+- It writes to the destination, and takes or keeps a group, only while its update is the current one (`_lock`).
+- Every wait ends by its deadline.
+- A failure is stored in `error` and in the store (`give_up`), so that no member waits for this worker.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Member:
-    """One worker's part in one group."""
+    """One worker's part in one group. After `done`, `digest` is that of the fingerprints of all buckets."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Member:
         self._thread = threading.Thread(target=self._run, name="weights-nccl", daemon=True)
 
     def start(self) -> None:
-        """Begin to join."""
+        """Start the thread, which joins."""
         self._thread.start()
 
     @property
@@ -79,7 +79,7 @@ class Member:
         self._thread.join(timeout_s)
 
     def cancel(self) -> None:
-        """After this nothing is written or kept any more; the thread ends by its deadline."""
+        """Stop writing and keep no group; the thread ends by its deadline."""
         with self._lock:
             self._cancelled.set()
 
@@ -115,7 +115,7 @@ class Member:
         self.done.set()
 
     def _take(self, place: GroupSeat) -> BroadcastGroup | None:
-        with self._lock:  # the next update's publisher was told which group is kept
+        with self._lock:  # a later update has already granted the kept group
             self._check_present()
             return self._kept.take(place)
 
@@ -136,7 +136,7 @@ class Member:
 
         def start(index: int) -> None:
             bucket, buffer = runs.bucket(index), buffers[index % len(buffers)]
-            with group.on_stream():  # behind what reads the buffer
+            with group.on_stream():  # after the work that reads the buffer
                 pending = [group.broadcast(buffer[part.at : part.end], part.root) for part in bucket.parts]
             on_their_way.append((bucket, pending))
 

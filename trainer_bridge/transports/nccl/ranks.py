@@ -1,12 +1,12 @@
 """Trainer ranks in a group: every rank that owns parts of an update is a member, like rank 0, and sends its own parts.
 
     rank 0, `OtherRanks`                                 ranks that own runs, `take_part`, a thread for each update
-    runs: who sends which bytes
+    runs: the sender of each byte
     join: the store, the places      == gloo group ==>   reach the store, join, broadcast and receive every bucket
-    endings                          <== gloo group ==   went well?, fingerprints of the parts
+    endings                          <== gloo group ==   success or failure, fingerprints of the parts
 
-What is no run of elements rank 0 owns: it fetches that, as for other transports. Where ranks share a GPU, which NCCL
-does not connect, or some are on a GPU and some are not, rank 0 sends all.
+Parts that are not runs of elements count as rank 0's, which fetches them as for other transports. Rank 0 sends
+everything if ranks share a GPU, which NCCL does not support, or if only some ranks are on a GPU.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ class OtherRanks:
         devices = [shards.devices[rank] for rank in (0, *numbers)]
         distinct = len(set(devices)) == len(devices) and "" not in devices
         if len(firsts_R) > MAX_RUNS:
-            _log.info("rank 0 broadcasts alone: the ranks' parts are %d runs, more than %d", len(firsts_R), MAX_RUNS)
+            _log.info("rank 0 broadcasts alone: the ranks' parts form %d runs, more than %d", len(firsts_R), MAX_RUNS)
         elif numbers and not distinct and set(devices) != {""}:
-            _log.info("rank 0 broadcasts alone: NCCL connects ranks on GPUs of their own, these are on %s", devices)
+            _log.info("rank 0 broadcasts alone: NCCL needs a GPU for each rank, but the ranks are on %s", devices)
         elif numbers:
             self.numbers, self.devices = numbers, [device for device in devices if device]
 
     @property
     def hosts(self) -> list[str]:
-        """Addresses at which the store has to be reached by them."""
+        """Addresses at which these ranks must be able to reach the store."""
         return [self._ranks.address] if self.numbers and self._ranks is not None else []
 
     def places(self, peers: int) -> dict[int, int]:
-        """By trainer rank: its rank in a group of rank 0, `peers` workers, and these ranks."""
+        """Each trainer rank's place in a group of rank 0, `peers` workers and these ranks, in this order."""
         return {rank: place for place, rank in enumerate(self.numbers, 1 + peers)}
 
     def runs(self, payload: Payload, places: dict[int, int]) -> Runs:
-        """Who sends what, by place."""
+        """The runs of the update, with the places of their senders."""
         if not places:
             return Runs.alone(payload.manifest)
         place_of = np.zeros(max(places) + 1, np.int64)
@@ -81,15 +81,15 @@ class OtherRanks:
         return Runs(payload.manifest, self._firsts_R, place_of[self._owners_R])
 
     def join(self, hosts: Sequence[str], port: int, place: GroupSeat, places: dict[int, int], stall_s: float) -> None:
-        """Have them join. Raises `RolloutError` when one is gone."""
+        """Make these ranks join the group. Raises `RolloutError` if one is gone."""
         if self._ranks is not None and places:
             where = {"hosts": [*self.hosts, *hosts], "port": port, "group": place.name}
             self._ranks.join({**where, "size": place.size, "runs": place.runs, "places": places, "stall_s": stall_s})
 
     def endings(self, places: dict[int, int], buckets: int, stall_s: float) -> dict[int, torch.Tensor]:
-        """By place: fingerprints of what was sent from there, int64 [buckets], and none of who did not get to the end.
+        """Fingerprints of the buckets that each place sent, int64 [buckets]. A rank that did not finish has no entry.
 
-        Raises `RolloutError` when a rank cannot be reached.
+        Raises `RolloutError` if a rank cannot be reached.
         """
         found = {}
         for rank, place in places.items():
@@ -102,7 +102,7 @@ class OtherRanks:
 
 
 def _runs(payload: Payload) -> tuple[np.ndarray, np.ndarray]:
-    """Where each run begins in the stream, and the rank that can send it: int64 [runs]."""
+    """The byte of the stream at which each run begins, and the rank that can send it: int64 [runs] each."""
     assert payload.shards is not None
     firsts, owners = [], []
     for index, entry in enumerate(payload.manifest.tensors):
@@ -121,7 +121,10 @@ def take_part(
     kept: KeptGroup,
     tell: Callable[[torch.Tensor], None],
 ) -> threading.Thread | None:
-    """Another rank: do what `join` says in a thread, and `tell` rank 0 how it ended; None: there is no place for it."""
+    """On another rank: carry out rank 0's `join` in a thread, then `tell` rank 0 the result.
+
+    Returns the thread, or None if this rank has no place in the group.
+    """
     if str(rank) not in order["places"]:
         return None
 
@@ -146,16 +149,16 @@ def take_part(
 def _broadcast(
     payload: Payload, order: dict[str, Any], rank: int, closing: threading.Event, kept: KeptGroup
 ) -> torch.Tensor:
-    """Take part; the fingerprints of what was sent. Raises `GroupError`."""
+    """Join and broadcast; return the fingerprints of this rank's parts. Raises `GroupError`."""
     stall_s = order["stall_s"]
     host = reach(order["hosts"], order["port"], REACH_S)
     store, watch = (connect(host, order["port"], stall_s) for _ in range(2))
     place = GroupSeat(order["group"], order["places"][str(rank)], order["size"], order["runs"])
     address = local_address(f"tcp://{host}:{order['port']}")
-    who = f"rank {rank} of the trainer"
-    job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), kept, who=who)
+    member = f"rank {rank} of the trainer"
+    job = Broadcasts(payload, store, place, address, TransferRules(stall_s, closing), kept, member=member)
     job.run(watch)
     if job.error is not None:
-        give_up(watch, f"{who} gave up: {job.error}")  # also where its thread hangs
+        give_up(watch, f"{member} gave up: {job.error}")  # its thread may hang
         raise GroupError(job.error)
     return job.fingerprints

@@ -1,10 +1,10 @@
-"""Which member of a group sends which bytes of an update, and how the bytes of a bucket travel.
+"""Which member of a group sends which bytes of an update, and the layout of a bucket in the broadcast buffer.
 
-    stream      |--0--|----2----|-0-|----2----|-0-|...     runs: bytes from here to there come from this member
-    a bucket    |--0--|-0-|-0-|    |----2----|----2----|   parts: a member's runs one behind the other, one broadcast
+    stream      |--0--|----2----|-0-|----2----|-0-|...     runs: consecutive bytes that one member sends
+    a bucket    |--0--|-0-|-0-|    |----2----|----2----|   parts: all runs of one member, sent by one broadcast
 
-A publisher that sends all alone has one run, and its buckets travel as they are. Every run begins at a multiple of 64
-bytes of the buffer, so it can be viewed in any dtype there; what lies between runs is zero.
+If the publisher sends everything, there is one run and a bucket is sent in the order of the stream. Otherwise every run
+begins at a multiple of 64 bytes of the buffer, so it can be viewed in any dtype; the bytes between runs are zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROW_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class BucketPart:
-    """What one member sends of a bucket: bytes `at` to `end` of the buffer."""
+    """The part of a bucket that member `root` sends: bytes `at` to `end` of the buffer."""
 
     root: int
     at: int
@@ -34,13 +34,13 @@ class BucketPart:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A bucket on its way: its parts in the order in which they are broadcast."""
+    """A bucket in the broadcast buffer: its parts in the order of their broadcasts."""
 
     nbytes: int
     parts: tuple[BucketPart, ...]
 
     def unpack(self, travelled: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """The bucket's bytes in the order of the stream, uint8: `travelled` itself, or `out` where they move."""
+        """The bucket's bytes (uint8) in the order of the stream: in `travelled` itself, or reordered in `out`."""
         pieces = sorted(piece for part in self.parts for piece in part.pieces)
         if len(pieces) == 1:
             return travelled[: self.nbytes]
@@ -60,12 +60,12 @@ class Runs:
 
     @classmethod
     def alone(cls, manifest: Manifest) -> Runs:
-        """All from member 0."""
+        """One run: member 0 sends everything."""
         return cls(manifest, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
     @classmethod
     def learn(cls, manifest: Manifest, group: BroadcastGroup, place: GroupSeat, stop: threading.Event) -> Runs:
-        """Other members than 0: what that one shares. Raises `GroupError`."""
+        """On members other than 0: receive the table that member 0 shares. Raises `GroupError`."""
         if place.runs == 0:
             return cls.alone(manifest)
         table = group.buffer(place.runs * _ROW_BYTES)
@@ -77,7 +77,7 @@ class Runs:
         return cls(manifest, firsts_R, roots_R)
 
     def share(self, group: BroadcastGroup, stop: threading.Event) -> None:
-        """Member 0: tell all others. Raises `GroupError`."""
+        """On member 0: broadcast the table. Raises `GroupError`."""
         table = torch.from_numpy(np.stack([self.firsts_R, self.roots_R]).astype("<i8").view(np.uint8).reshape(-1))
         group.broadcast(table.to(group.device)).wait(stop)
 
@@ -86,7 +86,7 @@ class Runs:
 
     @property
     def room(self) -> int:
-        """Bytes of a buffer that any bucket fits in as it travels."""
+        """Size in bytes of a buffer that holds any bucket with the padding between its runs."""
         most = min(self._manifest.bucket_bytes, self._manifest.total_bytes)
         if len(self) == 1:
             return most
@@ -95,7 +95,7 @@ class Runs:
         return most + ALIGN_BYTES * (int(np.diff(at).max()) + 1)
 
     def bucket(self, index: int) -> Bucket:
-        """How a bucket travels."""
+        """The layout of a bucket."""
         start, end = self._manifest.bucket_span(index)
         if len(self) == 1:
             return Bucket(end - start, (BucketPart(int(self.roots_R[0]), 0, end - start, ((start, end, 0),)),))
@@ -105,7 +105,7 @@ class Runs:
         rooms_P = -(-(ends_P - begins_P) // ALIGN_BYTES) * ALIGN_BYTES
         order_P = np.argsort(roots_P, kind="stable")
         places_P = np.cumsum(rooms_P[order_P]) - rooms_P[order_P]
-        # By member, and then in the order of the stream.
+        # Sorted by member, then by position in the stream.
         pieces = list(zip(begins_P[order_P].tolist(), ends_P[order_P].tolist(), places_P.tolist(), strict=True))
         roots, counts = np.unique(roots_P, return_counts=True)
         parts, begin = [], 0

@@ -1,22 +1,22 @@
 """The transport `nccl`: buckets broadcast over a process group of publisher and workers, kept from update to update.
 
     publisher, rank 0                                       worker, ranks 1 to n, a thread for each update
-    store on a free port           -- begin: hosts, port -->  reaches the store, grants: the group that it has kept
-    store: member/TOKEN = group, rank, size              -->  joins, unless all have kept that one
-    pack bucket i+1 | broadcast i  ========================>  broadcast i+1 | bucket i to its place
-                    (of several trainer ranks each broadcasts what it owns, see `group_ranks`)
-                                   store: at/RANK = i   <--   so that a stall can be told of by name
-                                   store: gone = why    <--   a worker gives up: nobody waits for it
-    fingerprints of all buckets    -- commit -------------->  compared with its own
+    store on a free port           -- begin: hosts, port -->  connects to the store, grants the name of its kept group
+    store: member/TOKEN = group, rank, size              -->  joins, unless all members have kept that group
+    pack bucket i+1 | broadcast i  ========================>  receive bucket i+1 | write bucket i to its destination
+                    (each of several trainer ranks broadcasts its own parts, see `ranks`)
+                                   store: at/RANK = i   <--   so that an error can name the member that stalls
+                                   store: gone = why    <--   a worker gives up: no member waits for it
+    fingerprints of all buckets    -- commit -------------->  compares them with its own
 
-Tensors on a GPU travel by NCCL from device to device, others by gloo. When a member is lost the group is dropped, and
-whoever still lives meets again in a new one.
+Tensors on a GPU are sent by NCCL from device to device, others by gloo. When a member is lost, the group is dropped and
+the other members meet in a new one.
 
 Invariants:
 
 - torch.distributed's default group is neither used nor changed.
-- All waits in a group are in threads of their own (`member`, `broadcasts`): neither a worker's receiver nor a publisher
-  can hang with a group.
+- Waits in a group run in their own threads (`member`, `broadcasts`), so neither a worker's receiver nor a publisher can
+  hang with a group.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from trainer_bridge.transports.nccl.ranks import OtherRanks
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import BadRequest, ConnectionLost, RolloutError, WeightsRejected
 
-Members = tuple[Any, ...]  # the device of rank 0, workers by endpoint, ranks of the trainer with their places
+Members = tuple[Any, ...]  # the device of rank 0, endpoints of workers, (trainer rank, place) of other ranks
 
 _MAX_HOSTS = 16
 _OPTIONS = {"hosts": list, "port": int, "backend": str, "devices": list}
@@ -81,12 +81,12 @@ class NcclReceiver(TransportReceiver):
         self._kept = KeptGroup()
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Look whether the group can be reached, and start to join it. Raises `BadRequest`."""
+        """Check that the publisher's store can be reached and start to join. Raises `BadRequest`."""
         hosts, port = _read_options(options)
         backend = "nccl" if self.on_device else "gloo"
         if options["backend"] != backend:
             raise BadRequest(
-                f"the publisher's tensors travel by {options['backend']!r:.20}, this worker takes {backend}",
+                f"the publisher sends by {options['backend']!r:.20}; this worker receives by {backend}",
                 field="options.backend",
             )
         if self.on_device and device_name(self._device) in options["devices"]:
@@ -102,7 +102,7 @@ class NcclReceiver(TransportReceiver):
         return grant
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Raise what went wrong in the thread."""
+        """Raise the error of the thread, if any."""
         if incoming is not None and self._member is not None and self._member.error is not None:
             raise self._member.error
         return False
@@ -118,17 +118,17 @@ class NcclReceiver(TransportReceiver):
         return True
 
     def drop(self, incoming: IncomingUpdate, error: RolloutError | None) -> None:
-        """Have the thread end, and write nothing more."""
+        """End the thread; it writes nothing more."""
         if self._member is not None:
             self._member.cancel()
             self._member = None
 
     def rest(self) -> None:
-        """Leave the group that is kept, which takes memory of the device."""
-        self._kept.let_go()
+        """Leave the kept group, which takes memory of the device."""
+        self._kept.leave()
 
     def close(self) -> None:
-        """Have the threads end, and wait a moment for them."""
+        """End the threads and wait at most 2 s for them."""
         if self._member is not None:
             self._member.cancel()
         until_s = time.monotonic() + END_S
@@ -153,7 +153,7 @@ def _read_options(options: Mapping[str, Any]) -> tuple[list[str], int]:
 
 
 class NcclSender(TransportSender):
-    """Broadcasts each bucket to all workers at once. `endpoints`, the workers', tell which address to listen on."""
+    """Broadcasts each bucket to all workers at once. The workers' `endpoints` determine the address to listen on."""
 
     name = "nccl"
     why = "from device to device"
@@ -166,7 +166,7 @@ class NcclSender(TransportSender):
         self._others: OtherRanks | None = None
 
     def prepare(self, payload: Payload) -> dict[str, Any]:
-        """Open the store of this update; the same one for workers that come to it in a later round of `begin`."""
+        """Open the store of this update; a later round of `begin` uses the same one."""
         if self._server is None or self._others is None:
             self._others = OtherRanks(payload)
             try:
@@ -178,7 +178,7 @@ class NcclSender(TransportSender):
         return {**where, "backend": backend, "devices": self._others.devices}
 
     def transfer(self, payload: Payload, recipients: Sequence[Recipient], rules: TransferRules) -> dict[str, Any]:
-        """Make the group and broadcast every bucket. A group breaks for all: each recipient then gets `GroupBroken`."""
+        """Make the group and broadcast every bucket. If the group breaks, each recipient gets `GroupBroken`."""
         server, others = self._server, self._others
         assert server is not None and others is not None
         places = others.places(len(recipients))
@@ -188,34 +188,32 @@ class NcclSender(TransportSender):
         place = GroupSeat(self._group_of(payload, recipients, places), 0, size, len(runs) if places else 0)
         for rank, recipient in enumerate(recipients, 1):
             server.store.set(f"member/{recipient.token.hex()}", json.dumps([place.name, rank, size, place.runs]))
-        # A client of its own: one that waits for members keeps others from asking.
+        # A second client: one that waits for members blocks every other call on it.
         watch = connect(server.local_host, server.port, rules.stall_s)
         others.join(server.hosts, server.port, place, places, rules.stall_s)
         job = Broadcasts(payload, server.store, place, server.hosts[0], rules, self._kept, runs)
         job.run(watch)
         if job.error is not None:
-            give_up(watch, job.error)  # so that all end at once
-            job.error = given_up(watch) or job.error  # of the first one
+            give_up(watch, job.error)  # so that all members end at once
+            job.error = given_up(watch) or job.error  # the reason of the first member that gave up
         try:
             parts = {0: job.fingerprints, **others.endings(places, payload.manifest.bucket_count, rules.stall_s)}
         except RolloutError as error:
             self._server = None
-            self._kept.let_go()
+            self._kept.leave()
             raise ConnectionLost(f"{error}; {job.error or 'all buckets were sent'}") from error
-        missing = [
-            f"rank {rank} of the trainer did not get to the end" for rank, at in places.items() if at not in parts
-        ]
+        missing = [f"rank {rank} of the trainer did not finish" for rank, at in places.items() if at not in parts]
         if job.error is None and not missing:
             payload.read()
             return {"fingerprints": fingerprints_digest([parts[root][index] for index, root in job.order])}
-        self._server = None  # a second try uses a new store; `server` lives until this returns
-        self._kept.let_go()
+        self._server = None  # a retry uses a new store; `server` keeps this one alive until the return
+        self._kept.leave()
         why = job.error or missing[0]
         _fail(recipients, places, watch, why, job.sent, payload.manifest.bucket_count, kept=place.name == before)
         return {}
 
     def release(self, payload: Payload, applied: bool) -> None:
-        """Let go of the store; a group that is kept holds on to the one that its members met at."""
+        """Drop the store; a kept group holds its own reference."""
         self._server = None
 
     def close(self) -> None:
@@ -224,7 +222,7 @@ class NcclSender(TransportSender):
         self._kept.close()
 
     def _group_of(self, payload: Payload, recipients: Sequence[Recipient], places: Mapping[int, int]) -> str:
-        """The name of the group that all have kept, if they are the same members in the same places; else a new one."""
+        """The name of the kept group if all members still have it, in the same places; otherwise a new name."""
         members: Members = (payload.device, *(recipient.endpoint for recipient in recipients), *places.items())
         name, before, self._kept_with = self._kept.name, self._kept_with, members
         same = name and members == before and all(recipient.grant.get("kept") == name for recipient in recipients)
@@ -234,7 +232,7 @@ class NcclSender(TransportSender):
 def _fail(
     recipients: Sequence[Recipient], places: dict[int, int], store: dist.Store, why: str, sent: int, of: int, kept: bool
 ) -> None:
-    """Tell every recipient that the group broke, and how far each member was."""
+    """Fail every recipient with the reason and the progress of each member."""
     ranks = "".join(f", rank {rank} {_progress(store, at)}" for rank, at in places.items())
     for at, recipient in enumerate(recipients, 1):
         had = f"{recipient.endpoint} had {_progress(store, at)} of {of} buckets"
@@ -244,6 +242,6 @@ def _fail(
 
 
 def _progress(store: dist.Store, rank: int) -> int:
-    """Buckets that a member said it has."""
+    """The number of buckets that a member has reported."""
     key = f"at/{rank}"
     return int(value) if store.check([key]) and (value := store.get(key)).isdigit() else 0
