@@ -3,7 +3,7 @@
     python -m scripts.reference_docs            checks that the pages are current (exit status 1 if one is not)
     python -m scripts.reference_docs --write    writes them
 
-A page is one function in `PAGES`.
+A page is one function in `PAGES`. Of `protocol.md` only the table of the sampling rules is made from the code.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rollout.metrics.prometheus import prometheus_name
 from rollout.service.errors import ErrorCode
 from rollout.settings_sources import SettingKey, setting_keys
 from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
 _SETTINGS_INTRODUCTION = """\
 # Settings
@@ -172,6 +173,20 @@ def _markdown(thing: Any) -> str:
     return f"{text}\n{re.sub(r'^ {8}', '  ', items, flags=re.MULTILINE)}"
 
 
+def protocol_page() -> str:
+    """The page as it is, with the table of the sampling rules made anew."""
+    begin, end = "<!-- sampling rules -->\n", "<!-- end of the sampling rules -->"
+    before, _, rest = (FOLDER / "protocol.md").read_text(encoding="utf-8").partition(begin)
+    table = _table(("rule", "default", "range", "meaning"), [_rule(rule) for rule in RULES])
+    return before + begin + "\n".join(table) + "\n" + end + rest.partition(end)[2]
+
+
+def _rule(rule: SamplingRule) -> tuple[str, ...]:
+    kind = "integer" if rule.kind is int else "number"
+    bounds = f"{kind}, {'>' if rule.above_least else '>='} {rule.least}, <= {rule.most}"
+    return f"`{rule.name}`", str(rule.default), bounds, rule.meaning
+
+
 def _signature(thing: Any) -> str:
     """The parameters without their annotations, which are long."""
     try:
@@ -204,6 +219,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "errors.md": errors_page,
     "api.md": api_page,
+    "protocol.md": protocol_page,
 }
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.cli.connection import add_worker, connect, where
 from rollout.cli.parser import CommandError, UsageError
+from trainer_bridge.wire.sampling_rules import RULES
 
 if TYPE_CHECKING:
     from trainer_bridge.client.blocking import Stream
@@ -20,10 +21,7 @@ if TYPE_CHECKING:
 _SENT = (
     ("--n", int, "completions [1]"),
     ("--max-tokens", int, "most tokens of each completion"),
-    ("--temperature", float, "0 is greedy [1.0]"),
-    ("--top-p", float, "keep the likeliest tokens whose probabilities add up to this [1.0]"),
-    ("--top-k", int, "keep this many of the likeliest tokens; 0 keeps all [0]"),
-    ("--min-p", float, "keep tokens with at least this share of the probability of the likeliest [0.0]"),
+    *((f"--{rule.name.replace('_', '-')}", rule.kind, f"{rule.meaning} [{rule.default}]") for rule in RULES),
     ("--seed", int, "seed of the random numbers [chosen by the worker]"),
     ("--deadline-s", float, "seconds after which completions end with their tokens so far"),
 )

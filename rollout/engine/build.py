@@ -210,7 +210,7 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     mover, books = executor.mover, allocator.offload_books
     offload = None if mover is None or books is None else Offload(scheduler, books, mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
-    packer = Packer(vocab, multiple, adapters is not None, sizes)
+    packer = Packer(multiple, adapters is not None, sizes)
     return EngineParts(scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from rollout.constraints.matcher import Constraint
+from trainer_bridge.wire.sampling_rules import SamplingRules
 
 if TYPE_CHECKING:
     from rollout.models.lora_slots import AdapterWeights
@@ -60,28 +61,11 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline", "stale", "erro
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How a token is drawn; the same for all completions of a request."""
+class SamplingParams(SamplingRules):
+    """How a token is drawn; the same for all completions of a request. The rules are inherited."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0  # 63 bits; the request's seed, or the row's own seed when `Request.prior` is set
-
-    @property
-    def penalized(self) -> bool:
-        """True if a penalty needs the counts of the tokens so far."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    @property
-    def truncated(self) -> bool:
-        """True if top-k, top-p or min-p cut the distribution."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, slots=True)

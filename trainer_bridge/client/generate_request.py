@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from trainer_bridge.client.results import Completion
+from trainer_bridge.wire.sampling_rules import RULES, SamplingFields
 
 Prompt = str | Sequence[int] | np.ndarray
 StreamKind = Literal["tokens", "completions"]
@@ -23,7 +24,7 @@ _INT32 = np.iinfo(np.int32)
 _HALF = "\ufffd"  # what a text ends with whose last token is half a character; with the next token it comes whole
 
 
-class GenerateFields(TypedDict, total=False):
+class GenerateFields(SamplingFields, total=False):
     """The arguments of `generate`, apart from the prompt and `stream`. A field that is None is not sent."""
 
     # instead of a prompt
@@ -37,16 +38,9 @@ class GenerateFields(TypedDict, total=False):
         str | Sequence[str] | Sequence[int] | Mapping[str, Any] | None
     )  # or: token_ids, strings, ignore_eos, min_tokens
     deadline_s: float | None  # seconds from when the worker takes it; then it ends with what it has
-    # how a token is drawn: a map, or its keys one by one
+    # how a token is drawn: a map, or its keys one by one: the sampling rules (inherited), `seed`, `logit_bias`
     sampling: Mapping[str, Any] | None
-    temperature: float
-    top_p: float
-    top_k: int  # 0 or -1: off
-    min_p: float
     seed: int | None
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
     logit_bias: Mapping[int, float] | Mapping[str, float]
     # what comes back, and when
     stream_every: int  # tokens between two chunks of a completion
@@ -72,17 +66,7 @@ class GenerateFields(TypedDict, total=False):
     timeout_s: float | None  # seconds until `RolloutTimeout`; absent: the client's
 
 
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-)
+_SAMPLING = (*(rule.name for rule in RULES), "logit_bias", "seed")
 _PROMPTS = (str, list, tuple, np.ndarray)  # what a list of prompts holds
 _LOCAL = ("endpoint", "request_id", "timeout_s")
 _FIELDS = frozenset(GenerateFields.__annotations__)

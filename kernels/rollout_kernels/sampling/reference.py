@@ -27,21 +27,24 @@ _WORD_BITS = 32  # bits of a word of a constraint's mask
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Settings and state of the rows that sample. An optional field is None if no row needs it."""
+    """Settings and state of the rows that sample. An optional field is None if no row needs it.
+
+    The field of a sampling rule is the rule's name with `_S`: the engine fills it from the row state by this name.
+    """
 
     temperature_S: torch.Tensor  # float32; 1 for greedy rows
     noise_S: torch.Tensor | None  # float32: 1 to draw, 0 for greedy rows; None if all rows are greedy
     seed_S: torch.Tensor  # int64
     index_S: torch.Tensor  # int64, position of the sampled token in its completion
     counts_SV: torch.Tensor | None = None  # int32: occurrences in the completion, and PROMPT_BIT
-    repetition_S: torch.Tensor | None = None  # float32
-    presence_S: torch.Tensor | None = None
-    frequency_S: torch.Tensor | None = None
+    repetition_penalty_S: torch.Tensor | None = None  # float32
+    presence_penalty_S: torch.Tensor | None = None
+    frequency_penalty_S: torch.Tensor | None = None
     bias_ids_SK: torch.Tensor | None = None  # int64, padded with id 0
     bias_SK: torch.Tensor | None = None  # float32, padded with 0
     banned_ids_SK: torch.Tensor | None = None  # int64, padded with repetitions
     banned_S: torch.Tensor | None = None  # bool: whether the ban applies to this row now
-    top_k_S: torch.Tensor | None = None  # int64, V if off
+    top_k_S: torch.Tensor | None = None  # int64, V or more if off
     top_p_S: torch.Tensor | None = None  # float32, infinity if off
     min_p_S: torch.Tensor | None = None  # float32, 0 if off
     masked_C: torch.Tensor | None = None  # int64, the rows that have a mask
@@ -97,12 +100,20 @@ def change_logits(logits_SV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         assert rows.bias_ids_SK is not None
         logits_SV = logits_SV.scatter_add(1, rows.bias_ids_SK, rows.bias_SK)
     if rows.counts_SV is not None:
-        assert rows.repetition_S is not None and rows.presence_S is not None and rows.frequency_S is not None
-        repetition_S1 = rows.repetition_S[:, None]
+        assert (
+            rows.repetition_penalty_S is not None
+            and rows.presence_penalty_S is not None
+            and rows.frequency_penalty_S is not None
+        )
+        repetition_S1 = rows.repetition_penalty_S[:, None]
         penalized_SV = torch.where(logits_SV > 0, logits_SV / repetition_S1, logits_SV * repetition_S1)
         logits_SV = torch.where(rows.counts_SV != 0, penalized_SV, logits_SV)
         counts_SV = rows.counts_SV & (PROMPT_BIT - 1)
-        logits_SV = logits_SV - rows.presence_S[:, None] * (counts_SV > 0) - rows.frequency_S[:, None] * counts_SV
+        logits_SV = (
+            logits_SV
+            - rows.presence_penalty_S[:, None] * (counts_SV > 0)
+            - rows.frequency_penalty_S[:, None] * counts_SV
+        )
     if rows.banned_S is not None:
         assert rows.banned_ids_SK is not None
         banned_SV = torch.zeros_like(logits_SV, dtype=torch.bool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntFlag, auto
 
 from rollout.engine.messages import Request
+from trainer_bridge.wire.sampling_rules import RULES, Part
 
 
 class Feature(IntFlag):
@@ -29,16 +30,21 @@ class Feature(IntFlag):
 
 #: Sampling that is inside a captured step.
 PLAIN = Feature.GREEDY | Feature.DRAW
+#: The feature that a sampling rule needs, by its part of the draw. Every draw has a temperature.
+FEATURES: dict[Part, Feature] = {
+    "temperature": Feature.NONE,
+    "truncation": Feature.TRUNCATE,
+    "penalty": Feature.PENALIZE,
+}
 
 
 def features_of(request: Request) -> Feature:
     """What the rows of a request need."""
     sampling = request.sampling
     features = Feature.GREEDY if sampling.temperature == 0 else Feature.DRAW
-    if sampling.truncated:
-        features |= Feature.TRUNCATE
-    if sampling.penalized:
-        features |= Feature.PENALIZE
+    for rule in RULES:
+        if rule.changes(sampling):
+            features |= FEATURES[rule.part]
     if sampling.logit_bias:
         features |= Feature.BIAS
     if request.stop.min_tokens > 0 and request.stop.token_ids:

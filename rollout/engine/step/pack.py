@@ -20,6 +20,7 @@ from rollout.engine.schedule.plan import Plan, Span
 from rollout.engine.schedule.sequence import Sequence
 from rollout.engine.step.features import Feature
 from rollout.engine.step.graphs import CapturedSizes
+from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
 from rollout.engine.step.scores import SCORED_AT_ONCE
 from rollout.engine.step.upload import Staging, Upload, put_decode, put_prefill, put_scored, put_tops
 
@@ -27,7 +28,7 @@ from rollout.engine.step.upload import Staging, Upload, put_decode, put_prefill,
 _TOKEN_WORDS = 6
 _SCORED_WORDS = 4  # of a token that is scored, more: its place and the next token's id
 _SPAN_WORDS = 22
-_INIT_WORDS = 2 * 7 + 7 + 1  # row and ints as int64, floats, adapter
+_INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, adapter
 #: What padding of the scored tokens adds to an upload at most.
 PADDING_WORDS = _SCORED_WORDS * SCORED_AT_ONCE
 
@@ -39,14 +40,12 @@ class Packer:
 
     def __init__(
         self,
-        vocab: int,
         scored_multiple: int,
         adapters: bool = False,
         captured: CapturedSizes | None = None,
     ) -> None:
         self.scored_multiple = scored_multiple
         self.captured = captured
-        self._vocab = vocab
         self._adapters = adapters
 
     def pack(self, plan: Plan, staging: Staging) -> Upload:
@@ -82,7 +81,7 @@ class Packer:
 
     def _put_new_rows(self, spans: Seq[Span], staging: Staging) -> None:
         """Rows that no step has set up yet, and the pages that are copied for them."""
-        _put_setup(staging, [span.seq for span in spans if not span.seq.row_ready], self._vocab, self._adapters)
+        _put_setup(staging, [span.seq for span in spans if not span.seq.row_ready], self._adapters)
         if copies := [prompt.copy for *_, prompt in spans if prompt is not None and prompt.copy is not None]:
             staging.put("copies", np.array(copies, dtype=np.int32))
 
@@ -108,11 +107,11 @@ def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, in
     return put_prefill(staging, columns, tokens)
 
 
-def _put_setup(staging: Staging, seqs: Seq[Sequence], vocab: int, adapters: bool = False) -> None:
+def _put_setup(staging: Staging, seqs: Seq[Sequence], adapters: bool = False) -> None:
     """Pack what `RowState.set_up` needs for sequences whose first chunk is in this step."""
     if not seqs:
         return
-    staging.put("init_ints", np.array([_ints(seq, vocab) for seq in seqs], dtype=np.int64))
+    staging.put("init_ints", np.array([_ints(seq) for seq in seqs], dtype=np.int64))
     staging.put("init_floats", np.array([_floats(seq) for seq in seqs], dtype=np.float32))
     staging.put("page_updates", np.concatenate([_page_updates(seq) for seq in seqs]))
     if adapters:
@@ -143,13 +142,12 @@ def _rows(seqs: Seq[Sequence]) -> np.ndarray:
     return np.array([seq.row for seq in seqs], dtype=np.int64)
 
 
-def _ints(seq: Sequence, vocab: int) -> list[int]:
+def _ints(seq: Sequence) -> list[float]:
     sampling = seq.group.request.sampling
-    greedy = sampling.temperature == 0
-    top_k = vocab if greedy or sampling.top_k == 0 else sampling.top_k
     # Without stop tokens there is nothing to ban, and what the row's list holds is its predecessor's.
     min_tokens = seq.group.request.stop.min_tokens if seq.features & Feature.MIN_TOKENS else 0
-    return [seq.row, 0, 0, seq.prompt_len, min_tokens, top_k, seq.seed]
+    rules = [rule.row_value(sampling) for rule in INT_RULES]
+    return [seq.row, 0, 0, seq.prompt_len, min_tokens, *rules, seq.seed]
 
 
 def _adapter(seq: Sequence) -> int:
@@ -157,13 +155,9 @@ def _adapter(seq: Sequence) -> int:
 
 
 def _floats(seq: Sequence) -> list[float]:
-    s = seq.group.request.sampling
-    greedy = s.temperature == 0
-    # Cumulative sums round: with top-p off the bound is infinite, so that no tail is cut.
-    top_p = np.inf if greedy or s.top_p >= 1.0 else s.top_p
-    temperature, min_p = (1.0, 0.0) if greedy else (s.temperature, s.min_p)
-    penalties = [s.repetition_penalty, s.presence_penalty, s.frequency_penalty]
-    return [temperature, 0.0 if greedy else 1.0, top_p, min_p, *penalties]
+    sampling = seq.group.request.sampling
+    temperature, noise = (1.0, 0.0) if sampling.temperature == 0 else (sampling.temperature, 1.0)
+    return [temperature, noise, *(rule.row_value(sampling) for rule in FLOAT_RULES)]
 
 
 def _page_updates(seq: Sequence) -> np.ndarray:

@@ -1,7 +1,9 @@
 """The state of the rows on the device.
 
-    ints    [rows, 6]  int64     last token, length (tokens whose KV is written), prompt length, min_tokens, top-k, seed
-    floats  [rows, 7]  float32   temperature, noise (1 draws, 0 takes the best), top-p, min-p, three penalties
+    ints    [rows, I]  int64     last token, length (tokens whose KV is written), prompt length, min_tokens; a column
+                                 for each sampling rule that is an integer (`INT_RULES`); seed
+    floats  [rows, F]  float32   temperature, noise (1 draws, 0 takes the best); a column for each other sampling rule
+                                 (`FLOAT_RULES`)
     pages   [rows, P]  int32     page table; entries past a row's pages are the dump page
     step_*  [rows, P]  int32     page table of the running decode step, in its order; on a GPU, where it is written in
                                  place. Entries past a row's context are those of earlier steps
@@ -21,9 +23,18 @@ import torch
 
 from rollout.engine.messages import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.step.upload import StepInput
+from trainer_bridge.wire.sampling_rules import RULES
 
-LAST, LENGTH, PROMPT, MIN_TOKENS, TOP_K, SEED = range(6)
-TEMPERATURE, NOISE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(7)
+#: The sampling rules with a column in `ints` or in `floats`, in the order of their columns. The draw itself needs the
+#: temperature and the noise, so these have columns of their own.
+INT_RULES = tuple(rule for rule in RULES if rule.kind is int)
+FLOAT_RULES = tuple(rule for rule in RULES if rule.kind is float and rule.part != "temperature")
+
+LAST, LENGTH, PROMPT, MIN_TOKENS, FIRST_INT_RULE = range(5)
+SEED = FIRST_INT_RULE + len(INT_RULES)
+INTS = SEED + 1  # columns
+TEMPERATURE, NOISE, FIRST_FLOAT_RULE = range(3)
+FLOATS = FIRST_FLOAT_RULE + len(FLOAT_RULES)  # columns
 
 
 class RowState:
@@ -32,8 +43,8 @@ class RowState:
     def __init__(self, max_rows: int, max_pages: int, vocab: int, device: torch.device, adapters: bool = False) -> None:
         rows = max_rows + 1
         self.vocab = vocab
-        self.ints = torch.zeros(rows, 6, dtype=torch.int64, device=device)
-        self.floats = torch.ones(rows, 7, device=device)
+        self.ints = torch.zeros(rows, INTS, dtype=torch.int64, device=device)
+        self.floats = torch.ones(rows, FLOATS, device=device)
         self.pages = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.counts = torch.zeros(rows, vocab, dtype=torch.int32, device=device)
         self.bias_ids = torch.zeros(rows, MAX_LOGIT_BIAS, dtype=torch.int64, device=device)
@@ -46,7 +57,7 @@ class RowState:
     @staticmethod
     def nbytes(max_rows: int, max_pages: int, vocab: int) -> int:
         """Device memory of the state, bytes."""
-        a_row = 6 * 8 + 7 * 4 + 2 * 4 * max_pages + 4 * vocab + (8 + 4) * MAX_LOGIT_BIAS + 8 * MAX_STOP_IDS
+        a_row = INTS * 8 + FLOATS * 4 + 2 * 4 * max_pages + 4 * vocab + (8 + 4) * MAX_LOGIT_BIAS + 8 * MAX_STOP_IDS
         return (max_rows + 1) * a_row
 
     def clear_padding(self) -> None:

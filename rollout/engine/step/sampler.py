@@ -11,22 +11,20 @@ from __future__ import annotations
 import torch
 from rollout_kernels import Sampled, SamplingRows, change_logits, sample
 
-from rollout.engine.step.features import Feature
+from rollout.engine.step.features import FEATURES, Feature
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import (
-    FREQUENCY,
+    FIRST_FLOAT_RULE,
+    FIRST_INT_RULE,
+    FLOAT_RULES,
+    INT_RULES,
     LAST,
     LENGTH,
-    MIN_P,
     MIN_TOKENS,
     NOISE,
-    PRESENCE,
     PROMPT,
-    REPETITION,
     SEED,
     TEMPERATURE,
-    TOP_K,
-    TOP_P,
     RowState,
 )
 
@@ -38,6 +36,11 @@ _COLUMNS = {
     "TEMPERATURE": TEMPERATURE,
     "NOISE": NOISE,
 }
+#: Of each sampling rule: its field of `SamplingRows`, the feature that needs it, its column.
+_INT_FIELDS = [(f"{rule.name}_S", FEATURES[rule.part].value, i) for i, rule in enumerate(INT_RULES, FIRST_INT_RULE)]
+_FLOAT_FIELDS = [
+    (f"{rule.name}_S", FEATURES[rule.part].value, i) for i, rule in enumerate(FLOAT_RULES, FIRST_FLOAT_RULE)
+]
 
 
 class Sampler:
@@ -108,7 +111,9 @@ class Sampler:
         state, index_S = self.rows, ints_SI[:, LENGTH] + 1 - ints_SI[:, PROMPT]
         floats_SF = state.floats.index_select(0, rows_S)
         penalize, bias = bool(features & Feature.PENALIZE), bool(features & Feature.BIAS)
-        ban, cut = bool(features & Feature.MIN_TOKENS), bool(features & Feature.TRUNCATE)
+        ban, bits = bool(features & Feature.MIN_TOKENS), features.value
+        rules = {name: floats_SF[:, column] for name, needs, column in _FLOAT_FIELDS if bits & needs}
+        rules |= {name: ints_SI[:, column] for name, needs, column in _INT_FIELDS if bits & needs}
         masks = masks if features & Feature.CONSTRAIN else None
         return SamplingRows(
             temperature_S=floats_SF[:, TEMPERATURE],
@@ -116,18 +121,13 @@ class Sampler:
             seed_S=ints_SI[:, SEED],
             index_S=index_S,
             counts_SV=state.counts.index_select(0, rows_S) if penalize else None,
-            repetition_S=floats_SF[:, REPETITION] if penalize else None,
-            presence_S=floats_SF[:, PRESENCE] if penalize else None,
-            frequency_S=floats_SF[:, FREQUENCY] if penalize else None,
             bias_ids_SK=state.bias_ids.index_select(0, rows_S) if bias else None,
             bias_SK=state.bias.index_select(0, rows_S) if bias else None,
             banned_ids_SK=state.banned.index_select(0, rows_S) if ban else None,
             banned_S=index_S < ints_SI[:, MIN_TOKENS] if ban else None,
-            top_k_S=ints_SI[:, TOP_K] if cut else None,
-            top_p_S=floats_SF[:, TOP_P] if cut else None,
-            min_p_S=floats_SF[:, MIN_P] if cut else None,
             masked_C=masks.at if masks is not None else None,
             masks_CW=masks.bits if masks is not None else None,
+            **rules,
         )
 
 

@@ -164,7 +164,7 @@ class Intake:
         self._check_ids(np.array(list(message.sampling.logit_bias), np.int64), "sampling.logit_bias")
         if message.logprobs > self._model.vocab_size:
             raise bad_request(f"the vocabulary has {self._model.vocab_size} tokens; lower 'logprobs'", "logprobs")
-        if message.sampling.top_k > self._model.vocab_size:
+        if message.sampling.rules["top_k"] > self._model.vocab_size:
             raise bad_request(
                 f"the vocabulary has {self._model.vocab_size} tokens; set 'top_k' to at most that, or 0",
                 "sampling.top_k",
@@ -300,13 +300,7 @@ def _sampling(sampling: Sampling, prior: ContinueFrom | None) -> SamplingParams:
     else:
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
     return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+        **sampling.rules,
         logit_bias=tuple(sorted(sampling.logit_bias.items())),
         seed=seed,
     )

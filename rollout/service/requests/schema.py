@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from rollout.engine.messages import MAX_TOP_LOGPROBS, VERSION_END
@@ -28,6 +28,7 @@ from rollout.service.requests.fields import (
     token_id_array,
 )
 from trainer_bridge.wire.codec import MAX_ID_CHARS, PROTOCOL_VERSION
+from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 256
@@ -37,17 +38,10 @@ MAX_OWNER_CHARS = 1024
 MAX_SEQUENCES = 1024
 MAX_TRACE_STEPS = 2000
 MAX_PATH_CHARS = 4096
-MIN_TEMPERATURE = 1e-3
 
 
 def _prompt(value: Any) -> str | np.ndarray:
     return value if isinstance(value, str) else token_id_array(value)
-
-
-def _temperature(value: Any) -> Any:
-    if type(value) in (int, float) and 0 < value < MIN_TEMPERATURE:
-        raise ValueError(f"use 0 for greedy, or at least {MIN_TEMPERATURE}")
-    return value
 
 
 def _routing_wanted(value: Any) -> Any:
@@ -73,18 +67,33 @@ class RequestHeader(_Strict):
     client: Id | None = None
 
 
-class Sampling(_Strict):
-    """Sampling settings."""
+def _rule_field(rule: SamplingRule) -> tuple[Any, Any]:
+    """The type and the default of a sampling rule's field."""
 
-    temperature: Annotated[Number, BeforeValidator(_temperature)] = Field(1.0, ge=0, le=100)
-    top_p: Number = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, le=INT32_MAX)
-    min_p: Number = Field(0.0, ge=0, le=1)
-    repetition_penalty: Number = Field(1.0, ge=0.01, le=100)
-    presence_penalty: Number = Field(0.0, ge=-100, le=100)
-    frequency_penalty: Number = Field(0.0, ge=-100, le=100)
+    def check(value: Any) -> Any:
+        if rule.check is not None:
+            rule.check(value)
+        return value
+
+    kind: Any = int if rule.kind is int else Number
+    least: dict[str, Any] = {"gt" if rule.above_least else "ge": rule.least}
+    return Annotated[kind, BeforeValidator(check)], Field(rule.default, **least, le=rule.most)
+
+
+_RULE_FIELDS: dict[str, Any] = {rule.name: _rule_field(rule) for rule in RULES}
+_Rules: Any = create_model("Rules", __base__=_Strict, **_RULE_FIELDS)
+
+
+class Sampling(_Rules):
+    """Sampling settings: a field for each sampling rule, and two settings that are no rules."""
+
     logit_bias: LogitBias = Field(default_factory=dict)
     seed: Seed | None = None
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """The value of each sampling rule."""
+        return {rule.name: getattr(self, rule.name) for rule in RULES}
 
 
 class Stop(_Strict):

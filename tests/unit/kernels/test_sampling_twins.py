@@ -62,7 +62,13 @@ def test_repetition_penalty_is_transformers(logits):
     counts.scatter_(1, history[:, :6], PROMPT_BIT)
     counts.scatter_add_(1, history[:, 6:], torch.ones(64, 6, dtype=torch.int32))
     zero = torch.zeros(64)
-    settings = rows(64, counts_SV=counts, repetition_S=torch.full((64,), 1.3), presence_S=zero, frequency_S=zero)
+    settings = rows(
+        64,
+        counts_SV=counts,
+        repetition_penalty_S=torch.full((64,), 1.3),
+        presence_penalty_S=zero,
+        frequency_penalty_S=zero,
+    )
     theirs = RepetitionPenaltyLogitsProcessor(1.3)(history, logits.clone())
     assert torch.allclose(change_logits(logits, settings), theirs, atol=1e-6)
 
@@ -71,7 +77,9 @@ def test_presence_and_frequency_penalties_count_the_completion_only(logits):
     counts = torch.zeros(64, V, dtype=torch.int32)
     counts[:, 3], counts[:, 4], counts[:, 5] = 2, PROMPT_BIT + 3, PROMPT_BIT
     one = torch.ones(64)
-    settings = rows(64, counts_SV=counts, repetition_S=one, presence_S=0.5 * one, frequency_S=0.25 * one)
+    settings = rows(
+        64, counts_SV=counts, repetition_penalty_S=one, presence_penalty_S=0.5 * one, frequency_penalty_S=0.25 * one
+    )
     expected = logits.clone()
     expected[:, 3] -= 0.5 + 2 * 0.25
     expected[:, 4] -= 0.5 + 3 * 0.25
