@@ -21,7 +21,7 @@ def test_request_reaches_the_engine_and_its_result_comes_back(bench, kind, delim
     client = bench.client(kind, delimiter)
     client.send("generate", "r1", prompt=[5, 6], n=2, max_tokens=9, metadata={"group": 4, "x": np.arange(2)})
     request = bench.submitted()
-    assert request.prompt.tolist() == [5, 6] and request.prompt.dtype == np.int32
+    assert request.prompt.token_ids.tolist() == [5, 6] and request.prompt.token_ids.dtype == np.int32
     assert (request.n, request.max_tokens, request.stream_every) == (2, 9, 0)
     assert request.stop == StopParams(token_ids=(301,))
     bench.finish(request, [1, 2, 3])
@@ -80,16 +80,16 @@ def test_text_and_messages_are_tokenized(bench, codec):
     client = bench.client()
     client.send("generate", "a", prompt="the fox", max_tokens=4, return_text=True)
     request = bench.submitted()
-    assert request.prompt.tolist() == codec.encode("the fox").tolist()
+    assert request.prompt.token_ids.tolist() == codec.encode("the fox").tolist()
     bench.finish(request, codec.encode("café 👍").tolist())
     assert client.receive()["completions"][0]["text"] == "café 👍"
 
     messages = [{"role": "user", "content": "hi"}]
     client.send("generate", "b", messages=messages, tools=[{"name": "t"}], chat_template_kwargs={"loud": True})
-    text = codec.decode(bench.submitted().prompt.tolist())
+    text = codec.decode(bench.submitted().prompt.token_ids.tolist())
     assert "user\nhi" in text and "tools:1LOUD" in text and text.endswith("assistant\n")
     client.send("generate", "c", messages=messages, chat_template_kwargs={"add_generation_prompt": False})
-    assert "assistant" not in codec.decode(bench.submitted().prompt.tolist())
+    assert "assistant" not in codec.decode(bench.submitted().prompt.token_ids.tolist())
 
 
 def test_requests_of_one_client_keep_their_order_behind_a_long_text(bench):
@@ -277,7 +277,7 @@ def test_new_requests_are_refused_while_the_worker_cannot_serve(bench, state):
 def test_paused_worker_takes_requests(bench):
     bench.status[0] = EngineStatus(state="paused")
     bench.client().send("generate", prompt=[1])
-    assert bench.submitted().prompt.tolist() == [1]
+    assert bench.submitted().prompt.token_ids.tolist() == [1]
 
 
 def test_broken_event_ends_its_request_and_nothing_else(bench):

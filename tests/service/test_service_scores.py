@@ -172,7 +172,11 @@ OLD = {"token_ids": [11, 12], "seed": 77}
         ({"continue_from": {**OLD, **tops([1, 2], 3)}}, "logprobs", "make them equal"),
         ({"continue_from": {**OLD, **tops([1, 2], 3)}, "logprobs": 2}, "logprobs", "has 3 top tokens"),
         ({"continue_from": {**OLD, **tops([1], 3)}, "logprobs": 3}, "continue_from", "has 1 rows"),
-        ({"continue_from": {**OLD, "top_ids": [[1], [2]]}, "logprobs": 1}, "continue_from", "go together"),
+        (
+            {"continue_from": {**OLD, "top_ids": [[1], [2]]}, "logprobs": 1},
+            "continue_from",
+            "both 'top_ids' and 'top_logprobs'",
+        ),
         (
             {"continue_from": {**OLD, "top_ids": [[1], [2]], "top_logprobs": [[0.0, 1.0], [0.0, 1.0]]}, "logprobs": 1},
             "continue_from",
@@ -181,7 +185,7 @@ OLD = {"token_ids": [11, 12], "seed": 77}
         (
             {"continue_from": {**OLD, "top_ids": [[1], [2, 3]], "top_logprobs": [[0.0], [0.0]]}},
             "continue_from.top_ids",
-            "as many in each",
+            "one length",
         ),
         (
             {"continue_from": {**OLD, "top_ids": [[1.5], [2]], "top_logprobs": [[0.0], [0.0]]}},
