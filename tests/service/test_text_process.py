@@ -267,7 +267,7 @@ def test_a_death_costs_one_request_an_error_and_the_others_nothing(stopped, fold
         assert (error["op"], error["id"], error["code"]) == ("error", "first", "internal")
         second, third = bench.submitted(), bench.submitted()
         assert [request.key[1].split("#")[0] for request in (second, third)] == ["second", "third"]
-        assert second.prompt.tolist() == TextCodec(folder).encode("the fox").tolist()
+        assert second.prompt.token_ids.tolist() == TextCodec(folder).encode("the fox").tolist()
     (said,) = (record for record in caplog.records if hasattr(record, "status"))
     assert (said.status, said.request) == (-9, "first")
 

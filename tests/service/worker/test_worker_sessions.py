@@ -156,7 +156,7 @@ def test_two_turns_at_once_and_wrong_sessions_are_refused(raw: RawClient) -> Non
 
 
 def test_a_group_in_a_session_is_refused_by_the_helper_too(client: RolloutClient) -> None:
-    with client.session() as chat, pytest.raises(BadRequest, match="one conversation"):
+    with client.session() as chat, pytest.raises(BadRequest, match="one completion"):
         chat.generate(PROMPT, n=2, **GREEDY)
 
 
