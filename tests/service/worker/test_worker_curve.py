@@ -76,6 +76,6 @@ def test_the_commands_take_keys(secured: WorkerProcess, keys: Path) -> None:
     refused = run("status", endpoint, "--timeout-s", "2")
     assert refused.returncode == 1 and "CURVE" in refused.stderr
     half = run("status", endpoint, *flags[:2])
-    assert half.returncode == 2 and "go together" in half.stderr
+    assert half.returncode == 2 and "--curve-server-key" in half.stderr
     wrong = run("status", endpoint, "--curve-key", str(keys / "server.key"), *flags[2:])
     assert wrong.returncode == 2 and "secret" in wrong.stderr
