@@ -33,7 +33,7 @@ help: ## show the targets
 demo: $(DEMO_READY) ## a worker and a trainer that checks 16K-token completions across a weight swap
 	$(BIN)/rollout demo $(ARGS)
 
-# Tests run in $(JOBS) processes; those that measure this machine, or start many processes, run by themselves afterwards.
+# A file's tests run in one process, in random order; the seed is printed.
 test: $(DEV_READY) ## unit, engine, service and robustness tests; those that need a GPU only where there is one
 	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")') && \
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$$gpu not nightly" $(ARGS)

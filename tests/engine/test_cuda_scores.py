@@ -74,8 +74,8 @@ def test_a_launch_with_tops_returns_before_the_step_has_run(folder):
         bench.engine.tick()
     bench.engine.executor.compute.run(lambda: torch.cuda._sleep(2_000_000_000))
     bench.engine.tick()
-    newest = bench.engine.pipeline.steps()[-1].slot
-    assert newest.scores.wanted and not newest.d2h_done.query()
+    newest = bench.engine.pipeline.steps()[-1]
+    assert newest.header.tops and not newest.slot.d2h_done.query()
     bench.run()
     bench.close()
 

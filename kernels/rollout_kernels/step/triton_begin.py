@@ -16,7 +16,7 @@ from rollout_kernels.common.triton_math import follow
 _TABLE_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "stride_pages", "stride_table"])
+@triton.jit(do_not_specialize=["stride_out", "columns", "stride_pages", "stride_table"])
 def _begin_kernel(
     rows_ptr,
     new_pages_ptr,
@@ -24,7 +24,7 @@ def _begin_kernel(
     pages_ptr,
     table_ptr,
     out_ptr,
-    rows,
+    stride_out,
     columns,
     stride_pages,
     stride_table,
@@ -51,9 +51,9 @@ def _begin_kernel(
         if column < start + BLOCK:
             page = tl.sum(tl.where(c == column, pages, 0), 0).to(tl.int64)
             tl.store(out_ptr + b, tl.load(ints_ptr + row * INTS + LAST))
-            tl.store(out_ptr + rows + b, position)
-            tl.store(out_ptr + 2 * rows + b, page * PAGE_SIZE + position % PAGE_SIZE)
-            tl.store(out_ptr + 3 * rows + b, position + 1)
+            tl.store(out_ptr + stride_out + b, position)
+            tl.store(out_ptr + 2 * stride_out + b, page * PAGE_SIZE + position % PAGE_SIZE)
+            tl.store(out_ptr + 3 * stride_out + b, position + 1)
             if opened > 0:
                 tl.store(pages_ptr + row * stride_pages + column, opened)
 
@@ -77,7 +77,9 @@ def begin_step(
     count = len(rows_B)
     assert rows_B.is_contiguous() and new_pages_B.is_contiguous() and ints_RI.is_contiguous()
     assert pages_RP.stride(1) == table_BP.stride(1) == 1 and len(table_BP) >= count and table_BP.shape[1] >= columns
-    out_4B = torch.empty(4, count, dtype=torch.int64, device=rows_B.device)
+    # Every output starts at a multiple of 16 bytes. For other addresses Triton compiles its readers once more.
+    stride_out = count + count % 2
+    out_4B = torch.empty(4, stride_out, dtype=torch.int64, device=rows_B.device)[:, :count]
     _begin_kernel[(count, triton.cdiv(columns, _TABLE_BLOCK))](
         rows_B,
         new_pages_B,
@@ -85,7 +87,7 @@ def begin_step(
         pages_RP,
         table_BP,
         out_4B,
-        count,
+        stride_out,
         columns,
         pages_RP.stride(0),
         table_BP.stride(0),

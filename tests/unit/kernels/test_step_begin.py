@@ -48,6 +48,7 @@ def test_begin_step_is_its_twin_bit_for_bit(page_size, lengths):
         mine, theirs = getattr(got, name).cpu(), getattr(expected, name)
         assert mine.dtype == theirs.dtype == torch.int64 and torch.equal(mine, theirs), name
         assert getattr(got, name).is_contiguous()
+        assert getattr(got, name).data_ptr() % 16 == 0, "at another address Triton compiles its readers once more"
     assert torch.equal(gpu_pages.cpu(), twin_pages), "the rows' tables gain the opened pages and nothing else"
     needed = torch.arange(columns) <= (expected.positions_B // page_size)[:, None]
     mine, theirs = got.page_table_BC.cpu(), expected.page_table_BC
