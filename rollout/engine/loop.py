@@ -35,7 +35,7 @@ from rollout.metrics.step_timing import StepTiming
 
 
 class Engine:
-    """Turns the parts by `tick`. Whether something may happen is asked of the gate.
+    """Runs the parts, one `tick` at a time. It asks the gate before it admits, launches or swaps.
 
     An engine lives as long as its worker: other threads hold it. A fault replaces `parts` as a whole, in one
     assignment (`restart`); everything else here outlives faults.

@@ -198,7 +198,7 @@ class Sequence:
         self.adapter_marks: list[tuple[int, int]] = []  # (token, version): that token is the first by this version
         self.keys: PrefixKeys | None = None
         self.kv_version = -1
-        self.kv_generation = 0  # of its adapter's weights when it was admitted
+        self.kv_generation = 0  # generation of its adapter's weights at admission
         self.kv_uniform = 0  # leading positions whose KV is all of kv_version
         self.wants_offload = False  # preempted, with KV that is worth keeping
         self.offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
