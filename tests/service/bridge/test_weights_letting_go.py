@@ -26,7 +26,7 @@ def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what:
         assert raw.begin()["op"] == "ok"
         owner = worker.receiver._receivers["zmq"] if what == "drop" else worker.receiver._intake.current.destination
         setattr(owner, what, raising)
-        assert_rejected(raw.commit(), "not here at commit")
+        assert_rejected(raw.commit(), "of 9 buckets")
         if what == "drop":
             del owner.drop
         assert worker.receiver.alive and serves(worker.model, old)
@@ -41,7 +41,7 @@ def test_in_place_a_worker_that_cannot_let_go_of_half_an_update_is_stale_until_a
         worker.receiver._intake.current.destination.abandon = raising
         raw.send(0)
         assert raw.answer()[0] == b"WAK1"
-        assert_rejected(raw.commit(), "not here at commit")
+        assert_rejected(raw.commit(), "of 9 buckets")
         assert worker.status()["state"] == "stale" and "in part" in worker.engine_gate.stale
         assert serves(worker.model, publish(worker, 3, 3)) and worker.status()["state"] == "idle"
 

@@ -222,9 +222,9 @@ def test_a_commit_before_all_buckets_is_refused(worker: Worker) -> None:
     raw.begin()
     raw.send(0)
     raw.answer()
-    assert_rejected(raw.commit(), "not here at commit")
+    assert_rejected(raw.commit(), "of 9 buckets")
     assert worker.updates == []
-    assert_rejected(raw.commit(), "not here at commit")  # asked again, the reason is still known
+    assert_rejected(raw.commit(), "of 9 buckets")  # asked again, the reason is still known
 
 
 def test_garbage_on_the_data_socket_disturbs_nothing(worker: Worker) -> None:
