@@ -58,7 +58,7 @@ column is the name in W&B and JSON lines, the second one the name in Prometheus.
 in the [glossary](../architecture.md#glossary); how to read the metrics:
 [operations](../operations.md#reading-the-dashboard).
 
-- A **gauge** is the present value, or that of the interval. A mean, median or percentile without a sample in the
+- A **gauge** is the present value, or the value for the interval. A mean, median or percentile without a sample in the
   interval keeps its last value. In the report of the whole run it covers the whole run.
 - A **counter** only grows while the worker runs.
 - A **histogram** counts values by size. W&B and JSON lines get the counts of the interval, JSON lines as a list of

@@ -295,7 +295,7 @@ class Generation:
         self.check_alive()
         status = self._status()
         state = "draining" if self.draining else status.state
-        # `sleep` is None just after a wake. What the engine refuses, it answers itself.
+        # `sleep` is None just after a wake. The engine answers the requests that it refuses.
         waits = state == "asleep" and (status.sleep is None or status.sleep.requests == "wait")
         if state in _UNAVAILABLE and not waits:
             message = _UNAVAILABLE[state]

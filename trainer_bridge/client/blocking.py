@@ -370,7 +370,7 @@ class RolloutClient:
 
 
 class Stream(StreamView, Generic[_Item]):
-    """What a request brings, as it comes. Iterate it; leave it early with `close`, or use it in a `with` block.
+    """The deltas and results of a request, as they arrive. Iterate over it; `close` or a `with` block ends it early.
 
     Raises what `generate` would, after everything that had come. `result` is then still None; `partials()` holds what
     came, for `continue_from`.

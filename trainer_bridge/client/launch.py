@@ -240,8 +240,8 @@ class WorkerProcess:
     def stop(self, mode: Literal["drain", "now"] = "drain", timeout_s: float = 60.0) -> int:
         """End the worker and return its exit status.
 
-        It is asked to shut down (`drain`: after what it has; `now`: with what it has); one that has not ended after
-        `timeout_s` is terminated, then killed.
+        The worker is asked to shut down: `drain` finishes its requests first, `now` ends them with the tokens so far.
+        A worker that has not ended after `timeout_s` is terminated, then killed.
         """
         deadline = time.monotonic() + timeout_s
         if self.returncode is None and self._ready is not None:
