@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Container
 from dataclasses import dataclass
 
 from rollout.engine.messages import Rejected, Request
 from rollout.engine.schedule.sequence import Group
+from rollout.engine.schedule.swept_heap import SweptHeap
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +52,20 @@ def refusal(
     return None
 
 
-#: The heap is cleaned when it has this many entries more than twice the number left by the last cleaning.
-_SLACK = 16
-
-
 class Deadlines:
     """Groups by the time at which they must end."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Group]] = []
-        self._sweep_at = _SLACK
+        self._groups: SweptHeap[Group] = SweptHeap(lambda group: not group.unfinished)
 
     def add(self, at_s: float, group: Group) -> None:
         """End `group` at clock time `at_s`."""
-        heapq.heappush(self._heap, (at_s, group.sequences[0].arrival, group))
-        if len(self._heap) >= self._sweep_at:
-            self._heap = [entry for entry in self._heap if entry[2].unfinished]
-            heapq.heapify(self._heap)
-            self._sweep_at = 2 * len(self._heap) + _SLACK
+        self._groups.push((at_s, group.sequences[0].arrival), group)
 
     def take_overdue(self, now_s: float) -> list[Group]:
         """Remove the groups whose time has passed; returns the unfinished ones."""
         overdue = []
-        while self._heap and self._heap[0][0] <= now_s:
-            group = heapq.heappop(self._heap)[2]
-            if group.unfinished:
-                overdue.append(group)
+        while (group := self._groups.first(now_s)) is not None:
+            self._groups.pop()
+            overdue.append(group)
         return overdue

@@ -7,66 +7,31 @@ that version.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 
 from rollout.engine.adapter_table import Adapter
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import RequestKey
 from rollout.engine.schedule.sequence import Group, Sequence
-
-#: The heap is cleaned when it has this many entries more than twice the number left by the last cleaning.
-_SLACK = 16
-
-
-class _Heap:
-    """Sequences by rank. Finalized sequences are skipped, and removed when there are many."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []
-        self._sweep_at = _SLACK
-
-    def push(self, seq: Sequence) -> None:
-        """Add a sequence; its rank is unique."""
-        heapq.heappush(self._heap, (seq.rank, seq))
-        if len(self._heap) >= self._sweep_at:
-            self._keep(lambda seq: not seq.finalized)
-
-    def remove(self, seqs: list[Sequence]) -> None:
-        """Remove these sequences."""
-        ranks = {seq.rank for seq in seqs}
-        self._keep(lambda seq: seq.rank not in ranks and not seq.finalized)
-
-    def _keep(self, wanted: Callable[[Sequence], bool]) -> None:
-        self._heap = [entry for entry in self._heap if wanted(entry[1])]
-        heapq.heapify(self._heap)
-        self._sweep_at = 2 * len(self._heap) + _SLACK
-
-    def first(self) -> Sequence | None:
-        """The next sequence, which stays in the heap."""
-        while self._heap and self._heap[0][1].finalized:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
-
-    def pop(self) -> None:
-        """Remove the sequence that `first` returned."""
-        heapq.heappop(self._heap)
+from rollout.engine.schedule.swept_heap import SweptHeap
 
 
 class WaitingQueue:
     """Sequences without a row, by rank. Those with an adapter have a heap of their own: only they wait for its slot."""
 
     def __init__(self) -> None:
-        self._plain, self._adapted = _Heap(), _Heap()
+        self._plain: SweptHeap[Sequence] = SweptHeap(_finalized)
+        self._adapted: SweptHeap[Sequence] = SweptHeap(_finalized)
 
     def push(self, seq: Sequence) -> None:
         """Add a sequence; its rank is unique."""
-        self._with(seq).push(seq)
+        self._with(seq).push(seq.rank, seq)
 
     def remove(self, seqs: list[Sequence]) -> None:
         """Remove these sequences."""
+        ranks = {seq.rank for seq in seqs}
         for heap in (self._plain, self._adapted):
-            heap.remove(seqs)
+            heap.remove(ranks)
 
     def first(self, ready: Callable[[Sequence], bool]) -> Sequence | None:
         """The next sequence, which stays in the queue; if its adapter is not `ready`, the next without an adapter.
@@ -82,8 +47,12 @@ class WaitingQueue:
         """Remove the sequence that `first` returned."""
         self._with(seq).pop()
 
-    def _with(self, seq: Sequence) -> _Heap:
+    def _with(self, seq: Sequence) -> SweptHeap[Sequence]:
         return self._plain if seq.group.adapter is None else self._adapted
+
+
+def _finalized(seq: Sequence) -> bool:
+    return seq.finalized
 
 
 class WaitingRoom:
