@@ -49,16 +49,6 @@ class Conversation:
         return self.bench.done[self.turn].cached_tokens
 
 
-def prefilled(bench: Bench) -> list[int]:
-    """A list that gets the tokens of every prefill step from now on."""
-    sizes, launched = [], bench.engine.scheduler.launched
-    bench.engine.scheduler.launched = lambda plan: (
-        plan.kind == "prefill" and sizes.append(plan.tokens),
-        launched(plan),
-    )
-    return sizes
-
-
 def admissions(bench: Bench) -> list[tuple[str, int]]:
     """A list that gets (request, zombies in flight) at every admission from now on."""
     seen, admit, scheduler = [], bench.engine.scheduler.allocator.try_admit, bench.engine.scheduler

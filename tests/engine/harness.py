@@ -130,3 +130,13 @@ class Bench:
 def load(folder: Path, device: str = "cpu") -> Decoder:
     settings = ModelSettings(path=str(folder), dtype="float32", device=device)
     return load_model(settings, torch.device(device)).model
+
+
+def watch_prefills(bench: Bench) -> list[int]:
+    """A list that gets the input tokens of every prefill step from now on."""
+    sizes, launched = [], bench.engine.scheduler.launched
+    bench.engine.scheduler.launched = lambda plan: (
+        plan.kind == "prefill" and sizes.append(plan.tokens),
+        launched(plan),
+    )
+    return sizes

@@ -19,16 +19,6 @@ def offloading(model, host_pages: int = 512, piece_pages: int = 3, device=None, 
     return Bench(model, device, receiver, **{"kv_pages": 40, **fields, **engine})
 
 
-def watch_prefills(bench: Bench) -> list[int]:
-    """A list that gets the input tokens of every prefill step from now on."""
-    sizes, launched = [], bench.engine.scheduler.launched
-    bench.engine.scheduler.launched = lambda plan: (
-        plan.kind == "prefill" and sizes.append(plan.tokens),
-        launched(plan),
-    )
-    return sizes
-
-
 def submit_six(bench: Bench, prompt_of) -> None:
     """6 * 70 tokens: more than fit in the pool of 39 pages."""
     for i in range(6):

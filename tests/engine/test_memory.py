@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness import Bench
+from harness import Bench, watch_prefills
 
 from rollout.engine.build import longest_sequence
 from rollout.engine.kv.allocator import PageAllocator
@@ -13,21 +13,11 @@ from rollout.engine.messages import Rejected
 SAMPLED = {"temperature": 1.0, "seed": 5}
 
 
-def launched_prompt_tokens(bench: Bench) -> list[int]:
-    """Records the tokens of every prefill step."""
-    sizes, launched = [], bench.engine.scheduler.launched
-    bench.engine.scheduler.launched = lambda plan: (
-        plan.kind == "prefill" and sizes.append(plan.tokens),
-        launched(plan),
-    )
-    return sizes
-
-
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("length", [31, 32, 33])
 def test_a_group_prefills_its_prompt_once(model, prompt_of, greedy, length, prefix_cache):
     bench = Bench(model, prefix_cache=prefix_cache)
-    sizes = launched_prompt_tokens(bench)
+    sizes = watch_prefills(bench)
     bench.submit("g", prompt_of(length), 20, n=5)
     bench.run()
     assert sum(sizes) == length + 4, "the prompt once, and its last token again for each follower"
@@ -38,7 +28,7 @@ def test_a_group_prefills_its_prompt_once(model, prompt_of, greedy, length, pref
 
 def test_followers_that_wait_for_rows_still_share(model, prompt_of):
     bench = Bench(model, max_rows=2, prefix_cache=False)
-    sizes = launched_prompt_tokens(bench)
+    sizes = watch_prefills(bench)
     bench.submit("g", prompt_of(31), 9, n=7, sampling=SAMPLED)
     bench.run()
     assert sum(sizes) == 31 + 6
@@ -63,7 +53,7 @@ def test_a_prompt_seen_before_is_taken_from_the_cache(model, prompt_of, greedy):
     prompt = prompt_of(50)
     bench.submit("a", prompt, 8)
     bench.run()
-    sizes = launched_prompt_tokens(bench)
+    sizes = watch_prefills(bench)
     bench.submit("b", prompt, 8)
     bench.submit("c", prompt[:41] + prompt_of(9, 3), 8)
     bench.run()

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from harness import Bench
-from offloading import assert_as_if_undisturbed, counts, offloading, submit_six, watch_prefills
+from harness import Bench, watch_prefills
+from offloading import assert_as_if_undisturbed, counts, offloading, submit_six
 from streams import LateDevice
 
 from rollout.engine.inspect import Inspector

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from offloading import counts, offloading, restoring, submit_six, watch_prefills
+from harness import watch_prefills
+from offloading import counts, offloading, restoring, submit_six
 from streams import InlineDevice, LateDevice
 
 from rollout.engine.messages import Cancel, StopAt

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from harness import load
-from offloading import counts, offloading, restoring, watch_prefills
+from harness import load, watch_prefills
+from offloading import counts, offloading, restoring
 from streams import LateDevice, random_delays
 from test_recomputed import replayed
 from test_swap import Mailbox, Update

@@ -7,9 +7,9 @@ import random
 
 import numpy as np
 import pytest
-from conversation import Conversation, admissions, prefilled
+from conversation import Conversation, admissions
 from families import make_checkpoint
-from harness import Bench, load
+from harness import Bench, load, watch_prefills
 from streams import random_delays
 from test_recovery import fail_a_step
 from test_routing import assert_routed, routing_of
@@ -43,7 +43,7 @@ def test_turns_have_transformers_tokens_and_only_new_tokens_are_computed(
 ):
     options = {"prefill_chunk_tokens": chunk, "page_size": page_size, "pipeline_depth": depth}
     bench, plain = Bench(model, prefix_cache=prefix_cache, **options), Bench(model, prefix_cache=False, **options)
-    sizes = prefilled(bench)
+    sizes = watch_prefills(bench)
     talk, alone = Conversation(bench, "s", prompt_of), Conversation(plain, "s", prompt_of, session=False)
     for turn, new in enumerate((21, 6, 1, 17)):
         sizes.clear()

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import Unavailable
 
-DYING = Path(__file__).with_name("dying_publisher.py")
-
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
     return load_file((ONES if step == 1 else TWOS) / "model.safetensors")
@@ -27,7 +24,7 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 def publish_half(endpoint: str, version: int) -> None:
     """A publisher that is killed when half of the buckets are with the worker."""
-    command = [sys.executable, str(DYING), endpoint, str(TWOS), str(version)]
+    command = [sys.executable, "-m", "scripts.check.soak.half_publisher", endpoint, str(TWOS), str(version)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=subprocess_environment()) as process:
         assert process.stdout is not None and process.stdout.readline() == "half\n"
         with WeightPublisher(endpoint) as publisher:

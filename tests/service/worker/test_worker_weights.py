@@ -223,7 +223,7 @@ def test_wrong_weights_are_refused_and_the_old_ones_serve_on(
 
 def kill_half_way(endpoint: str, version: int, publisher: WeightPublisher) -> dict:
     """Start a publisher, kill it in the middle of its buckets; what the worker had of them."""
-    command = [sys.executable, str(Path(__file__).with_name("dying_publisher.py")), endpoint, str(TWOS), str(version)]
+    command = [sys.executable, "-m", "scripts.check.soak.half_publisher", endpoint, str(TWOS), str(version)]
     environ = subprocess_environment()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stdout is not None
