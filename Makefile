@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test test-nightly test-gpu fuzz lint format bench docs clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(DEMO_READY) ## a worker and a trainer that checks 16K-token completions across a weight swap
 	$(BIN)/rollout demo $(ARGS)

@@ -31,7 +31,6 @@ def run(args: argparse.Namespace) -> int:
             status = client.status()
     except RolloutError as error:
         raise CommandError(where(args.endpoint, error)) from error
-    status = {name: value for name, value in status.items() if name not in ("v", "op", "id")}
     if args.json:
         print(json.dumps(status))
     else:

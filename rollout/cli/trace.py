@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.cli.connection import add_access, connect, where
+from rollout.cli.connection import add_worker, connect, where
 from rollout.cli.parser import CommandError, UsageError
 
 if TYPE_CHECKING:
@@ -23,11 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Save a worker's last steps as a Chrome trace; open it at https://ui.perfetto.dev. A worker always keeps its "
         f"last {_MAX_STEPS} steps, so a trace can be taken at any time."
     )
-    parser.add_argument("endpoint", metavar="ENDPOINT", help="address of the worker, such as tcp://127.0.0.1:5757")
     parser.add_argument("--steps", type=int, default=200, help=f"number of steps, up to {_MAX_STEPS} [200]")
     parser.add_argument("-o", "--out", metavar="FILE", default="trace.json", help="file of the trace [trace.json]")
     parser.add_argument("--png", metavar="FILE", help="also draw a picture of when host and device worked")
-    add_access(parser, timeout_s=10.0)
+    add_worker(parser, timeout_s=10.0)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from rollout.engine.loop import Engine
 from rollout.engine.messages import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.sequence import Sequence, State
+from rollout.metrics.definitions import percent
 from rollout.metrics.recording import Recording
 from rollout.metrics.step_timing import StepTiming
 
@@ -74,11 +75,11 @@ class Inspector:
             {
                 "rollout/rows": scheduler.running,
                 "queue/waiting": scheduler.waiting,
-                "kv/used_pct": _percent(pool.used, pool.total),
-                "kv/session_pct": _percent(scheduler.allocator.sessions.pages, pool.total),
-                "kv/prefix_hit_pct": _percent(counters.cached_tokens, counters.prompt_tokens),
+                "kv/used_pct": percent(pool.used, pool.total),
+                "kv/session_pct": percent(scheduler.allocator.sessions.pages, pool.total),
+                "kv/prefix_hit_pct": percent(counters.cached_tokens, counters.prompt_tokens),
                 "kv/preemptions": counters.preemptions,
-                "kv/host_used_pct": _percent(offload.pages, offload.pages_total),
+                "kv/host_used_pct": percent(offload.pages, offload.pages_total),
                 "kv/restores": offload.restored,
                 "kv/offloaded_bytes": offload.bytes_out,
                 "kv/brought_back_bytes": offload.bytes_in,
@@ -186,10 +187,6 @@ def _unfinished_row(
         "commit_ms": None,
         "ago_s": None if ago_s is None else round(ago_s, 3),
     }
-
-
-def _percent(part: float, whole: float) -> float:
-    return 100.0 * part / whole if whole else 0.0
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -95,7 +95,8 @@ class Metric(Generic[_Source]):
         assert (self.kind == "histogram") == (self.buckets is not None), f"{self.name}: a histogram has buckets"
 
 
-def _percent(part: float, whole: float) -> float:
+def percent(part: float, whole: float) -> float:
+    """100 * part / whole; 0 if there is no whole."""
     return 100.0 * part / whole if whole else 0.0
 
 
@@ -339,7 +340,7 @@ VERSION_METRICS: tuple[Metric[Served], ...] = (
     Metric(
         "by_version/active_pct", "gauge", "%", "share of that time in which the compute stream ran a step",
         _by_version("Active"),
-        lambda served: min(100.0, max(0.0, _percent(served.busy_s, served.wall_s))) if served.wall_s > 0 else None,
+        lambda served: min(100.0, max(0.0, percent(served.busy_s, served.wall_s))) if served.wall_s > 0 else None,
     ),
     Metric(
         "by_version/decode_ms", "gauge", "ms", "time of a decode step, mean", None,
@@ -368,5 +369,3 @@ VERSION_METRICS: tuple[Metric[Served], ...] = (
 
 #: The values that `rollout top` shows, in its order; every report has them.
 TOP_METRICS = tuple(metric for metric in METRICS if metric.top is not None)
-
-ALL_METRICS: tuple[Metric, ...] = (*METRICS, *HISTOGRAMS, *TOTALS, *VERSION_METRICS)

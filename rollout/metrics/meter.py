@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from rollout.metrics.busy_window import BusyWindow
 from rollout.metrics.by_version import ByVersion, VersionRow
-from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, Metric, Served, Stretch
+from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, Metric, Served, Stretch, percent
 from rollout.metrics.histogram import Counts, Histogram
 from rollout.metrics.idle import IDLE_CAUSES, IdleCauses, IdleWindow
 from rollout.metrics.mismatch import Mismatch
@@ -242,17 +242,17 @@ class Meter:
         Time that a step in flight has taken so far belongs to none: it is counted when the step is committed.
         """
         unknown_s = now - self._started_s - self._window.total_busy_s - sum(idle_s.values())
-        unknown_pct = max(0.0, _percent(unknown_s, self._window.wall_s(now)))
+        unknown_pct = max(0.0, percent(unknown_s, self._window.wall_s(now)))
         shares = self._idle_window.shares(now, idle_s)
         found_pct, left_pct = sum(shares.values()), max(0.0, 100.0 - active_pct - unknown_pct)
         return {cause: share * left_pct / found_pct if found_pct else 0.0 for cause, share in shares.items()}
 
     def _run_active_pct(self, now: float) -> float:
-        return min(100.0, _percent(self._window.total_busy_s, now - self._started_s))
+        return min(100.0, percent(self._window.total_busy_s, now - self._started_s))
 
     def _run_shares(self, now: float, idle_s: dict[str, float]) -> dict[str, float]:
         wall_s = now - self._started_s
-        return {cause: min(100.0, max(0.0, _percent(seconds, wall_s))) for cause, seconds in idle_s.items()}
+        return {cause: min(100.0, max(0.0, percent(seconds, wall_s))) for cause, seconds in idle_s.items()}
 
     def _served(self, now: float) -> Served:
         self._count_fresh()
@@ -267,7 +267,3 @@ class Meter:
             completion_tokens=run.length.total,
             version_spans=run.version_span.total,
         )
-
-
-def _percent(part: float, whole: float) -> float:
-    return 100.0 * part / whole if whole else 0.0

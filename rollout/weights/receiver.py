@@ -156,7 +156,7 @@ class WeightReceiver:
 
     def rest(self) -> None:
         """No update can begin: the thread frees the memory that it keeps for the next one."""
-        self._post(lambda: None)
+        self._post(_look)
 
     def close(self) -> None:
         """End the thread and answer all unanswered messages. Idempotent."""

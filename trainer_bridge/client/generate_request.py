@@ -67,7 +67,6 @@ class GenerateFields(SamplingFields, total=False):
 
 
 _SAMPLING = (*(rule.name for rule in RULES), "logit_bias", "seed")
-_PROMPTS = (str, list, tuple, np.ndarray)  # what a list of prompts holds
 _LOCAL = ("endpoint", "request_id", "timeout_s")
 _FIELDS = frozenset(GenerateFields.__annotations__)
 #: Fields that are read here before the worker checks them: the types that can be read, and how to say so.

@@ -24,7 +24,7 @@ import torch
 
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules, TransportSender
 from trainer_bridge.transports.payload import Payload
-from trainer_bridge.transports.registry import TRANSPORTS, make_sender
+from trainer_bridge.transports.registry import make_sender
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
 
@@ -42,8 +42,6 @@ class TransportChoice:
     """The senders of one publisher, and the refusals of each worker. Belongs to the publisher's thread."""
 
     def __init__(self, transport: str, folder: str | None, curve: ClientCurve | None, endpoints: Sequence[str]) -> None:
-        if transport != "auto" and transport not in TRANSPORTS:
-            raise ValueError(f"unknown transport {transport!r}; use auto, {', '.join(TRANSPORTS)}")
         self._folder, self._curve, self._endpoints = folder, curve, endpoints
         self._asked = transport
         self._senders: dict[str, TransportSender] = {}

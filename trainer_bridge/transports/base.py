@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
-import zmq
 
 from trainer_bridge.transports.payload import Payload
 from trainer_bridge.wire.errors import ConnectionLost, RolloutError
@@ -115,11 +114,6 @@ class TransportReceiver(ABC):
 
     def rest(self) -> None:  # noqa: B027
         """Free everything kept for the next update, because none comes for a while."""
-
-    @property
-    def sockets(self) -> Sequence[zmq.Socket]:
-        """Sockets to poll: `advance` has work when one is readable."""
-        return ()
 
     def close(self) -> None:  # noqa: B027
         """Free sockets and files."""

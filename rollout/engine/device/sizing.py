@@ -143,7 +143,7 @@ def host_kv_pages(settings: EngineSettings, page_bytes: int, available_bytes: in
     `adapter_bytes`, which are reserved for adapters.
     """
     asked = int(settings.host_kv_gib * _GIB)
-    if asked == 0 and settings.host_kv_gib == 0:
+    if settings.host_kv_gib == 0:
         return 0
     if asked < page_bytes:
         raise ValueError(f"host_kv_gib = {settings.host_kv_gib} holds no page of {page_bytes} bytes: raise it")

@@ -46,7 +46,7 @@ def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
         version_span=seq.versions[-1][0] - seq.versions[0][0] if seq.finish and seq.versions else 0,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == _known(seq) else None,
+        prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == seq.known else None,
         adapter_versions=tuple(seq.adapter_marks),
         # Moves its own mark, so nothing that may fail comes after it.
         routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, seq.pages, seq.consumed),
@@ -83,11 +83,6 @@ def make_request_done(group: Group, now_s: float) -> RequestDone:
         total_s=now_s - group.arrived_s,
         prompt_logprobs=_prompt_logprobs(group),
     )
-
-
-def _known(seq: Sequence) -> int:
-    prior = seq.group.request.prior
-    return 0 if prior is None else len(prior.token_ids)
 
 
 def _prompt_logprobs(group: Group) -> np.ndarray | None:

@@ -206,6 +206,12 @@ class Sequence:
         self.prefills: list[tuple[int, int, int]] = []
 
     @property
+    def known(self) -> int:
+        """Tokens of `prior`, which another worker drew."""
+        prior = self.group.request.prior
+        return 0 if prior is None else len(prior.token_ids)
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Admission order; the largest rank is preempted first."""
         return (-self.priority, self.arrival)
@@ -289,8 +295,7 @@ class Sequence:
 
     def drop_torn_token(self) -> None:
         """Cut the columns to the tokens that all of them have: a fault may come between two of them."""
-        prior = self.group.request.prior
-        whole = (len(prior.token_ids) if prior is not None else 0) + sum(count for _, count in self.versions)
+        whole = self.known + sum(count for _, count in self.versions)
         for column in (self.tokens, self.logprobs, self.raw_logprobs, self.drawn_logprobs):
             if column is not None:
                 del column[whole:]

@@ -29,6 +29,8 @@ _TOKEN_WORDS = 6
 _SCORED_WORDS = 4  # of a token that is scored, more: its place and the next token's id
 _SPAN_WORDS = 22
 _INIT_WORDS = 2 * (1 + INTS) + FLOATS + 1  # row and ints as int64, floats, adapter
+#: Features whose rows have more to set up.
+_SETUP_FEATURES = Feature.MIN_TOKENS | Feature.BIAS | Feature.PENALIZE
 #: What padding of the scored tokens adds to an upload at most.
 PADDING_WORDS = _SCORED_WORDS * SCORED_AT_ONCE
 
@@ -191,25 +193,21 @@ def upload_words(seq: Sequence, length: int) -> int:
     words = (_TOKEN_WORDS + _SCORED_WORDS * seq.scores_prompt) * length + _SPAN_WORDS
     if not seq.row_ready:
         assert seq.prefill_tokens is not None
-        words += setup_words(seq, len(seq.prefill_tokens)) + 2
+        words += _setup_words(len(seq.pages), len(seq.prefill_tokens), seq.features) + 2
     return words
 
 
 def slot_words(max_rows: int, max_pages: int, max_context: int, chunk_tokens: int) -> int:
     """Size of a slot's staging buffer, int32 words: any decode step, any one chunk, and many small chunks."""
-    largest = (_TOKEN_WORDS + _SCORED_WORDS) * chunk_tokens + _SPAN_WORDS + most_setup_words(max_pages, max_context)
+    setup = _setup_words(max_pages, max_context, _SETUP_FEATURES)
+    largest = (_TOKEN_WORDS + _SCORED_WORDS) * chunk_tokens + _SPAN_WORDS + setup
     return max(6 * max_rows, largest) + 64 * max_rows + PADDING_WORDS + 1024
 
 
-def setup_words(seq: Sequence, history: int) -> int:
+def _setup_words(pages: int, history: int, features: Feature) -> int:
     """Upper bound on the int32 words that setting up a row adds to an upload; `history` in tokens."""
-    words = _INIT_WORDS + 3 * len(seq.pages) + 32
-    words += (MAX_STOP_IDS + 1) * 2 if seq.features & Feature.MIN_TOKENS else 0
-    words += (MAX_LOGIT_BIAS * 3 + 2) if seq.features & Feature.BIAS else 0
-    words += 3 * history + 2 if seq.features & Feature.PENALIZE else 0
+    words = _INIT_WORDS + 3 * pages + 32
+    words += (MAX_STOP_IDS + 1) * 2 if features & Feature.MIN_TOKENS else 0
+    words += (MAX_LOGIT_BIAS * 3 + 2) if features & Feature.BIAS else 0
+    words += 3 * history + 2 if features & Feature.PENALIZE else 0
     return words
-
-
-def most_setup_words(max_pages: int, max_context: int) -> int:
-    """What `setup_words` can be at the most."""
-    return _INIT_WORDS + 3 * max_pages + 32 + (MAX_STOP_IDS + 1) * 2 + MAX_LOGIT_BIAS * 3 + 2 + 3 * max_context + 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout.metrics import meter, prometheus
-from rollout.metrics.definitions import ALL_METRICS, HISTOGRAMS, METRICS, Metric, Panel
+from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric, Panel
 from rollout.metrics.health import Health
 from rollout.metrics.meter import Meter
 from rollout.metrics.prometheus import PrometheusSink, prometheus_name
@@ -18,6 +18,7 @@ from rollout.metrics.sinks import JsonlSink, MetricsThread
 from tests.unit.metrics.http_page import get
 
 ROOT = Path(__file__).parents[3]
+ALL_METRICS = (*METRICS, *HISTOGRAMS, *TOTALS, *VERSION_METRICS)
 
 
 def test_names_are_unique_in_every_place_where_they_are_shown():
