@@ -10,6 +10,8 @@ from cuda_harness import assert_steady, load_bf16, watch_compilation
 from harness import Bench
 from rollout_kernels.linear.table import MOST_ROWS
 
+from rollout.engine import build
+from rollout.engine.device.sizing import kv_pages
 from rollout.engine.device.streams import make_device
 from rollout.engine.step.graphs import DecodeGraphs, capturable
 
@@ -57,26 +59,30 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_the_largest_steps_fit_into_the_measured_memory(folder, caplog):
-    rows, chunk = 200, 4096
+def test_the_largest_steps_fit_into_the_measured_memory(folder, monkeypatch):
+    rows, chunk, seen = 200, 4096, []
     model = load_bf16(folder)
     torch.cuda.empty_cache()
+
+    def watched(settings, model, dtype, context, memory):
+        seen.append(memory)
+        return kv_pages(settings, model, dtype, context, memory)
+
+    monkeypatch.setattr(build, "kv_pages", watched)
     fields = {"max_rows": rows, "prefill_chunk_tokens": chunk, "kv_memory_fraction": 0.1, "page_size": 16}
-    with caplog.at_level("INFO", "rollout"):
-        bench = Bench(model, make_device("cuda"), kv_pages=None, **fields)
-    sentence = next(message for message in caplog.messages if "the largest steps take" in message)
-    measured = 2**30 * sum(float(sentence.split(words)[1].split(" GiB")[0]) for words in ("steps take ", "ones "))
-    assert measured > 200 * MIB, "200 rows of 40,009 logits are changed, sorted and drawn from"
+    bench = Bench(model, make_device("cuda"), kv_pages=None, **fields)
+    (memory,) = seen
+    assert memory.needs.total > 200 * MIB, "200 rows of 40,009 logits are changed, sorted and drawn from"
     kv = bench.engine.executor.step.kv
     pool = sum(cache.numel() * cache.element_size() for cache in (*kv.k, *kv.v))
-    # What was free when the pool was sized: the row state and a process's first kernels have their memory already.
-    free = 2**30 * float(sentence.split("leave ")[1].split(" GiB")[0])
     for i in range(rows):
         stop = {"token_ids": (3,), "min_tokens": 9}
         bench.submit(f"r{i}", prompt(20, i), 20, sampling={**SHAPES, "seed": i}, stop=stop)
     bench.run()
-    taken = free - driver_free() - pool
-    assert taken < measured + 64 * MIB, (taken / MIB, sentence)
+    # `memory.free` was read when the pool was sized: the row state has its memory already. The margin is for kernels
+    # whose code is first loaded here, for the pool's rounding to 2 MiB a tensor and for gaps in torch's allocator.
+    taken = memory.free - driver_free() - pool
+    assert taken < memory.needs.total + 128 * MIB, (taken / MIB, memory)
     bench.close()
 
 
