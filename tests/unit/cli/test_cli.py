@@ -460,7 +460,11 @@ def test_generate_interrupted_shows_the_tokens_so_far(tmp_path):
     first = completion([5], text="18 ", finish_reason=None) | {"op": "chunk", "offset": 0}
     with answering(first) as worker:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-        command = [sys.executable, "-m", "rollout", "generate", worker.endpoint, "--prompt", "17:", "--stream"]
+        # A job in the background of a shell ignores SIGINT, and its children inherit that.
+        heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        module = "import runpy; runpy.run_module('rollout', run_name='__main__', alter_sys=True)"
+        command = [sys.executable, "-c", f"{heard}; {module}", "generate", worker.endpoint]
+        command += ["--prompt", "17:", "--stream"]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}
         )
