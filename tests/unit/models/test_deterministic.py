@@ -111,9 +111,9 @@ def test_logits_do_not_depend_on_batch_chunks_or_recomputation(name, fp8, tmp_pa
 def test_without_deterministic_a_decoded_token_differs_from_a_prefilled_one(tmp_path):
     """So the comparison above can fail. Two orders of a sum may round alike, so several prompts are tried."""
     model = load("qwen3", tmp_path)
-    for in_one_order in (True, False):
+    for in_one_order, seeds in ((True, (1,)), (False, (1, 2, 3))):
         equal = []
-        for seed in (1, 2, 3):
+        for seed in seeds:
             ids, found = tokens(20, model.spec.vocab, seed), []
             forward = FusedDecoder(model, in_one_order)
             for prompt in (20, 13):
@@ -122,6 +122,8 @@ def test_without_deterministic_a_decoded_token_differs_from_a_prefilled_one(tmp_
                 logits += [runner.decode({0: token})[0][None] for token in ids[prompt:]]
                 found.append(torch.cat(logits))
             equal.append(torch.equal(*found))
+            if not equal[-1]:
+                break
         assert all(equal) == in_one_order, equal
 
 
