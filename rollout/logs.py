@@ -134,7 +134,7 @@ class _StderrHandler(logging.StreamHandler):
 
 
 class LineStream(io.TextIOBase):
-    """Replaces `sys.stderr`: every written line becomes a log line, including those of a progress bar.
+    """Replaces `sys.stderr`: every written line becomes a log line, also the lines of a progress bar.
 
     Lines that are written while a line is being logged (an error of the handler, say) are dropped, because each of
     them would cause another one.

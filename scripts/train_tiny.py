@@ -175,7 +175,7 @@ def make_model() -> Qwen3ForCausalLM:
 def load_trunk(folder: Path) -> Qwen3ForCausalLM:
     """`ones`, with every weight frozen that determines keys and values."""
     model = Qwen3ForCausalLM.from_pretrained(folder)
-    # Logits as sharp as those of the checkpoint have no gradient.
+    # The checkpoint's sharp logits would have no gradient.
     model.lm_head.weight.data.mul_(TRAINED_STD / model.lm_head.weight.std())
     last = model.model.layers[-1]
     attention = last.self_attn

@@ -26,7 +26,7 @@ from rollout.deadline_thread import DeadlineThread
 
 CACHE_BYTES = 256 << 20
 _WHITESPACE = 64  # characters between two parts of JSON: without a bound a model may write only these for ever
-_MOST_HUNG = 4  # compilations that hang, each with a thread; with so many the worker refuses constraints
+_MOST_HUNG = 4  # compilations that hang, each with a thread; at this number the worker refuses constraints
 #: First bytes of UTF-8 characters, and the second bytes that make them invalid.
 _INVALID_SECONDS: Mapping[int, range] = {0xE0: range(0x80, 0xA0), 0xED: range(0xA0, 0xC0), 0xF0: range(0x80, 0x90)}
 _INVALID_UTF8 = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")

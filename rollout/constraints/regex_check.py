@@ -36,7 +36,7 @@ _PART = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|#[^\n]*|[A-Za-z_][
 
 
 def grammar_problem(text: str) -> str | None:
-    """The reason to refuse a grammar; None if there is none."""
+    """The reason to refuse a grammar; None if it is accepted."""
     if "Regex" in text:
         if any(len(part) > MAX_CHARS for part in _QUOTE.split(text)):
             return f"a text of a grammar with 'Regex' has more than {MAX_CHARS} characters; shorten it"
@@ -46,7 +46,7 @@ def grammar_problem(text: str) -> str | None:
 
 
 def regex_problem(text: str, in_json: bool = False) -> str | None:
-    """The reason to refuse an expression; None if there is none. `in_json`: it is the pattern of a JSON string."""
+    """The reason to refuse an expression; None if it is accepted. `in_json`: it is the pattern of a JSON string."""
     if len(text) > MAX_CHARS:
         return f"it has more than {MAX_CHARS} characters; shorten it"
     elements = list(_elements(text))
@@ -119,7 +119,7 @@ def _elements(text: str) -> Iterator[tuple[int, str]]:
 def _ends(elements: Sequence[tuple[int, str]]) -> list[bool]:
     """For each element whether it is behind all else of every text that goes through it, if it is an anchor."""
     found: list[bool] = []
-    groups: list[bool] = []  # of those that are open, from the right: at the end of the text
+    groups: list[bool] = []  # of the open groups, from the right: at the end of the text
     ends, after = True, ""
     for _, element in reversed(elements):
         if element == ")":

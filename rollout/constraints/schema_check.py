@@ -55,7 +55,7 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 def schema_problem(text: str) -> str | None:
-    """The first part of a schema that would not be enforced, and its place; None if there is none."""
+    """The first part of a schema that would not be enforced, and its place; None if all of it is enforced."""
     try:
         schema = json.loads(text)
         return next(_problems(schema, "#", schema), None)
@@ -91,7 +91,7 @@ def _problems(schema: Any, place: str, root: Any, seen: set[int] | None = None) 
 
 
 def _beside_others(schema: dict[str, Any], place: str, root: Any) -> Iterator[str]:
-    """Keywords of which all but one are ignored."""
+    """Keywords that exclude each other: all but one are ignored."""
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         yield f"'allOf' of several at {place} cannot be enforced; merge them"
     for name in ("anyOf", "oneOf", "allOf", "type"):

@@ -173,7 +173,7 @@ class Gate:
         return self.draining and time.perf_counter() >= self._drain_until_s
 
     def settle(self, in_flight: int, unfinished: int) -> list[Done]:
-        """The answers that are due with so many steps in flight and requests unfinished; stop if drained."""
+        """The answers that are now due, given the steps in flight and the unfinished requests; stop if drained."""
         if in_flight:
             return []
         tokens, self._pause_tokens = self._pause_tokens, []

@@ -120,7 +120,7 @@ class Engine:
         return committed
 
     def _commit_oldest(self) -> bool:
-        """Wait for the oldest step and account for it; False if there is none in flight."""
+        """Wait for the oldest step and account for it; False if no step is in flight."""
         parts = self.parts
         step = parts.pipeline.oldest()
         if step is None:

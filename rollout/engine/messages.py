@@ -74,7 +74,7 @@ class StopParams:
 
     token_ids: tuple[int, ...] = ()  # eos ids included, unless ignored
     strings: tuple[str, ...] = ()
-    min_tokens: int = 0  # before so many tokens no stop token is drawn and no stop string counts
+    min_tokens: int = 0  # tokens before which no stop token is drawn and no stop string counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class TokenIds:
     token_ids: np.ndarray  # int32 [positions], at least one
 
     def content(self, start: int, end: int) -> bytes:
-        """What the KV of the item's positions `start` to `end` - 1 depends on, beside the positions before them."""
+        """What the KV of the item's positions `start` to `end` - 1 depends on, apart from the positions before them."""
         return self.token_ids[start:end].astype("<i4", copy=False).tobytes()
 
 
@@ -149,7 +149,7 @@ class Request:
     prior: Prior | None = None  # only with n == 1
     min_version: int = 0  # the request waits for weights of this version
     constraint: Constraint | None = None  # applies after `prior`
-    min_complete: int | None = None  # once so many completions are complete, the others are cancelled
+    min_complete: int | None = None  # once this many completions are complete, the others are cancelled
     max_version_span: int | None = None  # newest less oldest version of a completion; beyond it, it ends as stale
     session: SessionKey | None = None  # this request is the session's next turn; only with n == 1
     session_lease_s: float = 0.0  # how long the session keeps its KV after this turn
@@ -385,7 +385,7 @@ class SequenceStatus:
     index: int
     state: Literal["prefill", "decode", "leaving"]
     prompt_tokens: int
-    tokens: int  # committed tokens, those of `prior` included
+    tokens: int  # committed tokens, including `prior`
     max_tokens: int
     pages: int
     age_s: float  # time since its request was submitted
@@ -463,7 +463,7 @@ class EngineStatus:
     tokens: int = 0  # committed and kept since start
     tokens_by_second: tuple[int, ...] = ()  # in the last ten seconds, oldest first
     idle_pct: Mapping[str, float] = field(default_factory=dict)  # share of about the last 10 s, by cause
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last report: those that `rollout top` shows
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last report, as `rollout top` shows them
     swaps: tuple[SwapStatus, ...] = ()  # the last swaps, newest first
     problems: tuple[str, ...] = ()  # what has failed although generation goes on, a sentence each
     stale: str = ""  # why the weights cannot be used, and what cures that

@@ -26,7 +26,7 @@ from rollout.models.spec import ModelSpec, MoESpec
 
 
 class DecoderLayer(Block):
-    """A mixer and a feed-forward block, each behind a norm and added to the residual stream."""
+    """A mixer and a feed-forward block, each after a norm and added to the residual stream."""
 
     def __init__(
         self, spec: ModelSpec, index: int, dtype: torch.dtype, device: torch.device, experts: Format = "plain"

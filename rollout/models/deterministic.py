@@ -1,4 +1,4 @@
-"""Steps in which a token's results are the same bit for bit whatever runs beside it, and however its KV was computed.
+"""A token's results are the same bit for bit, whatever its steps contain and however its KV was computed.
 
     products      one order of addition for any number of tokens: the deterministic column of `linear.table`
     experts       one plan for any number of tokens: the deterministic plan of `moe.dispatch`; the router is such a

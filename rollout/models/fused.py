@@ -231,7 +231,7 @@ def _adds_later(adapters: StepAdapters, layer: int, name: Product) -> bool:
 def _correct(
     adapters: StepAdapters | None, layer: int, name: Product, y: torch.Tensor, x: torch.Tensor, beside: bool
 ) -> Correction | None:
-    """The correction of the product `y` that was just launched: begun beside it, or added to it in place."""
+    """The correction of the product `y` that was just launched: run at the same time, or added to it in place."""
     if adapters is None:
         return None
     if beside:

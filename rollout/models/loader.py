@@ -68,7 +68,7 @@ def load_model(
     before. `experts` is the format of the experts' weights.
 
     Raises:
-        CheckpointError: the checkpoint cannot be found or read, or its tensors are not those of its architecture.
+        CheckpointError: the checkpoint cannot be found or read, or its tensors do not fit its architecture.
         ValueError: the architecture, or an option in its config, is not supported.
     """
     random = settings.load_format == "random"

@@ -24,7 +24,7 @@ LayerProduct = tuple[int, Product]
 
 
 def corrected_products(layer: LayerSpec) -> dict[Product, LinearSpec]:
-    """The products of a layer that adapters may correct: those of attention and of dense feed-forward blocks."""
+    """The products of a layer that adapters may correct: attention and dense feed-forward blocks."""
     products: dict[Product, LinearSpec] = {}
     if isinstance(layer.mixer, AttentionSpec):
         products |= {"qkv": layer.mixer.qkv, "o": layer.mixer.o}

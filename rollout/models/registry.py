@@ -180,7 +180,7 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def check_supported(architecture: str) -> None:
-    """Raise ValueError for an architecture without a declaration; the message lists those that have one."""
+    """Raise ValueError for an architecture without a declaration; the message lists the declared ones."""
     if architecture not in FAMILIES:
         raise ValueError(
             f"architecture {architecture!r:.80} is not supported; supported: {', '.join(supported_architectures())}"

@@ -106,7 +106,7 @@ class AttentionSpec:
         return LinearSpec(self.q_dim, (self.names.o,), (self.hidden,), self.o_bias)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache that one token takes in this layer; e4m3 codes have float32 scales beside them."""
+        """Bytes of KV cache that one token takes in this layer; e4m3 codes have float32 scales as well."""
         scale = torch.float32.itemsize if dtype == torch.float8_e4m3fn else 0
         return 2 * self.kv_heads * (self.head_dim * dtype.itemsize + scale)
 
@@ -190,7 +190,7 @@ class LayerNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A mixer and a feed-forward block, each behind a norm; the layer adds their outputs to the residual stream."""
+    """A mixer and a feed-forward block, each after a norm; the layer adds their outputs to the residual stream."""
 
     mixer: MixerSpec
     feed_forward: FeedForwardSpec

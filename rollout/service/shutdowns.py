@@ -1,7 +1,7 @@
 """Orders to end the worker: at once, or by a drain that has a limit.
 
     now     Shutdown("now") ==> engine, and all drains end with it
-    drain   behind the prompts in preparation: Shutdown("drain") ==> engine;  after `drain_s`: Shutdown("now")
+    drain   after the prompts in preparation: Shutdown("drain") ==> engine;  after `drain_s`: Shutdown("now")
 
 Prompts in preparation and rows have `drain_s` together: who waits for the worker's end counts on that.
 """
@@ -32,7 +32,7 @@ class Shutdowns:
         self._drains: dict[int, tuple[float, int | None]] = {}  # when each must be over; a token the loop has not yet
 
     def begin(self, mode: Literal["drain", "now"], token: int | None) -> None:
-        """Have the engine end. A drain begins behind the requests that are with the tokenizer: they were taken."""
+        """Have the engine end. A drain begins after the requests that are with the tokenizer: they were accepted."""
         if mode == "drain":
             place = next(self._places)
             self._drains[place] = (time.monotonic() + self._drain_s, token)

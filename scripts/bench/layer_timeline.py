@@ -35,7 +35,7 @@ def layer_timeline(events: Sequence[Mapping[str, Any]], steps: int, marker: str)
     """
     ordered = sorted(events, key=span_of)
     if not ordered or len(ordered) % steps:
-        raise ValueError(f"{len(ordered)} kernels are not those of {steps} equal steps")
+        raise ValueError(f"{len(ordered)} kernels do not divide into {steps} equal steps")
     size = len(ordered) // steps
     layers = [layer for i in range(steps) for layer in _layers(ordered[i * size : (i + 1) * size], marker)]
     names = {tuple(event["name"] for event in layer) for layer, _ in layers}

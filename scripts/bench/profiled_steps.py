@@ -45,7 +45,7 @@ def profile_steps(work: Callable[[], object]) -> list[dict[str, Any]]:
 def summarise(events: Sequence[Mapping[str, Any]], steps: int) -> ProfiledSteps:
     """Group the kernels of `steps` steps of one graph size by step.
 
-    Raises ValueError if they do not form so many steps.
+    Raises ValueError if they do not divide into that number of steps.
     """
     groups = _by_launch(events)
     if len(groups) != steps:
@@ -74,7 +74,7 @@ def _in_equal_parts(events: Sequence[Mapping[str, Any]], steps: int) -> list[lis
     """For a profiler that gives every kernel of a graph an id of its own."""
     spans = sorted(map(span_of, events))
     if not spans or len(spans) % steps:
-        raise ValueError(f"{len(spans)} kernels are not those of {steps} equal steps")
+        raise ValueError(f"{len(spans)} kernels do not divide into {steps} equal steps")
     size = len(spans) // steps
     return [spans[i : i + size] for i in range(0, len(spans), size)]
 

@@ -130,7 +130,7 @@ def write_checkpoint(shape: str, folder: Path) -> Path:
 
 
 def kv_pages(rows: int, context_tokens: int, page_size: int) -> int:
-    """Number of pages for so many rows of so many tokens, and a few more."""
+    """Number of pages for `rows` rows of `context_tokens` tokens, and a few more."""
     return rows * (context_tokens // page_size + 2) + 8
 
 

@@ -33,7 +33,7 @@ class Rows:
         self.decode(_WARM_STEPS)
 
     def decode(self, steps: int) -> None:
-        """Return after so many more tokens of each row, or when the rows have ended."""
+        """Return after this many more tokens of each row, or when the rows have ended."""
         enough = self._client.status()["tokens"] + steps * self._count
 
         def over() -> bool:

@@ -54,7 +54,7 @@ def make_visible(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def show(tensors: dict[str, torch.Tensor], version: int) -> None:
-    """Turn these weights into those of `version`."""
+    """Turn these weights into the weights of `version`."""
     code = version % _CODES
     tensors[_EMBEDDING].zero_()
     tensors[_EMBEDDING][:, code] = 1.0

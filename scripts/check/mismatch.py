@@ -1,4 +1,4 @@
-"""Compares a worker's log-probs with those that transformers computes for the same tokens.
+"""Compares a worker's log-probs with the log-probs that transformers computes for the same tokens.
 
     python -m scripts.check.mismatch MODEL --completions 4 --tokens 16384 --report
 

@@ -96,7 +96,7 @@ class Steps:
 
 
 def usable(product: Product, rows: int, configs: list[Config]) -> list[Config]:
-    """Those that compile and give the product."""
+    """The candidates that compile and give the product."""
     outputs, inputs, kind = product
     x_MK = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     w_NK = torch.empty(outputs, inputs, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)

@@ -61,11 +61,11 @@ class Assembler:
             self._ends[part.index] = len(part)
 
     def partials(self) -> list[Completion]:
-        """All completions that have begun, as far as they have come."""
+        """All completions that have begun, with their tokens so far."""
         return [self.joined(index) for index, parts in enumerate(self._parts) if parts]
 
     def joined(self, index: int) -> Completion:
-        """A completion that has begun, as far as it has come."""
+        """A completion that has begun, with its tokens so far."""
         return _join(self._parts[index], index, self._prior)
 
     def has(self, index: int) -> bool:

@@ -95,7 +95,7 @@ TRANSPORTS: dict[str, Transport] = {
 def make_receivers(
     socket: BucketSocket, device: torch.device, idle_s: float, wake: Callable[[], object], groups: bool
 ) -> dict[str, TransportReceiver]:
-    """Every transport that a worker can use, by name; the arguments are those of `WorkerSetup`."""
+    """Every transport that a worker can use, by name; the arguments are the fields of `WorkerSetup`."""
     worker = WorkerSetup(ZmqReceiver(socket), device, idle_s, wake, groups)
     receivers = {name: transport.receiver(worker) for name, transport in TRANSPORTS.items()}
     return {name: receiver for name, receiver in receivers.items() if receiver is not None}
@@ -104,7 +104,7 @@ def make_receivers(
 def make_sender(
     name: str, folder: str | None, curve: ClientCurve | None = None, endpoints: Sequence[str] = ()
 ) -> TransportSender:
-    """The sender of a transport; the arguments are those of `PublisherSetup`. Raises ValueError for an unknown name."""
+    """The sender of a transport; the arguments fill `PublisherSetup`. Raises ValueError for an unknown name."""
     if name not in TRANSPORTS:
         raise ValueError(f"unknown transport {name!r}; use auto, {', '.join(TRANSPORTS)}")
     return TRANSPORTS[name].sender(PublisherSetup(folder, curve, endpoints))

@@ -139,7 +139,7 @@ class Shards:
         return out
 
     def local_piece(self, index: int, first: int, last: int) -> torch.Tensor | None:
-        """Other ranks: the bytes of these elements that rank 0 expects from this rank; None if there are none."""
+        """Other ranks: the bytes of these elements that rank 0 expects from this rank; None if it has none."""
         box, shape = self.boxes[index], self.shapes[index]
         if box is None or not self.mine[index]:
             return None

@@ -166,7 +166,7 @@ class ZmqReceiver(TransportReceiver):
             self._unsettled.append(index)
 
     def _settle(self, incoming: IncomingUpdate) -> bool:
-        """Acknowledge buckets from shared memory once they are copied; false if there are none."""
+        """Acknowledge buckets from shared memory once they are copied; False if none is."""
         if not self._unsettled:
             return False
         assert self._shared is not None and self._sender is not None

@@ -140,7 +140,7 @@ def _stream_kernel(
             mbarrier.wait(full.index(place), step // STAGES & 1)
             x_tile = x_smem.index(place).permute((1, 0))
             sums = _multiply(w_smem, x_tile, sums, place)
-            # The product of step - 1 may still run. That of step - 2 has ended in all warps, so refill its stage.
+            # The product of step - 1 may still run. Step - 2 has ended in all warps, so refill its stage.
             ahead = step + STAGES - 2
             free = ahead % STAGES
             tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, TURN)

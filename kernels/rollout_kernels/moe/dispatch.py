@@ -66,7 +66,7 @@ Plan = WarpPlan | GroupedPlan
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The plans of a shape and format: a plan for up to so many tokens for each band, and the deterministic plan."""
+    """The plans of a shape and format: one for each band of token counts, and the deterministic plan."""
 
     bands: tuple[tuple[int, Plan], ...]
     deterministic: Plan

@@ -72,7 +72,7 @@ class CapturedSizes:
         return cls(sizes, forward_sizes(sizes))
 
     def size_for(self, rows: int, features: Feature = PLAIN) -> int | None:
-        """The captured size that a step of `rows` rows takes; None if there is none."""
+        """The captured size that a step of `rows` rows takes; None if none is large enough."""
         sizes = self.forward if features & ~PLAIN else self.whole
         return next((size for size in sizes if size >= rows), None)
 

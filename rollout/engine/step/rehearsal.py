@@ -45,7 +45,7 @@ class StepNeeds:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """One step to rehearse: a prefill of whole prompts of these lengths, or a decode of so many rows."""
+    """One step to rehearse: a prefill of whole prompts of these lengths, or a decode of this number of rows."""
 
     features: Feature
     prompts: tuple[int, ...] = ()

@@ -109,7 +109,7 @@ class StepScores:
             self._prompt[start : start + len(chosen_P)] = chosen_P - _log_sum_exp(logits_PV, exact_sums)
 
     def copy(self, tops: int, scored: int) -> None:
-        """Copy the tops of so many rows and so many scored positions to the host; on the D2H stream."""
+        """Copy the tops of `tops` rows and the log-probs of `scored` positions to the host; on the D2H stream."""
         if tops:
             self._tops_host[:tops].copy_(self._tops[:tops], non_blocking=True)
         if scored:

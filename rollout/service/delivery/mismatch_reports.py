@@ -1,4 +1,4 @@
-"""`report`: compares a trainer's log-probs of a kept result with those that the worker sent.
+"""`report`: compares a trainer's log-probs of a kept result with the log-probs that the worker sent.
 
     message --check--> executor --compare--> service thread --> reply, and into the box that the loop empties
 

@@ -76,7 +76,7 @@ class BackgroundWork(Generic[Result]):
         return client in self._queues
 
     def after_client(self, client: str, result: Result, then: Callable[[Future[Result]], None]) -> None:
-        """Call `then` with `result` after the client's requests in preparation: at once if there are none."""
+        """Call `then` with `result` after the client's requests in preparation: at once if it has none."""
         future: Future[Result] = Future()
         future.set_result(result)
         if client in self._queues:

@@ -16,7 +16,7 @@ Decode = Callable[[list[int]], str]
 
 _UNFINISHED = "\ufffd"  # decoders write it for bytes that are not a character (yet)
 _MAX_TAIL = 3  # a UTF-8 character that lacks its last byte has at most three, so at most three tokens
-_MAX_PENDING = 256  # after so many tokens without a character, their bytes are not text: stop waiting
+_MAX_PENDING = 256  # tokens without a character after which their bytes are not text: stop waiting
 _MAX_WINDOW = 4096  # tokens without visible text
 
 

@@ -130,7 +130,7 @@ class TextProcess:
         return decode(reply, REPLY_LIMITS)
 
     def _ready_child(self) -> _Child:
-        """The child, once it is ready; a new one if there is none. Raises `ServiceError`."""
+        """The child, once it is ready; started if it does not run. Raises `ServiceError`."""
         if self._closed:
             raise ServiceError("unavailable", "this worker has ended; send to another one")
         if self._child is not None and self._child.ready and self._child.process.poll() is not None:

@@ -55,7 +55,7 @@ class Planned:
 
 
 def plan_faults(seed: int, seconds: float, workers: int) -> list[Planned]:
-    """The faults of a run in order of time. There are none near the end of the run."""
+    """The faults of a run in order of time. The end of the run has no faults."""
     rng = random.Random(f"{seed}-faults")
     plan = []
     for kind, every_s in EVERY_S.items():

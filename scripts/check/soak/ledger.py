@@ -146,7 +146,7 @@ class Ledger:
                 faults.append(f"{asked.stop!r} is at {found} of {length} characters, ended as {reason}")
             text = text[:found] if found >= 0 else text
         if completion.text is not None and completion.text != text:
-            faults.append(f"its text {completion.text[-30:]!r} is not that of its tokens {text[-30:]!r}")
+            faults.append(f"its text {completion.text[-30:]!r} does not belong to its tokens {text[-30:]!r}")
         return faults
 
 

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Member:
-    """One worker's part in one group. After `done`, `digest` is that of the fingerprints of all buckets."""
+    """One worker's part in one group. After `done`, `digest` is the digest of all buckets' fingerprints."""
 
     def __init__(
         self,
