@@ -23,7 +23,7 @@ from rollout.logs import LineStream  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ["TRITON_INTERPRET"] == "1":
-        from tests.quick_interpreter import make_quick
+        from tests.support.quick_interpreter import make_quick
 
         make_quick()
 

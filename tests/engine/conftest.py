@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import load
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.support.engine.harness import load
 
 VOCAB = 97
 

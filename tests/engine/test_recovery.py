@@ -6,11 +6,11 @@ from array import array
 
 import numpy as np
 import pytest
-from harness import Bench
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import DeviceError
 from rollout.engine.messages import Done, Pause, Prior, Resume, Shutdown
+from tests.support.engine.harness import Bench
 
 
 def fault(*_: object) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from conversation import Conversation
-from harness import load
-from sleeping import Sleeping, strict
-from streams import LateDevice, random_delays
-from test_swap import Mailbox, Update
 
 from rollout.engine.messages import Cancel, Done, Failed, Rejected, Sleep
+from tests.engine.test_swap import Mailbox, Update
+from tests.support.engine.conversation import Conversation
+from tests.support.engine.harness import load
+from tests.support.engine.sleeping import Sleeping, strict
+from tests.support.engine.streams import LateDevice, random_delays
 
 __all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 
 import pytest
-from harness import load
-from sleeping import Sleeping, strict
-from streams import LateDevice
-from test_recomputed import replayed
-from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Cancel, Done, Failed, Sleep
+from tests.engine.kv.test_recomputed import replayed
+from tests.engine.test_swap import Mailbox, Update
+from tests.support.engine.harness import load
+from tests.support.engine.sleeping import Sleeping, strict
+from tests.support.engine.streams import LateDevice
 
 __all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Bench, load
-from streams import LateDevice
 from transformers import DynamicCache
+
+from tests.support.engine.harness import Bench, load
+from tests.support.engine.streams import LateDevice
 
 
 class Update:

@@ -9,10 +9,10 @@ import tracemalloc
 import numpy as np
 import pytest
 import zmq
-from service_harness import delta, done, serving
 
 from rollout.engine.messages import Cancel, Finish
 from rollout.service.leases import Leases, client_key, may_return
+from tests.support.service.harness import delta, done, serving
 
 A, B = b"\x00aaaa", b"\x00bbbb"
 JOB, OTHER = client_key("job", A), client_key("other", A)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_scripts import load_script
 
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import make_device
@@ -25,6 +24,7 @@ from scripts.bench.shapes import write_checkpoint
 from scripts.bench.swap_pause import pause_of, usual_step
 from scripts.bench.swap_trainer import Order, Trainer
 from scripts.bench.swap_weights import make_visible, shape_tensors, show, token_of, wrong_tokens
+from tests.unit.bench.test_gpu_scripts import load_script
 
 ORIGIN_S = 1_000_000.0
 

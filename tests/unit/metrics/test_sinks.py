@@ -28,7 +28,7 @@ from rollout.models import load_model
 from scripts.bench.driver import Driver
 from scripts.bench.shapes import write_checkpoint
 from scripts.dashboard.offline_run import read_offline_run
-from tests.wandb_sync import sync
+from tests.support.wandb_sync import sync
 
 
 class Recorder:

@@ -24,8 +24,8 @@ from rollout.models import Decoder, deterministic, fused_experts, load_model
 from rollout.models.deterministic import check_deterministic, head_product, layer_products
 from rollout.models.fused import FusedDecoder
 from rollout.models.fused_experts import FusedExperts
-from tests.unit.models.families import make_checkpoint
-from tests.unit.models.paged import PagedRunner
+from tests.support.models.families import make_checkpoint
+from tests.support.models.paged import PagedRunner
 from tests.unit.models.test_fused import MODELS, tokens
 
 pytestmark = [

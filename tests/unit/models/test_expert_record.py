@@ -17,9 +17,9 @@ from rollout.engine.step.expert_trace import StepExperts, record_words, routing_
 from rollout.models import Decoder, fused_experts, load_model
 from rollout.models.batch import AttentionBatch, ExpertRecord
 from rollout.models.fused import FusedDecoder
-from tests.unit.models.expert_choices import NEARLY_EQUAL, ExpertChoices
-from tests.unit.models.families import make_checkpoint
-from tests.unit.models.paged import PagedRunner
+from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
+from tests.support.models.families import make_checkpoint
+from tests.support.models.paged import PagedRunner
 
 CPU = torch.device("cpu")
 #: A dense layer between sparse ones; weights that are not renormalised, and layers all sparse.

@@ -22,9 +22,9 @@ from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, tak
 from rollout.models.layers import Attention, DenseFeedForward, Linear, SparseFeedForward
 from rollout.models.random_init import fill_random
 from rollout.models.spec import RopeSpec
-from tests.unit.models.expert_choices import NEARLY_EQUAL, ExpertChoices
-from tests.unit.models.families import make_checkpoint
-from tests.unit.models.paged import PagedRunner
+from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
+from tests.support.models.families import make_checkpoint
+from tests.support.models.paged import PagedRunner
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU"),
