@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("tests.support")  # asserts of helpers show their values, too
+
 # Before torch loads. The tensors here are small, and a second thread spins on a core while it waits for the first: that
 # is many times slower beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

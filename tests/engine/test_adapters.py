@@ -10,9 +10,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rollout.engine.messages import Cancel, Delta, Done, DropAdapter, Failed, Prior, PutAdapter, Rejected
-from tests.engine.conftest import prompt_of
 from tests.support.engine.adapted import SOME, Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of
-from tests.support.engine.harness import Bench
+from tests.support.engine.harness import Bench, prompt_of
 from tests.support.peft_adapters import ALL
 
 COUNT = 9

@@ -9,9 +9,8 @@ from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Failed, PutAdapter
 from rollout.models.lora_slots import AdapterWeights
-from tests.engine.conftest import prompt_of
 from tests.support.engine.adapted import Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of
-from tests.support.engine.harness import Bench
+from tests.support.engine.harness import Bench, prompt_of
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rollout.engine.messages import Cancel, Done, PutAdapter
-from tests.engine.conftest import prompt_of
 from tests.support.engine.adapted import Adapters, bench_of, greedy_is, make_adapters, versions_of
+from tests.support.engine.harness import prompt_of
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.test_swap import Mailbox, Update, boundary
 from tests.support.engine.harness import Bench, load
+from tests.support.engine.updates import Mailbox, Update, boundary
 from tests.support.models.families import FAMILIES, make_checkpoint
 
 pytestmark = pytest.mark.gpu

@@ -6,20 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.engine.test_swap import Mailbox, Update
 from tests.support.engine.harness import Bench, load
-
-
-class InPlace:
-    """What the receiver hands over once the parameters are written."""
-
-    nbytes = 0
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-
-    def copy_into(self) -> None:
-        pass
+from tests.support.engine.updates import InPlace, Mailbox, Update
 
 
 @pytest.fixture

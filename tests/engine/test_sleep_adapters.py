@@ -7,9 +7,8 @@ import pytest
 from rollout.engine.messages import Done, PutAdapter
 from rollout.models.lora_slots import random_adapter
 from tests.support.engine.harness import load
-from tests.support.engine.sleeping import Sleeping, strict
+from tests.support.engine.sleeping import Sleeping
 
-__all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")
 
 

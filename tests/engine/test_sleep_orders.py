@@ -9,14 +9,11 @@ import pytest
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages import Cancel, Done, Failed, Pause, Resume, Shutdown, Sleep, Wake
-from tests.engine.test_in_place import InPlace
-from tests.engine.test_sleep import never_slept, outcome, submit_some
-from tests.engine.test_swap import Mailbox, Update
 from tests.support.engine.harness import load
-from tests.support.engine.sleeping import Sleeping, strict
+from tests.support.engine.sleeping import Sleeping, outcome, submit_some
 from tests.support.engine.streams import LateDevice, random_delays
+from tests.support.engine.updates import InPlace, Mailbox, Update
 
-__all__ = ["never_slept", "strict"]
 pytestmark = pytest.mark.usefixtures("strict")
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from rollout.config import ServiceSettings
 from rollout.engine.messages import Cancel, Done, EndSession, Rejected
-from tests.service.test_leases import SlowCodec
 from tests.support.service.harness import serving
+from tests.support.service.slow_codec import SlowCodec
 
 
 @pytest.fixture

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.support.worker.harness import ONES, TWOS, check, launch, subprocess_environment, until
+from tests.support.worker.harness import check, kill_publisher_half_way, launch, tensors, until
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import Unavailable
-
-
-def tensors(step: int) -> dict[str, torch.Tensor]:
-    return load_file((ONES if step == 1 else TWOS) / "model.safetensors")
-
-
-def publish_half(endpoint: str, version: int) -> None:
-    """A publisher that is killed when half of the buckets are with the worker."""
-    command = [sys.executable, "-m", "scripts.check.soak.half_publisher", endpoint, str(TWOS), str(version)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=subprocess_environment()) as process:
-        assert process.stdout is not None and process.stdout.readline() == "half\n"
-        with WeightPublisher(endpoint) as publisher:
-            until(lambda: (publisher.status()[0]["incoming"] or {}).get("arrived_bytes"), "the first buckets")
-        process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +54,7 @@ def test_a_stale_worker_says_why_keeps_its_rows_and_is_cured_by_a_whole_update(
     with client, other, ThreadPoolExecutor() as pool:
         with client.generate("17:", max_tokens=30_000, stream="tokens", stream_every=8) as stream:
             next(stream)
-            publish_half(in_place.endpoint, half)
+            kill_publisher_half_way(in_place.endpoint, half)
             status = until(lambda: (found := client.status())["state"] == "stale" and found, "a stale worker")
             assert f"version {half}" in status["problems"][0] and status["rows"]["running"] == 1
             with pytest.raises(

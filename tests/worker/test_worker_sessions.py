@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.worker.harness import ONES, ROOT, launch, text_of, token_ids, until
 from tests.support.worker.raw_client import RawClient
-from tests.worker.test_worker_weights import Served
+from tests.support.worker.served import Served
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess

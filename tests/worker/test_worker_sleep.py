@@ -8,19 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.support.worker.harness import ONES, TWOS, check, facts, launch, text_of, until
+from tests.support.worker.harness import check, facts, launch, tensors, text_of, until
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import BadRequest, Unavailable
-
-
-def tensors(step: int) -> dict[str, torch.Tensor]:
-    return load_file((ONES if step == 1 else TWOS) / "model.safetensors")
 
 
 @pytest.fixture(scope="module")

@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.support.worker.harness import ONES, TWOS, check, launch, subprocess_environment, until
-from trainer_bridge.client.blocking import RolloutClient
+from tests.support.worker.harness import kill_publisher_half_way, launch, tensors, until
+from tests.support.worker.served import Served
 from trainer_bridge.client.launch import WorkerProcess
-from trainer_bridge.client.results import Completion
-from trainer_bridge.publish.publisher import WeightPublisher, WorkerReport
+from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.errors import WeightsRejected
 
-FOLDER_OF_STEP = {1: ONES, 2: TWOS}
 ENDLESS = {"max_tokens": 30_000, "stream": "tokens", "stream_every": 8}
-
-
-def tensors(step: int) -> dict[str, torch.Tensor]:
-    return load_file(FOLDER_OF_STEP[step] / "model.safetensors")
-
-
-class Served:
-    """A worker, a client, a publisher, and the book of what each version counts in."""
-
-    def __init__(self, worker: WorkerProcess, steps: dict[int, int]) -> None:
-        self.endpoint = worker.endpoint
-        self.client = RolloutClient(worker.endpoint, timeout_s=60.0)
-        self.publisher = WeightPublisher(worker.endpoint, bucket_bytes=1 << 16)
-        self.steps = steps
-
-    @property
-    def version(self) -> int:
-        return self.client.status()["weights_version"]
-
-    def publish(self, step: int, publisher: WeightPublisher | None = None) -> WorkerReport:
-        version = max(self.steps) + 1
-        handle = (publisher or self.publisher).publish(tensors(step), version)
-        (report,) = handle.applied(60)
-        self.steps[version] = step
-        assert self.version == report.version == version
-        return report
-
-    def check(self, prompt: str, completions: list[Completion]) -> None:
-        for completion in completions:
-            check(prompt, completion, self.steps)
-
-    def counts_in(self) -> int:
-        """What a new completion counts in."""
-        (completion,) = self.client.generate("17:", max_tokens=12).completions
-        self.check("17:", [completion])
-        return self.steps[completion.versions[-1][0]]
-
-    def close(self) -> None:
-        self.publisher.close()
-        self.client.close()
 
 
 @pytest.fixture(scope="module")
@@ -221,28 +175,11 @@ def test_wrong_weights_are_refused_and_the_old_ones_serve_on(
     assert served.publisher.status()[0]["state"] == "idle"
 
 
-def kill_half_way(endpoint: str, version: int, publisher: WeightPublisher) -> dict:
-    """Start a publisher, kill it in the middle of its buckets; what the worker had of them."""
-    command = [sys.executable, "-m", "scripts.check.soak.half_publisher", endpoint, str(TWOS), str(version)]
-    environ = subprocess_environment()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "half\n"
-        assert process.poll() is None
-        receiving = until(lambda: has_bytes(publisher.status()[0]), "the first buckets")
-        process.send_signal(signal.SIGKILL)
-    return receiving
-
-
-def has_bytes(status: dict) -> dict | None:
-    return status if status["incoming"] and status["incoming"]["arrived_bytes"] else None
-
-
 def test_a_publisher_that_is_killed_half_way_leaves_the_old_weights(served: Served) -> None:
     old = served.version
     with served.client.generate("17:", n=2, **ENDLESS) as stream:
         next(stream)
-        receiving = kill_half_way(served.endpoint, old + 1, served.publisher)
+        receiving = kill_publisher_half_way(served.endpoint, old + 1)
         incoming = receiving["incoming"]
         assert receiving["state"] == "receiving" and receiving["version"] == old
         assert incoming["version"] == old + 1 and 0 < incoming["arrived_bytes"] < incoming["total_bytes"]
@@ -288,7 +225,7 @@ def test_recomputed_kv_and_preempted_rows_count_right_across_a_swap(tight: Serve
 
 def test_a_half_sent_update_is_forgotten_after_a_while(tight: Served) -> None:
     version = tight.version
-    kill_half_way(tight.endpoint, version + 1, tight.publisher)
+    kill_publisher_half_way(tight.endpoint, version + 1)
     until(lambda: tight.publisher.status()[0]["state"] == "idle", "the update to be dropped")
     assert tight.version == version and tight.counts_in() == tight.steps[version]
     tight.publish(1)

@@ -10,8 +10,8 @@ import pytest
 
 from rollout.engine.gate import Gate
 from rollout.weights.destination import InPlaceDestination, StagedDestination
-from tests.bridge.receiver.test_receiver import RawPublisher, assert_rejected, publish
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
+from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected, publish
 
 
 def raising(*_: Any) -> None:

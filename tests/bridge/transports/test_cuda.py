@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bridge.transports.test_faults import run_fault
-from tests.support.bridge.fault_client import FaultServer
+from tests.support.bridge.fault_client import FaultServer, run_fault
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge.publish.publisher import WeightPublisher
 

@@ -8,18 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rollout.weights import update_intake
 from tests.support.bridge.cut_cable import CutCable
-from tests.support.bridge.fault_client import FaultServer
+from tests.support.bridge.fault_client import FaultServer, idle_s, run_fault
 from tests.support.bridge.fault_server import middle
 from tests.support.bridge.file_memory import share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
@@ -38,19 +34,6 @@ TRANSPORTS = ["cuda_ipc", "shm", "zmq", "nccl", "disk"]  # the first over files 
 SMALL = 64
 
 
-def idle_s(transport: str) -> float:
-    """For a group it is waited for; it also bounds how long its members may take to meet, on a machine that is busy."""
-    return 2.0 if transport == "nccl" else 60.0
-
-
-@contextlib.contextmanager
-def time_passes(seconds: float) -> Iterator[None]:
-    """Workers of this process find that so long nothing has come."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_intake, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
-        yield
-
-
 def good(worker: Worker, transport: str, folder: Path, version: int) -> dict[str, torch.Tensor]:
     """A publish from start to end."""
     tensors = new_tensors(worker.model, version)
@@ -59,24 +42,6 @@ def good(worker: Worker, transport: str, folder: Path, version: int) -> dict[str
         (report,) = publisher.publish(tensors, version).applied(20)
     assert report.version == version and report.transport == transport
     return tensors
-
-
-def run_fault(
-    faults: FaultServer, worker: Worker, transport: str, folder: Path, phase: str, fault: str, device: str = "cpu"
-) -> None:
-    """A publisher that comes to grief; return when the worker has nothing more to do with it."""
-    order = {"endpoint": worker.endpoint, "transport": transport, "folder": str(folder), "version": 2, "seed": 2}
-    order["device"] = device
-    with faults.child(role="publisher", phase=phase, fault=fault, **order) as pid:
-        wait_for(lambda: ended_or_stopped(pid), "the fault, or the refusal of what is corrupt")
-        with time_passes(0.0 if transport == "nccl" else idle_s(transport)):
-            wait_for(lambda: worker.status()["state"] in ("idle", "stale"), "the end of the update")
-
-
-def ended_or_stopped(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
-    return True
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -21,8 +21,8 @@ from rollout.demo.counting import Counter
 from rollout.engine.device.sizing import DeviceMemory, kv_dtype, kv_pages
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.models.batch import KVCache
-from tests.engine.test_swap import Mailbox, Update
 from tests.support.engine.harness import Bench, Completion, load
+from tests.support.engine.updates import Mailbox, Update
 from tests.support.models.families import make_checkpoint
 
 FP8 = {"kv_dtype": "fp8_e4m3"}

@@ -11,9 +11,8 @@ from transformers import DynamicCache
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Cancel, Done, DropAdapter, Failed, PutAdapter
-from tests.engine.conftest import prompt_of
 from tests.support.engine.adapted import Adapters, greedy_is, make_adapters, table_of, versions_of
-from tests.support.engine.harness import Bench, Completion
+from tests.support.engine.harness import Bench, Completion, prompt_of
 from tests.support.engine.offloading import counts, offloading, restoring
 from tests.support.engine.streams import LateDevice
 from tests.support.peft_adapters import ALL

@@ -55,7 +55,7 @@ def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, 
 
 
 def test_a_rebuilt_engine_offloads_again_to_the_same_host_memory(model, prompt_of, greedy):
-    from tests.engine.test_recovery import fail_a_step
+    from tests.support.engine.faults import fail_a_step
 
     bench = offloading(model, device=LateDevice({"kv_out": lambda: 0.005, "kv_in": lambda: 0.005}))
     submit_six(bench, prompt_of)

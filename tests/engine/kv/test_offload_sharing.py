@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from rollout.engine.messages import Cancel, StopAt
+from tests.support.engine.constraints import SIZE, Cycle, X, Y
 from tests.support.engine.harness import watch_prefills
 from tests.support.engine.offloading import counts, offloading, restoring, submit_six
 from tests.support.engine.streams import InlineDevice, LateDevice
@@ -137,8 +138,6 @@ def test_a_restored_prompt_is_found_by_other_requests(model, prompt_of):
 
 def test_settings_of_sampling_and_scores_come_back_with_a_row(model, prompt_of):
     """Penalty counts, banned and biased tokens, masks and top tokens equal those of a row that stayed."""
-    from tests.engine.step.test_constraints import SIZE, Cycle, X, Y
-
     sampling = {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.4, "logit_bias": ((5, 2.0),)}
     runs = []
     for pages in (40, 600):

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from tests.engine.kv.test_recomputed import replayed
-from tests.engine.test_swap import Mailbox, Update
 from tests.support.engine.harness import load, watch_prefills
 from tests.support.engine.offloading import counts, offloading, restoring
+from tests.support.engine.replay import replayed
 from tests.support.engine.streams import LateDevice, random_delays
+from tests.support.engine.updates import Mailbox, Update
 
 
 @pytest.fixture

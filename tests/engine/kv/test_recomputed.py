@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from transformers import DynamicCache
 
 from rollout.engine.messages import Prior
-from tests.engine.test_swap import Mailbox, Update
-from tests.support.engine.harness import Bench, Completion, load
+from tests.support.engine.harness import Bench, load
+from tests.support.engine.replay import replayed
+from tests.support.engine.updates import Mailbox, Update
 
 
 @pytest.fixture
 def other(folders):
     return load(folders[1])
-
-
-def replayed(hf_models, prompt: list[int], completion: Completion) -> list[int]:
-    """The greedy tokens, computed with the weights and the KV that the completion says it had at each of them."""
-    history, marks, again = list(prompt), dict(completion.recomputed), []
-    cache, fed = DynamicCache(), 0
-    for i, (token, version) in enumerate(zip(completion.token_ids, completion.versions, strict=True)):
-        if i in marks:
-            assert marks[i] == version  # the newest token's own step computed it
-            cache, fed = DynamicCache(), 0
-        with torch.inference_mode():
-            ids = torch.tensor([history[fed:]])
-            logits = hf_models[version](ids, past_key_values=cache, use_cache=True).logits[0, -1]
-        fed = len(history)
-        again.append(int(logits.argmax()))
-        history.append(token)
-    return again
 
 
 def test_an_update_without_preemption_computes_nothing_again(model, other, prompt_of, hf_models):

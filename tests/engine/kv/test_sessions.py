@@ -12,12 +12,12 @@ from rollout.engine.build import rebuild_engine
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Session, SessionKV, Sessions
 from rollout.engine.messages import Cancel, Done, EndSession, Prompt, Rejected, Request, StopAt
-from tests.engine.step.test_routing import assert_routed, routing_of
-from tests.engine.test_recovery import fail_a_step
-from tests.engine.test_swap import Mailbox, Update
 from tests.support.engine.conversation import Conversation, admissions
+from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills
+from tests.support.engine.routing import assert_routed, routing_of
 from tests.support.engine.streams import random_delays
+from tests.support.engine.updates import Mailbox, Update
 from tests.support.models.families import make_checkpoint
 
 SAMPLED = {"temperature": 1.0, "seed": 3}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rollout.engine.messages import Prior, RequestDone
-from tests.engine.test_swap import Mailbox, Update
 from tests.support.engine.harness import Bench, load
+from tests.support.engine.updates import Mailbox, Update
 
 LENGTHS = {"temperature": 1.0, "seed": 4}
 STOPS = tuple(range(0, 97, 12))  # one token in twelve ends a completion: they end far apart

@@ -13,39 +13,11 @@ from rollout.constraints.matcher import AllowList, mask_words
 from rollout.engine.messages import Prior
 from rollout.engine.step import masks as masks_module
 from rollout.engine.step.masks import MOST_LEFT_BEHIND
-from tests.support.engine.harness import Bench
+from tests.support.engine.constraints import SIZE, Cycle, CyclePlace, X, Y
+from tests.support.engine.harness import VOCAB, Bench
 
-VOCAB = 97
 STOP = 5
 SAMPLED = {"temperature": 1.0, "seed": 3}
-
-
-class Cycle:
-    """x, y, size, x, y, size, ...: token i is of list i modulo their number; a stop token after whole cycles."""
-
-    def __init__(self, lists: list[list[int]], stop: int | None = None) -> None:
-        self.lists, self.stop = lists, stop
-
-    def start(self) -> CyclePlace:
-        return CyclePlace(self)
-
-
-class CyclePlace:
-    def __init__(self, cycle: Cycle) -> None:
-        self.cycle, self.at = cycle, 0
-
-    def allowed(self) -> list[int]:
-        lists, stop = self.cycle.lists, self.cycle.stop
-        may_stop = stop is not None and self.at > 0 and self.at % len(lists) == 0
-        return [*lists[self.at % len(lists)], *([stop] if may_stop else [])]
-
-    def accept(self, token: int) -> bool:
-        fits = token in self.allowed()
-        self.at += 1
-        return fits
-
-    def fill(self, masks_RW: torch.Tensor, row: int) -> None:
-        AllowList(tuple(self.allowed()), VOCAB).fill(masks_RW, row)
 
 
 class Endless:
@@ -67,9 +39,6 @@ class Endless:
             masks_RW[row] = 0  # too late: the memory belongs to another mask by then
         else:
             masks_RW[row] = -1
-
-
-X, Y, SIZE = list(range(10, 20)), list(range(20, 30)), list(range(30, 40))
 
 
 def letters(tokens: list[int]) -> str:

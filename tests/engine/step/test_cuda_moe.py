@@ -11,9 +11,9 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.step.graphs import capturable
 from rollout.models import load_model
 from rollout.models.fused import FusedDecoder
-from tests.engine.test_swap import Mailbox, Update, boundary
 from tests.support.engine.cuda_harness import assert_steady, load_bf16, watch_compilation
 from tests.support.engine.harness import Bench
+from tests.support.engine.updates import Mailbox, Update, boundary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
 ROWS = 6

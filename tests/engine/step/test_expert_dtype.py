@@ -10,8 +10,8 @@ from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.device.sizing import weight_bytes
 from rollout.models import load_model
 from rollout.models.layers import SparseFeedForward
-from tests.engine.test_swap import Mailbox
 from tests.support.engine.harness import Bench
+from tests.support.engine.updates import Mailbox
 from tests.support.models.families import make_checkpoint
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}

@@ -10,10 +10,11 @@ from rollout.constraints.matcher import AllowList
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import EndSession, Prior
 from rollout.engine.schedule.completion import make_delta
-from tests.engine.test_recovery import fail_a_step
-from tests.engine.test_swap import Mailbox, Update
+from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load
+from tests.support.engine.routing import assert_routed, router_logits, routing_of
 from tests.support.engine.streams import random_delays
+from tests.support.engine.updates import Mailbox, Update
 from tests.support.models.families import make_checkpoint
 
 SPARSE = ("qwen3_moe", "mixtral", "olmoe")
@@ -45,28 +46,6 @@ def moe(checkpoints):
 
 def prompt_of(length: int, salt: int) -> list[int]:
     return torch.randint(0, 71, (length,), generator=torch.Generator().manual_seed(salt)).tolist()
-
-
-def router_logits(hf_model, tokens: list[int]) -> torch.Tensor:
-    """[positions, sparse layers, experts] of all tokens but the last, which no forward consumes."""
-    with torch.inference_mode():
-        out = hf_model(torch.tensor([tokens[:-1]]), output_router_logits=True)
-    return torch.stack([layer.view(-1, layer.shape[-1]) for layer in out.router_logits], dim=1)
-
-
-def assert_routed(hf_model, prompt: list[int], tokens: list[int], routing: np.ndarray, first: int) -> None:
-    """Entry i is what transformers' router chooses for token `first` + i, likeliest first."""
-    logits = router_logits(hf_model, prompt + tokens)[first:]
-    top = logits.topk(routing.shape[2], dim=-1)
-    assert routing.dtype == np.uint8 and routing.shape == tuple(top.indices.shape)
-    told = torch.from_numpy(routing.astype(np.int64))
-    # Rounding turns a near tie; another expert than that would have quite another logit.
-    assert torch.allclose(logits.gather(-1, told), top.values, atol=1e-4, rtol=0)
-    assert (told == top.indices).float().mean() > 0.995
-
-
-def routing_of(bench: Bench, name: str, index: int = 0) -> np.ndarray:
-    return np.concatenate(bench.completions[name, index].routing)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from rollout.engine.messages import Cancel, Prior, StopAt
 from rollout.engine.step import scores as scores_module
 from rollout.engine.step.pack import PADDING_WORDS, upload_words
 from rollout.engine.step.upload import ALIGNMENT_WORDS
-from tests.engine.test_swap import Mailbox, Update, boundary, swap_in_the_middle
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.streams import random_delays
+from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
 
 VOCAB = 97
 SAMPLED = {"temperature": 0.7, "seed": 3}

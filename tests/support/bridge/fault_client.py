@@ -8,8 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+
+from rollout.weights import update_intake
+from tests.support.bridge.harness import Worker, wait_for
 
 
 class FaultServer:
@@ -42,3 +50,34 @@ class FaultServer:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(20)
+
+
+def idle_s(transport: str) -> float:
+    """For a group it is waited for; it also bounds how long its members may take to meet, on a machine that is busy."""
+    return 2.0 if transport == "nccl" else 60.0
+
+
+@contextlib.contextmanager
+def time_passes(seconds: float) -> Iterator[None]:
+    """Workers of this process find that so long nothing has come."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update_intake, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+        yield
+
+
+def run_fault(
+    faults: FaultServer, worker: Worker, transport: str, folder: Path, phase: str, fault: str, device: str = "cpu"
+) -> None:
+    """A publisher that comes to grief; return when the worker has nothing more to do with it."""
+    order = {"endpoint": worker.endpoint, "transport": transport, "folder": str(folder), "version": 2, "seed": 2}
+    order["device"] = device
+    with faults.child(role="publisher", phase=phase, fault=fault, **order) as pid:
+        wait_for(lambda: ended_or_stopped(pid), "the fault, or the refusal of what is corrupt")
+        with time_passes(0.0 if transport == "nccl" else idle_s(transport)):
+            wait_for(lambda: worker.status()["state"] in ("idle", "stale"), "the end of the update")
+
+
+def ended_or_stopped(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+    return True

@@ -140,3 +140,10 @@ def watch_prefills(bench: Bench) -> list[int]:
         launched(plan),
     )
     return sizes
+
+
+VOCAB = 97
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

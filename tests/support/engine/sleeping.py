@@ -5,14 +5,14 @@ from __future__ import annotations
 import mmap
 
 import numpy as np
-import pytest
 
-from rollout.engine import build
 from rollout.engine.device.releasable import HostPages, MemoryShortError
 from rollout.engine.messages import Done, Failed, Sleep, Wake
 from tests.support.engine.harness import Bench
 
 _TOKEN = 1000
+SAMPLED = {"temperature": 1.0, "seed": 11}
+PENALIZED = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3, "presence_penalty": 0.5}
 
 
 class StrictPages(HostPages):
@@ -49,12 +49,6 @@ class StrictPages(HostPages):
     @staticmethod
     def _fill(span: mmap.mmap) -> None:
         np.frombuffer(span, np.uint8)[:] = 0xFF
-
-
-@pytest.fixture
-def strict(monkeypatch) -> None:
-    """Engines of this test have `StrictPages`."""
-    monkeypatch.setattr(build, "HostPages", StrictPages)
 
 
 class Sleeping(Bench):
@@ -100,3 +94,18 @@ class Sleeping(Bench):
     def ticks(self, count: int) -> None:
         for _ in range(count):
             self.engine.tick()
+
+
+def submit_some(bench: Sleeping, prompt_of) -> None:
+    """Completions of each kind, more than there are rows."""
+    bench.submit("greedy", prompt_of(13), 40)
+    bench.submit("sampled", prompt_of(70, 1), 30, sampling=SAMPLED, n=3)
+    bench.submit("penalized", prompt_of(5, 2), 35, sampling=PENALIZED)
+    bench.submit("stops", prompt_of(9, 3), 30, sampling={"temperature": 1.0, "seed": 3}, stop={"token_ids": (5, 9)})
+    for i in range(6):
+        bench.submit(f"more{i}", prompt_of(20 + i, i), 20, sampling={"temperature": 1.0, "seed": i})
+
+
+def outcome(bench: Sleeping) -> dict:
+    """Tokens and end of every completion."""
+    return {at: (done.token_ids, done.finish.reason) for at, done in bench.completions.items()}

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from rollout.demo.counting import CountingReport, check_completion
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess, start_worker
 from trainer_bridge.client.results import Completion
+from trainer_bridge.publish.publisher import WeightPublisher
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINTS = ROOT / "rollout" / "demo" / "checkpoints"
@@ -88,6 +93,30 @@ def is_gone(pid: int) -> bool:
 def facts(log: Path) -> list[dict[str, Any]]:
     """The JSON lines of a worker's output: ready and, at the end, ended."""
     return [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"event"')]
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    """The weights of the checkpoint that counts in `step`: 1 or 2."""
+    return load_file({1: ONES, 2: TWOS}[step] / "model.safetensors")
+
+
+def kill_publisher_half_way(endpoint: str, version: int) -> dict[str, Any]:
+    """Start a publisher, kill it in the middle of its buckets; the weights' status once the worker had some of them."""
+    command = [sys.executable, "-m", "scripts.check.soak.half_publisher", endpoint, str(TWOS), str(version)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=subprocess_environment()) as process,
+        WeightPublisher(endpoint) as watcher,
+    ):
+        assert process.stdout is not None and process.stdout.readline() == "half\n"
+        assert process.poll() is None
+
+        def receiving() -> dict[str, Any] | None:
+            status = watcher.status()[0]
+            return status if (status["incoming"] or {}).get("arrived_bytes") else None
+
+        status = until(receiving, "the first buckets")
+        process.kill()
+    return status
 
 
 def assert_idle(worker: WorkerProcess) -> None:

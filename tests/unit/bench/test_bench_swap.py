@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -24,7 +25,6 @@ from scripts.bench.shapes import write_checkpoint
 from scripts.bench.swap_pause import pause_of, usual_step
 from scripts.bench.swap_trainer import Order, Trainer
 from scripts.bench.swap_weights import make_visible, shape_tensors, show, token_of, wrong_tokens
-from tests.unit.bench.test_gpu_scripts import load_script
 
 ORIGIN_S = 1_000_000.0
 
@@ -116,7 +116,7 @@ def test_a_tied_model_cannot_show_a_version(tmp_path: Path) -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[int, list[dict]]:
-    script = load_script("bench.swap")
+    script = importlib.import_module("scripts.bench.swap")
     sizes = ("--device", "cpu", "--shape", "toy", "--rows", "4", "--prompt", "8", "--bucket-mib", "1")
     monkeypatch.setattr(sys, "argv", [script.__name__, "--out", str(out), *sizes, *arguments])
     return script.main(), json.loads(out.read_text())["rows"]
