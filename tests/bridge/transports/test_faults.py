@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.bridge.cut_cable import CutCable
-from tests.support.bridge.fault_client import FaultServer, idle_s, run_fault
+from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idle_s, run_fault
 from tests.support.bridge.fault_server import middle
 from tests.support.bridge.file_memory import share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
@@ -166,6 +166,7 @@ def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_u
         packed.append(arguments)
         if len(packed) == middle(transport):
             os.kill(pid, fault)
+            wait_for(lambda: ended_or_stopped(pid), "the fault")
         return plain(self, *arguments)
 
     tensors = new_tensors(TinyModel(), 1)

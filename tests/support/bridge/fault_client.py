@@ -78,6 +78,13 @@ def run_fault(
 
 
 def ended_or_stopped(pid: int) -> bool:
+    """Whether every thread of the process is: a signal reaches them one after the other."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+        return all(_thread_state(stat) in "TtZX" for stat in Path(f"/proc/{pid}/task").glob("*/stat"))
     return True
+
+
+def _thread_state(stat: Path) -> str:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return stat.read_text().rpartition(")")[2].split()[0]
+    return "X"
