@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout.weights import apply_mode
+from rollout.weights.staging import HostStaging
 from tests.support.bridge.fault_client import FaultServer, run_fault
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -19,10 +21,17 @@ def slow(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * 1e9))
 
 
-def test_gpu_tensors_are_read_after_the_work_before_publish_and_not_after_held() -> None:
+def staging_memory(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """A list that gets the host memory of every update from now on."""
+    lent, reserve = [], HostStaging.reserve
+    monkeypatch.setattr(HostStaging, "reserve", lambda self, nbytes: (lent.append(reserve(self, nbytes)), lent[-1])[1])
+    return lent
+
+
+def test_gpu_tensors_are_read_after_the_work_before_publish_and_not_after_held(monkeypatch: pytest.MonkeyPatch) -> None:
     with Worker(model=TinyModel(device="cuda")) as worker:
         with WeightPublisher(worker.endpoint, bucket_bytes=192) as publisher:
-            pointers = set()
+            lent = staging_memory(monkeypatch)
             for version in range(1, 6):
                 expected = {name: tensor.cuda() for name, tensor in new_tensors(TinyModel(), version).items()}
                 tensors = {name: torch.full_like(tensor, float("nan")) for name, tensor in expected.items()}
@@ -37,9 +46,8 @@ def test_gpu_tensors_are_read_after_the_work_before_publish_and_not_after_held()
                 handle.applied(60)
                 torch.cuda.synchronize()
                 assert serves(worker.model, expected)
-                assert worker.receiver._mode._staging._buffer.is_pinned()
-                pointers.add(worker.receiver._mode._staging._buffer.data_ptr())
-            assert len(pointers) == 1
+            assert all(memory.is_pinned() for memory in lent)
+            assert len({memory.data_ptr() for memory in lent}) == 1
 
 
 def serves_now(worker: Worker, tensors: dict[str, torch.Tensor]) -> bool:
@@ -48,18 +56,19 @@ def serves_now(worker: Worker, tensors: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_an_update_waits_on_the_device_and_the_swap_copies_from_there(transport: str) -> None:
+def test_an_update_waits_on_the_device_and_the_swap_copies_from_there(
+    monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    sources, plan = [], apply_mode.plan_copies
+    monkeypatch.setattr(apply_mode, "plan_copies", lambda *given: (sources.append(given[-1]), plan(*given))[1])
     with Worker(model=TinyModel(device="cuda"), apply="staged") as worker:
-        shadow = worker.receiver._mode.shadow
-        assert shadow is not None and shadow.memory.is_cuda
+        assert worker.receiver.summary()["staging"] == "device"
         with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=192) as publisher:
             for version in range(1, 6):
                 tensors = new_tensors(TinyModel(), version)
                 publisher.publish(tensors, version).applied(60)
                 assert serves_now(worker, tensors)
-                update = worker.updates[-1]
-                first, last = shadow._buffer.data_ptr(), shadow._buffer.data_ptr() + shadow.nbytes
-                assert all(first <= staged.data_ptr() < last for _, staged in update._copies)
+    assert len({memory.data_ptr() for memory in sources}) == 1 and sources[0].is_cuda
 
 
 def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
@@ -78,19 +87,21 @@ def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
 @pytest.mark.parametrize("staging", ["device", "host"])
 def test_an_update_waits_where_it_was_asked_to(monkeypatch: pytest.MonkeyPatch, staging: str) -> None:
     monkeypatch.setattr("rollout.weights.apply_mode.SHADOW_SHARE", 0.0 if staging == "device" else 1.0)
+    lent = staging_memory(monkeypatch)
     with Worker(model=TinyModel(device="cuda"), staging=staging) as worker:
         assert worker.receiver.summary()["staging"] == staging
-        pinned = worker.receiver._mode._staging._buffer  # before the first update: it takes long
-        assert (pinned.numel() > 0) == (staging == "host") and (pinned.is_pinned() or not pinned.numel())
+        # Pinned before the first update: it takes long.
+        assert [memory.is_pinned() for memory in lent] == ([True] if staging == "host" else [])
         with WeightPublisher(worker.endpoint, bucket_bytes=192) as publisher:
             publisher.publish(tensors := new_tensors(TinyModel(), 1), 1).applied(60)
         assert serves_now(worker, tensors)
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_in_place_on_the_device(transport: str) -> None:
+def test_in_place_on_the_device(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    monkeypatch.setattr(apply_mode, "DeviceShadow", None)  # there is no call of it
     with Worker(model=TinyModel(device="cuda"), apply="in_place") as worker:
-        assert worker.receiver._mode.shadow is None
+        assert worker.receiver.summary()["staging"] is None
         with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=192) as publisher:
             for version in range(1, 4):
                 tensors = new_tensors(TinyModel(), version, stacked=version == 2)

@@ -71,7 +71,7 @@ def test_a_value_out_of_range_is_refused_by_its_name(rule: SamplingRule):
 @each_rule
 def test_the_client_knows_the_rule_and_its_type(rule: SamplingRule):
     assert plan_request([1], {rule.name: rule.default}).fields["sampling"] == {rule.name: rule.default}
-    with pytest.raises(TypeError, match=f"did you mean '{rule.name}'"):
+    with pytest.raises(TypeError, match=rf"\b{rule.name}\b"):  # the error suggests it
         plan_request([1], {rule.name + "x": rule.default})
 
 
