@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("tests.support")  # asserts of helpers show their values, too
+
 # Before torch loads. The tensors here are small, and a second thread spins on a core while it waits for the first: that
 # is many times slower beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,7 +25,7 @@ from rollout.logs import LineStream  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ["TRITON_INTERPRET"] == "1":
-        from tests.quick_interpreter import make_quick
+        from tests.support.quick_interpreter import make_quick
 
         make_quick()
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import load
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-VOCAB = 97
+from rollout.engine import build
+from tests.support.engine.harness import VOCAB, load, prompt_of
+from tests.support.engine.sleeping import Sleeping, StrictPages, outcome, submit_some
 
 
 def build_qwen3(seed: int) -> Qwen3ForCausalLM:
@@ -67,10 +68,22 @@ def greedy(hf_models):
     return run
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 @pytest.fixture(name="prompt_of")
 def _prompt_of():
     return prompt_of
+
+
+@pytest.fixture
+def strict(monkeypatch) -> None:
+    """Engines of this test have `StrictPages`."""
+    monkeypatch.setattr(build, "HostPages", StrictPages)
+
+
+@pytest.fixture
+def never_slept(strict, folders, prompt_of):
+    """The outcome of `submit_some` at an engine that stays awake."""
+    bench = Sleeping(load(folders[0]))
+    submit_some(bench, prompt_of)
+    bench.run()
+    bench.close()
+    return outcome(bench)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from harness import Bench
-
 from rollout.engine.messages import Done, Pause, Rejected, Resume, Shutdown
+from tests.support.engine.harness import Bench
 
 
 def done_tokens(bench: Bench) -> list[int]:

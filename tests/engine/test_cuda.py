@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, make_checkpoint
-from harness import Bench, load
-from test_swap import Mailbox, Update, boundary
+
+from tests.support.engine.harness import Bench, load
+from tests.support.engine.updates import Mailbox, Update, boundary
+from tests.support.models.families import FAMILIES, make_checkpoint
 
 pytestmark = pytest.mark.gpu
 SAMPLED = {"temperature": 1.0, "seed": 11}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
-from families import make_checkpoint
-from harness import Bench, load
 
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import PutAdapter
 from rollout.models.lora_slots import random_adapter
 from rollout.models.peft_tensors import load_peft_folder
-from tests.peft_adapters import make_adapter, merged
+from tests.support.engine.cuda_harness import load_bf16, make_fused_checkpoint, watch_compilation
+from tests.support.engine.harness import Bench, load
+from tests.support.models.families import make_checkpoint
+from tests.support.peft_adapters import make_adapter, merged
 
 pytestmark = pytest.mark.gpu
 

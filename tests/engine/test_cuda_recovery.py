@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Bench, load
 
 from rollout.engine.build import rebuild_engine
+from tests.support.engine.harness import Bench, load
 
 pytestmark = pytest.mark.gpu
 

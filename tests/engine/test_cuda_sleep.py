@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_harness import assert_steady, load_bf16
-from harness import load
-from sleeping import Sleeping
-from test_swap import Mailbox, Update
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollout.engine.device.cuda_pages import CudaPages
@@ -19,6 +15,10 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.messages import Done, Failed
 from rollout.models.fused import FusedDecoder
 from rollout.weights.staging import DeviceShadow
+from tests.support.engine.cuda_harness import assert_steady, load_bf16
+from tests.support.engine.harness import load
+from tests.support.engine.sleeping import Sleeping
+from tests.support.engine.updates import Mailbox, Update
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, make_checkpoint
-from harness import Bench, Completion, load
+
+from tests.support.engine.harness import Bench, Completion, load
+from tests.support.models.families import FAMILIES, make_checkpoint
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

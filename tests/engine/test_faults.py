@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Bench
 
 from rollout.engine.device.streams import CpuEvent, CpuStream, DeviceError
+from tests.support.engine.harness import Bench
 
 
 def test_logits_that_are_not_finite_end_their_rows_with_an_error(model, prompt_of):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from harness import Bench
 
 from rollout.engine.messages import Cancel, Delta
 from rollout.engine.schedule.completion import make_delta
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.schedule.sequence import State
+from tests.support.engine.harness import Bench
 
 SAMPLED = {"temperature": 1.0, "seed": 7}
 

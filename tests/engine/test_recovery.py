@@ -6,27 +6,12 @@ from array import array
 
 import numpy as np
 import pytest
-from harness import Bench
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import DeviceError
 from rollout.engine.messages import Done, Pause, Prior, Resume, Shutdown
-
-
-def fault(*_: object) -> None:
-    raise RuntimeError("no such kernel")
-
-
-def fail_a_step(bench: Bench) -> str:
-    """Have a closure on the compute stream raise amid generation; returns what the engine was failed with."""
-    over = bench.device.event()
-    bench.engine.executor.compute.run(fault)
-    bench.engine.executor.compute.record(over)
-    over.synchronize()
-    with pytest.raises(DeviceError, match="no such kernel") as caught:
-        bench.run()
-    bench.engine.fail(str(caught.value))
-    return str(caught.value)
+from tests.support.engine.faults import fail_a_step
+from tests.support.engine.harness import Bench
 
 
 def test_a_rebuilt_engine_gives_the_right_tokens_whatever_the_fault_left_in_its_memory(model, prompt_of, greedy):

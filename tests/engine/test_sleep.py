@@ -5,40 +5,15 @@ from __future__ import annotations
 import time
 
 import pytest
-from conversation import Conversation
-from harness import load
-from sleeping import Sleeping, strict
-from streams import LateDevice, random_delays
-from test_swap import Mailbox, Update
 
 from rollout.engine.messages import Cancel, Done, Failed, Rejected, Sleep
+from tests.support.engine.conversation import Conversation
+from tests.support.engine.harness import load
+from tests.support.engine.sleeping import Sleeping, outcome, submit_some
+from tests.support.engine.streams import LateDevice, random_delays
+from tests.support.engine.updates import Mailbox, Update
 
-__all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")
-SAMPLED = {"temperature": 1.0, "seed": 11}
-PENALIZED = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3, "presence_penalty": 0.5}
-
-
-def submit_some(bench: Sleeping, prompt_of) -> None:
-    bench.submit("greedy", prompt_of(13), 40)
-    bench.submit("sampled", prompt_of(70, 1), 30, sampling=SAMPLED, n=3)
-    bench.submit("penalized", prompt_of(5, 2), 35, sampling=PENALIZED)
-    bench.submit("stops", prompt_of(9, 3), 30, sampling={"temperature": 1.0, "seed": 3}, stop={"token_ids": (5, 9)})
-    for i in range(6):  # more than there are rows
-        bench.submit(f"more{i}", prompt_of(20 + i, i), 20, sampling={"temperature": 1.0, "seed": i})
-
-
-def outcome(bench: Sleeping) -> dict:
-    return {at: (done.token_ids, done.finish.reason) for at, done in bench.completions.items()}
-
-
-@pytest.fixture
-def never_slept(folders, prompt_of):
-    bench = Sleeping(load(folders[0]))
-    submit_some(bench, prompt_of)
-    bench.run()
-    bench.close()
-    return outcome(bench)
 
 
 @pytest.mark.parametrize("depth, late", [(1, False), (2, False), (2, True)])

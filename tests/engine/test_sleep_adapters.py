@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from harness import load
-from sleeping import Sleeping, strict
 
 from rollout.engine.messages import Done, PutAdapter
 from rollout.models.lora_slots import random_adapter
+from tests.support.engine.harness import load
+from tests.support.engine.sleeping import Sleeping
 
-__all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 
 import pytest
-from harness import load
-from sleeping import Sleeping, strict
-from streams import LateDevice
-from test_recomputed import replayed
-from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.messages import Cancel, Done, Failed, Sleep
+from tests.support.engine.harness import load
+from tests.support.engine.replay import replayed
+from tests.support.engine.sleeping import Sleeping
+from tests.support.engine.streams import LateDevice
+from tests.support.engine.updates import Mailbox, Update
 
-__all__ = ["strict"]
 pytestmark = pytest.mark.usefixtures("strict")
 PAGE = 1536  # bytes of a page of the checkpoint, in float32
 PENALIZED = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3}

@@ -5,18 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
-from harness import load
-from sleeping import Sleeping, strict
-from streams import LateDevice, random_delays
-from test_hold import InPlace
-from test_sleep import never_slept, outcome, submit_some
-from test_swap import Mailbox, Update
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.device.streams import CpuDevice
 from rollout.engine.messages import Cancel, Done, Failed, Pause, Resume, Shutdown, Sleep, Wake
+from tests.support.engine.harness import load
+from tests.support.engine.sleeping import Sleeping, outcome, submit_some
+from tests.support.engine.streams import LateDevice, random_delays
+from tests.support.engine.updates import InPlace, Mailbox, Update
 
-__all__ = ["never_slept", "strict"]
 pytestmark = pytest.mark.usefixtures("strict")
 
 

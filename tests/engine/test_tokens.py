@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Bench
-from streams import DeafDevice, LateDevice, random_delays
+
+from tests.support.engine.harness import Bench
+from tests.support.engine.streams import DeafDevice, LateDevice, random_delays
 
 SAMPLED = {"temperature": 1.0, "seed": 11}
 

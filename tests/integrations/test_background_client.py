@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 import pytest
-from integration_worker import start
-from trl_parts import CHECKPOINT
 
+from tests.support.integrations.integration_worker import start
+from tests.support.integrations.trl_parts import CHECKPOINT
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.integrations.background import BackgroundClient

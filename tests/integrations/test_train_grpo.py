@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_worker import worker_environment
+
+from tests.support.integrations.integration_worker import worker_environment
 
 SHORT = {"--numbers": 6, "--groups": 8, "--group-size": 16, "--lr": 2e-3}
 

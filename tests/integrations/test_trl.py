@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from integration_worker import start
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl_parts import logprobs_of, make_checkpoint, plain_copy, tree_attention
 
+from tests.support.integrations.integration_worker import start
+from tests.support.integrations.trl_parts import logprobs_of, make_checkpoint, plain_copy, tree_attention
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.integrations.trl import RolloutWorker, Sample, WeightTransfer, async_grpo_parts

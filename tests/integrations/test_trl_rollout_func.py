@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from integration_worker import worker_environment
+
+from tests.support.integrations.integration_worker import worker_environment
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("TRL is not installed: pip install 'rollout-engine[trl]'", allow_module_level=True)

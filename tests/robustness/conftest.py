@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from worker_harness import assert_idle, launch
 
 from rollout.service.text.codec import TextCodec
-from tests.tokenizer_folder import make_tokenizer_folder
+from tests.support.tokenizer_folder import make_tokenizer_folder
+from tests.support.worker.harness import assert_idle, launch
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.robustness.corpus import hostile_messages
+from tests.support.robustness.corpus import hostile_messages
 from trainer_bridge.wire import codec as wire
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check" / "fuzz_codec.py"

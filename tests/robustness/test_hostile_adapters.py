@@ -16,9 +16,9 @@ from rollout.config import ModelSettings
 from rollout.models import CheckpointError, load_model
 from rollout.models.peft_tensors import CONFIG, WEIGHTS, load_peft_folder
 from rollout.models.spec import ModelSpec
-from tests.peft_adapters import make_adapter
-from tests.robustness.limits import little_memory_and_time
-from tests.unit.models.families import make_checkpoint
+from tests.support.models.families import make_checkpoint
+from tests.support.peft_adapters import make_adapter
+from tests.support.robustness.limits import little_memory_and_time
 
 CPU = torch.device("cpu")
 ZERO = chr(0x660)  # a digit of another script

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, LoadedModel, load_model
 from rollout.service.text.codec import TextCodec, load_text_codec
-from tests.robustness.corpus import json_values
-from tests.robustness.limits import little_memory_and_time
-from tests.tokenizer_folder import make_tokenizer_folder
-from tests.unit.models.families import FAMILIES, make_checkpoint
+from tests.support.models.families import FAMILIES, make_checkpoint
+from tests.support.robustness.corpus import json_values
+from tests.support.robustness.limits import little_memory_and_time
+from tests.support.tokenizer_folder import make_tokenizer_folder
 
 CPU = torch.device("cpu")
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

@@ -14,10 +14,18 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from weights_harness import Worker, new_tensors, serves
 
-from tests.robustness.corpus import MAKERS, UNREADABLE, hostile_messages, mangled, throw_junk, too_large, wire_values
-from tests.robustness.limits import little_memory_and_time, rss_bytes
+from tests.support.bridge.harness import Worker, new_tensors, serves
+from tests.support.robustness.corpus import (
+    MAKERS,
+    UNREADABLE,
+    hostile_messages,
+    mangled,
+    throw_junk,
+    too_large,
+    wire_values,
+)
+from tests.support.robustness.limits import little_memory_and_time, rss_bytes
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.wire.codec import decode, split_envelope
 from trainer_bridge.wire.errors import WeightsRejected

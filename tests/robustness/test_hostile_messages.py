@@ -18,11 +18,11 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
-from service_harness import Bench, Client, done, serving
 
 from rollout.engine.messages import Delta, Done, Finish, Pause, Request, Resume, Shutdown, Submit
-from tests.robustness.corpus import MAKERS, UNREADABLE, Hostile, hostile_messages, throw_junk
-from tests.robustness.limits import little_memory_and_time, rss_bytes
+from tests.support.robustness.corpus import MAKERS, UNREADABLE, Hostile, hostile_messages, throw_junk
+from tests.support.robustness.limits import little_memory_and_time, rss_bytes
+from tests.support.service.harness import Bench, Client, done, serving
 from trainer_bridge.wire.codec import DEFAULT_LIMITS, WireError, WireLimits, decode, encode, header_id
 
 MESSAGES = [10_000, pytest.param(100_000, marks=pytest.mark.nightly)]

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import msgpack
 import pytest
 import zmq
-from worker_harness import check
 
-from tests.robustness.corpus import Hostile, hostile_messages, throw_junk
-from tests.robustness.limits import rss_bytes
+from tests.support.robustness.corpus import Hostile, hostile_messages, throw_junk
+from tests.support.robustness.limits import rss_bytes
+from tests.support.worker.harness import check
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 

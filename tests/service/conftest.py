@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout.service.text.codec import TextCodec
-from tests.tokenizer_folder import make_tokenizer_folder
+from tests.support.tokenizer_folder import make_tokenizer_folder
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import pytest
 import torch
 import zmq
 import zmq.auth
-from weights_harness import TinyModel, Worker, new_tensors, serves
 
 from rollout.access import Access, ClientKeyList, is_loopback
 from rollout.cli.main import main
@@ -23,6 +22,7 @@ from rollout.engine.messages import EngineStatus
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, Server
 from rollout.weights.receiver import WeightReceiver
+from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
 from trainer_bridge import AsyncRolloutClient, ClientCurve, RolloutClient, WeightPublisher
 from trainer_bridge.wire.errors import AccessRefused, ConnectionLost, RolloutError
 from trainer_bridge.wire.keys import make_pair, read_pair, read_public

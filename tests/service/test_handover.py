@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import zmq
-from service_harness import WAIT_S, Client, delta, serving
 
 from rollout.engine.messages import Cancel
 from rollout.service.disconnects import Disconnects
+from tests.support.service.harness import WAIT_S, Client, delta, serving
 
 ID = b"trainer-0"
 

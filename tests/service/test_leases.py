@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 import tracemalloc
 
-import numpy as np
 import pytest
 import zmq
-from service_harness import delta, done, serving
 
 from rollout.engine.messages import Cancel, Finish
 from rollout.service.leases import Leases, client_key, may_return
+from tests.support.service.harness import delta, done, serving
+from tests.support.service.slow_codec import SlowCodec
 
 A, B = b"\x00aaaa", b"\x00bbbb"
 JOB, OTHER = client_key("job", A), client_key("other", A)
@@ -284,21 +283,6 @@ def with_identity(bench):
         client.socket.setsockopt(option, value)
     client.socket.connect(bench.server.endpoint)
     return client
-
-
-class SlowCodec:
-    """A tokenizer that waits for the test."""
-
-    has_chat_template = False
-
-    def __init__(self, codec) -> None:
-        self.decode = codec.decode
-        self.check_stop_strings = codec.check_stop_strings
-        self.go = threading.Event()
-
-    def encode(self, text):
-        self.go.wait(5)
-        return np.array([1, 2], np.int32)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 import pytest
-from service_harness import serving
 
 from rollout.metrics.mismatch import Mismatch
 from rollout.service.delivery import mismatch_reports as reports
+from tests.support.service.harness import serving
 
 ROW = {"0": np.array([-0.5, -1.5, -2.5], np.float32)}  # the engine of these tests says 0, -1, -2
 

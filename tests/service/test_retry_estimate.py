@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from service_harness import serving
 
 from rollout.engine.messages import Rejected
 from rollout.service.generation import RetryEstimate
+from tests.support.service.harness import serving
 
 
 class Clock:

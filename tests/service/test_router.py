@@ -6,9 +6,9 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
-from service_harness import serving
 
 from rollout.service.router import receive_parts
+from tests.support.service.harness import serving
 
 PARTS = 100_000
 

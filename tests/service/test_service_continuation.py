@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from service_harness import MODEL, delta, done, serving
 
 from rollout.engine.messages import Finish
 from rollout.service.text.stop_strings import StopText
+from tests.support.service.harness import MODEL, delta, done, serving
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import threading
 import numpy as np
 import pytest
 import zmq
-from service_harness import MODEL, ServedModel, delta, done, serving
 
 from rollout.engine.messages import Cancel, Done, EngineStatus, Finish, Pause, Resume, Shutdown
 from rollout.service import router
 from rollout.service.outbox import Outbox
+from tests.support.service.harness import MODEL, ServedModel, delta, done, serving
 
 LONG = ServedModel(name="long", vocab_size=302, max_context_tokens=100_000_000)
 PART = 20_000  # tokens of a large chunk: 240 KB

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from service_harness import serving
 
 from rollout.engine.messages import EngineStatus, Submit
+from tests.support.service.harness import serving
 from trainer_bridge.wire.codec import encode
 
 NAN, INF = float("nan"), float("inf")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import zmq
-from service_harness import MODEL, delta, done, serving
 
 from rollout.engine.messages import Cancel, EngineStatus, Finish, Rejected, StopParams
+from tests.support.service.harness import MODEL, delta, done, serving
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from service_harness import delta, done, serving
 
 from rollout.engine.messages import Finish
+from tests.support.service.harness import delta, done, serving
 from trainer_bridge.client.results import read_completion
 
 

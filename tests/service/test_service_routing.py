@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from service_harness import MODEL, delta, done, serving
 
 from rollout.engine.messages import Finish, RoutingShape
+from tests.support.service.harness import MODEL, delta, done, serving
 
 SHAPE = RoutingShape(layers=2, top_k=3, experts=8)
 PROMPT = [4, 5, 6, 7]

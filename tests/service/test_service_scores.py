@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from service_harness import ServedModel, delta, done, serving
 
 from rollout.engine.messages import MAX_TOP_LOGPROBS, Finish
 from rollout.service.requests.fields import top_id_rows, top_logprob_rows
-from tests.robustness.corpus import PLAIN, junk
+from tests.support.robustness.corpus import PLAIN, junk
+from tests.support.service.harness import ServedModel, delta, done, serving
 
 PROMPT = np.array([np.nan, -0.5, -1.5], np.float32)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from service_harness import serving
-from test_leases import SlowCodec
 
 from rollout.config import ServiceSettings
 from rollout.engine.messages import Cancel, Done, EndSession, Rejected
+from tests.support.service.harness import serving
+from tests.support.service.slow_codec import SlowCodec
 
 
 @pytest.fixture

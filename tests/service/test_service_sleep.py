@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from service_harness import MODEL, Bench, ServedModel, serving
 
 from rollout.engine.messages import Done, EngineStatus, Failed, Sleep, SleepStatus, Wake
+from tests.support.service.harness import MODEL, Bench, ServedModel, serving
 
 SLEEPS = ServedModel(MODEL.name, MODEL.vocab_size, MODEL.max_context_tokens, MODEL.eos_ids, sleep=True)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from service_harness import delta, done, serving
 
 from rollout.engine.messages import Finish, StopAt
 from rollout.service.text.detokenizer import Detokenizer
 from rollout.service.text.stop_strings import StopMatch, StopText
+from tests.support.service.harness import delta, done, serving
 
 
 @pytest.fixture

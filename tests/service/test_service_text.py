@@ -6,7 +6,7 @@ import pytest
 
 from rollout.service.errors import ServiceError
 from rollout.service.text.codec import TextCodec, load_text_codec
-from tests.tokenizer_folder import make_tokenizer_folder
+from tests.support.tokenizer_folder import make_tokenizer_folder
 
 
 def test_text_survives_encoding_and_special_tokens_are_not_shown(codec):

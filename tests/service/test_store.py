@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from service_harness import delta, done, serving
 
 from rollout.config import ServiceSettings
 from rollout.engine.messages import Cancel, Finish, Rejected
 from rollout.service.delivery.store import ResultStore
 from rollout.service.delivery.waiters import Position
+from tests.support.service.harness import delta, done, serving
 
 START = Position(0, 0)
 OVERHEAD = 1024

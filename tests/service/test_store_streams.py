@@ -8,10 +8,10 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from service_harness import ServedModel, delta, done, serving
 
 from rollout.engine.messages import Finish
 from rollout.service import router
+from tests.support.service.harness import ServedModel, delta, done, serving
 
 TEXT = "naïve café — stop it, déjà vu 😀 and on"
 BASE = {"client": "job", "prompt": [1], "max_tokens": 500}

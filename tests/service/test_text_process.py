@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from service_harness import serving
 
 from rollout.config import ServiceSettings
 from rollout.engine.messages import Cancel, Shutdown
@@ -22,7 +21,8 @@ from rollout.service.errors import ServiceError
 from rollout.service.text import process as text_process
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
-from tests.tokenizer_folder import TEMPLATE, make_tokenizer_folder
+from tests.support.service.harness import serving
+from tests.support.tokenizer_folder import TEMPLATE, make_tokenizer_folder
 from trainer_bridge.wire.codec import encode
 
 LOOP = "{% for i in range(99999) %}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_scripts import load_script
 
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import make_device
@@ -116,7 +116,7 @@ def test_a_tied_model_cannot_show_a_version(tmp_path: Path) -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[int, list[dict]]:
-    script = load_script("bench.swap")
+    script = importlib.import_module("scripts.bench.swap")
     sizes = ("--device", "cpu", "--shape", "toy", "--rows", "4", "--prompt", "8", "--bucket-mib", "1")
     monkeypatch.setattr(sys, "argv", [script.__name__, "--out", str(out), *sizes, *arguments])
     return script.main(), json.loads(out.read_text())["rows"]

@@ -20,7 +20,7 @@ from rollout.constraints.spec import ConstraintSpec
 from rollout.deadline_thread import DeadlineThread
 from rollout.service.requests.constraint import constraints_for
 from rollout.service.text.codec import TextCodec, load_text_codec
-from tests.tokenizer_folder import make_tokenizer_folder
+from tests.support.tokenizer_folder import make_tokenizer_folder
 from trainer_bridge.client import spatial
 
 xgrammar = pytest.importorskip("xgrammar")

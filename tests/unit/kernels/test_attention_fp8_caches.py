@@ -7,7 +7,13 @@ import itertools
 
 import pytest
 import torch
-from attention_cases import (
+from rollout_kernels import paged_decode_attention, paged_prefill_attention, plan_decode, rope_cos_sin, write_kv
+from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.attention.triton_prefill import prefill_attention
+from rollout_kernels.common.fp8 import LEAST_SCALE, quantize_heads, values_of
+from rollout_kernels.norm_rope.triton_elementwise import finish_qkv
+
+from tests.support.kernels.attention_cases import (
     CONTEXTS,
     DEVICE,
     LENS,
@@ -22,12 +28,7 @@ from attention_cases import (
     queries,
     relative,
 )
-from grids import nightly
-from rollout_kernels import paged_decode_attention, paged_prefill_attention, plan_decode, rope_cos_sin, write_kv
-from rollout_kernels.attention.triton_decode import decode_attention
-from rollout_kernels.attention.triton_prefill import prefill_attention
-from rollout_kernels.common.fp8 import LEAST_SCALE, quantize_heads, values_of
-from rollout_kernels.norm_rope.triton_elementwise import finish_qkv
+from tests.support.kernels.grids import nightly
 
 NAN = 0x7F
 HALF_STEP = 2.0**-4

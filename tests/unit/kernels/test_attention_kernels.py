@@ -7,7 +7,12 @@ import itertools
 
 import pytest
 import torch
-from attention_cases import (
+from rollout_kernels.attention import paged_decode_attention, paged_prefill_attention, plan_decode
+from rollout_kernels.attention.triton_decode import decode_attention
+from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
+from rollout_kernels.attention.triton_prefill import prefill_attention
+
+from tests.support.kernels.attention_cases import (
     CONTEXTS,
     DEVICE,
     LENS,
@@ -23,11 +28,7 @@ from attention_cases import (
     queries,
     relative,
 )
-from grids import nightly
-from rollout_kernels.attention import paged_decode_attention, paged_prefill_attention, plan_decode
-from rollout_kernels.attention.triton_decode import decode_attention
-from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
-from rollout_kernels.attention.triton_prefill import prefill_attention
+from tests.support.kernels.grids import nightly
 
 
 def attend(q, pool, work):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linear_cases import DEVICE, operands, relative
 from rollout_kernels.linear.triton_gemv import GemvConfig, takes
 from rollout_kernels.linear.triton_linear import gate_up_silu, linear, linear_parts
+
+from tests.support.kernels.linear_cases import DEVICE, operands, relative
 
 
 @pytest.mark.parametrize("config", [GemvConfig(1, 1, 2, 4), GemvConfig(2, 2, 1, 4), GemvConfig(3, 1, 1, 2)], ids=str)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from linear_cases import DEVICE, operands, relative
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+
+from tests.support.kernels.linear_cases import DEVICE, operands, relative
 
 #: block_n, block_k, split, warps, stages, programs; a tile of `gate_up_silu` holds gate and up rows.
 SHAPES = [

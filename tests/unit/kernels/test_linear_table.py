@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linear_cases import operands, relative
 from rollout_kernels.linear.table import DETERMINISTIC, FAST, linear_config
 from rollout_kernels.linear.triton_gemv import MOST_ROWS as MOST_GEMV_ROWS
 from rollout_kernels.linear.triton_gemv import GemvConfig
 from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+
+from tests.support.kernels.linear_cases import operands, relative
 
 SHAPES = sorted({*DETERMINISTIC, *FAST})
 

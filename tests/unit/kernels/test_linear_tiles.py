@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linear_cases import DEVICE, operands, relative
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.linear.triton_linear import LinearConfig, gate_up_silu, linear, linear_parts
+
+from tests.support.kernels.linear_cases import DEVICE, operands, relative
 
 
 @pytest.mark.parametrize("split", [1, 2, 4])

@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from moe_cases import exact, layer, relative
 from rollout_kernels.moe import dispatch
 from rollout_kernels.moe.dispatch import (
     Entry,
@@ -24,6 +23,8 @@ from rollout_kernels.moe.formats import FORMATS
 from rollout_kernels.moe.triton_grouped_experts import GroupedConfig
 from rollout_kernels.moe.triton_router import Routing
 from rollout_kernels.moe.triton_warp_experts import WarpConfig
+
+from tests.support.kernels.moe_cases import exact, layer, relative
 
 QWEN3_30B = MoEShape(experts=128, top_k=8, hidden=2048, inner=768)
 PLANS = [

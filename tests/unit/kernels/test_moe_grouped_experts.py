@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grids import nightly
-from moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
 from rollout_kernels.moe.formats import FORMATS
 from rollout_kernels.moe.triton_group_pairs import group_pairs
 from rollout_kernels.moe.triton_grouped_experts import (
@@ -19,6 +17,9 @@ from rollout_kernels.moe.triton_grouped_experts import (
 )
 from rollout_kernels.moe.triton_quantize import quantize_on_device
 from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_gate_up
+
+from tests.support.kernels.grids import nightly
+from tests.support.kernels.moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
 
 SMALL = GroupedConfig(block_n=64, block_k=128)
 

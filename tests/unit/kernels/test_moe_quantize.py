@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_cases import DEVICE
 from rollout_kernels.moe.formats import FORMATS, ExpertWeights
 from rollout_kernels.moe.quantize import power_code, quantize
 from rollout_kernels.moe.triton_quantize import empty_weights, quantize_in_pieces, quantize_into, quantize_on_device
+
+from tests.support.kernels.moe_cases import DEVICE
 
 CODED = [format for format in FORMATS if format != "plain"]
 #: The largest relative error of rounding to three bits of mantissa: half a step.

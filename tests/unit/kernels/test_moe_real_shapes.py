@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_cases import Layer, assert_close, exact, layer, poison, relative
 from rollout_kernels import route
 from rollout_kernels.moe import triton_group_pairs, triton_grouped_experts, triton_router, triton_warp_experts
 from rollout_kernels.moe.dispatch import (
@@ -26,6 +25,8 @@ from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
 from rollout_kernels.moe.triton_quantize import quantize_on_device
 from rollout_kernels.moe.triton_router import Routing, moe_route
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
+
+from tests.support.kernels.moe_cases import Layer, assert_close, exact, layer, poison, relative
 
 pytestmark = pytest.mark.gpu
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_cases import DEVICE
 from rollout_kernels import route
 from rollout_kernels.moe import triton_router
 from rollout_kernels.moe.triton_group_pairs import group_pairs, most_tiles
 from rollout_kernels.moe.triton_norm_router import RouterScratch, norm_route, router_scratch
 from rollout_kernels.moe.triton_router import Record, Routing, moe_choose, moe_route
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
+
+from tests.support.kernels.moe_cases import DEVICE
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

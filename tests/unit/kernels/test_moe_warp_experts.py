@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grids import nightly
-from moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
 from rollout_kernels.moe.formats import FORMATS
 from rollout_kernels.moe.triton_warp_experts import WarpConfig, moe_down, moe_gate_up
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
+
+from tests.support.kernels.grids import nightly
+from tests.support.kernels.moe_cases import DEVICE, Layer, assert_close, exact, layer, poison, relative
 
 SMALL = WarpConfig(rows=64, at_once=2)  # few programs: the interpreter takes milliseconds for each
 

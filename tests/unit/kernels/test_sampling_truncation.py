@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grids import nightly
 from rollout_kernels import SamplingRows
 from rollout_kernels.sampling import truncate as twin
 from rollout_kernels.sampling.triton_truncate import truncate
+
+from tests.support.kernels.grids import nightly
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN, OFF = float("inf"), float("nan"), 1 << 20

@@ -15,7 +15,7 @@ from rollout.metrics.health import Health
 from rollout.metrics.meter import Meter
 from rollout.metrics.prometheus import PrometheusSink, prometheus_name
 from rollout.metrics.sinks import JsonlSink, MetricsThread
-from tests.unit.metrics.http_page import get
+from tests.support.http_page import get
 
 ROOT = Path(__file__).parents[3]
 ALL_METRICS = (*METRICS, *HISTOGRAMS, *TOTALS, *VERSION_METRICS)

@@ -9,7 +9,7 @@ import pytest
 
 from rollout.metrics.health import Health
 from rollout.metrics.prometheus import PrometheusSink
-from tests.unit.metrics.http_page import get
+from tests.support.http_page import get
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from rollout.metrics.meter import Meter
 from rollout.metrics.overlap import clipped, device_spans, host_spans, overlap, shares
 from rollout.metrics.recording import Recording
 from rollout.metrics.step_timing import StepTiming, SwapTiming
-from tests.chrome_format import check_chrome_trace
+from tests.support.chrome_format import check_chrome_trace
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode
 
 

@@ -12,8 +12,8 @@ import torch
 
 from rollout.config import ModelSettings
 from rollout.models import LoadedModel, load_model
-from tests.unit.models.families import FAMILIES, make_checkpoint
-from tests.unit.models.paged import PagedRunner
+from tests.support.models.families import FAMILIES, make_checkpoint
+from tests.support.models.paged import PagedRunner
 
 STEPS = 200
 TOLERANCE = 1e-4

@@ -14,9 +14,9 @@ from rollout_kernels.moe.quantize import quantize
 from rollout.config import ModelSettings
 from rollout.models import Decoder, fused_experts, load_model
 from rollout.models.layers import SparseFeedForward
-from tests.unit.models.families import make_checkpoint
-from tests.unit.models.paged import PagedRunner
-from tests.unit.models.test_fused import MODELS, SEEDS, coarse, errors, save_rounded, side_by_side, tokens
+from tests.support.models.families import make_checkpoint
+from tests.support.models.paged import PagedRunner
+from tests.support.models.side_by_side import MODELS, SEEDS, coarse, errors, save_rounded, side_by_side, tokens
 
 CPU = torch.device("cpu")
 #: A family a format: with a dense layer in between, with other names, with all heads normalised together.

@@ -24,9 +24,9 @@ from rollout.models import Decoder, deterministic, fused_experts, load_model
 from rollout.models.deterministic import check_deterministic, head_product, layer_products
 from rollout.models.fused import FusedDecoder
 from rollout.models.fused_experts import FusedExperts
-from tests.unit.models.families import make_checkpoint
-from tests.unit.models.paged import PagedRunner
-from tests.unit.models.test_fused import MODELS, tokens
+from tests.support.models.families import make_checkpoint
+from tests.support.models.paged import PagedRunner
+from tests.support.models.side_by_side import MODELS, tokens
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU"),

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_kernels.moe.dispatch import Plan, WarpPlan, moe_plan
-from rollout_kernels.moe.triton_warp_experts import WarpConfig
 
 from rollout.config import ModelSettings
 from rollout.engine.messages import RoutingShape
@@ -17,9 +15,10 @@ from rollout.engine.step.expert_trace import StepExperts, record_words, routing_
 from rollout.models import Decoder, fused_experts, load_model
 from rollout.models.batch import AttentionBatch, ExpertRecord
 from rollout.models.fused import FusedDecoder
-from tests.unit.models.expert_choices import NEARLY_EQUAL, ExpertChoices
-from tests.unit.models.families import make_checkpoint
-from tests.unit.models.paged import PagedRunner
+from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
+from tests.support.models.families import make_checkpoint
+from tests.support.models.paged import PagedRunner
+from tests.support.models.side_by_side import coarse
 
 CPU = torch.device("cpu")
 #: A dense layer between sparse ones; weights that are not renormalised, and layers all sparse.
@@ -43,12 +42,6 @@ def record_for(model: Decoder, tokens: int, dtype: torch.dtype) -> ExpertRecord:
 
 def tokens(count: int, model: Decoder) -> list[int]:
     return [random.Random(i).randrange(model.spec.vocab) for i in range(count)]
-
-
-def coarse(*asked: Any, **options: Any) -> Plan:
-    """The plan that is asked for, by output with tall tiles: the interpreter's time is the number of programs."""
-    plan = moe_plan(*asked, **options)
-    return WarpPlan(WarpConfig(rows=32), WarpConfig(rows=32)) if plan.path == "warp" else plan
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
 from rollout.models import CheckpointError, LoadedModel, check_names, load_model
-from tests.unit.models.families import FAMILIES, make_checkpoint, make_model
-from tests.unit.models.paged import PagedRunner
+from tests.support.models.families import FAMILIES, make_checkpoint, make_model
+from tests.support.models.paged import PagedRunner
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"

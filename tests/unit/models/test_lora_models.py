@@ -16,10 +16,10 @@ from rollout.models import fused_experts, load_model
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
-from tests.peft_adapters import ALL, ATTENTION, make_adapter, merged
-from tests.unit.models.expert_choices import NEARLY_EQUAL, ExpertChoices
-from tests.unit.models.families import make_checkpoint
-from tests.unit.models.paged import PagedRunner
+from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
+from tests.support.models.families import make_checkpoint
+from tests.support.models.paged import PagedRunner
+from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 
 CPU = torch.device("cpu")
 EVEN: dict[str, Any] = {

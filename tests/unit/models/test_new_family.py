@@ -17,9 +17,9 @@ from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.registry import FAMILIES, Family, Key, same_window
 from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames
-from tests.peft_adapters import make_adapter, merged
-from tests.unit.models.families import make_checkpoint
-from tests.unit.models.paged import PagedRunner
+from tests.support.models.families import make_checkpoint
+from tests.support.models.paged import PagedRunner
+from tests.support.peft_adapters import make_adapter, merged
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

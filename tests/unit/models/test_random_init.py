@@ -11,8 +11,8 @@ import torch
 
 from rollout.config import ModelSettings
 from rollout.models import LoadedModel, load_model
-from tests.unit.models.families import make_model
-from tests.unit.models.paged import PagedRunner
+from tests.support.models.families import make_model
+from tests.support.models.paged import PagedRunner
 
 
 def _random(folder: Path, family: str, seed: int = 0, dtype: str = "auto", **overrides: Any) -> LoadedModel:

@@ -1,0 +1,86 @@
+"""Updates that fail: their waiters get the error, even if the cleanup fails too, and their memory is freed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from rollout.engine.gate import Gate
+from rollout.weights.destination import InPlaceDestination, StagedDestination
+from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
+from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected, publish
+
+
+def raising(*_: Any) -> None:
+    raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("what", ["drop", "abandon"])
+def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what: str) -> None:
+    with Worker() as worker:
+        old = publish(worker, 1, 1)
+        raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
+        assert raw.begin()["op"] == "ok"
+        owner = worker.receiver._receivers["zmq"] if what == "drop" else worker.receiver._intake.current.destination
+        setattr(owner, what, raising)
+        assert_rejected(raw.commit(), "of 9 buckets")
+        if what == "drop":
+            del owner.drop
+        assert worker.receiver.alive and serves(worker.model, old)
+        assert serves(worker.model, publish(worker, 3, 3))
+
+
+def test_in_place_a_worker_that_cannot_let_go_of_half_an_update_is_stale_until_a_whole_one_came() -> None:
+    with Worker(apply="in_place") as worker:
+        publish(worker, 1, 1)
+        raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
+        assert raw.begin()["op"] == "ok"
+        worker.receiver._intake.current.destination.abandon = raising
+        raw.send(0)
+        assert raw.answer()[0] == b"WAK1"
+        assert_rejected(raw.commit(), "of 9 buckets")
+        assert worker.status()["state"] == "stale" and "in part" in worker.engine_gate.stale
+        assert serves(worker.model, publish(worker, 3, 3)) and worker.status()["state"] == "idle"
+
+
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_an_update_that_was_refused_keeps_no_memory(apply: str) -> None:
+    with Worker(apply=apply) as worker:
+        raw = RawPublisher(worker, new_tensors(worker.model, 1), 1)
+        assert raw.begin()["op"] == "ok"
+        (landing,) = landings(worker)
+        raw.send(0, check=1)
+        assert raw.answer()[0] == b"WNO1"
+        wait_for(lambda: worker.status()["state"] == "idle", "the refusal")
+        worker.status()  # the thread has left what refused it
+        gc.collect()
+        assert landing() is None
+        assert_rejected(raw.commit(), "bucket 0")  # the reason is kept
+
+
+def landings(worker: Worker) -> list[weakref.ref]:
+    """Where the updates land that are in memory, of this worker's model."""
+    gc.collect()
+    alive = [thing for thing in gc.get_objects() if isinstance(thing, (StagedDestination, InPlaceDestination))]
+    return [weakref.ref(thing) for thing in alive]
+
+
+class Asker:
+    """Who asked for a hold: an update, with all its memory."""
+
+
+@pytest.mark.parametrize("end", ["clear", "fail"])
+@pytest.mark.parametrize("granted", [True, False])
+def test_a_hold_that_is_over_keeps_nothing_of_who_asked(end: str, granted: bool) -> None:
+    gate, asker = Gate(), Asker()
+    held = weakref.ref(asker)
+    gate.request_hold(lambda asker=asker: None)  # type: ignore[misc]
+    if granted:
+        gate.grant_hold()
+    gate.clear_hold() if end == "clear" else gate.fail_hold("half an update")
+    del asker
+    gc.collect()
+    assert held() is None

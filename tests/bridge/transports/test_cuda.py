@@ -1,0 +1,171 @@
+"""The same bridge with a model and a trainer on a CUDA device: pinned memory, streams, events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout.weights import apply_mode
+from rollout.weights.staging import HostStaging
+from tests.support.bridge.fault_client import FaultServer, run_fault
+from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
+from trainer_bridge.publish.publisher import WeightPublisher
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def slow(seconds: float) -> None:
+    """Keep the current stream busy."""
+    torch.cuda._sleep(int(seconds * 1e9))
+
+
+def staging_memory(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """A list that gets the host memory of every update from now on."""
+    lent, reserve = [], HostStaging.reserve
+    monkeypatch.setattr(HostStaging, "reserve", lambda self, nbytes: (lent.append(reserve(self, nbytes)), lent[-1])[1])
+    return lent
+
+
+def test_gpu_tensors_are_read_after_the_work_before_publish_and_not_after_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Worker(model=TinyModel(device="cuda")) as worker:
+        with WeightPublisher(worker.endpoint, bucket_bytes=192) as publisher:
+            lent = staging_memory(monkeypatch)
+            for version in range(1, 6):
+                expected = {name: tensor.cuda() for name, tensor in new_tensors(TinyModel(), version).items()}
+                tensors = {name: torch.full_like(tensor, float("nan")) for name, tensor in expected.items()}
+                torch.cuda.synchronize()
+                slow(0.05)  # the optimizer step that publish() comes right behind
+                for name, tensor in tensors.items():
+                    tensor.copy_(expected[name])
+                handle = publisher.publish(tensors, version)
+                handle.held(60)
+                for tensor in tensors.values():
+                    tensor.fill_(float("nan"))
+                handle.applied(60)
+                torch.cuda.synchronize()
+                assert serves(worker.model, expected)
+            assert all(memory.is_pinned() for memory in lent)
+            assert len({memory.data_ptr() for memory in lent}) == 1
+
+
+def serves_now(worker: Worker, tensors: dict[str, torch.Tensor]) -> bool:
+    torch.cuda.synchronize()
+    return serves(worker.model, {name: tensor.cuda() for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_an_update_waits_on_the_device_and_the_swap_copies_from_there(
+    monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    sources, plan = [], apply_mode.plan_copies
+    monkeypatch.setattr(apply_mode, "plan_copies", lambda *given: (sources.append(given[-1]), plan(*given))[1])
+    with Worker(model=TinyModel(device="cuda"), apply="staged") as worker:
+        assert worker.receiver.summary()["staging"] == "device"
+        with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=192) as publisher:
+            for version in range(1, 6):
+                tensors = new_tensors(TinyModel(), version)
+                publisher.publish(tensors, version).applied(60)
+                assert serves_now(worker, tensors)
+    assert len({memory.data_ptr() for memory in sources}) == 1 and sources[0].is_cuda
+
+
+def test_bytes_are_on_the_device_before_the_update_is_ready() -> None:
+    """The upload waits for earlier work of its stream; the update must not be handed over before it has run."""
+    with Worker(model=TinyModel(device="cuda"), apply="staged") as worker:
+        shadow = worker.receiver._mode.shadow
+        assert shadow is not None
+        with torch.cuda.stream(shadow._stream):
+            slow(0.3)
+        tensors = new_tensors(TinyModel(), 1)
+        with WeightPublisher(worker.endpoint, transport="zmq", bucket_bytes=192) as publisher:
+            publisher.publish(tensors, 1).applied(60)
+        assert serves_now(worker, tensors)
+
+
+@pytest.mark.parametrize("staging", ["device", "host"])
+def test_an_update_waits_where_it_was_asked_to(monkeypatch: pytest.MonkeyPatch, staging: str) -> None:
+    monkeypatch.setattr("rollout.weights.apply_mode.SHADOW_SHARE", 0.0 if staging == "device" else 1.0)
+    lent = staging_memory(monkeypatch)
+    with Worker(model=TinyModel(device="cuda"), staging=staging) as worker:
+        assert worker.receiver.summary()["staging"] == staging
+        # Pinned before the first update: it takes long.
+        assert [memory.is_pinned() for memory in lent] == ([True] if staging == "host" else [])
+        with WeightPublisher(worker.endpoint, bucket_bytes=192) as publisher:
+            publisher.publish(tensors := new_tensors(TinyModel(), 1), 1).applied(60)
+        assert serves_now(worker, tensors)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_in_place_on_the_device(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    monkeypatch.setattr(apply_mode, "DeviceShadow", None)  # there is no call of it
+    with Worker(model=TinyModel(device="cuda"), apply="in_place") as worker:
+        assert worker.receiver.summary()["staging"] is None
+        with WeightPublisher(worker.endpoint, transport=transport, bucket_bytes=192) as publisher:
+            for version in range(1, 4):
+                tensors = new_tensors(TinyModel(), version, stacked=version == 2)
+                publisher.publish(tensors, version).applied(60)
+                assert serves_now(worker, tensors) and worker.engine_gate.hold == "free"
+
+
+def test_trainer_and_worker_on_one_gpu_are_no_group_and_auto_takes_another_way() -> None:
+    with Worker(model=TinyModel(device="cuda")) as worker, WeightPublisher(worker.endpoint) as publisher:
+        tensors = {name: tensor.cuda() for name, tensor in new_tensors(TinyModel(), 1).items()}
+        (report,) = publisher.publish(tensors, 1).applied(60)
+        assert report.transport == "shm" and "one GPU" in report.why and serves_now(worker, tensors)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+def test_nccl_from_one_gpu_to_another(apply: str) -> None:
+    with Worker(model=TinyModel(device="cuda:1"), apply=apply) as worker:
+        with WeightPublisher(worker.endpoint, bucket_bytes=192) as publisher:
+            for version in range(1, 4):
+                tensors = {name: tensor.to("cuda:0") for name, tensor in new_tensors(TinyModel(), version).items()}
+                (report,) = publisher.publish(tensors, version).applied(60)
+                torch.cuda.synchronize(1)
+                assert report.transport == "nccl"
+                assert serves(worker.model, {name: tensor.to("cuda:1") for name, tensor in tensors.items()})
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("apply", ["staged", "in_place"])
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_worker_outlives_a_publisher_lost_in_mid_broadcast_between_gpus(
+    faults: FaultServer, tmp_path: Path, fault: str, apply: str
+) -> None:
+    with Worker(model=TinyModel(device="cuda:1"), apply=apply, idle_s=5.0) as worker:
+
+        def publish(version: int) -> dict[str, torch.Tensor]:
+            tensors = {name: tensor.to("cuda:0") for name, tensor in new_tensors(TinyModel(), version).items()}
+            with WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=64) as publisher:
+                publisher.publish(tensors, version).applied(60)
+            torch.cuda.synchronize(1)
+            return {name: tensor.to("cuda:1") for name, tensor in tensors.items()}
+
+        old = publish(1)
+        run_fault(faults, worker, "nccl", tmp_path, "transfer", fault, device="cuda:0")
+        gate = worker.engine_gate
+        assert worker.receiver.version == 1
+        assert apply == "in_place" if gate.stale else serves(worker.model, old)
+        new = publish(3)  # in a group of its own
+        assert serves(worker.model, new) and not gate.stale and gate.hold == "free"
+
+
+def test_staging_is_not_released_while_a_copy_on_the_device_may_read_it() -> None:
+    with Worker(model=TinyModel(device="cuda")) as worker:
+        worker.gate.clear()
+        with WeightPublisher(worker.endpoint) as publisher:
+            handle = publisher.publish(new_tensors(TinyModel(), 1), 1)
+            update = None
+            while update is None:
+                update = worker.receiver.take_ready()
+            slow(0.2)
+            update.copy_into()
+            worker.receiver.applied(update, 0.0)
+            assert not update.released  # the copies wait for the stream's earlier work
+            handle.applied(60)
+            torch.cuda.synchronize()
+            assert update.released

@@ -1,0 +1,258 @@
+"""The disk transport: a folder that others can read, and files that lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save
+
+from tests.support.bridge.harness import Worker, new_tensors, serves
+from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.transports.disk import DiskSender
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.wire.errors import RolloutError, WeightsRejected
+
+
+@pytest.fixture
+def worker():
+    with Worker() as worker:
+        yield worker
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(path.name.rsplit("-", 1)[0] for path in root.iterdir())
+
+
+def test_an_update_through_a_folder(worker: Worker, tmp_path: Path) -> None:
+    with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path)) as publisher:
+        for version in (1, 2, 3):
+            tensors = new_tensors(worker.model, version, stacked=version == 2)
+            sent = {name: tensor.clone() for name, tensor in tensors.items()}
+            handle = publisher.publish(tensors, version)
+            handle.held(20)
+            for tensor in tensors.values():
+                tensor.fill_(float("nan"))
+            (report,) = handle.applied(20)
+            assert report.transport == "disk" and serves(worker.model, sent)
+    assert folders(tmp_path) == ["version-2", "version-3"]  # older ones are removed
+
+
+def test_the_folder_is_a_readable_checkpoint_of_several_files(worker: Worker, tmp_path: Path) -> None:
+    tensors = new_tensors(worker.model, 1)
+    tensors["lm_head.weight"] = tensors["embed.weight"]  # shared memory is written under both names
+    payload = Payload(tensors, 1, 64)
+    options = DiskSender(str(tmp_path), file_bytes=300).prepare(payload)
+    assert len(options["files"]) > 3
+    index = json.loads((Path(options["folder"]) / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        with safe_open(Path(options["folder"]) / file, "pt") as reader:
+            assert torch.equal(reader.get_tensor(name), tensors[name])
+    assert offer(worker, payload, options)["op"] == "ok"
+    assert serves(worker.model, tensors)
+
+
+@pytest.mark.parametrize("error", [RolloutError("gather: rank 1 cannot be reached"), OSError(28, "no space left")])
+def test_an_update_that_cannot_be_written_leaves_no_draft(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    plain = Payload.host_copy
+
+    def copy(self: Payload, index: int) -> torch.Tensor:
+        if index == 3:
+            raise error
+        return plain(self, index)
+
+    with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path)) as publisher:
+        with monkeypatch.context() as patch:
+            patch.setattr(Payload, "host_copy", copy)
+            with pytest.raises(RolloutError, match="cannot be reached|no space left"):
+                publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
+        assert list(tmp_path.iterdir()) == []
+        publisher.publish(tensors := new_tensors(worker.model, 2), 2).applied(20)
+        assert serves(worker.model, tensors)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_prepare(worker: Worker, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path / "file")) as publisher:
+        with pytest.raises(RolloutError, match="prepare: cannot write to"):
+            publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
+
+
+def offer(worker: Worker, payload: Payload, options: dict) -> dict:
+    """Begin and commit; the first error, or the report."""
+    manifest = payload.manifest.to_wire()
+    begun = worker.control(
+        action="begin", version=payload.manifest.version, manifest=manifest, transport="disk", options=options
+    )
+    if begun["op"] == "error":
+        return begun
+    return worker.control(action="commit", token=begun["token"], options={})
+
+
+def written(worker: Worker, root: Path) -> tuple[Payload, dict, Path]:
+    payload = Payload(new_tensors(worker.model, 1), 1, 64)
+    options = DiskSender(str(root)).prepare(payload)
+    return payload, options, Path(options["folder"]) / options["files"][0][0]
+
+
+def note(options: dict, path: Path) -> None:
+    """Make the note of the first file true again after the file was changed."""
+    data = path.read_bytes()
+    options["files"][0][1:] = [len(data), xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF]
+
+
+def rewrite_header(path: Path, change) -> None:
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    packed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(packed)) + packed + data[8 + length :])
+
+
+def assert_refused(worker: Worker, payload: Payload, options: dict, text: str) -> None:
+    before = worker.model.snapshot()
+    reply = offer(worker, payload, options)
+    assert reply["op"] == "error" and reply["code"] in ("weights_rejected", "bad_request"), reply
+    assert text in reply["message"], reply
+    assert worker.updates == [] and worker.status()["state"] == "idle"
+    assert all(torch.equal(before[name], tensor) for name, tensor in worker.model.parameters.items())
+
+
+@pytest.mark.parametrize("keep_note", [True, False])
+@pytest.mark.parametrize("size", [0, 7, 40, -1])
+def test_a_truncated_file_is_refused(worker: Worker, tmp_path: Path, size: int, keep_note: bool) -> None:
+    payload, options, path = written(worker, tmp_path)
+    path.write_bytes(path.read_bytes()[:size])
+    if not keep_note:
+        note(options, path)
+    assert_refused(worker, payload, options, "model-00001")
+
+
+def test_a_changed_byte_is_found(worker: Worker, tmp_path: Path) -> None:
+    payload, options, path = written(worker, tmp_path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert_refused(worker, payload, options, "is damaged")
+
+
+def test_a_file_of_other_tensors_is_refused(worker: Worker, tmp_path: Path) -> None:
+    payload, options, path = written(worker, tmp_path)
+    path.write_bytes(save({"stranger": torch.zeros(3)}))
+    note(options, path)
+    assert_refused(worker, payload, options, "stranger")
+
+
+def test_files_without_a_tensor_are_refused(worker: Worker, tmp_path: Path) -> None:
+    payload, options, path = written(worker, tmp_path)
+    tensors = new_tensors(worker.model, 1)
+    del tensors["norm.weight"]
+    path.write_bytes(save(tensors))
+    note(options, path)
+    assert_refused(worker, payload, options, "the files hold no norm.weight")
+
+
+def swap_offsets(header: dict) -> None:
+    a, b = header["q.weight"], header["embed.weight"]
+    a["data_offsets"], b["data_offsets"] = b["data_offsets"], a["data_offsets"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda h: h["q.weight"].update(shape=[6, 8]), "holds q.weight as"),
+        (lambda h: h["q.weight"].update(dtype="F16"), "holds q.weight as"),
+        (lambda h: h["q.weight"].update(dtype=["F16"]), "holds q.weight as"),
+        (lambda h: h["q.weight"].update(data_offsets=[0, 1 << 60]), "bytes for q.weight"),
+        (lambda h: h["q.weight"].update(data_offsets=[-96, 0]), "hole or an overlap"),
+        (lambda h: h["q.weight"].update(data_offsets="no"), "broken offsets"),
+        (lambda h: h["q.weight"].update(more=1), "broken header entry"),
+        (lambda h: h.update({"q.weight": 3}), "broken header entry"),
+        (swap_offsets, "bytes for"),
+    ],
+)
+def test_a_header_that_lies_is_refused(worker: Worker, tmp_path: Path, change, text: str) -> None:
+    payload, options, path = written(worker, tmp_path)
+    rewrite_header(path, change)
+    note(options, path)
+    assert_refused(worker, payload, options, text)
+
+
+@pytest.mark.parametrize("header", [b"not json", b"[]", b"[" * 100_000, b"\xff\xfe"])
+def test_a_header_that_is_not_a_map_is_refused(worker: Worker, tmp_path: Path, header: bytes) -> None:
+    payload, options, path = written(worker, tmp_path)
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    note(options, path)
+    assert_refused(worker, payload, options, "has a header that is not")
+
+
+def test_only_regular_files_inside_the_folder_are_opened(worker: Worker, tmp_path: Path) -> None:
+    payload, options, path = written(worker, tmp_path)
+    outside = tmp_path / "outside.safetensors"
+    path.rename(outside)
+    path.symlink_to(outside)
+    assert_refused(worker, payload, options, "cannot be opened")
+    path.unlink()
+    os.mkfifo(path)
+    assert_refused(worker, payload, options, "not a regular file")
+    path.unlink()
+    path.mkdir()
+    assert_refused(worker, payload, options, "not a regular file")
+    for name in (
+        "../outside.safetensors",
+        str(outside),
+        "a/b.safetensors",
+        ".safetensors",
+        "model.bin",
+        "x\0.safetensors",
+    ):
+        tricky = {**options, "files": [[name, *options["files"][0][1:]]]}
+        assert_refused(worker, payload, tricky, "not a plain name")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"folder": "relative"}, "absolute"),
+        ({"folder": "/nowhere/at/all"}, "cannot open"),
+        ({"folder": 3}, "absolute"),
+        ({"files": []}, "list of"),
+        ({"files": [["a.safetensors", -1.5, 0]]}, "list of"),
+        ({"files": [["a.safetensors", 1, 0]] * 2}, "twice"),
+        ({"extra": 1}, "takes the options"),
+    ],
+)
+def test_broken_options_are_refused(worker: Worker, tmp_path: Path, change: dict, text: str) -> None:
+    payload, options, _ = written(worker, tmp_path)
+    assert_refused(worker, payload, {**options, **change}, text)
+
+
+def test_a_refused_folder_does_not_stop_the_next_update(worker: Worker, tmp_path: Path) -> None:
+    payload, options, path = written(worker, tmp_path)
+    path.write_bytes(b"")
+    assert offer(worker, payload, options)["op"] == "error"
+    tensors = new_tensors(worker.model, 2)
+    with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path)) as publisher:
+        publisher.publish(tensors, 1).applied(20)
+    assert serves(worker.model, tensors)
+
+
+def test_updates_that_nobody_takes_do_not_push_out_those_that_are_served(worker: Worker, tmp_path: Path) -> None:
+    with WeightPublisher(worker.endpoint, transport="disk", folder=str(tmp_path)) as publisher:
+        tensors = new_tensors(worker.model, 1)
+        publisher.publish(tensors, 1).applied(20)
+        for version in (2, 3, 4):
+            with pytest.raises(WeightsRejected):
+                publisher.publish({**tensors, "stranger": torch.zeros(3)}, version).applied(20)
+            assert folders(tmp_path) == ["version-1", f"version-{version}"]
+        publisher.publish(tensors, 5).applied(20)
+        assert folders(tmp_path) == ["version-1", "version-5"]

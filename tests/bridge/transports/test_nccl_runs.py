@@ -1,0 +1,163 @@
+"""Who sends which bytes in a group of several trainer ranks, and that every member gets all of them."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.bridge.harness import TinyModel, new_tensors
+from trainer_bridge.publish import transport_choice
+from trainer_bridge.publish.transport_choice import TransportChoice
+from trainer_bridge.transports.base import Recipient, TransferRules
+from trainer_bridge.transports.fingerprint import fingerprint
+from trainer_bridge.transports.nccl.broadcasts import Broadcasts
+from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, GroupSeat, StoreServer, connect, given_up
+from trainer_bridge.transports.nccl.kept_group import KeptGroup
+from trainer_bridge.transports.nccl.runs import Runs
+from trainer_bridge.transports.payload import Payload
+from trainer_bridge.wire.errors import RolloutError
+from trainer_bridge.wire.manifest import Manifest, pack
+
+BUCKET = 128
+HOST = "127.0.0.1"
+
+
+def some_runs(manifest: Manifest, members: list[int], seed: int = 1) -> Runs:
+    """Runs that begin anywhere in the tensors, at elements of two bytes."""
+    rng = np.random.default_rng(seed)
+    firsts = np.unique(rng.integers(1, manifest.total_bytes // 2, 40)) * 2
+    return Runs(manifest, np.concatenate([[0], firsts]), rng.choice(members, len(firsts) + 1))
+
+
+def test_every_byte_of_every_bucket_travels_once_and_lands_in_its_place() -> None:
+    manifest = pack(1, [("a", "float32", (11, 6)), ("b", "bfloat16", (7, 3)), ("c", "bfloat16", (333,))], BUCKET)
+    stream = torch.randint(0, 256, (manifest.total_bytes,), dtype=torch.uint8)
+    for runs in (some_runs(manifest, [0, 3, 4]), some_runs(manifest, [2, 5], 2), Runs.alone(manifest)):
+        out = torch.zeros(runs.room, dtype=torch.uint8)
+        for index in range(manifest.bucket_count):
+            start, end = manifest.bucket_span(index)
+            bucket, travelled = runs.bucket(index), torch.full((runs.room,), 255, dtype=torch.uint8)
+            assert [part.root for part in bucket.parts] == sorted({part.root for part in bucket.parts})
+            for part in bucket.parts:
+                assert part.at % 64 == 0 and part.end <= runs.room
+                for first, last, at in part.pieces:
+                    assert part.at <= at and at + last - first <= part.end and at % 64 == 0
+                    travelled[at : at + last - first] = stream[first:last]
+            assert torch.equal(bucket.unpack(travelled, out), stream[start:end])
+
+
+def broadcast(devices: list[str], runs: Runs, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], str | None]:
+    """All members of a group of trainer ranks, and why one gave up. Rank 0 keeps what it sent and got."""
+    server = StoreServer([HOST], 20.0)
+    jobs: list[Any] = [None] * len(devices)
+
+    def take_part(rank: int) -> None:
+        mine = {name: tensor.to(devices[rank]) for name, tensor in tensors.items()}
+        payload = Payload(mine, 1, BUCKET)
+        if rank == 0:
+            memory = torch.zeros(payload.manifest.total_bytes, dtype=torch.uint8)
+            payload.keep_in(lambda: memory)
+        store, watch = (connect(HOST, server.port, 20.0) for _ in range(2))
+        place = GroupSeat("g", rank, len(devices), len(runs))
+        rules = TransferRules(20.0, threading.Event())
+        job = Broadcasts(payload, store, place, HOST, rules, KeptGroup(), None if rank else runs, f"rank {rank}")
+        job.run(watch)
+        jobs[rank] = job
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(len(devices))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return jobs, given_up(server.store)
+
+
+TWO_GPUS = pytest.param(
+    ["cuda:0", "cuda:1"],
+    marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+)
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 3, TWO_GPUS])
+def test_ranks_that_each_send_what_they_own_all_end_with_the_whole(devices: list[str]) -> None:
+    tensors = new_tensors(TinyModel(), 1)
+    plain = Payload(tensors, 1, BUCKET)
+    manifest = plain.manifest
+    stream = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    for index in range(manifest.bucket_count):
+        plain.pack_bucket(index, stream[index * BUCKET :])
+    runs = some_runs(manifest, list(range(len(devices))))
+    jobs, gave_up = broadcast(devices, runs, tensors)
+    assert gave_up is None and [job.error for job in jobs] == [None] * len(devices)
+    assert [job.sent for job in jobs] == [manifest.bucket_count] * len(devices)
+    assert all(job.order == jobs[0].order for job in jobs) and len({root for _, root in jobs[0].order}) == len(devices)
+    for index, root in jobs[0].order:
+        part = next(part for part in runs.bucket(index).parts if part.root == root)
+        travelled = torch.zeros(runs.room, dtype=torch.uint8)
+        for first, last, at in part.pieces:
+            travelled[at : at + last - first] = stream[first:last]
+        assert jobs[root].fingerprints[index] == fingerprint(travelled[part.at : part.end])
+
+
+def test_all_hear_the_first_reason_for_which_a_member_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_pieces, left = Payload.pack_pieces, []
+
+    def pack_or_fail(self: Payload, *arguments: Any) -> None:
+        if self.kept is None and not left:
+            left.append(self)
+            raise RuntimeError("out of memory")
+        pack_pieces(self, *arguments)
+
+    monkeypatch.setattr(Payload, "pack_pieces", pack_or_fail)
+    tensors = new_tensors(TinyModel(), 1)
+    jobs, gave_up = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
+    assert gave_up == "rank 1 gave up: out of memory" and all(job.error for job in jobs)
+
+
+def test_a_publisher_that_is_closed_while_it_packs_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def closed(self: Payload, *arguments: Any) -> None:
+        raise RolloutError("transfer: the tensors were released before they were sent", code="closed")
+
+    monkeypatch.setattr(Payload, "pack_pieces", closed)
+    tensors = new_tensors(TinyModel(), 1)
+    jobs, _ = broadcast(["cpu"] * 2, some_runs(Payload(tensors, 1, BUCKET).manifest, [0, 1]), tensors)
+    assert any("were released" in (job.error or "") for job in jobs)
+    assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("firsts", "roots"),
+    [([1, 64], [0, 1]), ([0, 65], [0, 1]), ([0, 64, 64], [0, 1, 0]), ([0, 1 << 30], [0, 1]), ([0, 64], [0, 3])],
+)
+def test_a_table_that_is_none_is_refused(firsts: list[int], roots: list[int]) -> None:
+    class Told:
+        """In the place of a group: member 0 sends this."""
+
+        def buffer(self, nbytes: int) -> torch.Tensor:
+            return torch.from_numpy(np.array([firsts, roots], "<i8").view(np.uint8).reshape(-1))
+
+        def broadcast(self, data: torch.Tensor) -> Any:
+            return type("Pending", (), {"wait": lambda self, stop: None})()
+
+    manifest = pack(1, [("a", "float32", (99,))], BUCKET)
+    group: BroadcastGroup = Told()  # type: ignore[assignment]
+    with pytest.raises(GroupError, match="table"):
+        Runs.learn(manifest, group, GroupSeat("g", 1, 3, len(firsts)), threading.Event())
+
+
+def test_auto_tries_groups_first_for_parts_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(transport_choice, "make_sender", lambda *_: SimpleNamespace(prepare=lambda payload: {}, why=""))
+    choice = TransportChoice("auto", None, None, [])
+    for spread, first in ((True, "nccl"), (False, "cuda_ipc")):
+        payload: Any = SimpleNamespace(on_gpu=True, again=False, spread=spread)
+        peer = Recipient(f"tcp://127.0.0.1:{1 + spread}")
+        choice.next_options(payload, [peer])
+        assert peer.transport == first

@@ -1,0 +1,234 @@
+"""Pages: sharing, caching, growth, preemption."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.engine.build import longest_sequence
+from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.messages import Rejected
+from tests.support.engine.harness import Bench, watch_prefills
+
+SAMPLED = {"temperature": 1.0, "seed": 5}
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("length", [31, 32, 33])
+def test_a_group_prefills_its_prompt_once(model, prompt_of, greedy, length, prefix_cache):
+    bench = Bench(model, prefix_cache=prefix_cache)
+    sizes = watch_prefills(bench)
+    bench.submit("g", prompt_of(length), 20, n=5)
+    bench.run()
+    assert sum(sizes) == length + 4, "the prompt once, and its last token again for each follower"
+    expected = greedy(prompt_of(length), 20)
+    assert all(bench.tokens("g", i) == expected for i in range(5))
+    bench.close()
+
+
+def test_followers_that_wait_for_rows_still_share(model, prompt_of):
+    bench = Bench(model, max_rows=2, prefix_cache=False)
+    sizes = watch_prefills(bench)
+    bench.submit("g", prompt_of(31), 9, n=7, sampling=SAMPLED)
+    bench.run()
+    assert sum(sizes) == 31 + 6
+    bench.close()
+
+
+def test_the_tests_see_a_share_without_its_copy(model, prompt_of, monkeypatch):
+    """Without copy-on-write of the last page the followers read an empty one, and their tokens are wrong."""
+    right = Bench(model)
+    right.submit("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
+    right.run()
+    wrong = Bench(model)
+    monkeypatch.setattr(wrong.engine.executor.step, "_copy_pages", lambda copies: None)
+    wrong.submit("g", prompt_of(31), 20, n=3, sampling=SAMPLED)
+    wrong.run()
+    assert [wrong.tokens("g", i) for i in (1, 2)] != [right.tokens("g", i) for i in (1, 2)]
+    right.close(), wrong.close()
+
+
+def test_a_prompt_seen_before_is_taken_from_the_cache(model, prompt_of, greedy):
+    bench = Bench(model)
+    prompt = prompt_of(50)
+    bench.submit("a", prompt, 8)
+    bench.run()
+    sizes = watch_prefills(bench)
+    bench.submit("b", prompt, 8)
+    bench.submit("c", prompt[:41] + prompt_of(9, 3), 8)
+    bench.run()
+    assert bench.done["b"].cached_tokens == 48 and bench.done["c"].cached_tokens == 40
+    assert sum(sizes) == 2 + 10
+    assert bench.tokens("b") == bench.tokens("a") == greedy(prompt, 8)
+    assert bench.tokens("c") == greedy(prompt[:41] + prompt_of(9, 3), 8)
+    bench.close()
+
+
+def test_generated_tokens_are_cached_too(model, prompt_of, greedy):
+    bench = Bench(model)
+    prompt = prompt_of(10)
+    bench.submit("a", prompt, 30)
+    bench.run()
+    turn = prompt + bench.tokens("a") + prompt_of(5, 9)
+    bench.submit("b", turn, 8)
+    bench.run()
+    assert bench.done["b"].cached_tokens == 36, "39 positions have KV, 9 pages of 4 are full"
+    assert bench.tokens("b") == greedy(turn, 8)
+    bench.close()
+
+
+def test_the_cache_evicts_the_least_recently_used_page_first(model, prompt_of):
+    bench = Bench(model, kv_pages=33)
+    for name in ("a", "b"):
+        bench.submit(name, prompt_of(40, ord(name)), 4)
+        bench.run()
+    bench.submit("a2", prompt_of(40, ord("a")), 4)  # a is used again: b is the oldest now
+    bench.run()
+    bench.submit("c", prompt_of(40, 7), 30)
+    bench.run()
+    bench.submit("a3", prompt_of(40, ord("a")), 1)
+    bench.submit("b3", prompt_of(40, ord("b")), 1)
+    bench.run()
+    assert bench.done["a3"].cached_tokens > 0 == bench.done["b3"].cached_tokens
+    bench.close()
+
+
+def test_admission_takes_the_prompt_and_one_page_never_max_tokens(model, prompt_of):
+    bench = Bench(model, max_rows=8, kv_pages=41)
+    for i in range(8):
+        bench.submit(f"r{i}", prompt_of(8, i), 150)
+    bench.engine.tick()
+    assert bench.engine.scheduler.running == 8, "eight times max_tokens would need 316 pages"
+    assert all(len(seq.pages) == 3 for seq in bench.engine.scheduler.prefilling + bench.engine.scheduler.decoding)
+    bench.run()
+    bench.close()
+
+
+def test_preempted_completions_have_the_tokens_of_an_undisturbed_run(model, prompt_of):
+    tight, roomy = Bench(model, kv_pages=40), Bench(model, kv_pages=600)
+    for bench in (tight, roomy):
+        for i in range(6):
+            bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
+        bench.run()
+        bench.close()
+    assert tight.engine.scheduler.counters.preemptions > 0 == roomy.engine.scheduler.counters.preemptions
+    assert sum(done.preemptions for done in tight.done.values()) == tight.engine.scheduler.counters.preemptions
+    for i in range(6):
+        assert tight.tokens(f"r{i}") == roomy.tokens(f"r{i}")
+        assert tight.completions[f"r{i}", 0].logprobs == pytest.approx(roomy.completions[f"r{i}", 0].logprobs, abs=1e-4)
+
+
+def test_the_lowest_priority_then_the_youngest_is_preempted_first(model, prompt_of):
+    bench = Bench(model, kv_pages=31)
+    order = []
+    preempt = bench.engine.scheduler.preempt
+    bench.engine.scheduler.preempt = lambda seq: (order.append(seq.group.key[1]), preempt(seq))
+    for name, priority in (("low", -1), ("old", 0), ("young", 0), ("high", 1)):
+        bench.submit(name, prompt_of(8, ord(name[0])), 60, priority=priority)
+    bench.run()
+    assert order[:2] == ["low", "young"] and "high" not in order
+    bench.close()
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(model, prompt_of):
+    bench = Bench(model, kv_pages=9)
+    bench.submit("a", prompt_of(20), 20)
+    bench.submit("b", prompt_of(12), 20)
+    bench.run()
+    refusals = [event for event in bench.events if isinstance(event, Rejected)]
+    assert [(r.key[1], r.code, r.field) for r in refusals] == [("a", "too_long", "max_tokens")]
+    assert "40 tokens" in refusals[0].message and "32" in refusals[0].message
+    assert len(bench.tokens("b")) == 20
+    bench.close()
+
+
+def test_a_full_queue_is_overloaded(model, prompt_of):
+    bench = Bench(model, max_queue=3)
+    for i in range(5):
+        bench.submit(f"r{i}", prompt_of(5, i), 4)
+    bench.run()
+    refusals = [event for event in bench.events if isinstance(event, Rejected)]
+    assert [(r.code, r.key[1]) for r in refusals] == [("overloaded", "r3"), ("overloaded", "r4")]
+    bench.close()
+
+
+def test_a_long_prompt_never_holds_up_decoding_for_more_than_one_chunk(model, prompt_of):
+    bench = Bench(model, max_rows=8, kv_pages=400, prefill_chunk_tokens=16)
+    kinds, launched = [], bench.engine.scheduler.launched
+    bench.engine.scheduler.launched = lambda plan: (kinds.append((plan.kind, plan.tokens)), launched(plan))
+    for i in range(4):
+        bench.submit(f"r{i}", prompt_of(6, i), 120)
+    for _ in range(10):
+        bench.engine.tick()
+    del kinds[:]
+    bench.submit("long", prompt_of(800), 4)
+    while bench.engine.scheduler.groups.get(("c", "r0")):
+        bench.engine.tick()
+    steps = [kind for kind, _ in kinds]
+    assert steps.count("prefill") == 800 // 16
+    assert not any(a == b == "prefill" for a, b in zip(steps, steps[1:], strict=False))
+    assert all(tokens <= 16 for kind, tokens in kinds if kind == "prefill")
+    bench.run()
+    bench.close()
+
+
+def test_a_shared_prompt_gives_way_before_it_blocks_the_only_candidate(model, prompt_of):
+    """The pool has room for one completion: the page that the share keeps for a copy must not keep the follower out."""
+    bench = Bench(model, max_rows=2, kv_pages=9, prefix_cache=False)
+    bench.submit("g", prompt_of(15), 17, n=3, sampling=SAMPLED)
+    bench.run(ticks=2000)
+    assert all(len(bench.tokens("g", i)) == 17 for i in range(3))
+    bench.close()
+
+
+def test_page_pool_counts_and_evicts():
+    pool = PagePool(4)
+    pages = [pool.allocate() for _ in range(3)]
+    assert 0 not in pages and pool.allocate() is None
+    pool.remember(b"k", pages[0])
+    pool.release(pages[0])
+    assert (pool.free, pool.cached, pool.used) == (0, 1, 2) and pool.find(b"k") == pages[0]
+    assert pool.allocate() == pages[0] and pool.find(b"k") is None
+    pool.check()
+    with pytest.raises(AssertionError, match="more often"):
+        for _ in range(2):
+            pool.release(pages[1])
+
+
+def test_pages_with_mixed_versions_are_not_remembered(model, prompt_of):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(10), 40)
+    for _ in range(12):
+        bench.engine.tick()
+    bench.engine.scheduler.weights_changed(1, recompute=False)
+    bench.run()
+    assert bench.engine.scheduler.allocator.pool.cached == 0
+    bench.submit("b", prompt_of(10), 40)
+    bench.run()
+    assert bench.done["b"].cached_tokens == 0 and bench.engine.scheduler.allocator.pool.cached > 0
+    bench.close()
+
+
+def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
+    monkeypatch.setattr(PageAllocator, "weights_changed", lambda self: None)
+    monkeypatch.setattr("rollout.engine.kv.pool.PrefixKeys.__init__", _versionless_init)
+    bench = Bench(model)
+    bench.submit("a", prompt_of(10), 4)
+    bench.run()
+    bench.engine.scheduler.weights_changed(1, recompute=False)
+    bench.submit("b", prompt_of(10), 4)
+    bench.run()
+    assert bench.done["b"].cached_tokens == 8, "old KV was reused: this is what the version in the key prevents"
+    bench.close()
+
+
+def _versionless_init(self, version: int, page_size: int, generation: int = 0) -> None:
+    self._generation = generation
+    self.version, self._page_size, self._keys, self._last = version, page_size, [], b"same"
+
+
+@pytest.mark.parametrize(("pages", "longest"), [(9, 32), (600, 1024)])
+def test_the_longest_sequence_is_bounded_by_model_and_pool(model, pages, longest):
+    bench = Bench(model, kv_pages=pages)
+    assert longest_sequence(bench.settings, model, bench.engine) == longest
+    bench.close()

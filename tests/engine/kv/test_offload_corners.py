@@ -1,0 +1,98 @@
+"""Offload beside other events: a return during a copy, a session that shares pages, a pause during a wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rollout.engine.messages import Cancel, Pause, Resume
+from tests.support.engine.offloading import counts, offloading
+from tests.support.engine.streams import LateDevice
+
+
+def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_of, greedy):
+    """A sequence returns while its half full page is being copied, writes to it, and is preempted again."""
+    bench = offloading(model, piece_pages=1, page_size=8, kv_pages=22, prefix_cache=False)
+    out, copied, over = bench.engine.executor.mover.out, threading.Event(), threading.Event()
+    copy = out._copy
+    out._copy = lambda *of: (copy(*of), copied.set(), over.wait(60))
+    prompts = [prompt_of(10 + 5 * (i == 3), i) for i in range(4)]
+    for i, prompt in enumerate(prompts):
+        bench.submit(f"r{i}", prompt, 60)
+    while not counts(bench).offloaded:
+        bench.engine.tick()
+    (seq,) = bench.engine.scheduler.groups["c", "r3"].sequences
+    assert seq.offloaded is not None and seq.offloaded.kv_len % 8, "its last page is not half full"
+    half_full = seq.offloaded.pages[-1].pool_page
+    for name in ("r0", "r1"):
+        bench.engine.inbox.put(Cancel(("c", name)))
+    bench.engine.tick()
+    copied.wait()
+    while not counts(bench).restored:
+        bench.engine.tick()
+    for _ in range(4):
+        bench.engine.tick()
+    for i in range(6):
+        bench.submit(f"h{i}", prompt_of(4, i), 30, priority=1)
+    while counts(bench).offloaded == 1:
+        bench.engine.tick()
+    assert seq.offloaded is not None and out.under_way[0].entries[0].pool_page == half_full, (
+        "it was not preempted again during the copy"
+    )
+    over.set()
+    bench.run()
+    assert counts(bench).restored == counts(bench).offloaded > 1
+    assert bench.tokens("r3") == greedy(prompts[3], 60)
+    bench.close()
+
+
+def test_pages_shared_by_a_session_and_a_parked_sequence_can_be_freed(model, prompt_of, greedy):
+    """Nothing runs, and the first needs nearly the whole pool: the session lets go, then the pages are copied."""
+    bench = offloading(model)
+    bench.submit("turn", prompt_of(40), 58, session=("c", "talk"), session_lease_s=1e6)
+    while not bench.engine.scheduler.decoding:
+        bench.engine.tick()
+    bench.submit("other", prompt_of(40), 70)
+    while not counts(bench).offloaded:
+        bench.engine.tick()
+    (other,) = bench.engine.scheduler.groups["c", "other"].sequences
+    assert other.offloaded is not None and not any(page.outgoing for page in other.offloaded.pages[:9]), (
+        "nothing is shared"
+    )
+    bench.submit("high", prompt_of(130, 1), 4, priority=1)
+    bench.run(5000)
+    assert list(bench.done) == ["turn", "high", "other"]
+    assert bench.tokens("high") == greedy(prompt_of(130, 1), 4)
+    assert bench.tokens("other") == greedy(prompt_of(40), 70)
+    bench.close()
+
+
+def test_a_pause_does_not_show_as_waiting_for_pages(model, prompt_of):
+    """KV comes back while generation is paused; who waits for the rest of it waits since the pause was over."""
+    pieces = threading.Semaphore(0)  # that may come back; a tick waits for one at most
+    late = LateDevice({"kv_in": lambda: (pieces.acquire(), 0.0)[1]})
+    bench = offloading(model, device=late, piece_pages=1, prefix_cache=False)
+    for i in range(4):
+        bench.submit(f"r{i}", prompt_of(10, i), 60)
+    while counts(bench).pages_out < 8:
+        bench.engine.tick()
+    for i in range(3):
+        bench.engine.inbox.put(Cancel(("c", f"r{i}")))
+    mover, books = bench.engine.executor.mover, bench.engine.scheduler.allocator.offload_books
+    while not counts(bench).pages_in:
+        if mover.back.under_way or books._to_copy_in:
+            pieces.release()
+        bench.engine.tick()
+    told, tell = [], bench.engine.meter.offload
+    bench.engine.meter.offload = lambda start_s, end_s: (told.append(start_s), tell(start_s, end_s))
+    bench.engine.inbox.put(Pause("keep", 1))
+    for _ in range(2):
+        pieces.release()
+        bench.engine.tick()
+    assert not told
+    over_s = time.perf_counter()
+    bench.engine.inbox.put(Resume(2))
+    pieces.release(100)
+    bench.run()
+    assert told and min(told) >= over_s and len(set(told)) == 1
+    bench.close()

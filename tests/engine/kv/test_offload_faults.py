@@ -1,0 +1,86 @@
+"""Preempted sequences that end, copies that fail, engines that are rebuilt: nothing leaks, no token is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.engine.build import rebuild_engine
+from rollout.engine.messages import Cancel
+from tests.support.engine.offloading import assert_as_if_undisturbed, counts, offloading, submit_six
+from tests.support.engine.streams import LateDevice
+
+
+@pytest.mark.parametrize("extra", range(0, 24, 3))
+def test_cancelling_at_any_moment_leaks_nothing(model, prompt_of, extra):
+    """While pages are copied out, copied back, or a row waits; with late copies."""
+    bench = offloading(model, device=LateDevice({"kv_out": lambda: 0.002, "kv_in": lambda: 0.004}), piece_pages=1)
+    submit_six(bench, prompt_of)
+    while not (counts(bench).restored if extra > 10 else counts(bench).offloaded):
+        bench.engine.tick()
+    for _ in range(extra % 12):
+        bench.engine.tick()
+    for i in range(5):
+        bench.engine.inbox.put(Cancel(("c", f"r{i}")))
+    bench.run()
+    assert bench.completions["r5", 0].finish.reason == "length" and len(bench.tokens("r5")) == 60
+    bench.close()
+
+
+@pytest.mark.parametrize("where", ["device", "enqueue"])
+@pytest.mark.parametrize("direction", ["out", "back"])
+@pytest.mark.parametrize("piece", [0, 2])
+def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, where, piece):
+    bench = offloading(model, device=LateDevice({"kv_in": lambda: 0.001}))
+    queue, left = getattr(bench.engine.executor.mover, direction), [piece]
+
+    def failing(work):
+        def run(*of):
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("the bus is broken")
+            work(*of)
+
+        return run
+
+    if where == "device":
+        queue._copy = failing(queue._copy)
+    else:
+        queue.stream.run = failing(queue.stream.run)
+    submit_six(bench, prompt_of)
+    bench.run()
+    assert "the bus is broken" in bench.engine.parts.offload.failure
+    assert counts(bench).restored < bench.engine.scheduler.counters.preemptions
+    bench.close()
+    assert_as_if_undisturbed(bench, model, prompt_of)
+
+
+def test_a_rebuilt_engine_offloads_again_to_the_same_host_memory(model, prompt_of, greedy):
+    from tests.support.engine.faults import fail_a_step
+
+    bench = offloading(model, device=LateDevice({"kv_out": lambda: 0.005, "kv_in": lambda: 0.005}))
+    submit_six(bench, prompt_of)
+    while not counts(bench).offloaded:
+        bench.engine.tick()
+    message, room, offloaded = fail_a_step(bench), bench.engine.executor.mover.room, counts(bench).offloaded
+    for i in range(6):
+        completion = bench.completions[f"r{i}", 0]
+        assert completion.finish is not None and completion.finish.error in (message, None)
+    rebuild_engine(bench.engine, bench.settings)
+    assert bench.engine.executor.mover.room is room and counts(bench).offloaded == offloaded
+    for i in range(6):
+        bench.submit(f"again{i}", prompt_of(10, i), 60)
+    bench.run()
+    assert counts(bench).restored > 0
+    for i in range(6):
+        assert bench.tokens(f"again{i}") == greedy(prompt_of(10, i), 60)
+    bench.close()
+
+
+def test_the_check_sees_a_leaked_host_page(model, prompt_of):
+    bench = offloading(model)
+    submit_six(bench, prompt_of)
+    bench.run()
+    bench.engine.scheduler.allocator.offload_books._free_host_pages.pop()
+    with pytest.raises(AssertionError, match="host page"):
+        bench.engine.check_integrity()
+    bench.close(check=False)

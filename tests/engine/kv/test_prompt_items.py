@@ -1,0 +1,51 @@
+"""A prompt of several items: the engine takes their tokens, and prefix keys are made of what the items say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout.engine.kv.pool import PrefixKeys
+from rollout.engine.messages import Prompt, Request, SamplingParams, Submit, TokenIds
+from tests.support.engine.harness import Bench
+
+PAGE = 4
+
+
+def in_items(tokens: list[int], cuts: list[int]) -> Prompt:
+    """A prompt of these tokens, one item between two cuts."""
+    bounds = [0, *cuts, len(tokens)]
+    pairs = zip(bounds, bounds[1:], strict=False)
+    return Prompt(tuple(TokenIds(np.array(tokens[start:end], np.int32)) for start, end in pairs))
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [4, 8], [3, 5, 6, 18]])
+def test_items_of_tokens_are_one_run_of_tokens(cuts):
+    tokens = list(range(100, 119))
+    prompt, whole = in_items(tokens, cuts), Prompt.of_tokens(np.array(tokens, np.int32))
+    assert len(prompt) == 19 and prompt.token_ids.tolist() == tokens
+    for start in range(19):
+        for end in range(start, 20):
+            assert prompt.content(start, end) == whole.content(start, end)
+
+
+def test_a_page_with_other_content_has_another_key_and_so_have_the_pages_after_it():
+    tokens = list(range(12))
+    contents = [in_items(tokens, [5]), in_items([*tokens[:4], 99, *tokens[5:]], [5])]
+    keys = [PrefixKeys(0, PAGE), PrefixKeys(0, PAGE)]
+    for start in range(0, 12, PAGE):
+        for prompt, chain in zip(contents, keys, strict=True):
+            chain.append(chain.next_key(prompt.content(start, start + PAGE)))
+    assert [keys[0][i] == keys[1][i] for i in range(3)] == [True, False, False]
+
+
+def test_a_prompt_of_several_items_is_generated_from_and_cached_like_any_other(model, prompt_of, greedy):
+    bench, tokens = Bench(model, page_size=PAGE), prompt_of(30)
+    bench.submit("one", tokens, 8)
+    bench.run()
+    greedily = SamplingParams(temperature=0.0)
+    bench.engine.inbox.put(Submit(Request(("c", "several"), in_items(tokens, [3, 16]), 8, sampling=greedily)))
+    bench.run()
+    assert bench.done["several"].cached_tokens == 28
+    assert bench.tokens("several") == bench.tokens("one") == greedy(tokens, 8)
+    bench.close()

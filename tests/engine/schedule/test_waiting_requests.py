@@ -1,0 +1,60 @@
+"""Requests that wait or have ended cost neither memory nor time."""
+
+from __future__ import annotations
+
+import gc
+
+from rollout.engine.kv.pool import PrefixKeys
+from rollout.engine.messages import Cancel
+from rollout.engine.schedule.sequence import Sequence
+from tests.support.engine.harness import Bench
+
+
+def sequences() -> int:
+    """Sequences that anything in this process still refers to."""
+    gc.collect()
+    return sum(type(thing) is Sequence for thing in gc.get_objects())
+
+
+def test_a_request_that_ended_is_not_kept_until_its_deadline(model, prompt_of):
+    bench = Bench(model)
+    before = sequences()
+    for i in range(100):
+        bench.submit(f"r{i}", prompt_of(9), 2, deadline_s=1e6)
+        bench.run()
+    assert sequences() - before < 50
+    bench.close()
+
+
+def test_cancelled_requests_do_not_pile_up_behind_one_that_waits(model, prompt_of):
+    bench = Bench(model, max_rows=1, max_queue=4)
+    bench.submit("runs", prompt_of(9), 400)
+    bench.submit("waits", prompt_of(9), 4)
+    bench.engine.tick()
+    before = sequences()
+    for i in range(200):
+        bench.submit(f"r{i}", prompt_of(9), 3)
+        bench.engine.inbox.put(Cancel(("c", f"r{i}")))
+        bench.engine.tick()
+    assert sequences() - before < 50
+    bench.run()
+    bench.close()
+
+
+def test_the_prefix_of_a_request_that_waits_for_pages_is_not_hashed_at_each_step(model, prompt_of, monkeypatch):
+    hashed = []
+    next_key = PrefixKeys.next_key
+    monkeypatch.setattr(PrefixKeys, "next_key", lambda self, page: hashed.append(1) or next_key(self, page))
+    bench = Bench(model, max_rows=4, kv_pages=100)
+    bench.submit("runs", prompt_of(200), 100)
+    for _ in range(20):
+        bench.engine.tick()
+    bench.submit("waits", prompt_of(200) + prompt_of(180, 5), 8)
+    bench.engine.tick()
+    assert bench.engine.scheduler.waiting == 1
+    del hashed[:]
+    for _ in range(20):
+        bench.engine.tick()
+    assert len(hashed) < 100, "20 steps: at most the keys of the running row's new pages, and one look for the prefix"
+    bench.run()
+    bench.close()

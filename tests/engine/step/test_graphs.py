@@ -1,0 +1,224 @@
+"""Captured decode steps without a GPU: what would be captured is run anew at each replay, on the same buffers.
+
+It shows which graph a step takes, its padding, and what a replay reads and writes; not that CUDA can capture it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.engine import build
+from rollout.engine.messages import PutAdapter
+from rollout.engine.step import graphs
+from rollout.engine.step.features import Feature
+from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
+from rollout.models.lora_slots import random_adapter
+from rollout.models.spec import MoESpec, RouterSpec
+from tests.support.engine.harness import Bench, load
+from tests.support.models.families import make_checkpoint
+
+SHAPED = {"top_k": 5, "presence_penalty": 0.3}
+
+
+class Recording:
+    """In the place of a CUDA graph."""
+
+    under_way: Recording | None = None
+    pools: list[object] = []
+
+    def __init__(self) -> None:
+        self.replay: Callable[[], object] | None = None
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert Recording.under_way is None and capture_error_mode == "thread_local"  # weights may arrive
+        Recording.under_way = self
+        Recording.pools.append(pool)
+
+    def capture_end(self) -> None:
+        Recording.under_way = None
+
+
+class Current:
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def replays(monkeypatch) -> list[tuple[str, int]]:
+    """Makes CPU engines capture; lists the replays, (kind, rows)."""
+    ran: list[tuple[str, int]] = []
+    whole, forward = DecodeGraphs._run_whole, DecodeGraphs._run_forward
+
+    def record_whole(self, step, slot):
+        recording = Recording.under_way
+        if recording is None:
+            return whole(self, step, slot)
+        recording.replay = lambda: (ran.append(("whole", len(step["rows"]))), whole(self, step, slot))
+
+    def record_forward(self, step, experts, features=Feature.NONE):
+        recording = Recording.under_way
+        if recording is None:
+            return forward(self, step, experts, features)
+        logits = torch.zeros(len(step["rows"]), self._step.model.spec.vocab)
+        kind = "adapted" if features else "forward"
+        recording.replay = lambda: (
+            ran.append((kind, len(logits))),
+            logits.copy_(forward(self, step, experts, features)),
+        )
+        return logits
+
+    monkeypatch.setattr(DecodeGraphs, "_run_whole", record_whole)
+    monkeypatch.setattr(DecodeGraphs, "_run_forward", record_forward)
+    monkeypatch.setattr(DecodeGraphs, "_stream", Current())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    handles = count()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
+    monkeypatch.setattr(Recording, "pools", [])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(build, "capturable", lambda model, fused_experts: True)
+    return ran
+
+
+def run(model, prompt_of, **fields) -> list[list[int]]:
+    bench = Bench(model, max_rows=11, **fields)
+    assert (bench.engine.executor.graphs is not None) == fields.get("cuda_graphs", True)
+    for i in range(9):
+        shaped = SHAPED if i == 4 else {}
+        bench.submit(f"r{i}", prompt_of(5 + 3 * i, i), 12 + i, sampling={"temperature": 1.0, "seed": i, **shaped})
+    bench.run()
+    tokens = [bench.tokens(f"r{i}") for i in range(9)]
+    bench.close()
+    return tokens
+
+
+def test_captured_steps_give_the_tokens_of_launched_ones(model, prompt_of, replays):
+    launched = run(model, prompt_of, cuda_graphs=False)
+    assert not replays
+    assert run(model, prompt_of) == launched
+    kinds = set(replays)
+    assert {size for kind, size in kinds if kind == "forward"} <= set(forward_sizes(graph_sizes(11)))
+    assert ("forward", 11) in kinds and ("whole", 4) in kinds, "a row whose logits change takes all rows along"
+
+
+def test_captured_steps_tell_the_experts_of_launched_ones(tmp_path, prompt_of, replays):
+    """Whole steps write to the slot, forwards that the slots share to a record of their own."""
+    make_checkpoint("mixtral", tmp_path)
+    model, told = load(tmp_path), []
+    for captured in (False, True):
+        bench = Bench(model, max_rows=6, cuda_graphs=captured, routing=True)
+        for i in range(6):
+            prompt = [token % 71 for token in prompt_of(5 + 3 * i, i)]
+            shaped = SHAPED if i == 4 else {}
+            bench.submit(f"r{i}", prompt, 12 + i, routing_from=0, sampling={"temperature": 1.0, "seed": i, **shaped})
+        bench.run()
+        told.append([np.concatenate(bench.completions[f"r{i}", 0].routing).tolist() for i in range(6)])
+        bench.close()
+    assert told[0] == told[1]
+    assert {kind for kind, _ in replays} == {"whole", "forward"}
+
+
+def test_rows_that_ask_for_the_likeliest_tokens_take_the_graph_that_ends_at_the_logits(model, prompt_of, replays):
+    told = []
+    for captured in (False, True):
+        bench = Bench(model, max_rows=6, cuda_graphs=captured)
+        for i in range(6):
+            sampling = {"temperature": 1.0, "seed": i, **(SHAPED if i == 2 else {})}
+            bench.submit(f"r{i}", prompt_of(9 + i, i), 8 + 4 * i, sampling=sampling, top_logprobs=(0, 2, 3, 0, 1, 0)[i])
+        bench.run()
+        told.append([(bench.tokens(f"r{i}"), bench.completions[f"r{i}", 0].top_ids) for i in range(6)])
+        bench.close()
+    assert told[0] == told[1] and len(told[0][4][1]) == 24
+    kinds = [kind for kind, _ in replays]
+    assert "forward" in kinds and kinds[-2:] == ["whole", "whole"], "whole again without such a request"
+
+
+def test_steps_with_adapters_take_graphs_of_their_own(model, prompt_of, replays):
+    told = []
+    for captured in (False, True):
+        bench = Bench(model, max_rows=6, cuda_graphs=captured, adapter_slots=2, adapter_rank=4)
+        for i in range(2):
+            weights = random_adapter(model.spec, 4, torch.float32, i, scale=0.3)
+            bench.engine.inbox.put(PutAdapter(f"a{i}", weights))
+        for i in range(6):
+            sampling = {"temperature": 1.0, "seed": i, **(SHAPED if i == 2 else {})}
+            adapter = (None, "a0", "a1", "a0", None, None)[i]
+            bench.submit(f"r{i}", prompt_of(9 + i, i), 8 + 4 * i, sampling=sampling, adapter=adapter)
+        bench.run()
+        told.append([bench.tokens(f"r{i}") for i in range(6)])
+        bench.close()
+    assert told[0] == told[1]
+    kinds = [kind for kind, _ in replays]
+    assert set(kinds) == {"adapted", "whole"} and kinds[-2:] == ["whole", "whole"], "whole again without an adapter"
+
+
+def test_larger_steps_than_captured_are_launched_singly(model, prompt_of, replays):
+    launched = run(model, prompt_of, cuda_graphs=False)
+    assert run(model, prompt_of, cuda_graph_rows=4) == launched
+    assert replays and {size for _, size in replays} <= {1, 2, 3, 4}
+
+
+def test_progress_is_reported_for_every_size_largest_first(model, replays, monkeypatch):
+    bench, told, captured = Bench(model, max_rows=6, cuda_graphs=False), [], []
+    capture = DecodeGraphs._capture
+    monkeypatch.setattr(
+        DecodeGraphs, "_capture", lambda self, slots, size: (captured.append(size), capture(self, slots, size))
+    )
+    executor = bench.engine.executor
+    made = DecodeGraphs(executor.step, executor.compute, 1024, 6)
+    made.capture(list(bench.engine.pipeline._free), lambda done, total: told.append((done, total)))
+    assert captured == [6, 4, 3, 2, 1] and told == [(i, 5) for i in range(1, 6)]
+    assert made.count == 2 * 5 + 4 and made.kept_bytes == (1 + 2 + 4) * bench.engine.executor.step.rows.vocab * 4
+    bench.close()
+
+
+def test_all_captures_of_an_engine_share_one_memory_pool(model, replays):
+    bench = Bench(model, max_rows=6)
+    assert len(Recording.pools) == bench.engine.executor.graphs.count and len(set(Recording.pools)) == 1
+    bench.close()
+
+
+def test_a_forward_that_is_to_be_measured_reads_the_slots_input(model, replays):
+    bench = Bench(model, max_rows=6)
+    slot = bench.engine.pipeline._free[0]
+    slot.input.fill_(1)
+    step = bench.engine.executor.graphs.captured(slot, 3)
+    forward = bench.engine.executor.graphs._forwards[3, False]
+    assert step.logits_SV.shape[0] == 3 and forward.step.words.eq(1).all() and step.forward is forward.graph
+    bench.close()
+
+
+def test_a_capture_that_fails_is_ended_and_says_why(replays):
+    recording = Recording()
+    with pytest.raises(KeyError, match="why"), graphs._capturing(recording, None):
+        raise KeyError("why")
+    assert Recording.under_way is None
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_dense_models_on_a_gpu_are_captured(on_gpu):
+    model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu), spec=SimpleNamespace(moe=None))
+    assert capturable(model, False) == on_gpu
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "dtype", "width", "captured"),
+    [
+        (True, torch.bfloat16, 32, True),
+        (True, torch.float16, 32, True),
+        (True, torch.float32, 32, False),
+        (True, torch.bfloat16, 33, False),
+        (False, torch.bfloat16, 32, False),
+    ],
+)
+def test_experts_are_captured_where_the_fused_kernels_run_them(on_gpu, dtype, width, captured):
+    moe = MoESpec(hidden=64, experts=4, intermediate=width, router=RouterSpec("softmax", 2, renormalize=True))
+    model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=SimpleNamespace(moe=moe))
+    assert capturable(model, True) == captured
+    assert not capturable(model, False)

@@ -1,0 +1,103 @@
+"""A step is its upload: an executor that is sent the bytes of header and buffer computes the tokens of the engine."""
+
+from __future__ import annotations
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+
+from rollout.engine.schedule.plan import PromptPart, Span, make_plan
+from rollout.engine.step.upload import Header, Upload
+from tests.support.engine.harness import Bench
+
+SHAPED = {"temperature": 1.0, "top_k": 5, "presence_penalty": 0.3, "logit_bias": ((3, 2.0),)}
+
+
+class Follower:
+    """An engine of its own of which only the executor works, in slots of its own, from bytes."""
+
+    def __init__(self, bench: Bench, leader: Bench) -> None:
+        self._executor = bench.engine.executor
+        self._slots = [bench.engine.pipeline.acquire(), bench.engine.pipeline.acquire()]
+        self._leader, self._steps = leader, []
+        executor = leader.engine.executor
+        execute, read = executor.execute, executor.read
+        executor.execute = lambda upload, slot: (self.follow(upload), execute(upload, slot))[1]
+        executor.read = lambda header, slot: self.compare(read(header, slot))
+        self.compared = self.prefills = 0
+
+    def follow(self, upload: Upload) -> None:
+        sent = msgpack.packb({"header": upload.header.to_fields(), "words": upload.words.numpy().tobytes()})
+        fields = msgpack.unpackb(sent, strict_map_key=True)
+        header = Header.from_fields(fields["header"])
+        assert header == upload.header
+        words = torch.from_numpy(np.frombuffer(fields["words"], np.int32).copy())
+        slot = self._slots[0]
+        self._slots.reverse()
+        self._executor.execute(Upload(header, words), slot)
+        self._steps.append((header, slot))
+        self.prefills += bool(header.layout)
+
+    def compare(self, theirs):
+        ours = self._executor.read(*self._steps.pop(0))
+        for name in ("tokens", "logprobs", "raw_logprobs", "drawn_logprobs"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert (ours.scores is None) == (theirs.scores is None)
+        if ours.scores is not None:
+            assert np.array_equal(ours.scores.top_ids_CK, theirs.scores.top_ids_CK)
+            assert np.array_equal(ours.scores.prompt_N, theirs.scores.prompt_N)
+        self.compared += 1
+        return theirs
+
+
+@pytest.mark.parametrize("pages", [256, 40])
+def test_an_executor_needs_nothing_but_the_bytes_of_an_upload(model, prompt_of, pages):
+    """Chunks, groups that share a prompt, preemption, settings, scores: all of a step is in its upload."""
+    fields = {"kv_pages": pages, "prefill_chunk_tokens": 16, "max_rows": 6}
+    bench, other = Bench(model, **fields), Bench(model, **fields)
+    follower = Follower(other, bench)
+    for i in range(6):
+        sampling = {"seed": i, **(SHAPED if i % 2 else {"temperature": 1.0})}
+        bench.submit(
+            f"r{i}", prompt_of(7 + 9 * i, i), 20 + i, sampling=sampling, n=1 + i % 3, top_logprobs=2 * (i == 1)
+        )
+    bench.submit("scored", prompt_of(30, 9), 5, prompt_logprobs=True)
+    bench.run()
+    assert follower.compared > 40 and follower.prefills > 8
+    assert (bench.engine.scheduler.counters.preemptions > 0) == (pages == 40)
+    bench.close()
+    other.engine.executor.close()
+
+
+def test_a_row_of_a_shared_prompt_takes_the_decode_forward_and_is_set_up_by_its_upload(model, prompt_of, monkeypatch):
+    bench, forwards = Bench(model), []
+    execute = bench.engine.executor.execute
+    bench.engine.executor.execute = lambda upload, slot: (forwards.append(upload.header), execute(upload, slot))[1]
+    bench.submit("a", prompt_of(20), 4, n=3, sampling={"temperature": 1.0, "seed": 1})
+    bench.run()
+    assert [bool(header.layout) for header in forwards][:1] == [True], "the leader prefills the prompt"
+    (shared,) = [header for header in forwards if "init_ints" in header.sections and not header.layout]
+    assert shared.rows == 2 and {"known", "copies"} <= shared.sections.keys()
+    bench.close()
+
+
+def test_the_kind_and_the_totals_of_a_plan_follow_from_its_spans(model, prompt_of):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(9), 4)
+    bench.submit("b", prompt_of(7, 1), 4, top_logprobs=1)
+    bench.engine.tick()
+    seqs = [group.sequences[0] for group in bench.engine.scheduler.groups.values()]
+    part = PromptPart(np.arange(5, dtype=np.int32))
+    chunks = make_plan([Span(seqs[0], 4, 5, 1, part), Span(seqs[1], 0, 5, 0, part)], 3, 4)
+    assert (chunks.kind, chunks.tokens, chunks.draws, chunks.max_context) == ("prefill", 10, 1, 9)
+    assert chunks.opens == [(0, seqs[0].pages[1]), (1, seqs[1].pages[0])], "spans that begin with a page"
+    assert chunks.features == seqs[0].features, "a row that draws nothing needs nothing of the draw"
+    assert chunks.sampled == seqs[:1] and not chunks.one_token_each
+    single = make_plan([Span(seqs[0], 8, 1, 1, PromptPart(part.tokens[:1]))], 3, 4)
+    assert single.kind == "prefill" and single.one_token_each
+    decode = make_plan([Span(seq, 9, 1, 1) for seq in seqs], 3, 4)
+    assert (decode.kind, decode.rows, decode.max_context) == ("decode", 2, 10) and decode.one_token_each
+    assert decode.features == seqs[0].features | seqs[1].features
+    bench.run()
+    bench.close()

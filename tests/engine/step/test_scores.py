@@ -1,0 +1,494 @@
+"""Top tokens and prompt log-probs equal those of transformers; a step without such a request does no extra work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollout.constraints.matcher import AllowList
+from rollout.engine.device.streams import CpuDevice
+from rollout.engine.messages import Cancel, Prior, StopAt
+from rollout.engine.step import scores as scores_module
+from rollout.engine.step.pack import PADDING_WORDS, upload_words
+from rollout.engine.step.upload import ALIGNMENT_WORDS
+from tests.support.engine.harness import Bench, load
+from tests.support.engine.streams import random_delays
+from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
+
+VOCAB = 97
+SAMPLED = {"temperature": 0.7, "seed": 3}
+#: What changes the logits before a draw; the scores are of the logits as they were.
+CHANGED = [
+    {"temperature": 0.0},
+    {**SAMPLED, "top_p": 0.8, "top_k": 5},
+    {**SAMPLED, "repetition_penalty": 1.4, "frequency_penalty": 0.5},
+    {**SAMPLED, "logit_bias": ((7, 30.0),)},
+]
+
+
+def log_softmax_after(hf_model, tokens: list[int]) -> torch.Tensor:
+    """[tokens, V]: row i belongs to the token that follows token i."""
+    with torch.inference_mode():
+        return hf_model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def check_tops(done, prompt: list[int], k: int, hf_model) -> None:
+    expected_NV = log_softmax_after(hf_model, prompt + done.token_ids)[len(prompt) - 1 : -1]
+    check_rows(done, expected_NV, k)
+
+
+def check_rows(done, expected_NV: torch.Tensor, k: int) -> None:
+    ids, mine = torch.tensor(done.top_ids), torch.tensor(done.top_logprobs)
+    assert ids.shape == mine.shape == (len(done.token_ids), k)
+    assert torch.allclose(mine, expected_NV.topk(k).values, atol=1e-4), "the k largest, largest first"
+    assert torch.allclose(mine, expected_NV.gather(1, ids.long()), atol=1e-4), "and of these tokens"
+    assert all(len(set(row)) == k for row in done.top_ids)
+    for at, (token, row) in enumerate(zip(done.token_ids, done.top_ids, strict=True)):
+        if token in row:
+            assert done.top_logprobs[at][row.index(token)] == pytest.approx(done.raw_logprobs[at], abs=1e-5)
+
+
+def check_prompt(values: np.ndarray, prompt: list[int], hf_model) -> None:
+    expected_NV = log_softmax_after(hf_model, prompt)[:-1]
+    expected = expected_NV.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert values.dtype == np.float32 and len(values) == len(prompt) and np.isnan(values[0])
+    assert torch.allclose(torch.tensor(values[1:]), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tops_and_prompts_of_a_mixed_batch_are_transformers(model, prompt_of, hf_models, chunk, depth):
+    bench = Bench(model, random_delays(chunk), prefill_chunk_tokens=chunk, pipeline_depth=depth, max_rows=4)
+    wishes = [(5, 1, True), (40, 20, False), (17, 0, True), (1, 6, True), (90, 3, True), (30, 0, False), (33, 5, True)]
+    for i, (length, k, scored) in enumerate(wishes):
+        sampling = CHANGED[i % len(CHANGED)]
+        bench.submit(
+            f"r{i}", prompt_of(length, i), 12 + 3 * i, sampling=sampling, top_logprobs=k, prompt_logprobs=scored
+        )
+    bench.run()
+    for i, (length, k, scored) in enumerate(wishes):
+        done, prompt = bench.completions[f"r{i}", 0], prompt_of(length, i)
+        if k:
+            check_tops(done, prompt, k, hf_models[0])
+        assert bool(done.top_ids) == bool(k)
+        if scored:
+            check_prompt(done.prompt_logprobs, prompt, hf_models[0])
+            np.testing.assert_array_equal(bench.done[f"r{i}"].prompt_logprobs, done.prompt_logprobs)
+        assert scored or done.prompt_logprobs is bench.done[f"r{i}"].prompt_logprobs is None
+    bench.close()
+
+
+def test_prompts_go_through_the_output_layer_in_pieces(model, prompt_of, hf_models, monkeypatch):
+    monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 8)
+    bench = Bench(model)
+    sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
+    monkeypatch.setattr(model, "compute_logits", lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1])
+    lengths = (21, 10, 3)
+    for i, length in enumerate(lengths):
+        bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True)
+    bench.run()
+    assert max(sizes) == 8 and sum(sizes) == 20 + 9 + 2 + 3, "three prompts in one step, and the three draws"
+    for i, length in enumerate(lengths):
+        check_prompt(bench.completions[f"r{i}", 0].prompt_logprobs, prompt_of(length, i), hf_models[0])
+    bench.close()
+
+
+def test_pieces_are_filled_up_where_each_number_of_rows_may_be_another_kernel(model, prompt_of, hf_models, monkeypatch):
+    """As on a GPU, with smaller pieces."""
+    monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", 16)
+    bench = Bench(model, prefill_chunk_tokens=32)
+    sizes, compute_logits = [], bench.engine.executor.step.forward.compute_logits
+    monkeypatch.setattr(model, "compute_logits", lambda hidden: (sizes.append(len(hidden)), compute_logits(hidden))[1])
+    bench.engine.parts.packer.scored_multiple = 16
+    for i, length in enumerate((40, 21, 3)):
+        bench.submit(f"r{i}", prompt_of(length, i), 1, prompt_logprobs=True, top_logprobs=2)
+    bench.run()
+    assert {size for size in sizes if size > 3} == {16}
+    for i, length in enumerate((40, 21, 3)):
+        check_prompt(bench.completions[f"r{i}", 0].prompt_logprobs, prompt_of(length, i), hf_models[0])
+    bench.close()
+
+
+def test_uploads_with_scores_stay_within_the_bound_that_steps_are_planned_by(model, prompt_of):
+    bench = Bench(model, prefill_chunk_tokens=512, kv_pages=900)
+    limits, packer, used = bench.engine.scheduler.limits, bench.engine.parts.packer, []
+    pack = packer.pack
+    packer.scored_multiple = scores_module.SCORED_AT_ONCE  # as on a GPU
+
+    def measured(plan, staging):
+        assert limits.upload_words + PADDING_WORDS + ALIGNMENT_WORDS <= len(staging.words)
+        bound = sum(upload_words(span.seq, span.tokens_in) for span in plan.spans if span.prompt is not None)
+        upload = pack(plan, staging)
+        if bound:
+            used.append((len(upload.words), bound + PADDING_WORDS + ALIGNMENT_WORDS))
+        return upload
+
+    packer.pack = measured
+    for i, length in enumerate((450, 300, 130, 2, 1, 400)):
+        sampling = {**SAMPLED, "repetition_penalty": 1.1} if i % 2 else SAMPLED
+        bench.submit(f"r{i}", prompt_of(length, i), 2, sampling=sampling, prompt_logprobs=True, top_logprobs=1)
+    bench.run()
+    assert len(used) > 2 and all(words <= bound for words, bound in used), used
+    bench.close()
+
+
+def test_tops_and_prompts_survive_preemption_without_repetition(model, prompt_of, hf_models):
+    bench = Bench(model, kv_pages=36, prefill_chunk_tokens=9, prefix_cache=False)
+    for i in range(6):
+        bench.submit(f"r{i}", prompt_of(20, i), 60, sampling=SAMPLED, top_logprobs=4, prompt_logprobs=True)
+    bench.run()
+    assert bench.engine.scheduler.counters.preemptions > 3
+    for i in range(6):
+        done = bench.completions[f"r{i}", 0]
+        assert len(done.token_ids) == 60
+        check_tops(done, prompt_of(20, i), 4, hf_models[0])
+        check_prompt(done.prompt_logprobs, prompt_of(20, i), hf_models[0])
+    bench.close()
+
+
+def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, prompt_of, hf_models):
+    bench = Bench(model, prefill_chunk_tokens=8)
+    prompt = prompt_of(60)
+    bench.submit("a", prompt, 5, prompt_logprobs=True)
+    for _ in range(4):
+        bench.engine.tick()
+    (seq,) = bench.engine.scheduler.prefilling
+    assert 0 < seq.kv_len < 60 and seq.scores_prompt
+    bench.engine.scheduler.preempt(seq)
+    bench.run()
+    check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[0])
+    assert bench.done["a"].preemptions == 1
+    bench.close()
+
+
+def test_a_prompt_that_is_scored_takes_no_cached_page_but_leaves_its_own(model, prompt_of, hf_models, greedy):
+    bench = Bench(model)
+    prompt = prompt_of(50)
+    bench.submit("a", prompt, 8)
+    bench.run()
+    bench.submit("b", prompt, 8, prompt_logprobs=True, top_logprobs=2)
+    bench.run()
+    bench.submit("c", prompt[:41], 8, prompt_logprobs=True)
+    bench.submit("d", prompt, 8)
+    bench.run()
+    cached = {name: bench.done[name].cached_tokens for name in "abcd"}
+    assert cached == {"a": 0, "b": 0, "c": 0, "d": 48}
+    check_prompt(bench.completions["b", 0].prompt_logprobs, prompt, hf_models[0])
+    check_prompt(bench.completions["c", 0].prompt_logprobs, prompt[:41], hf_models[0])
+    check_tops(bench.completions["b", 0], prompt, 2, hf_models[0])
+    assert bench.tokens("a") == bench.tokens("b") == bench.tokens("d") == greedy(prompt, 8)
+    bench.close()
+
+
+def test_a_turn_that_scores_its_prompt_takes_nothing_from_its_session(model, prompt_of, hf_models):
+    bench = Bench(model, prefix_cache=False)
+    prompt, cached = prompt_of(30), []
+    for name, scored in (("first", False), ("second", True), ("third", False)):
+        bench.submit(
+            name, prompt, 10, session=("c", "talk"), session_lease_s=60.0, prompt_logprobs=scored, top_logprobs=2
+        )
+        bench.run()
+        cached.append(bench.done[name].cached_tokens)
+        check_tops(bench.completions[name, 0], prompt, 2, hf_models[0])
+        if scored:
+            check_prompt(bench.completions[name, 0].prompt_logprobs, prompt, hf_models[0])
+        prompt = prompt + bench.tokens(name) + prompt_of(7, len(prompt))
+    assert cached[:2] == [0, 0] and cached[2] > 40
+    bench.close(check=False)
+
+
+def test_pages_of_a_scored_prompt_are_found_by_others(model, prompt_of):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(50), 8, prompt_logprobs=True)
+    bench.run()
+    bench.submit("b", prompt_of(50), 8)
+    bench.run()
+    assert bench.done["b"].cached_tokens == 48
+    bench.close()
+
+
+def test_a_group_scores_its_prompt_once(model, prompt_of, hf_models):
+    bench = Bench(model, max_rows=3, prefill_chunk_tokens=10)
+    prompt, scored = prompt_of(33), []
+    launched = bench.engine.scheduler.launched
+    bench.engine.scheduler.launched = lambda plan: (
+        scored.extend(span.prompt.scored for span in plan.spans if span.prompt is not None),
+        launched(plan),
+    )
+    bench.submit("g", prompt, 14, n=5, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
+    bench.run()
+    assert sum(scored) == 32
+    for index in range(5):
+        done = bench.completions["g", index]
+        check_tops(done, prompt, 3, hf_models[0])
+        assert (done.prompt_logprobs is not None) == (index == 0), "once, with completion 0"
+    check_prompt(bench.done["g"].prompt_logprobs, prompt, hf_models[0])
+    bench.close()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_who_prefills_after_a_leader_that_ended_scores_the_prompt(model, prompt_of, hf_models, n):
+    bench = Bench(model, prefill_chunk_tokens=8)
+    prompt = prompt_of(40)
+    bench.submit("g", prompt, 9, n=n, sampling=SAMPLED, prompt_logprobs=True, top_logprobs=2)
+    for _ in range(3):
+        bench.engine.tick()
+    assert 0 < bench.engine.scheduler.prefilling[0].kv_len < 40
+    bench.engine.inbox.put(StopAt(("c", "g"), 0, 0, "x"))
+    bench.run()
+    told = bench.completions["g", 0].prompt_logprobs
+    assert len(told) == 40 and np.isnan(told[1:]).any(), "what was known when it ended"
+    check_prompt(bench.done["g"].prompt_logprobs, prompt, hf_models[0])
+    for index in range(1, n):
+        check_tops(bench.completions["g", index], prompt, 2, hf_models[0])
+    bench.close()
+
+
+def test_continued_completions_tell_of_new_tokens_and_of_the_prompt_alone(model, prompt_of, hf_models):
+    bench = Bench(model, prefill_chunk_tokens=8)
+    prompt = prompt_of(19)
+    bench.submit("whole", prompt, 40, sampling=SAMPLED, top_logprobs=4, stream_every=5)
+    bench.run()
+    whole = bench.completions["whole", 0]
+    assert whole.deltas > 5 and not whole.drawn_logprobs, "telling more changes no draw"
+    check_tops(whole, prompt, 4, hf_models[0])
+    prior = Prior(np.array(whole.token_ids[:15], dtype=np.int32))
+    sampling = {**SAMPLED, "seed": whole.seed}
+    bench.submit("rest", prompt, 40, sampling=sampling, prior=prior, top_logprobs=4, prompt_logprobs=True)
+    bench.run()
+    rest = bench.completions["rest", 0]
+    assert rest.token_ids == whole.token_ids[15:] and rest.top_ids == whole.top_ids[15:]
+    check_prompt(rest.prompt_logprobs, prompt, hf_models[0])
+    bench.close()
+
+
+def test_tops_of_constrained_rows_are_the_models_own(model, prompt_of, hf_models):
+    bench = Bench(model)
+    stop = {"token_ids": (5,)}
+    allowed = AllowList((5, 11, 12), VOCAB)
+    bench.submit("a", prompt_of(12), 20, sampling=SAMPLED, constraint=allowed, stop=stop, top_logprobs=5)
+    bench.submit("b", prompt_of(30, 1), 20, sampling=SAMPLED, top_logprobs=2)
+    bench.run()
+    done = bench.completions["a", 0]
+    assert set(done.token_ids) <= {5, 11, 12}
+    assert not {token for row in done.top_ids for token in row} <= {5, 11, 12}
+    check_tops(done, prompt_of(12), 5, hf_models[0])
+    check_tops(bench.completions["b", 0], prompt_of(30, 1), 2, hf_models[0])
+    bench.close()
+
+
+@pytest.fixture
+def other(folders):
+    return load(folders[1])
+
+
+def test_tops_after_a_swap_are_of_the_new_weights(model, other, prompt_of, hf_models):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, kv_on_swap="recompute")
+    prompt = prompt_of(13)
+    bench.submit("a", prompt, 50, top_logprobs=4)
+    swap_in_the_middle(bench, mailbox, Update(1, other, model), 20)
+    done, k = bench.completions["a", 0], boundary(bench, "a")
+    rows = [log_softmax_after(hf_model, prompt + done.token_ids)[len(prompt) - 1 : -1] for hf_model in hf_models]
+    check_rows(done, torch.cat([rows[0][:k], rows[1][k:]]), 4)
+    bench.close()
+
+
+@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
+def test_prompt_logprobs_are_of_the_version_of_the_first_token(model, other, prompt_of, hf_models, kv_on_swap):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, kv_on_swap=kv_on_swap, prefill_chunk_tokens=8)
+    prompt = prompt_of(60)
+    bench.submit("a", prompt, 5, prompt_logprobs=True)
+    for _ in range(4):
+        bench.engine.tick()
+    assert 0 < bench.engine.scheduler.prefilling[0].kv_len < 60
+    mailbox.ready = Update(1, other, model)
+    bench.run()
+    assert bench.completions["a", 0].versions[0] == 1
+    check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[1])
+    bench.close()
+
+
+def test_members_of_a_group_that_prefill_again_after_a_swap_leave_its_prompts_logprobs(
+    model, other, prompt_of, hf_models
+):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, max_rows=1)
+    prompt = prompt_of(21)
+    bench.submit("g", prompt, 12, n=3, sampling=SAMPLED, prompt_logprobs=True, top_logprobs=2)
+    swap_in_the_middle(bench, mailbox, Update(1, other, model), 5)
+    assert bench.completions["g", 0].versions[0] == 0 and bench.completions["g", 1].versions[0] == 1
+    check_prompt(bench.done["g"].prompt_logprobs, prompt, hf_models[0])
+    for index in (1, 2):
+        check_tops(bench.completions["g", index], prompt, 2, hf_models[1])
+    bench.close()
+
+
+def test_a_prompt_that_is_scored_again_and_not_to_the_end_tells_of_one_version(model, other, prompt_of, hf_models):
+    mailbox = Mailbox()
+    bench = Bench(model, None, mailbox, prefill_chunk_tokens=8)
+    prompt = prompt_of(60)
+    bench.submit("a", prompt, 5, prompt_logprobs=True)
+    for _ in range(6):
+        bench.engine.tick()
+    before = bench.engine.scheduler.prefilling[0].kv_len
+    mailbox.ready = Update(1, other, model)
+    while not (running := bench.engine.scheduler.prefilling) or not 16 <= running[0].kv_len < before:
+        bench.engine.tick()
+    bench.engine.inbox.put(Cancel(("c", "a")))
+    bench.run()
+    told = bench.done["a"].prompt_logprobs
+    known = int((~np.isnan(told)).sum())
+    assert 8 <= known < before - 8 and np.isnan(told[known + 1 :]).all()
+    new = log_softmax_after(hf_models[1], prompt)[:known].gather(1, torch.tensor(prompt[1 : known + 1])[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(told[1 : known + 1]), new, atol=1e-4)
+    bench.close()
+
+
+def test_a_request_that_ends_before_its_prompt_is_computed_says_so_with_nan(model, prompt_of):
+    bench = Bench(model, prefill_chunk_tokens=8)
+    bench.submit("a", prompt_of(60), 5, n=2, top_logprobs=3, prompt_logprobs=True)
+    bench.engine.tick()
+    bench.engine.inbox.put(Cancel(("c", "a")))
+    bench.run()
+    for index in range(2):
+        done = bench.completions["a", index]
+        assert done.finish.reason == "cancelled" and done.top_ids == [] == done.token_ids
+    assert len(bench.done["a"].prompt_logprobs) == 60 and np.isnan(bench.done["a"].prompt_logprobs).any()
+    bench.close()
+
+
+def test_completions_that_end_early_have_as_many_tops_as_tokens(model, prompt_of, greedy):
+    """Steps in flight name rows that have ended: what these bring is dropped, tops and tokens alike."""
+    bench = Bench(model)
+    prompt = prompt_of(15)
+    stop = greedy(prompt, 12)[-1]
+    first = greedy(prompt, 12).index(stop)
+    bench.submit("a", prompt, 40, stop={"token_ids": (stop,)}, top_logprobs=3)
+    bench.submit("b", prompt_of(9, 2), 40, top_logprobs=2, sampling=SAMPLED)
+    for _ in range(8):
+        bench.engine.tick()
+    bench.engine.inbox.put(Cancel(("c", "b")))
+    bench.run()
+    for name in ("a", "b"):
+        done = bench.completions[name, 0]
+        assert 0 < len(done.token_ids) == len(done.top_ids) == len(done.top_logprobs) < 40
+    assert len(bench.tokens("a")) == first + 1
+    assert bench.engine.scheduler.counters.zombie_rows > 0
+    bench.close()
+
+
+def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model, prompt_of):
+    bench = Bench(model, max_rows=1)
+    bench.submit("g", prompt_of(9), 5, n=3, sampling=SAMPLED, top_logprobs=20)
+    bench.engine.tick()
+    group = bench.engine.scheduler.groups["c", "g"]
+    while not group.sequences[1].finalized:
+        bench.engine.tick()
+    assert [seq.tops is None for seq in group.sequences] == [True, True, False]
+    bench.run()
+    assert all(len(bench.completions["g", index].top_ids) == 5 for index in range(3))
+    bench.close()
+
+
+def test_logits_that_are_not_finite_leave_whole_tops(model, prompt_of):
+    bench = Bench(model)
+    bench.submit("a", prompt_of(9), 50, sampling={"temperature": 1.0, "seed": 1}, top_logprobs=3)
+    for _ in range(6):
+        bench.engine.tick()
+    bench.engine.executor.compute.run(lambda: model.norm.weight.fill_(float("nan")))
+    bench.run()
+    done = bench.completions["a", 0]
+    assert done.finish.reason == "error"
+    assert 0 < len(done.token_ids) == len(done.top_ids) and np.isfinite(done.top_logprobs).all()
+    bench.close()
+
+
+def test_after_a_fault_tokens_are_handed_back_with_their_tops(model, prompt_of, hf_models):
+    bench = Bench(model)
+    prompt = prompt_of(21)
+    bench.submit("a", prompt, 50, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
+    for _ in range(9):
+        bench.engine.tick()
+    seq = bench.engine.scheduler.decoding[0]
+    seq.tops.add(np.zeros(3, np.int32), np.zeros(3, np.float32))  # of a token that was not taken any more
+    bench.engine.fail("broken")
+    done = bench.completions["a", 0]
+    assert done.finish.reason == "error" and 0 < len(done.token_ids) < 50
+    check_tops(done, prompt, 3, hf_models[0])
+    check_prompt(bench.done["a"].prompt_logprobs, prompt, hf_models[0])
+    bench.close(check=False)
+
+
+def test_steps_without_scores_have_one_upload_and_one_download(model, prompt_of):
+    bench = Bench(model)
+    d2h, downloads = bench.engine.executor.d2h, []
+    run = d2h.run
+    d2h.run = lambda work: (downloads.append(work), run(work))
+    steps, launched = [], bench.engine.scheduler.launched
+    bench.engine.scheduler.launched = lambda plan: (steps.append(plan), launched(plan))
+    bench.submit("plain", prompt_of(20), 10)
+    bench.run()
+    assert len(downloads) == len(steps) > 5
+    bench.submit("asks", prompt_of(30, 1), 4, top_logprobs=1)
+    bench.submit("plain again", prompt_of(20, 2), 30)
+    bench.run()
+    assert len(downloads) == len(steps) + 4, "one more for each step of the row that asks"
+    bench.close()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_exact_sums_do_not_depend_on_the_order_of_additions(exact):
+    """Which on a GPU is another one for another number of rows."""
+    vocab, generator = 20_011, torch.Generator().manual_seed(0)
+    logits_SV = torch.randn(4, vocab, generator=generator) * 3
+    order_V = torch.randperm(vocab, generator=generator)
+    told = []
+    for each_SV in (logits_SV, logits_SV[:, order_V]):
+        scores = scores_module.StepScores(CpuDevice(), max_rows=4, chunk_tokens=4, vocab=vocab)
+        at = torch.arange(4)
+        scores.take_tops(each_SV, at, exact)
+        targets_N = torch.full((4,), int((order_V == 0).nonzero()) if told else 0)
+        scores.score_prompt(each_SV, at, targets_N, lambda logits: logits.clone(), exact)
+        scores.copy(4, 4)
+        told.append(scores.read((0, 1, 2, 3), 4))
+    expected_SV = logits_SV.double().log_softmax(1)
+    for scores in told:
+        np.testing.assert_allclose(scores.top_logprobs_CK, expected_SV.topk(20).values, atol=2e-6)
+        np.testing.assert_allclose(scores.prompt_N, expected_SV[:, 0], atol=2e-6)
+    if exact:
+        assert told[0].top_logprobs_CK.tobytes() == told[1].top_logprobs_CK.tobytes()
+        assert told[0].prompt_N.tobytes() == told[1].prompt_N.tobytes()
+
+
+class Copies(TorchDispatchMode):
+    """Records for each copy whether both sides are contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_one_piece: list[bool] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.of_one_piece.append(all(tensor.is_contiguous() for tensor in args[:2]))
+        return function(*args, **(kwargs or {}))
+
+
+def test_copies_to_the_host_are_contiguous():
+    """CUDA takes a copy with gaps through memory that is not pinned: the launch would wait until the step is over."""
+    scores = scores_module.StepScores(CpuDevice(), max_rows=8, chunk_tokens=64, vocab=VOCAB)
+    scores.take_tops(torch.arange(6 * VOCAB).view(6, VOCAB) / 50, torch.tensor([0, 2, 5]))
+    with Copies() as copies:
+        scores.copy(tops=3, scored=10)
+    assert copies.of_one_piece == [True, True]
+    assert scores.read((0, 2, 5), 10).top_ids_CK[:, 0].tolist() == [VOCAB - 1] * 3
+
+
+def test_logits_of_a_16_bit_model_are_not_rounded_to_16_bits(model):
+    model = model.to(torch.bfloat16)
+    hidden = torch.randn(3, model.spec.hidden).to(torch.bfloat16)
+    expected = hidden.float() @ model.lm_head.float().t()
+    assert torch.allclose(model.compute_logits(hidden), expected, atol=1e-4)

@@ -1,0 +1,174 @@
+"""Newer versions of an adapter amid a run: which tokens and which KV are of which version."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from rollout.engine.messages import Cancel, Done, PutAdapter
+from tests.support.engine.adapted import Adapters, bench_of, greedy_is, make_adapters, versions_of
+from tests.support.engine.harness import prompt_of
+
+
+@pytest.fixture(scope="module")
+def base(hf_models) -> Qwen3ForCausalLM:
+    return hf_models[0]
+
+
+@pytest.fixture(scope="module")
+def adapters(hf_models, folders, tmp_path_factory) -> Adapters:
+    return make_adapters(hf_models[0], folders[0], tmp_path_factory)
+
+
+@pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
+def test_a_newer_version_is_applied_during_the_run_and_stamped(model, base, adapters, kv_on_swap):
+    bench = bench_of(model, adapters, 1, kv_on_swap=kv_on_swap)
+    prompt = prompt_of(10)
+    bench.submit("r", prompt, 40, stream_every=1, adapter="a0")
+    bench.submit("other", prompt, 40)
+    while len(bench.tokens("r")) < 9:
+        bench.engine.tick()
+    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0], token=7, version=5))
+    bench.run()
+    assert Done(7) in bench.events
+    versions, got = versions_of(bench, "r"), bench.tokens("r")
+    before = versions.count(0)
+    assert versions == [0] * before + [5] * (40 - before) and 9 <= before <= 12
+    greedy_is(adapters[0][1], prompt, got[:before])
+    if kv_on_swap == "recompute":  # all KV has the new version then
+        greedy_is(adapters[1][1], prompt + got[:before], got[before:])
+    greedy_is(base, prompt, bench.tokens("other"))
+    bench.submit("again", prompt, 8, adapter="a0")
+    bench.run()
+    greedy_is(adapters[1][1], prompt, bench.tokens("again"))
+    whole = 8 if kv_on_swap == "recompute" else 0
+    assert bench.done["again"].cached_tokens == whole, "KV of the old version, or of both, is no prefix"
+    assert versions_of(bench, "again") == [5] * 8
+    bench.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_version_changes_at_the_stamped_token(model, adapters, depth):
+    """Tokens in flight have the previous version."""
+    said = []
+    for newer in (False, True):
+        bench = bench_of(model, adapters, 1, pipeline_depth=depth)
+        bench.submit("r", prompt_of(10), 40, stream_every=1, adapter="a0")
+        while len(bench.tokens("r")) < 9:
+            bench.engine.tick()
+        if newer:
+            bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+        bench.run()
+        said.append(bench.tokens("r"))
+        versions = versions_of(bench, "r")
+        bench.close()
+    same = next(i for i, (old, new) in enumerate(zip(*said, strict=True)) if old != new)
+    assert same >= 9 and versions == [0] * same + [1] * (40 - same)
+
+
+def test_members_of_a_group_that_start_later_take_no_kv_of_the_older_version(model, adapters):
+    bench = bench_of(model, adapters, 1, max_rows=2)
+    prompt = prompt_of(15)
+    bench.submit("g", prompt, 24, n=4, adapter="a0")
+    while len(bench.engine.scheduler.decoding) < 2:
+        bench.engine.tick()
+    assert bench.engine.scheduler.allocator.sharing, "the others are to take the prompt of the first"
+    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+    bench.run()
+    for index in (2, 3):
+        greedy_is(adapters[1][1], prompt, bench.tokens("g", index))
+        assert versions_of(bench, "g", index) == [1] * 24
+    bench.close()
+
+
+def test_a_newer_version_of_an_adapter_that_rests_is_loaded_when_it_is_wanted(model, adapters):
+    bench = bench_of(model, adapters, 1)
+    for version in range(2):
+        bench.submit(f"r{version}", prompt_of(10), 6, adapter="a0")
+        bench.run()
+        greedy_is(adapters[version][1], prompt_of(10), bench.tokens(f"r{version}"))
+        bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+        bench.run()
+    assert bench.status().adapters[0].version == 2
+    bench.close()
+
+
+def test_a_turn_during_which_its_adapter_changed_leaves_nothing(model, adapters):
+    bench = bench_of(model, adapters, 1, prefix_cache=False)
+    session = {"session": ("c", "s"), "session_lease_s": 100.0, "adapter": "a0"}
+    bench.submit("1", prompt_of(14), 30, **session)
+    while not bench.engine.scheduler.decoding or len(bench.engine.scheduler.decoding[0].tokens) < 5:
+        bench.engine.tick()
+    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+    bench.run()
+    prompt = [*prompt_of(14), *bench.tokens("1"), 3]
+    bench.submit("2", prompt, 6, **session)
+    bench.run()
+    assert bench.done["2"].cached_tokens == 0
+    greedy_is(adapters[1][1], prompt, bench.tokens("2"))
+    bench.close()
+
+
+def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, adapters):
+    """It has ended and its adapter has changed, but the step in flight still writes KV of the old adapter."""
+    bench = bench_of(model, adapters, 1, prefix_cache=False)
+    session = {"session": ("c", "s"), "session_lease_s": 100.0, "adapter": "a0"}
+    bench.submit("1", prompt_of(14), 30, **session)
+    decoding = bench.engine.scheduler.decoding
+    while not decoding or len(decoding[0].tokens) < 5 or not decoding[0].inflight_refs:
+        bench.engine.tick()
+    bench.engine.inbox.put(Cancel(("c", "1")))
+    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+    bench.run()
+    assert bench.engine.scheduler.allocator.sessions.pages == 0
+    prompt = [*prompt_of(14), *bench.tokens("1"), 3]
+    bench.submit("2", prompt, 6, **session)
+    bench.run()
+    assert bench.done["2"].cached_tokens == 0
+    greedy_is(adapters[1][1], prompt, bench.tokens("2"))
+    bench.close()
+
+
+def test_a_prompt_of_two_versions_is_not_shared(model, adapters):
+    bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
+    prompt = prompt_of(30)
+    bench.submit("g", prompt, 8, n=2, adapter="a0")
+    while not any(seq.kv_len for seq in bench.engine.scheduler.prefilling):
+        bench.engine.tick()
+    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+    bench.run()
+    greedy_is(adapters[1][1], prompt, bench.tokens("g", 1))
+    bench.close()
+
+
+def test_a_row_that_has_launched_nothing_keeps_no_kv_of_the_older_version(model, adapters):
+    bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
+    prompt = prompt_of(30)
+    bench.submit("before", prompt, 2, adapter="a0")
+    bench.run()
+    bench.submit("first", prompt_of(30, 1), 2)
+    bench.submit("r", prompt, 8, adapter="a0")
+    bench.engine.tick()
+    seq = bench.engine.scheduler.prefilling[-1]
+    assert seq.kv_len == 28 and not seq.row_ready, "it is admitted, with pages of the first"
+    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+    bench.run()
+    greedy_is(adapters[1][1], prompt, bench.tokens("r"))
+    bench.close()
+
+
+def test_log_probs_of_a_prompt_are_of_one_version(model, adapters):
+    bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
+    prompt = prompt_of(30)
+    bench.submit("r", prompt, 8, adapter="a0", prompt_logprobs=True)
+    while not any(seq.kv_len for seq in bench.engine.scheduler.prefilling):
+        bench.engine.tick()
+    bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
+    bench.run()
+    with torch.no_grad():
+        exact = adapters[1][1](torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    expected = exact[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+    told = torch.from_numpy(bench.completions["r", 0].prompt_logprobs)
+    assert torch.allclose(told[1:], expected, atol=1e-3)
+    bench.close()

@@ -1,0 +1,149 @@
+"""Drives a real engine in the test's own thread: no sockets, no mocks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rollout.config import EngineSettings, ModelSettings, ServiceSettings, Settings
+from rollout.engine.build import build_engine, local_links
+from rollout.engine.device.streams import CpuDevice, Device
+from rollout.engine.inspect import Inspector
+from rollout.engine.loop import Engine
+from rollout.engine.messages import (
+    Delta,
+    EngineStatus,
+    Event,
+    Prompt,
+    Request,
+    RequestDone,
+    SamplingParams,
+    StopParams,
+    Submit,
+)
+from rollout.models import load_model
+from rollout.models.decoder import Decoder
+
+
+class Completion:
+    """What the deltas of one completion add up to."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.raw_logprobs: list[float] = []
+        self.drawn_logprobs: list[float] = []
+        self.versions: list[int] = []  # one a token
+        self.routing: list[np.ndarray] = []  # one a delta
+        self.finish = None
+        self.seed = 0
+        self.deltas = 0
+        self.recomputed: tuple[tuple[int, int], ...] = ()
+        self.top_ids: list[list[int]] = []
+        self.top_logprobs: list[list[float]] = []
+        self.prompt_logprobs: np.ndarray | None = None
+
+    def add(self, delta: Delta) -> None:
+        assert self.finish is None, "nothing comes after the end"
+        assert len(delta.token_ids) == len(delta.logprobs) == len(delta.raw_logprobs)
+        self.token_ids += delta.token_ids.tolist()
+        self.logprobs += delta.logprobs.tolist()
+        self.raw_logprobs += delta.raw_logprobs.tolist()
+        if delta.drawn_logprobs is not None:
+            self.drawn_logprobs += delta.drawn_logprobs.tolist()
+        if delta.top_ids is not None:
+            assert delta.top_ids.shape == delta.top_logprobs.shape and len(delta.top_ids) == len(delta.token_ids)
+            self.top_ids += delta.top_ids.tolist()
+            self.top_logprobs += delta.top_logprobs.tolist()
+        if delta.prompt_logprobs is not None:
+            assert self.deltas == 0, "with the first delta"
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.routing is not None:
+            self.routing.append(delta.routing)
+        for version, count in delta.versions:
+            self.versions += [version] * count
+        assert len(self.versions) == len(self.token_ids)
+        self.finish, self.seed = delta.finish, delta.seed
+        assert delta.recomputed[: len(self.recomputed)] == self.recomputed
+        self.recomputed = delta.recomputed
+        self.deltas += 1
+
+
+class Bench:
+    """An engine with its events collected."""
+
+    def __init__(
+        self, model: Decoder, device: Device | None = None, receiver=None, max_queue: int = 4096, **engine: object
+    ) -> None:
+        defaults: dict = {"max_rows": 8, "page_size": 4, "kv_pages": 256, "prefill_chunk_tokens": 64}
+        self.settings = Settings(
+            engine=EngineSettings(**{**defaults, **engine}), service=ServiceSettings(max_queue=max_queue)
+        )
+        self.events: list[Event] = []
+        self.device = device or CpuDevice()
+        self.links = local_links(self.settings, self._emit, receiver)
+        self.engine: Engine = build_engine(self.settings, self.device, model, self.links)
+        self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
+        self.done: dict[str, RequestDone] = {}
+
+    def _emit(self, events: list[Event]) -> None:
+        self.events += events
+        for event in events:
+            if isinstance(event, Delta):
+                self.completions[event.key[1], event.index].add(event)
+            elif isinstance(event, RequestDone):
+                self.done[event.key[1]] = event
+
+    def submit(self, name: str, prompt: Iterable[int], max_tokens: int = 16, **fields) -> None:
+        sampling = SamplingParams(**fields.pop("sampling", {"temperature": 0.0}))
+        stop = StopParams(**fields.pop("stop", {}))
+        token_prompt = Prompt.of_tokens(np.array(list(prompt), dtype=np.int32))
+        self.engine.inbox.put(
+            Submit(Request(("c", name), token_prompt, max_tokens, sampling=sampling, stop=stop, **fields))
+        )
+
+    def run(self, ticks: int = 100_000) -> None:
+        """Tick until nothing is left to do."""
+        self.engine.tick()
+        for _ in range(ticks):
+            if not self.engine.busy and self.engine.inbox.empty():
+                return
+            self.engine.tick()
+        raise AssertionError(f"the engine is still busy after {ticks} ticks")
+
+    def status(self) -> EngineStatus:
+        return Inspector(self.engine).status()
+
+    def tokens(self, name: str, index: int = 0) -> list[int]:
+        return self.completions[name, index].token_ids
+
+    def close(self, check: bool = True) -> None:
+        if check:
+            self.engine.check_integrity()
+        self.engine.executor.close()
+
+
+def load(folder: Path, device: str = "cpu") -> Decoder:
+    settings = ModelSettings(path=str(folder), dtype="float32", device=device)
+    return load_model(settings, torch.device(device)).model
+
+
+def watch_prefills(bench: Bench) -> list[int]:
+    """A list that gets the input tokens of every prefill step from now on."""
+    sizes, launched = [], bench.engine.scheduler.launched
+    bench.engine.scheduler.launched = lambda plan: (
+        plan.kind == "prefill" and sizes.append(plan.tokens),
+        launched(plan),
+    )
+    return sizes
+
+
+VOCAB = 97
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

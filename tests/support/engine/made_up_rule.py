@@ -1,0 +1,84 @@
+"""A process that adds the rule `floor_penalty` to the table and follows it from the client to the torch twin.
+
+    python -m tests.support.engine.made_up_rule CHECKPOINT
+
+Prints the names of the places at which the value arrived.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import rollout_kernels
+import torch
+from rollout_kernels.sampling import reference
+
+from trainer_bridge.wire import sampling_rules as table
+
+
+@dataclass(frozen=True, slots=True)
+class Rules(table.SamplingRules):
+    """The table with one more entry."""
+
+    floor_penalty: float = table.rule(-1.0, "penalty", "a made-up rule", least=-1, most=9, off=-5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(reference.SamplingRows):
+    """The settings of the torch twin with one more field."""
+
+    floor_penalty_S: torch.Tensor | None = None
+
+
+table.SamplingRules, table.RULES = Rules, table.rules_of(Rules)  # type: ignore[misc]
+table.SamplingFields.__annotations__["floor_penalty"] = float
+rollout_kernels.SamplingRows = Rows  # type: ignore[misc]
+
+# Everything below is made from the table when it is imported.
+from rollout.engine.step.row_state import FIRST_FLOAT_RULE, FLOAT_RULES  # noqa: E402
+from rollout.service.errors import ServiceError  # noqa: E402
+from rollout.service.requests.schema import parse_request  # noqa: E402
+from tests.support.engine.harness import Bench, load  # noqa: E402
+from trainer_bridge.client.generate_request import plan_request  # noqa: E402
+
+
+def main(checkpoint: Path) -> None:
+    """Follow the value 2.5."""
+    fields = plan_request([1, 2, 3], {"floor_penalty": 2.5}).fields
+    assert fields["sampling"] == {"floor_penalty": 2.5}
+    print("header")
+
+    header = {"v": 1, "op": "generate", "id": "a", **fields}
+    sampling = parse_request(header).sampling
+    assert sampling.rules["floor_penalty"] == 2.5
+    try:
+        parse_request({**header, "sampling": {"floor_penalty": 9.5}})
+    except ServiceError as error:
+        assert error.field == "sampling.floor_penalty"
+        print("schema")
+
+    seen: list[list[float]] = []
+    change_logits = reference.change_logits
+
+    def watched(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+        if rows.floor_penalty_S is not None:
+            seen.append(rows.floor_penalty_S.tolist())
+        return change_logits(logits, rows)
+
+    reference.change_logits = watched
+    bench = Bench(load(checkpoint))
+    bench.submit("with", [1, 2, 3], 4, sampling=sampling.rules)
+    bench.submit("without", [4, 5, 6], 4, sampling={})
+    bench.run()
+    column = FIRST_FLOAT_RULE + [rule.name for rule in FLOAT_RULES].index("floor_penalty")
+    values = set(bench.engine.executor.step.rows.floats[1:, column].tolist())
+    if {2.5, -5.0} <= values:
+        print("row")
+    if any(set(step) == {2.5, -5.0} for step in seen):
+        print("twin")
+    bench.close()
+
+
+main(Path(sys.argv[1]))

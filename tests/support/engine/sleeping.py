@@ -1,0 +1,111 @@
+"""Shared by tests of sleep: memory that detects writes while it is released, and commands with their answers."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+from rollout.engine.device.releasable import HostPages, MemoryShortError
+from rollout.engine.messages import Done, Failed, Sleep, Wake
+from tests.support.engine.harness import Bench
+
+_TOKEN = 1000
+SAMPLED = {"temperature": 1.0, "seed": 11}
+PENALIZED = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3, "presence_penalty": 0.5}
+
+
+class StrictPages(HostPages):
+    """While given back, every byte is 0xff, which is NaN in all float types; who has written to one is found out.
+
+    `short` blocks can be had no more.
+    """
+
+    lazy = False
+    short_after: int | None = None
+    spans: list[mmap.mmap]
+    backed: set[int]
+
+    def __init__(self) -> None:
+        self.spans, self.backed = [], set()
+
+    def reserve(self, nbytes: int) -> mmap.mmap:
+        span = super().reserve(nbytes)
+        self._fill(span)
+        self.spans.append(span)
+        return span
+
+    def back(self, span: mmap.mmap) -> None:
+        assert id(span) not in self.backed
+        assert (np.frombuffer(span, np.uint8) == 0xFF).all(), "memory was written to after it was released"
+        if self.short_after is not None and len(self.backed) >= self.short_after:
+            raise MemoryShortError("no more")
+        self.backed.add(id(span))
+
+    def give_back(self, span: mmap.mmap) -> None:
+        self.backed.remove(id(span))
+        self._fill(span)
+
+    @staticmethod
+    def _fill(span: mmap.mmap) -> None:
+        np.frombuffer(span, np.uint8)[:] = 0xFF
+
+
+class Sleeping(Bench):
+    """An engine that can sleep."""
+
+    def __init__(self, model, device=None, receiver=None, **engine: object) -> None:
+        super().__init__(model, device, receiver, **{"sleep": True, **engine})
+
+    @property
+    def sleeper(self):
+        return self.engine.sleeper
+
+    @property
+    def pages(self) -> StrictPages:
+        return self.sleeper.memory._backing
+
+    def order(self, order: type[Sleep] | type[Wake], *fields, **more) -> int:
+        """Put an order into the inbox; its token."""
+        global _TOKEN
+        _TOKEN += 1
+        self.engine.inbox.put(order(*fields, token=_TOKEN, **more))
+        return _TOKEN
+
+    def answer(self, token: int) -> Done | Failed | None:
+        found = [event for event in self.events if isinstance(event, (Done, Failed)) and event.token == token]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def obeyed(self, token: int, most: int = 500) -> Done | Failed:
+        """Tick until an order is answered."""
+        for _ in range(most):
+            self.engine.tick()
+            if (answer := self.answer(token)) is not None:
+                return answer
+        raise AssertionError("the order is not answered")
+
+    def sleep(self, level: int = 1, **fields) -> Done | Failed:
+        return self.obeyed(self.order(Sleep, level, **fields))
+
+    def wake(self) -> Done | Failed:
+        return self.obeyed(self.order(Wake))
+
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.tick()
+
+
+def submit_some(bench: Sleeping, prompt_of) -> None:
+    """Completions of each kind, more than there are rows."""
+    bench.submit("greedy", prompt_of(13), 40)
+    bench.submit("sampled", prompt_of(70, 1), 30, sampling=SAMPLED, n=3)
+    bench.submit("penalized", prompt_of(5, 2), 35, sampling=PENALIZED)
+    bench.submit("stops", prompt_of(9, 3), 30, sampling={"temperature": 1.0, "seed": 3}, stop={"token_ids": (5, 9)})
+    for i in range(6):
+        bench.submit(f"more{i}", prompt_of(20 + i, i), 20, sampling={"temperature": 1.0, "seed": i})
+
+
+def outcome(bench: Sleeping) -> dict:
+    """Tokens and end of every completion."""
+    return {at: (done.token_ids, done.finish.reason) for at, done in bench.completions.items()}

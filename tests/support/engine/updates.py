@@ -1,0 +1,66 @@
+"""Updates of an engine without a receiver: whole checkpoints, and the mailbox in which the loop finds them."""
+
+from __future__ import annotations
+
+from tests.support.engine.harness import Bench
+
+
+class Update:
+    """A whole checkpoint, staged: the copy is real."""
+
+    nbytes = 0
+
+    def __init__(self, version: int, source, target) -> None:
+        self.version = version
+        self._pairs = [(target.hf_views()[name], view) for name, view in source.hf_views().items()]
+
+    def copy_into(self) -> None:
+        for target, source in self._pairs:
+            target.copy_(source)
+
+
+class Mailbox:
+    """A receiver with one update that becomes ready when the test says so."""
+
+    def __init__(self) -> None:
+        self.ready: Update | None = None
+        self.done: list[tuple[int, float]] = []
+        self.failures: list[tuple[int, str]] = []
+
+    def take_ready(self) -> Update | None:
+        update, self.ready = self.ready, None
+        return update
+
+    def applied(self, update: Update, pause_s: float) -> None:
+        self.done.append((update.version, pause_s))
+
+    def rest(self) -> None:
+        """It keeps nothing."""
+
+    def failed(self, update: Update, message: str) -> None:
+        self.failures.append((update.version, message))
+
+
+def swap_in_the_middle(bench: Bench, mailbox: Mailbox, update: Update, ticks: int) -> None:
+    for _ in range(ticks):
+        bench.engine.tick()
+    mailbox.ready = update
+    bench.run()
+
+
+def boundary(bench: Bench, name: str, index: int = 0) -> int:
+    versions = bench.completions[name, index].versions
+    assert versions == sorted(versions) and set(versions) == {0, 1}
+    return versions.index(1)
+
+
+class InPlace:
+    """What the receiver hands over once the parameters are written."""
+
+    nbytes = 0
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def copy_into(self) -> None:
+        pass

@@ -1,0 +1,23 @@
+"""Workers for the tests of integrations: without settings of the environment, without W&B."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from trainer_bridge.client.launch import WorkerProcess, start_worker
+
+ROOT = Path(__file__).parents[3]
+
+
+def worker_environment() -> dict[str, str | None]:
+    """What a worker's environment needs, and what it must not have (None)."""
+    changes: dict[str, str | None] = {name: None for name in os.environ if name.startswith(("ROLLOUT_", "WANDB_"))}
+    return {**changes, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+
+
+def start(model: Path, log: Path, **flags: Any) -> WorkerProcess:
+    """A worker of a checkpoint."""
+    given = {"wandb": False, "max_context_tokens": 256, "device": "cpu", **flags}
+    return start_worker(model, log_file=log, env=worker_environment(), **given)

@@ -1,0 +1,137 @@
+"""Real workers for tests: starting them, waiting for a state, checking the tokens that they count."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from rollout.demo.counting import CountingReport, check_completion
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess, start_worker
+from trainer_bridge.client.results import Completion
+from trainer_bridge.publish.publisher import WeightPublisher
+
+ROOT = Path(__file__).parents[3]
+CHECKPOINTS = ROOT / "rollout" / "demo" / "checkpoints"
+ONES, TWOS = CHECKPOINTS / "ones", CHECKPOINTS / "twos"
+DEADLINE_S = 60.0
+
+_SETTINGS = ("ROLLOUT_", "WANDB_")
+_ALWAYS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+
+#: Token texts by id, as in the checkpoints' tokenizer.json.
+TEXTS = ("<pad>", "<eos>", "<unk>", *"0123456789 :\n")
+EOS, SPACE, COLON = 1, TEXTS.index(" "), TEXTS.index(":")
+
+
+def subprocess_environment(**changes: str) -> dict[str, str]:
+    """This environment without settings of a worker and without a W&B account, and with the sources on the path."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS)}
+    return {**kept, **_ALWAYS, **changes}
+
+
+def launch(
+    model: Path | str = ONES, *, log: Path, wait: bool = True, env: dict[str, str | None] | None = None, **flags: Any
+) -> WorkerProcess:
+    """`start_worker` without W&B, and with as much KV as tests need: all of it is written to at the start."""
+    without = {name: None for name in os.environ if name.startswith(_SETTINGS)}
+    return start_worker(
+        model,
+        log_file=log,
+        wait=wait,
+        env={**without, **_ALWAYS, **(env or {})},
+        **{"wandb": False, "drain_s": 60, "kv_memory_max_gib": 0.125, **flags},
+    )
+
+
+def rollout(*arguments: str) -> list[str]:
+    """The command line of the `rollout` command."""
+    return [sys.executable, "-m", "rollout.cli.main", *arguments]
+
+
+def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """The first true value of `condition`; fails after `deadline_s`."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"still waiting for {what}"
+        time.sleep(0.002)
+    return value
+
+
+def token_ids(text: str) -> list[int]:
+    """Token ids of a counting text; one a character."""
+    return [TEXTS.index(character) for character in text]
+
+
+def text_of(tokens: Any) -> str:
+    """The text of tokens that are not special."""
+    return "".join(TEXTS[token] for token in tokens)
+
+
+def check(prompt: str, completion: Completion, steps: dict[int, int]) -> CountingReport:
+    """Check every token against the version stamped on it; `steps` maps a version to the step that it counts in."""
+    return check_completion(prompt, completion.token_ids.tolist(), completion.versions, steps, TEXTS.__getitem__)
+
+
+def is_gone(pid: int) -> bool:
+    """True if there is no such process, or it is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def facts(log: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a worker's output: ready and, at the end, ended."""
+    return [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"event"')]
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    """The weights of the checkpoint that counts in `step`: 1 or 2."""
+    return load_file({1: ONES, 2: TWOS}[step] / "model.safetensors")
+
+
+def kill_publisher_half_way(endpoint: str, version: int) -> dict[str, Any]:
+    """Start a publisher, kill it in the middle of its buckets; the weights' status once the worker had some of them."""
+    command = [sys.executable, "-m", "scripts.check.soak.half_publisher", endpoint, str(TWOS), str(version)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=subprocess_environment()) as process,
+        WeightPublisher(endpoint) as watcher,
+    ):
+        assert process.stdout is not None and process.stdout.readline() == "half\n"
+        assert process.poll() is None
+
+        def receiving() -> dict[str, Any] | None:
+            status = watcher.status()[0]
+            return status if (status["incoming"] or {}).get("arrived_bytes") else None
+
+        status = until(receiving, "the first buckets")
+        process.kill()
+    return status
+
+
+def assert_idle(worker: WorkerProcess) -> None:
+    """Wait until no row, page or slot is in use and no request waits; the worker must not be paused or asleep."""
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
+
+        def idle() -> bool:
+            status = client.status()
+            pages, slots = status["pages"], status["slots"]["in_flight"]
+            busy = status["rows"]["running"], status["queue"]["waiting"], pages["used"], slots
+            return busy == (0, 0, 0, 0) and pages["free"] + pages["cached"] == pages["total"]
+
+        left_in = client.status()["state"]
+        if left_in == "paused":
+            client.pause("abort")  # so that the next test has a chance
+            client.resume()
+        until(idle, "the worker to be idle again")
+        assert left_in == "serving"

@@ -1,0 +1,63 @@
+"""Two workers, started once and shared by all tests here; each test leaves them idle."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.worker.harness import assert_idle, launch
+from tests.support.worker.raw_client import RawClient
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
+
+MAX_ROWS, MAX_QUEUE, MAX_CONTEXT = 8, 24, 32_768
+
+
+@pytest.fixture(scope="session")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
+    """Two workers that count in ones: the first keeps its weights, the second is for tests that publish others."""
+    folder = tmp_path_factory.mktemp("workers")
+    flags = {"max_rows": MAX_ROWS, "max_queue": MAX_QUEUE, "max_context_tokens": MAX_CONTEXT, "wait": False}
+    if importlib.util.find_spec("prometheus_client") is not None:
+        flags |= {"metrics_port": 0, "interval_s": 0.5}
+    first, second = (launch(log=folder / f"{name}.log", **flags) for name in ("first", "second"))
+    with first, second:
+        first.wait_ready(120)
+        second.wait_ready(120)
+        yield first, second
+
+
+@pytest.fixture
+def worker(workers: tuple[WorkerProcess, WorkerProcess]) -> Iterator[WorkerProcess]:
+    """The first worker, which must be idle again when the test is over."""
+    yield workers[0]
+    assert_idle(workers[0])
+
+
+@pytest.fixture(scope="session")
+def ledger() -> dict[int, int]:
+    """The step that each version of the second worker's weights counts in; a test that publishes adds its version."""
+    return {0: 1}
+
+
+@pytest.fixture
+def weights_worker(workers: tuple[WorkerProcess, WorkerProcess]) -> Iterator[WorkerProcess]:
+    """The second worker, which must be idle again when the test is over."""
+    yield workers[1]
+    assert_idle(workers[1])
+
+
+@pytest.fixture
+def client(worker: WorkerProcess) -> Iterator[RolloutClient]:
+    """A client of the first worker."""
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as client:
+        yield client
+
+
+@pytest.fixture
+def raw(worker: WorkerProcess) -> Iterator[RawClient]:
+    """A DEALER socket to the first worker."""
+    with RawClient(worker.endpoint) as client:
+        yield client

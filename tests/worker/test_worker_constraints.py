@@ -1,0 +1,203 @@
+"""Constrained completions from a real worker: valid every time, or refused with the reason; others go on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.schemas import random_schema
+from tests.support.tokenizer_folder import make_tokenizer_folder
+from tests.support.worker.harness import launch
+from trainer_bridge.client import spatial
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
+from trainer_bridge.wire.errors import BadRequest
+
+pytest.importorskip("xgrammar")
+jsonschema = pytest.importorskip("jsonschema")
+SCHEMAS = 1000
+#: A model without sense likes white space between the parts of JSON as much as anything else.
+WHITE = (" ", "\t", "\n", "\r")
+
+
+@pytest.fixture(scope="module")
+def scribbler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """A worker whose model writes bytes at random."""
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    folder = make_tokenizer_folder(tmp_path_factory.mktemp("scribbler"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(2)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer) + 5,  # as real models have more than their tokenizer
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=4096,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    make_tokenizer_folder(folder)
+    with launch(folder, log=folder / "log", max_rows=64, max_queue=2048, prefix_cache=False) as worker:
+        yield worker
+
+
+@pytest.fixture
+def client(scribbler: WorkerProcess) -> Iterator[RolloutClient]:
+    with RolloutClient(scribbler.endpoint, timeout_s=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(scribbler: WorkerProcess) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(scribbler.log_path.parent)
+
+
+@pytest.fixture(scope="module")
+def eos(tokenizer: Any) -> int:
+    return tokenizer.eos_token_id
+
+
+@pytest.fixture(scope="module")
+def bias(tokenizer: Any) -> dict[int, float]:
+    texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    return {token: -8.0 for token, text in texts.items() if text and all(char in WHITE for char in text)}
+
+
+def test_every_output_of_a_thousand_schemas_is_valid(client: RolloutClient, bias: dict[int, float]) -> None:
+    schemas = [random_schema(seed) for seed in range(SCHEMAS)]
+    results = client.generate_many(
+        {
+            "prompt": "make json: ",
+            "max_tokens": 600,
+            "seed": seed,
+            "logit_bias": bias,
+            "return_text": True,
+            "constraint": {"json_schema": schema if seed % 2 else json.dumps(schema)},
+        }
+        for seed, schema in enumerate(schemas)
+    )
+    ends: dict[str, int] = {}
+    for schema, result in zip(schemas, results, strict=True):
+        (completion,) = result.completions
+        ends[completion.finish_reason] = ends.get(completion.finish_reason, 0) + 1
+        if completion.finish_reason == "stop":
+            jsonschema.validate(json.loads(completion.text), schema)
+            assert completion.drawn_logprobs is not None
+    assert ends.keys() <= {"stop", "length"} and ends["stop"] >= 0.98 * SCHEMAS, ends
+
+
+@pytest.mark.parametrize(
+    ("constraint", "fits"),
+    [
+        ({"regex": "[a-f]{3}-[0-9]{2,4}"}, "[a-f]{3}-[0-9]{2,4}"),
+        ({"choices": ["yes", "no", "perhaps é👍"]}, "yes|no|perhaps é👍"),
+        ({"grammar": 'root ::= "(" root ")" | [xyz]'}, r"\(*[xyz]\)*"),
+    ],
+)
+def test_texts_fit_with_and_without_neighbours(client: RolloutClient, constraint: dict, fits: str) -> None:
+    bound: dict = {"prompt": "abc", "max_tokens": 60, "n": 8, "seed": 6, "constraint": constraint, "return_text": True}
+    free, result = client.generate_many([{"prompt": "abc", "max_tokens": 60, "n": 4, "seed": 5}, bound])
+    ended = [completion for completion in result.completions if completion.finish_reason == "stop"]
+    assert len(ended) >= 4
+    assert all(re.fullmatch(fits, completion.text or "") for completion in ended)
+    alone = client.generate("abc", max_tokens=60, n=4, seed=5)
+    for beside, by_itself in zip(free.completions, alone.completions, strict=True):
+        assert beside.token_ids.tolist() == by_itself.token_ids.tolist()
+
+
+def test_an_allow_list_is_kept(client: RolloutClient) -> None:
+    (completion,) = client.generate("abc", max_tokens=40, seed=1, constraint={"token_ids": [40, 41, 42]}).completions
+    *tokens, last = completion.token_ids.tolist()
+    assert set(tokens) <= {40, 41, 42} and (completion.finish_reason == "stop" or last in {40, 41, 42})
+
+
+def test_a_continued_completion_stays_in_its_constraint(client: RolloutClient) -> None:
+    constraint = {"regex": "(ab){50}"}
+    (whole,) = client.generate("abc", max_tokens=120, seed=3, constraint=constraint, return_text=True).completions
+    assert whole.text == "ab" * 50 and whole.finish_reason == "stop"
+    prior = {"token_ids": whole.token_ids[:31].tolist(), "seed": whole.seed}
+    (again,) = client.generate("abc", max_tokens=120, continue_from=prior, constraint=constraint).completions
+    assert again.token_ids.tolist() == whole.token_ids.tolist()
+    with pytest.raises(BadRequest, match="does not allow token 0"):
+        client.generate("abc", max_tokens=9, continue_from={"token_ids": [40], "seed": 1}, constraint={"regex": "z"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "reason"),
+    [
+        ({"constraint": {"regex": "(["}}, "constraint.regex", "Unclosed"),
+        ({"constraint": {"grammar": "root ::= nothing"}}, "constraint.grammar", "not defined"),
+        ({"constraint": {"json_schema": {"type": "strin"}}}, "constraint.json_schema", "Unsupported type"),
+        ({"constraint": {"json_schema": "5" * 65_537}}, "constraint.json_schema", "65536 characters"),
+        ({"constraint": {"json_schema": [5]}}, "constraint.json_schema", "as a map"),
+        (
+            {"constraint": {"json_schema": {"type": "string", "pattern": "(" * 32_000 + "a" + ")" * 32_000}}},
+            "constraint.json_schema",
+            "more than 4096 characters",
+        ),
+        ({"constraint": {"regex": "a", "choices": ["a"]}}, "constraint", "exactly one"),
+        ({"constraint": {}}, "constraint", "exactly one"),
+        ({"constraint": {"choices": []}}, "constraint.choices", "at least 1"),
+        ({"constraint": {"choices": ["a" * 50_000, "b" * 50_000]}}, "constraint", "65536 characters"),
+        ({"constraint": {"token_ids": []}}, "constraint", "at least one"),
+        ({"constraint": {"token_ids": [99_999]}}, "constraint.token_ids", "vocabulary"),
+        ({"constraint": {"pattern": "a"}}, "constraint.pattern", "unknown"),
+        ({"constraint": {"regex": "a"}, "stop": {"ignore_eos": True}}, "stop", "stop token"),
+        ({"constraint": {"regex": "a"}, "stop": {"min_tokens": 3}}, "stop.min_tokens", "min_tokens"),
+    ],
+)
+def test_unusable_constraints_are_refused_with_the_reason(
+    client: RolloutClient, fields: dict, field: str, reason: str
+) -> None:
+    with pytest.raises(BadRequest, match=reason) as caught:
+        client.generate("abc", max_tokens=9, **fields)
+    assert caught.value.field == field
+
+
+def test_a_constraint_that_hangs_the_worker_costs_its_own_completion(client: RolloutClient, eos: int) -> None:
+    """Nested repetitions: every token takes longer to follow than the one before."""
+    nested = {"regex": "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}"}
+    both = [{"stop": {"ignore_eos": True}}, {"constraint": nested, "logit_bias": {eos: -100.0}}]
+    free, hangs = client.generate_many({"prompt": "abc", "max_tokens": 2000, "seed": 5, **fields} for fields in both)
+    (hung,) = hangs.completions
+    assert hung.finish_reason == "error" and set(hung.token_ids.tolist()) == {hung.token_ids[0]}
+    assert len(free.completions[0].token_ids) == 2000
+    result = client.generate("abc", max_tokens=9, seed=4, constraint={"choices": ["still here"]}, return_text=True)
+    assert result.completions[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "numbers", "least", "most"),
+    [
+        (spatial.point(), 2, 1, 1),
+        (spatial.detect(most=4), 3, 0, 4),
+        (spatial.detect(least=2, most=3), 3, 2, 3),
+        (spatial.outline(3, 12), 2, 3, 12),
+    ],
+    ids=["point", "detect", "detect some", "outline"],
+)
+def test_places_in_a_picture(client: RolloutClient, grammar: str, numbers: int, least: int, most: int) -> None:
+    result = client.generate("abc", max_tokens=400, n=16, seed=1, constraint={"grammar": grammar}, return_text=True)
+    for completion in result.completions:
+        assert completion.finish_reason == "stop" and completion.text is not None
+        lines = [[int(number) for number in line.split(" ")] for line in completion.text.split("\n") if line]
+        assert least <= len(lines) <= most
+        assert all(len(line) == numbers and 0 <= min(line) and max(line) <= spatial.LARGEST for line in lines)
+    assert len({completion.text for completion in result.completions}) > 4
+
+
+def test_bounds_of_places_that_make_no_sense_are_refused() -> None:
+    for least, most in ((3, 2), (-1, 4), (0, 0)):
+        with pytest.raises(ValueError, match="makes no sense"):
+            spatial.detect(least, most)

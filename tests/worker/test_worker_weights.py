@@ -1,0 +1,232 @@
+"""New weights for a real worker while it generates: every token comes from the version stamped on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.worker.harness import kill_publisher_half_way, launch, tensors, until
+from tests.support.worker.served import Served
+from trainer_bridge.client.launch import WorkerProcess
+from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.wire.errors import WeightsRejected
+
+ENDLESS = {"max_tokens": 30_000, "stream": "tokens", "stream_every": 8}
+
+
+@pytest.fixture(scope="module")
+def book(workers: tuple[WorkerProcess, WorkerProcess], ledger: dict[int, int]) -> Iterator[Served]:
+    served = Served(workers[1], ledger)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def served(book: Served, weights_worker: WorkerProcess) -> Iterator[Served]:
+    """The second worker, counting in ones."""
+    if book.steps[max(book.steps)] != 1:
+        book.publish(1)
+    yield book
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq", "nccl", "disk"])
+def test_completions_change_step_where_their_versions_say(served: Served, transport: str, tmp_path: Path) -> None:
+    old = served.version
+    folder = str(tmp_path) if transport == "disk" else None
+    with (
+        WeightPublisher(served.endpoint, transport=transport, folder=folder) as publisher,
+        served.client.generate("17:", n=3, **ENDLESS) as stream,
+        served.client.generate("480:", n=2, max_tokens=30_000, temperature=0, stream="completions") as greedy,
+    ):
+        begun: set[int] = set()  # each has a token of the old version
+        while len(begun) < 3:
+            begun.add(next(stream).index)
+        until(lambda: served.client.status()["rows"]["running"] == 5, "the greedy completions")
+        ahead = served.client.status()["tokens"]
+        until(lambda: served.client.status()["tokens"] > ahead + 100, "tokens of all of them")
+        report = served.publish(2, publisher)
+        for chunk in stream:
+            if chunk.part.versions[-1][0] == report.version:
+                break
+        stream.cancel()
+        greedy.cancel()
+        results = stream.wait().completions, greedy.wait().completions
+    served.check("17:", results[0])
+    served.check("480:", results[1])
+    for completion in results[0] + results[1]:
+        assert [version for version, _ in completion.versions] == [old, report.version]
+        assert completion.finish_reason == "cancelled"
+    assert served.counts_in() == 2
+    assert report.transport == transport and report.nbytes == sum(t.nbytes for t in tensors(2).values())
+    assert 0 < report.pause_s < report.seconds and report.phases.keys() == {"receive", "verify", "wait", "apply"}
+    (status,) = served.publisher.status()
+    assert (status["state"], status["version"], status["last"]["version"]) == ("idle", report.version, report.version)
+    told = served.client.status()["weights"]
+    assert (told["version"], told["apply"], told["staging"]) == (report.version, "staged", "host")
+    assert told["last"]["version"] == report.version
+    assert (told["last"]["transport"], told["last"]["bytes"]) == (transport, report.nbytes)
+    assert told["last"]["phases_ms"] == pytest.approx({name: 1e3 * s for name, s in report.phases.items()})
+    assert 0 <= told["last"]["age_s"] < 60 and told["last"]["at_s"] == pytest.approx(time.time(), abs=60)
+
+
+def test_ten_swaps_in_one_completion(served: Served) -> None:
+    first = served.version
+    with served.client.generate("17:", n=2, **ENDLESS) as stream:
+        begun: set[int] = set()  # each has a token of the first version
+        while len(begun) < 2:
+            begun.add(next(stream).index)
+        for i in range(10):
+            report = served.publish(2 - i % 2)
+            while next(stream).part.versions[-1][0] != report.version:
+                pass
+        stream.cancel()
+        completions = stream.wait().completions
+    served.check("17:", completions)
+    for completion in completions:
+        assert [version for version, _ in completion.versions] == list(range(first, first + 11))
+
+
+def test_a_completion_ends_rather_than_span_more_versions_than_asked_for(served: Served) -> None:
+    first = served.version
+    with (
+        served.client.generate("17:", max_version_span=1, **ENDLESS) as bound,
+        served.client.generate("17:", **ENDLESS) as free,
+    ):
+        for i in range(3):
+            next(bound)
+            while next(free).part.versions[-1][0] != first + i:
+                pass
+            if i < 2:
+                served.publish(2 - i)
+        free.cancel()
+        (ended,), (other,) = bound.wait().completions, free.wait().completions
+    served.check("17:", [ended, other])
+    assert ended.finish_reason == "stale" and {version for version, _ in ended.versions} == {first, first + 1}
+    assert other.versions[1] == ended.versions[1], "no token that fits is lost"
+    prior = {"token_ids": ended.token_ids.tolist(), "seed": ended.seed, "versions": ended.versions}
+    (again,) = served.client.generate("17:", max_tokens=30_000, continue_from=prior, max_version_span=1).completions
+    assert again.finish_reason == "stale" and len(again) == len(ended)
+
+
+def test_weights_come_to_a_paused_worker(served: Served) -> None:
+    with served.client.generate("17:", max_tokens=200, stream="tokens", stream_every=1) as stream:
+        next(stream)
+        served.client.pause()
+        report = served.publish(2)
+        assert served.client.status()["state"] == "paused"
+        served.client.resume()
+        (completion,) = stream.wait().completions
+    served.check("17:", [completion])
+    assert completion.versions[-1][0] == report.version and len(completion.versions) == 2
+
+
+def test_a_prompt_that_was_cached_under_old_weights_is_computed_again(served: Served) -> None:
+    prompt = " ".join(map(str, range(200, 240))) + ":"
+    for expected in (0, 159):
+        result = served.client.generate(prompt, max_tokens=30)
+        assert result.cached_tokens == pytest.approx(expected, abs=16)
+    served.publish(2)
+    result = served.client.generate(prompt, max_tokens=30)
+    assert result.cached_tokens == 0
+    served.check(prompt, result.completions)
+
+
+def spoiled(kind: str) -> tuple[dict[str, torch.Tensor], str]:
+    """Weights that the worker must refuse, and what its refusal names."""
+    wrong = tensors(2)
+    name = "model.layers.1.mlp.up_proj.weight"
+    if kind == "missing":
+        del wrong[name]
+    elif kind == "shape":
+        wrong[name] = wrong[name][:-1].clone()
+    elif kind == "unknown":
+        wrong["model.layers.2.mlp.up_proj.weight"] = wrong[name]
+        name = "model.layers.2"
+    return wrong, "version" if kind == "stale" else name
+
+
+@pytest.mark.parametrize("transport", ["zmq", "disk"])
+@pytest.mark.parametrize("kind", ["missing", "shape", "unknown", "stale"])
+def test_wrong_weights_are_refused_and_the_old_ones_serve_on(
+    served: Served, kind: str, transport: str, tmp_path: Path
+) -> None:
+    old = served.version
+    wrong, named = spoiled(kind)
+    folder = str(tmp_path) if transport == "disk" else None
+    with (
+        WeightPublisher(served.endpoint, transport=transport, folder=folder) as publisher,
+        served.client.generate("17:", n=2, max_tokens=30_000, stream="tokens", stream_every=8) as stream,
+    ):
+        next(stream)
+        handle = publisher.publish(wrong, old if kind == "stale" else old + 1)
+        with pytest.raises(WeightsRejected) as caught:
+            handle.applied(60)
+        assert named in str(caught.value) and served.endpoint in str(caught.value)
+        next(stream)
+        stream.cancel()
+        completions = stream.wait().completions
+    served.check("17:", completions)
+    assert all([version for version, _ in completion.versions] == [old] for completion in completions)
+    assert served.version == old and served.counts_in() == 1
+    assert served.publisher.status()[0]["state"] == "idle"
+
+
+def test_a_publisher_that_is_killed_half_way_leaves_the_old_weights(served: Served) -> None:
+    old = served.version
+    with served.client.generate("17:", n=2, **ENDLESS) as stream:
+        next(stream)
+        receiving = kill_publisher_half_way(served.endpoint, old + 1)
+        incoming = receiving["incoming"]
+        assert receiving["state"] == "receiving" and receiving["version"] == old
+        assert incoming["version"] == old + 1 and 0 < incoming["arrived_bytes"] < incoming["total_bytes"]
+        assert served.counts_in() == 1 and served.version == old
+        report = served.publish(2)  # the same version number: it was never used
+        assert report.version == old + 1
+        while next(stream).part.versions[-1][0] != report.version:
+            pass
+        stream.cancel()
+        completions = stream.wait().completions
+    served.check("17:", completions)
+    assert all([version for version, _ in c.versions] == [old, old + 1] for c in completions)
+
+
+# --- a worker with other settings ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Computes the KV again after a swap, has few pages, and forgets half-sent updates quickly."""
+    log = tmp_path_factory.mktemp("tight") / "worker.log"
+    with launch(log=log, kv_on_swap="recompute", max_rows=4, kv_pages=80, idle_s=3.0, stop_check_every=1) as worker:
+        served = Served(worker, {0: 1})
+        yield served
+        served.close()
+
+
+def test_recomputed_kv_and_preempted_rows_count_right_across_a_swap(tight: Served) -> None:
+    """Four rows of up to 600 tokens want 152 pages of 16; there are 79."""
+    with tight.client.generate("17:", n=4, max_tokens=600, stream="tokens", stream_every=4) as stream:
+        while sum(len(part) for part in stream.partials()) < 400:
+            next(stream)
+        report = tight.publish(2)
+        result = stream.wait()
+    tight.check("17:", result.completions)
+    assert result.preemptions > 0
+    for completion in result.completions:
+        assert len(completion) == 600 and completion.finish_reason == "length"
+    both = [completion for completion in result.completions if len(completion.versions) == 2]
+    assert both and all((c.versions[0][1], report.version) in c.recomputed for c in both)
+    assert tight.version == report.version and tight.counts_in() == 2
+
+
+def test_a_half_sent_update_is_forgotten_after_a_while(tight: Served) -> None:
+    version = tight.version
+    kill_publisher_half_way(tight.endpoint, version + 1)
+    until(lambda: tight.publisher.status()[0]["state"] == "idle", "the update to be dropped")
+    assert tight.version == version and tight.counts_in() == tight.steps[version]
+    tight.publish(1)
+    assert tight.counts_in() == 1
