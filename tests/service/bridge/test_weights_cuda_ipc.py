@@ -19,7 +19,7 @@ import torch
 import zmq
 from weights_harness import TinyModel, Worker, new_tensors, serves
 
-from rollout.access import OPEN_ON_LOOPBACK
+from rollout.process.access import OPEN_ON_LOOPBACK
 from rollout.weights.destination import StagedDestination
 from rollout.weights.receiver import WeightSocket
 from trainer_bridge.publish import publisher as publisher_module

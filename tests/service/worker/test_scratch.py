@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from worker_harness import subprocess_environment
 
-from rollout.scratch import ScratchFolder
+from rollout.process.scratch import ScratchFolder
 
 PREFIX = "rollout-scratch-test-"
 KILLED = f"""
 import os, signal
-from rollout.scratch import ScratchFolder
+from rollout.process.scratch import ScratchFolder
 folder = ScratchFolder({PREFIX!r})
 (folder.path / "file").write_text("x")
 print(folder.path, flush=True)
