@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollout.process.logs import JsonFormatter, TextFormatter, about
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STEPS = [{"step": 7, "kind": "decode", "device_ms": 1.25}, {"step": 8, "kind": "prefill", "device_ms": None}]
 
 
