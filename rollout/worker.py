@@ -2,7 +2,7 @@
 
     serve(settings)    check, load --> Worker --> loop --> close
       build            links between threads first, then receiver, engine, service      `Worker.__init__`
-      serve            tick while there is work; wait on the inbox while there is none  `loop`, `_turn`
+      serve            tick while there is work; wait on the inbox while there is none  `loop`, `_tick`
       recover          after a fault: hand requests back, build the engine anew         `_recover`
       close            answer the clients that wait, end the threads, write the last report   `close`
 
@@ -115,7 +115,7 @@ class Worker:
             gate,
             settings.security,
             _adapter_target(settings.engine, model, registry),
-            None if memory is None else memory.room,
+            None if memory is None else memory.buffer,
         )
         links = Links(SimpleQueue(), outbox.put, gate, self.receiver, registry)
         for name, weights in _read_adapters(settings.engine, model).items():
@@ -184,7 +184,7 @@ class Worker:
                 log.critical("the service thread has ended; no client can be answered")
                 return FAILED
             try:
-                self._turn()
+                self._tick()
                 continue
             # Whatever failed (the device, memory, our own books), every client must get an answer.
             except Exception as error:
@@ -194,7 +194,7 @@ class Worker:
                 return FAULT
         return 0
 
-    def _turn(self) -> None:
+    def _tick(self) -> None:
         engine = self.engine
         self.vitals.tick()
         if not engine.busy:

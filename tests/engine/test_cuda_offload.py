@@ -25,7 +25,7 @@ def test_offloaded_rows_have_transformers_tokens(folders, prompt_of, greedy, dep
     bench = cuda_bench(
         load(folders[0], "cuda"), kv_pages=40, pipeline_depth=depth, host_kv_gib=0.01, host_kv_piece_mib=piece_mib
     )
-    assert all(block.is_pinned() for block in bench.engine.executor.mover.room._blocks_HW)
+    assert all(block.is_pinned() for block in bench.engine.executor.mover.host_memory._blocks_HW)
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(10, i), 60)
     bench.run()
