@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.announce import say, write_whole
 from rollout.config import Settings
-from rollout.scratch import ScratchFolder
+from rollout.process.announce import say, write_whole
+from rollout.process.scratch import ScratchFolder
 from trainer_bridge.client.launch import worker_environment
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
     serve(settings)    check, load --> Worker --> loop --> close
       build            links between threads first, then receiver, engine, service      `Worker.__init__`
-      serve            tick while there is work; wait on the inbox while there is none  `loop`, `_turn`
+      serve            tick while there is work; wait on the inbox while there is none  `loop`, `_tick`
       recover          after a fault: hand requests back, build the engine anew         `_recover`
       close            answer the clients that wait, end the threads, write the last report   `close`
 
@@ -28,10 +28,8 @@ from queue import SimpleQueue
 
 import torch
 
-from rollout.access import Access
-from rollout.adapter_sources import adapter_folders, adapter_target, read_adapters
-from rollout.announce import say, write_whole
-from rollout.config import Settings
+from rollout.config import EngineSettings, Settings
+from rollout.engine.adapter_table import AdapterRegistry
 from rollout.engine.build import (
     adapter_registry,
     build_engine,
@@ -45,8 +43,6 @@ from rollout.engine.gate import Gate
 from rollout.engine.inspect import Inspector
 from rollout.engine.messages import PutAdapter, Shutdown
 from rollout.engine.parts import Links
-from rollout.libraries import freeze_heap
-from rollout.logs import set_up, worker_name
 from rollout.metrics.health import Health
 from rollout.metrics.prometheus import PrometheusSink
 from rollout.metrics.sinks import JsonlSink, MetricsThread, Sink
@@ -54,18 +50,27 @@ from rollout.metrics.timeline import write_timeline
 from rollout.metrics.wandb_mode import wandb_mode
 from rollout.metrics.wandb_sink import WandbSink
 from rollout.models import LoadedModel, load_model
+from rollout.models.decoder import Decoder
 from rollout.models.loader import fetch
-from rollout.ports import check_free
-from rollout.progress import stage
+from rollout.models.lora_slots import AdapterWeights
+from rollout.models.peft_tensors import load_peft_folder
+from rollout.process.access import Access
+from rollout.process.announce import say, write_whole
+from rollout.process.libraries import freeze_heap
+from rollout.process.logs import set_up, worker_name
+from rollout.process.ports import check_free
+from rollout.process.progress import stage
+from rollout.process.settings_sources import SettingsError
+from rollout.process.watchdog import Watchdog
+from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.outbox import Outbox
 from rollout.service.requests.constraint import constraints_for
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
 from rollout.service.text.codec import load_text_codec
 from rollout.service.text.process import TextProcess
-from rollout.settings_sources import SettingsError
-from rollout.vitals import Vitals
-from rollout.watchdog import Watchdog
+from rollout.service.vitals import Vitals
+from rollout.weights.adapter_target import AdapterTarget
 from rollout.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
@@ -109,11 +114,11 @@ class Worker:
             settings.weights,
             gate,
             settings.security,
-            adapter_target(settings.engine, model, registry),
-            None if memory is None else memory.room,
+            _adapter_target(settings.engine, model, registry),
+            None if memory is None else memory.buffer,
         )
         links = Links(SimpleQueue(), outbox.put, gate, self.receiver, registry)
-        for name, weights in read_adapters(settings.engine, model).items():
+        for name, weights in _read_adapters(settings.engine, model).items():
             links.inbox.put(PutAdapter(name, weights))
         with stage("preparing decode steps") as advance:
             self.engine = build_engine(settings, device, model, links, memory=memory, progress=advance)
@@ -138,7 +143,7 @@ class Worker:
                 outbox,
                 views=self.inspector,
                 receiver=self.receiver,
-                adapters=adapter_folders(settings.engine, model),
+                adapters=_adapter_folders(settings.engine, model),
             ),
             ServedText(
                 text,
@@ -179,7 +184,7 @@ class Worker:
                 log.critical("the service thread has ended; no client can be answered")
                 return FAILED
             try:
-                self._turn()
+                self._tick()
                 continue
             # Whatever failed (the device, memory, our own books), every client must get an answer.
             except Exception as error:
@@ -189,7 +194,7 @@ class Worker:
                 return FAULT
         return 0
 
-    def _turn(self) -> None:
+    def _tick(self) -> None:
         engine = self.engine
         self.vitals.tick()
         if not engine.busy:
@@ -373,3 +378,30 @@ def make_sinks(settings: Settings, health: Health) -> list[Sink]:
     if (port := settings.metrics.metrics_port) is not None:
         sinks.append(PrometheusSink(settings.metrics.metrics_host, port, settings.model.path, health))
     return sinks
+
+
+# --- the sources of adapters: folders, at start or by message, and the weight bridge ----------------------------------
+
+
+def _adapter_folders(engine: EngineSettings, model: Decoder) -> AdapterFolders | None:
+    """The folders from which `load_adapter` may read; None without adapter slots."""
+    if not engine.adapter_slots:
+        return None
+    rank, dtype, pinned = engine.adapter_rank, model.embed.dtype, model.embed.is_cuda
+    root = None if engine.adapter_root is None else Path(engine.adapter_root).expanduser()
+    return AdapterFolders(root, lambda folder: load_peft_folder(folder, model.spec, rank, dtype, pinned))
+
+
+def _read_adapters(engine: EngineSettings, model: Decoder) -> dict[str, AdapterWeights]:
+    """The adapters to load at start, by name. Raises ValueError for a folder without an adapter."""
+    folders = _adapter_folders(engine, model)
+    if folders is None:
+        return {}
+    return {name: folders.read(Path(folder).expanduser()) for name, folder in engine.adapter_folders.items()}
+
+
+def _adapter_target(engine: EngineSettings, model: Decoder, registry: AdapterRegistry | None) -> AdapterTarget | None:
+    """The target of adapters that arrive over the weight bridge; None without adapter slots."""
+    if registry is None:
+        return None
+    return AdapterTarget(model.spec, engine.adapter_rank, model.embed.dtype, model.embed.is_cuda, registry)

@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every token of every completion is right."""
-    from rollout.libraries import loading_libraries
-    from rollout.progress import stage
+    from rollout.process.libraries import loading_libraries
+    from rollout.process.progress import stage
 
     with stage("loading libraries", quiet=True), loading_libraries():
         from rollout.demo.run import run_demo

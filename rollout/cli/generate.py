@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _receive(chunks: Stream, shown: _Shown, fields: Mapping[str, Any], quiet: bool) -> GenerateResult:
     """Add every chunk to `shown`, and show the number of tokens in a progress bar."""
-    from rollout.progress import stage
+    from rollout.process.progress import stage
 
     most = fields.get("n", 1) * fields.get("max_tokens", 0)
     with stage("generating", quiet=quiet) as advance:

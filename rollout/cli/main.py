@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from rollout import __version__
 from rollout.cli.parser import CommandError, Parser, UsageError
-from rollout.logs import complain
+from rollout.process.logs import complain
 
 #: Command -> (module, help text). A module has `add_arguments(parser)` and `run(args) -> int`.
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(

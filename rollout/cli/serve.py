@@ -1,7 +1,7 @@
 """`rollout serve`: runs a worker, with a flag for every setting.
 
-The flags are made from the declarations in `rollout.config`. Their values are text here; `rollout.settings_sources`
-parses them like values of the environment.
+The flags are made from the declarations in `rollout.config`. Their values are text here, and
+`rollout.process.settings_sources` parses them like values of the environment.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout.announce import withdraw
 from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.config import Settings
-from rollout.logs import set_up, worker_name
-from rollout.settings_sources import POSITIONAL, SettingKey, SettingsError, load_settings, setting_keys
+from rollout.process.announce import withdraw
+from rollout.process.logs import set_up, worker_name
+from rollout.process.settings_sources import POSITIONAL, SettingKey, SettingsError, load_settings, setting_keys
 
 DESCRIPTION = (
     "Serve a checkpoint over ZeroMQ. Settings come from --config, then ROLLOUT_<SECTION>__<KEY> environment variables, "
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.restarts is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if settings.exit_with_parent:  # first: the parent may end while the model is loaded
-        from rollout.process import exit_with_parent
+        from rollout.process.parent_watch import exit_with_parent
 
         exit_with_parent(grace_s=settings.service.drain_s + PARENT_GRACE_S)
     if settings.ready_file is None or args.restarts is not None:  # a supervisor handles the ready files of its workers
@@ -153,8 +153,8 @@ def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
 
 
 def _supervise(settings: Settings, command: list[str]) -> int:
-    from rollout.access import Access
     from rollout.metrics.wandb_mode import wandb_mode
+    from rollout.process.access import Access
     from rollout.supervisor import Supervisor, assign_devices
 
     set_up(settings.log_level, settings.log_format, worker_name())
@@ -177,8 +177,8 @@ def _serve(settings: Settings, restarts: int) -> int:
     for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
         del os.environ[name]  # set by a launcher of ranks; W&B would log into the trainer's run
     set_up(settings.log_level, settings.log_format, worker_name())  # before the imports, which may warn
-    from rollout.libraries import loading_libraries
-    from rollout.progress import stage
+    from rollout.process.libraries import loading_libraries
+    from rollout.process.progress import stage
 
     with stage("loading libraries", quiet=True), loading_libraries():
         import zmq

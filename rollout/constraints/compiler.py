@@ -22,7 +22,7 @@ import torch
 from rollout.constraints import regex_check, schema_check
 from rollout.constraints.matcher import AllowList, Constraint, GrammarConstraint, mask_of, mask_words
 from rollout.constraints.spec import ConstraintSpec, choices_grammar
-from rollout.deadline_thread import DeadlineThread
+from rollout.process.deadline_thread import DeadlineThread
 
 CACHE_BYTES = 256 << 20
 _WHITESPACE = 64  # characters between two parts of JSON: without a bound a model may write only these for ever

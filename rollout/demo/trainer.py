@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from rollout.demo.counting import PROBE_TOKENS, CountingError, check_completion
-from rollout.progress import stage
+from rollout.process.progress import stage
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.results import Completion
 from trainer_bridge.publish.publisher import WeightPublisher

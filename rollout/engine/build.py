@@ -30,7 +30,7 @@ from rollout.engine.device.streams import CpuDevice, Device, Stream
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
 from rollout.engine.kv.offload import Offload, OffloadBooks, OffloadCounts
-from rollout.engine.kv.page_mover import HostRoom, PageMover
+from rollout.engine.kv.page_mover import HostMemory, PageMover
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import SessionCounts, Sessions
 from rollout.engine.loop import Engine
@@ -163,7 +163,7 @@ class _Lasting:
 
     kv: KVCache
     adapters: AdapterSlots | None
-    room: HostRoom | None
+    host_memory: HostMemory | None
     counters: Counters
     session_counts: SessionCounts
     offload_counts: OffloadCounts | None
@@ -175,7 +175,7 @@ class _Lasting:
         return cls(
             executor.step.kv,
             executor.step.adapters,
-            None if executor.mover is None else executor.mover.room,
+            None if executor.mover is None else executor.mover.host_memory,
             scheduler.counters,
             scheduler.allocator.sessions.counts,
             None if offload is None else offload.books.counts,
@@ -221,7 +221,7 @@ def _build_allocator(
     engine, step, mover, streams = site.settings.engine, executor.step, executor.mover, executor.streams
     pages = step.kv.pages
     pool = PagePool(pages)
-    host_pages, page_bytes = (0, 0) if mover is None else (mover.room.pages, mover.room.page_bytes)
+    host_pages, page_bytes = (0, 0) if mover is None else (mover.host_memory.pages, mover.host_memory.page_bytes)
     experts = None if routing is None else ExpertPages(routing, pages, engine.page_size, host_pages)
     if experts is not None:
         log.info("experts of tokens are kept", extra={"host_bytes": experts.nbytes})
@@ -260,7 +260,7 @@ def _build_executor(
         if lasting is None:
             step = step.with_kv(_planned_kv(site, Executor(device, streams, step), slots, graph_rows))
             device.synchronize()
-        mover = _mover(site, step.kv, streams.compute, None if lasting is None else lasting.room)
+        mover = _mover(site, step.kv, streams.compute, None if lasting is None else lasting.host_memory)
         if graph_rows is not None:
             graphs = DecodeGraphs(step, streams.compute, context, graph_rows)
             graphs.capture(slots, progress)
@@ -270,20 +270,20 @@ def _build_executor(
     return Executor(device, streams, step, graphs, mover)
 
 
-def _mover(site: _Site, kv: KVCache, compute: Stream, room: HostRoom | None) -> PageMover | None:
-    """Moves pages to the host, into `room` or into new host memory. None without offloading."""
+def _mover(site: _Site, kv: KVCache, compute: Stream, host_memory: HostMemory | None) -> PageMover | None:
+    """Moves pages to the host, into `host_memory` or into new host memory. None without offloading."""
     engine, device = site.settings.engine, site.device
-    if room is None:
+    if host_memory is None:
         page_bytes = sum(tensor[0].nbytes for tensor in kv.tensors)
         adapter_bytes = adapter_host_bytes(engine, site.model)
         pages = host_kv_pages(engine, page_bytes, CpuDevice().free_bytes(), adapter_bytes)
         if pages == 0:
             return None
         began_s = time.perf_counter()
-        room = HostRoom(device, pages, page_bytes)
+        host_memory = HostMemory(device, pages, page_bytes)
         facts = {"pages": pages, "host_bytes": pages * page_bytes, "seconds": round(time.perf_counter() - began_s, 1)}
         log.info("KV of preempted sequences is kept on the host", extra=facts)
-    return PageMover(device, kv, room, int(engine.host_kv_piece_mib * 2**20), compute)
+    return PageMover(device, kv, host_memory, int(engine.host_kv_piece_mib * 2**20), compute)
 
 
 def _adapter_slots(site: _Site) -> AdapterSlots | None:

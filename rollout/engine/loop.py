@@ -57,13 +57,13 @@ class Engine:
         self._waiting_since_s: float | None = None  # nothing can be launched until a copy of KV is done
 
     def tick(self) -> None:
-        """One turn: launch a step if there is one; commit the oldest if the pipeline is full or none was launched."""
+        """One tick: launch a step if there is one; commit the oldest if the pipeline is full or none was launched."""
         parts, gate = self.parts, self.gate
         scheduler, pipeline = parts.scheduler, parts.pipeline
         self.commands.take(parts)
         scheduler.end_overdue()
         if parts.offload is not None:
-            parts.offload.turn()
+            parts.offload.advance()
         planned_s = time.perf_counter()
         plan = None if gate.blocked else scheduler.plan()
         if plan is not None:
@@ -73,10 +73,10 @@ class Engine:
         idle = pipeline.in_flight == 0 and (scheduler.resting or gate.at_rest)
         if pipeline.in_flight == 0:
             self._nothing_runs(idle, plan is None)
-        self.swapper.turn(parts)
+        self.swapper.advance(parts)
         self._wait_for_copies(plan is None and not committed, idle)
         if gate.sleep is not None:
-            self.sleeper.turn(parts)
+            self.sleeper.advance(parts)
         self._report()
         if committed:
             self.meter.finalized(time.perf_counter(), idle)

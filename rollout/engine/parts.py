@@ -2,7 +2,7 @@
 
     Links         made first, in the worker: inbox, emit, gate, receiver, adapter registry
     EngineParts   built from settings, model and links (`build.py`); built anew after a fault
-    Engine        turns the parts (`loop.py`)
+    Engine        drives the parts (`loop.py`)
 
 `Swapper`, `Sleeper` and `Commands` act on the parts between two steps. They outlive a fault, as the engine does.
 """

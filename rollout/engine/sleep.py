@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _DROPPED = "the weights were dropped in a sleep of level 2: publish a whole update"
 _ENDING = "the worker is draining: it ends soon"
 #: The longest wait for a copy of KV in one tick while the engine falls asleep: copies may hang.
-_TURN_S = 0.05
+_COPY_WAIT_S = 0.05
 
 
 class Sleeper:
@@ -61,7 +61,7 @@ class Sleeper:
         self._emptying_s: float | None = None  # emptying the pool since, `time.perf_counter()`
 
     def take(self, order: Sleep | Wake, parts: EngineParts) -> None:
-        """Take an order; `turn` carries it out."""
+        """Take an order; `advance` carries it out."""
         refused: Failed | None = None
         if self.memory is None:
             refused = Failed(order.token, "this worker cannot sleep: start it with 'engine.sleep'", "op")
@@ -76,14 +76,14 @@ class Sleeper:
         self._orders.append(order)
         self._begin(parts)
         if self._gate.sleep is None:  # a wake of an engine that is awake; all others wait for the end of the tick
-            self.turn(parts)
+            self.advance(parts)
 
     @property
     def copy_wait_s(self) -> float:
         """How long the loop may wait for a copy of KV."""
-        return math.inf if self._gate.sleep is None else _TURN_S
+        return math.inf if self._gate.sleep is None else _COPY_WAIT_S
 
-    def turn(self, parts: EngineParts) -> None:
+    def advance(self, parts: EngineParts) -> None:
         """Carry out the orders that can be carried out now; at the end of a tick, while a sleep is ordered."""
         while self._orders and (answer := self._carry_out(self._orders[0], parts)) is not None:
             parts.scheduler.events.append(answer)

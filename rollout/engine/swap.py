@@ -37,7 +37,7 @@ class Swapper:
         self._recompute = recompute
         self._swap: _Swap | None = None
 
-    def turn(self, parts: EngineParts) -> None:
+    def advance(self, parts: EngineParts) -> None:
         """Finish the swap under way if its copy is done; apply an update if one is ready."""
         if self._receiver is None or self._gate.asleep:
             return

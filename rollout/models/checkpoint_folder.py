@@ -2,14 +2,13 @@
 
 A folder is untrusted. Code in it is never run, and no link leads out of it. Values of config.json are checked before
 they are used: transformers makes lists as long as `num_hidden_layers` when it reads a config, and the size of a model
-follows from its config. So a number that no model has is refused first. The bounds are several times the values of the
-largest models.
+follows from its config. So a number that no model has is refused first. The rules come from the family's declaration.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,7 +25,8 @@ from huggingface_hub.errors import (
 )
 from transformers import AutoConfig
 
-from rollout.models.registry import check_model_type, check_supported
+from rollout.models.config_rules import NUMBER, Rule
+from rollout.models.registry import check_model_type, check_supported, config_rules
 
 #: Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
@@ -37,34 +37,11 @@ _UNWANTED = ("*/*", "consolidated*")
 _MAX_JSON_BYTES = 64 << 20
 _COUNTING = Lock()
 
-_SIZES: dict[str, tuple[int, int]] = {
-    "hidden_size": (1, 1 << 18),
-    "intermediate_size": (1, 1 << 22),
-    "moe_intermediate_size": (1, 1 << 22),
-    "num_hidden_layers": (1, 2048),
-    "num_attention_heads": (1, 4096),
-    "num_key_value_heads": (1, 4096),
-    "head_dim": (2, 8192),
-    "vocab_size": (1, 1 << 24),
-    "max_position_embeddings": (2, 1 << 26),
-    "num_experts": (0, 4096),
-    "num_local_experts": (0, 4096),
-    "num_experts_per_tok": (1, 4096),
-    "decoder_sparse_step": (1, 2048),
-    "sliding_window": (1, 1 << 31),
-    "max_window_layers": (0, 2048),
-}
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
-_NUMBERS = ("rms_norm_eps", "rope_theta", "clip_qkv")
-_LAYER_LISTS: dict[str, type] = {"mlp_only_layers": int, "layer_types": str}
 _ROPE_MAPS = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (
     *("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     *("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"),
 )
-_MAX_NUMBER = 1e12
-#: Experts of all layers together; each has its own tensors.
-_MAX_EXPERTS = 1 << 16
 
 
 class CheckpointError(ValueError):
@@ -211,12 +188,15 @@ def read_config(folder: Path) -> tuple[Any, str]:
         raise CheckpointError(f"{file} must name one architecture in 'architectures', not {names!r:.200}")
     check_supported(names[0])
     check_model_type(names[0], content.get("model_type"))
-    check_config(content, str(file))
+    rules = config_rules(names[0])
+    check_config(content, rules, str(file))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     # It validates little and fails in many ways; any exception is about this file.
     except Exception as error:
         raise CheckpointError(f"{file} cannot be read as a config: {type(error).__name__}: {error!s:.500}") from error
+    # Keys may have other names in the file than in the config, and transformers adds those that are missing.
+    check_config({name: getattr(config, name, None) for name in rules}, rules, str(file))
     return config, names[0]
 
 
@@ -237,25 +217,12 @@ def read_generation_defaults(folder: Path, config: Any) -> GenerationDefaults:
 # --- values of config.json -------------------------------------------------------------------------------------------
 
 
-def check_config(content: dict[str, Any], where: str) -> None:
-    """Raise CheckpointError with the key of a value of the wrong type or out of bounds. None counts as missing."""
-    for name, (least, most) in _SIZES.items():
-        value = content.get(name)
-        if value is not None and not (type(value) is int and least <= value <= most):
-            raise _bad(where, name, value, f"an integer from {least} to {most}")
-    for name in _FLAGS:
-        value = content.get(name)
-        if value is not None and type(value) is not bool:
-            raise _bad(where, name, value, "true or false")
-    for name in _NUMBERS:
-        _check_number(content.get(name), where, name)
-    for name, kind in _LAYER_LISTS.items():
-        value = content.get(name)
-        if value is not None and not _is_list_of(value, kind):
-            raise _bad(where, name, value, f"a list of at most {_SIZES['num_hidden_layers'][1]}, one entry a layer")
+def check_config(content: Mapping[str, Any], rules: Mapping[str, Rule], where: str) -> None:
+    """Raise CheckpointError with the key of a value that breaks its rule. None counts as missing."""
+    for name, rule in rules.items():
+        _check(content.get(name), rule, where, name)
     for name in _ROPE_MAPS:
         _check_rope(content.get(name), where, name)
-    _check_experts(content, where)
 
 
 def check_token_ids(value: Any, vocab: int, where: str, name: str) -> tuple[int, ...]:
@@ -272,33 +239,25 @@ def _check_rope(value: Any, where: str, name: str) -> None:
         return
     if not isinstance(value, dict):
         raise _bad(where, name, value, "a map")
+    _check_rope_values(value, where, name)
+    for kind, part in value.items():
+        if isinstance(part, dict):  # one map for each type of layer
+            _check_rope_values(part, where, f"{name}.{kind:.40}")
+
+
+def _check_rope_values(value: dict[str, Any], where: str, name: str) -> None:
     for key in ("rope_type", "type"):
         if key in value and type(value[key]) is not str:
             raise _bad(where, f"{name}.{key}", value[key], "a string")
     for key in _ROPE_NUMBERS:
-        _check_number(value.get(key), where, f"{name}.{key}")
+        _check(value.get(key), NUMBER, where, f"{name}.{key}")
     for key in ("mscale", "mscale_all_dim"):
-        _check_number(value.get(key) or None, where, f"{name}.{key}")  # 0 means none
+        _check(value.get(key) or None, NUMBER, where, f"{name}.{key}")  # 0 means none
 
 
-def _check_number(value: Any, where: str, name: str) -> None:
-    if value is None:
-        return
-    if type(value) not in (int, float) or not 0 < value <= _MAX_NUMBER:  # false for NaN, too
-        raise _bad(where, name, value, f"a number above 0 and up to {_MAX_NUMBER:g}")
-
-
-def _check_experts(content: dict[str, Any], where: str) -> None:
-    layers = content.get("num_hidden_layers") or 0
-    for name in ("num_experts", "num_local_experts"):
-        experts = content.get(name) or 0
-        if layers * experts > _MAX_EXPERTS:
-            raise _bad(where, name, experts, f"at most {_MAX_EXPERTS} over all {layers} layers")
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    most = _SIZES["num_hidden_layers"][1]
-    return isinstance(value, list) and len(value) <= most and all(type(item) is kind for item in value)
+def _check(value: Any, rule: Rule, where: str, name: str) -> None:
+    if value is not None and not rule.allows(value):
+        raise _bad(where, name, value, rule.wanted)
 
 
 def _bad(where: str, name: str, value: Any, wanted: str) -> CheckpointError:

@@ -2,20 +2,26 @@
 
 A declaration says what differs from Llama. A value is a constant, or a `Key`: the value of that key of config.json.
 Where a value depends on the layer, the declaration names a function from the config to a tuple of values, one a layer.
+
+A family reads no key without a rule: a `Key` has the rule of its field, a function reads the keys that it lists, and
+`_COMMON` has those of all families. `config_rules` collects them for the check of an untrusted config.json.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, Rule, integer, layer_list
 from rollout.models.spec import (
     AttentionNames,
     AttentionSpec,
     DenseNames,
     DenseSpec,
+    FeedForwardSpec,
     LayerNames,
     LayerSpec,
     ModelNames,
@@ -28,6 +34,30 @@ from rollout.models.spec import (
     Scoring,
 )
 
+#: Experts of all layers together; each has its own tensors.
+_MAX_EXPERTS = 1 << 16
+_WIDTH = integer(1, 1 << 22)
+_WINDOW = integer(1, 1 << 31)
+
+#: Keys that `spec_from_config` reads for every family, and those that transformers makes lists or other keys of.
+_COMMON: dict[str, Rule] = {
+    "hidden_size": integer(1, 1 << 18),
+    "intermediate_size": _WIDTH,
+    "num_hidden_layers": integer(1, MOST_LAYERS),
+    "num_attention_heads": integer(1, 4096),
+    "num_key_value_heads": integer(1, 4096),
+    "head_dim": integer(2, 8192),
+    "vocab_size": integer(1, 1 << 24),
+    "max_position_embeddings": integer(2, 1 << 26),
+    "rms_norm_eps": NUMBER,
+    "rope_theta": NUMBER,
+    "tie_word_embeddings": FLAG,
+    "layer_types": layer_list(str),
+    "sliding_window": _WINDOW,
+    "use_sliding_window": FLAG,
+    "max_window_layers": integer(0, MOST_LAYERS),
+}
+
 
 class Key(NamedTuple):
     """The value of this key of config.json."""
@@ -37,22 +67,50 @@ class Key(NamedTuple):
 
 # --- what a value is in each layer -----------------------------------------------------------------------------------
 
+T = TypeVar("T")
 
+
+@dataclass(frozen=True, slots=True)
+class ByLayer(Generic[T]):
+    """A value that depends on the layer: a function of the config, and the keys that it may read."""
+
+    function: Callable[[Any], tuple[T, ...]]
+    rules: Mapping[str, Rule]
+
+    def __call__(self, config: Any) -> tuple[T, ...]:
+        """One value a layer. Raises ValueError if the keys are for another number of layers."""
+        count = config.num_hidden_layers
+        given = {name: getattr(config, name) for name in self.rules}
+        values = self.function(SimpleNamespace(num_hidden_layers=count, **given))
+        if len(values) != count:
+            raise ValueError(f"{' and '.join(self.rules)} names {len(values)} layers of {count}")
+        return values
+
+
+def by_layer(**rules: Rule) -> Callable[[Callable[[Any], tuple[T, ...]]], ByLayer[T]]:
+    """Decorate a function from a config to one value a layer; it sees `num_hidden_layers` and the keys named here."""
+    return lambda function: ByLayer(function, rules)
+
+
+@by_layer()
 def no_windows(config: Any) -> tuple[int | None, ...]:
     """Every token sees all tokens before it."""
     return (None,) * config.num_hidden_layers
 
 
+@by_layer(sliding_window=_WINDOW)
 def same_window(config: Any) -> tuple[int | None, ...]:
     """One window for all layers, or none."""
     return (config.sliding_window,) * config.num_hidden_layers
 
 
+@by_layer(sliding_window=_WINDOW, use_sliding_window=FLAG)
 def same_window_if_used(config: Any) -> tuple[int | None, ...]:
     """One window for all layers, if a flag says so."""
     return (config.sliding_window if config.use_sliding_window else None,) * config.num_hidden_layers
 
 
+@by_layer(layer_types=layer_list(str), sliding_window=_WINDOW)
 def windows_by_type(config: Any) -> tuple[int | None, ...]:
     """The config names the kind of attention of each layer."""
     windows: list[int | None] = []
@@ -63,11 +121,19 @@ def windows_by_type(config: Any) -> tuple[int | None, ...]:
     return tuple(windows)
 
 
+@by_layer()
+def same_rope(config: Any) -> tuple[str, ...]:
+    """All layers take the whole of `rope_parameters`."""
+    return ("",) * config.num_hidden_layers
+
+
+@by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
     return (True,) * config.num_hidden_layers
 
 
+@by_layer(mlp_only_layers=layer_list(int), num_experts=integer(0, 4096), decoder_sparse_step=integer(1, MOST_LAYERS))
 def sparse_by_step(config: Any) -> tuple[bool, ...]:
     """Every n-th layer is sparse, except the layers in a list."""
     return tuple(
@@ -79,15 +145,21 @@ def sparse_by_step(config: Any) -> tuple[bool, ...]:
 # --- the declarations ------------------------------------------------------------------------------------------------
 
 
+def declared(rule: Rule, default: Any = MISSING) -> Any:
+    """A field of a declaration: a constant, or the `Key` of a value that obeys the rule."""
+    return field(default=default, metadata={"rule": rule})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEFamily:
     """The mixture of experts of a family."""
 
-    experts: Key
-    intermediate: Key  # of one expert
-    renormalize: bool | Key
+    experts: Key = declared(integer(0, 4096))
+    intermediate: Key = declared(_WIDTH)  # of one expert
+    top_k: Key = declared(integer(1, 4096), Key("num_experts_per_tok"))
+    renormalize: bool | Key = declared(FLAG)
     scoring: Scoring = "softmax"
-    sparse: Callable[[Any], tuple[bool, ...]] = all_sparse
+    sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
 
 
@@ -96,12 +168,13 @@ class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
     model_type: str  # in config.json: the config class that transformers reads it with
-    qkv_bias: bool | Key = False
-    o_bias: bool | Key = False
-    mlp_bias: bool | Key = False
+    qkv_bias: bool | Key = declared(FLAG, False)
+    o_bias: bool | Key = declared(FLAG, False)
+    mlp_bias: bool | Key = declared(FLAG, False)
     qk_norm: QKNorm = "none"
-    clip_qkv: Key | None = None
-    windows: Callable[[Any], tuple[int | None, ...]] = no_windows
+    clip_qkv: Key | None = declared(NUMBER, None)
+    windows: ByLayer[int | None] = no_windows
+    ropes: ByLayer[str] = same_rope  # the map inside `rope_parameters` that a layer takes; empty: all of it
     moe: MoEFamily | None = None
     names: ModelNames = ModelNames()
     layer_names: LayerNames = LayerNames()
@@ -194,6 +267,24 @@ def check_model_type(architecture: str, model_type: Any) -> None:
         raise ValueError(f"model_type {model_type!r:.80} does not belong to {architecture}; it must be {expected!r}")
 
 
+def config_rules(architecture: str) -> dict[str, Rule]:
+    """What the keys of config.json that this architecture reads may hold, where they are not null."""
+    return _COMMON | _rules(FAMILIES[architecture])
+
+
+def _rules(declaration: Family | MoEFamily) -> dict[str, Rule]:
+    rules: dict[str, Rule] = {}
+    for entry in fields(declaration):
+        match getattr(declaration, entry.name):
+            case Key(name):
+                rules[name] = entry.metadata["rule"]
+            case ByLayer() as values:
+                rules |= values.rules
+            case MoEFamily() as moe:
+                rules |= _rules(moe)
+    return rules
+
+
 # --- from a config to a spec -----------------------------------------------------------------------------------------
 
 
@@ -211,29 +302,33 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
         raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("quantized checkpoints are not supported; use one with float32, bfloat16 or float16 weights")
-    rope = _rope(config)
+    layers = _layers(config, family)
     return ModelSpec(
         architecture=architecture,
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
-        max_positions=_max_positions(config, rope),
+        max_positions=max(_max_positions(config, layer.mixer.rope) for layer in layers),
         tied=bool(config.tie_word_embeddings),
-        layers=_layers(config, family, rope),
+        layers=layers,
         names=family.names,
     )
 
 
-def _layers(config: Any, family: Family, rope: RopeSpec) -> tuple[LayerSpec, ...]:
-    count, windows = config.num_hidden_layers, family.windows(config)
+def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
+    count = config.num_hidden_layers
     sparse = (False,) * count if family.moe is None else family.moe.sparse(config)
-    if len(windows) != count:
-        raise ValueError(f"layer_types names {len(windows)} layers of {count}")
-    dense, moe = _dense(config, family), _moe(config, family.moe) if family.moe is not None and any(sparse) else None
-    attention = {window: _attention(config, family, rope, window) for window in set(windows)}
+    mixers = list(zip(family.windows(config), family.ropes(config), strict=True))
+    ropes = {kind: _rope(config, kind) for _, kind in mixers}
+    attention = {(window, kind): _attention(config, family, ropes[kind], window) for window, kind in set(mixers)}
+    feed_forward: dict[bool, FeedForwardSpec] = {}
+    if not all(sparse):
+        feed_forward[False] = _dense(config, family)
+    if family.moe is not None and any(sparse):
+        feed_forward[True] = _moe(config, family.moe)
     return tuple(
-        LayerSpec(attention[window], moe if is_sparse and moe is not None else dense, family.layer_names)
-        for window, is_sparse in zip(windows, sparse, strict=True)
+        LayerSpec(attention[mixer], feed_forward[is_sparse], family.layer_names)
+        for mixer, is_sparse in zip(mixers, sparse, strict=True)
     )
 
 
@@ -255,8 +350,8 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
-    if spec.head_dim % 2:
-        raise ValueError(f"head_dim ({spec.head_dim}) must be even for rotary embeddings")
+    if spec.head_dim % 2 or not spec.head_dim:
+        raise ValueError(f"head_dim ({spec.head_dim}) must be even and at least 2, for rotary embeddings")
     if window is not None and window < 1:
         raise ValueError("sliding_window must be at least 1")
     return spec
@@ -272,11 +367,15 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
         hidden=config.hidden_size,
         experts=_value(config, family.experts),
         intermediate=_value(config, family.intermediate),
-        router=RouterSpec(family.scoring, config.num_experts_per_tok, _value(config, family.renormalize)),
+        router=RouterSpec(family.scoring, _value(config, family.top_k), _value(config, family.renormalize)),
         names=family.names,
     )
+    layers = config.num_hidden_layers
+    if layers * spec.experts > _MAX_EXPERTS:
+        most = _MAX_EXPERTS // layers
+        raise ValueError(f"{family.experts.name} is {spec.experts}; with {layers} layers it must be at most {most}")
     if not 1 <= spec.router.top_k <= spec.experts:
-        raise ValueError(f"num_experts_per_tok ({spec.router.top_k}) must be between 1 and {spec.experts}")
+        raise ValueError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
     return spec
 
 
@@ -287,9 +386,11 @@ def _value(config: Any, declared: Any) -> Any:
 # --- rotary embedding ------------------------------------------------------------------------------------------------
 
 
-def _rope(config: Any) -> RopeSpec:
+def _rope(config: Any, part: str) -> RopeSpec:
     # transformers folds the older `rope_theta` and `rope_scaling` keys into this one when it reads a config.
     params = dict(config.rope_parameters or {})
+    if part:
+        params = dict(params.get(part) or {})
     kind = params.get("rope_type", "default")
     theta = params.get("rope_theta")
     if theta is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from rollout.logs import about
+from rollout.process.logs import about
 from trainer_bridge.wire.codec import join_envelope
 
 logger = logging.getLogger(__name__)

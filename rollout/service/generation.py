@@ -34,7 +34,7 @@ from rollout.engine.messages import (
     StopAt,
     Submit,
 )
-from rollout.logs import about
+from rollout.process.logs import about
 from rollout.service.connections import Connections, ReplyAddress
 from rollout.service.delivery.in_flight import InFlight
 from rollout.service.delivery.replies import error_reply, ok_reply, result_reply

@@ -44,8 +44,8 @@ def frame(
     lines = [_title(views, rows, screen, width)]
     for view in views:
         lines += [_short(view, width, ascii_only)] if compact else _block(view, width, ascii_only)
-    room = None if height is None else max(0, height - len(lines) - 2)
-    lines += _legend(width, ascii_only) if screen.legend else _table(rows, screen, width, room, ascii_only)
+    most_lines = None if height is None else max(0, height - len(lines) - 2)
+    lines += _legend(width, ascii_only) if screen.legend else _table(rows, screen, width, most_lines, ascii_only)
     shown = lines if height is None else lines[: max(0, height - 1)]
     return [*shown, _footer(screen, width)]
 
@@ -188,14 +188,14 @@ def _swaps(status: Any) -> str:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[Row], screen: Screen, width: int, room: int | None, ascii_only: bool) -> list[Text]:
+def _table(rows: Sequence[Row], screen: Screen, width: int, most_lines: int | None, ascii_only: bool) -> list[Text]:
     """As many rows as fit, around the selected one. Bars are relative to the longest row of all."""
     client, name = (16 if width >= 100 else 0), 24
     cells = max(4, width - 62 - client)
     head = fit("  request", name) + "  #  " + fit("client", client) + fit("state", 8) + " tokens    max "
     lines = [Text(fit(f"{head}{fit('length', cells)} {'age':>6} v", width), "bold underline")]
     longest = max((row.tokens for row in rows), default=0)
-    for row in _visible(rows, screen, room):
+    for row in _visible(rows, screen, most_lines):
         selected = row.key == screen.selected
         line = Text("> " if selected else "  ")
         line.append(fit(row.id, name - 2) + f"{row.index:>3}  ")
@@ -211,12 +211,12 @@ def _table(rows: Sequence[Row], screen: Screen, width: int, room: int | None, as
     return lines
 
 
-def _visible(rows: Sequence[Row], screen: Screen, room: int | None) -> Sequence[Row]:
-    if room is None or len(rows) <= room:
+def _visible(rows: Sequence[Row], screen: Screen, most_lines: int | None) -> Sequence[Row]:
+    if most_lines is None or len(rows) <= most_lines:
         return rows
     place = next((i for i, row in enumerate(rows) if row.key == screen.selected), 0)
-    first = min(max(0, place - room // 2), len(rows) - room)
-    return rows[first : first + room]
+    first = min(max(0, place - most_lines // 2), len(rows) - most_lines)
+    return rows[first : first + most_lines]
 
 
 def _name(model: str) -> str:

@@ -47,7 +47,7 @@ class IncomingAdapter:
 
     def check(self, manifest: Manifest) -> None:
         """Raise `WeightsRejected` naming each tensor that does not fit the model or the loaded adapters."""
-        self._check_room(manifest)
+        self._check_slot(manifest)
         shapes = {entry.name: entry.shape for entry in manifest.tensors}
         try:
             self._plan = self._target.plan(self._config, shapes, self.name)
@@ -61,17 +61,17 @@ class IncomingAdapter:
     def update(self, manifest: Manifest, destination: StagedDestination) -> AdapterUpdate:
         """The update for the loop; all bytes in `destination` are verified.
 
-        Raises `WeightsRejected` when other adapters took the last room meanwhile.
+        Raises `WeightsRejected` when other adapters took the last slot meanwhile.
         """
         from rollout.engine.adapter_table import AdapterUpdate
 
         assert self._plan is not None, "it was checked when it began"
-        self._check_room(manifest)
+        self._check_slot(manifest)
         tensors = {entry.name: typed_view(destination.stream, entry) for entry in manifest.tensors}
         weights = self._plan.pack(tensors, self._target.pinned)
         return AdapterUpdate(self.name, manifest.version, manifest.tensor_bytes, weights)
 
-    def _check_room(self, manifest: Manifest) -> None:
+    def _check_slot(self, manifest: Manifest) -> None:
         try:
             self._target.check(self.name, manifest.version)
         except ValueError as error:

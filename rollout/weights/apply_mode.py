@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from rollout.progress import stage
+from rollout.process.progress import stage
 from rollout.weights.destination import InPlaceDestination, StagedDestination
 from rollout.weights.parameter_map import Fit
 from rollout.weights.staging import (

@@ -36,7 +36,7 @@ class StagedDestination:
         """The memory of the complete update, once `settled`."""
         return self._host if self._shadow is None else self._shadow.memory
 
-    def room(self, start: int, end: int) -> np.ndarray:
+    def memory(self, start: int, end: int) -> np.ndarray:
         """The memory of these bytes."""
         return self._bytes[start:end]
 
@@ -70,7 +70,7 @@ class StagedDestination:
 
 
 class InPlaceDestination:
-    """The parameters. `room` is one buffer: call `landed` for each room before you ask for the next."""
+    """The parameters. `memory` is one buffer: call `landed` before you ask for the next bytes."""
 
     def __init__(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor], pinned: bool) -> None:
         self.dirty = False
@@ -86,7 +86,7 @@ class InPlaceDestination:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # recorded after each `put`
         self._device = device
 
-    def room(self, start: int, end: int) -> np.ndarray:
+    def memory(self, start: int, end: int) -> np.ndarray:
         """The buffer."""
         if self._buffer.numel() < end - start:
             self._buffer = torch.empty(end - start, dtype=torch.uint8, pin_memory=self._pinned)

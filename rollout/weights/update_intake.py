@@ -162,7 +162,7 @@ class UpdateIntake:
         self._endpoint = endpoint
         self._post = post
 
-    # --- the thread's turn -------------------------------------------------------------------------------------------
+    # --- one round of the thread -------------------------------------------------------------------------------------
 
     def poll_ms(self) -> int | None:
         """How long the thread may wait for messages; None: without limit."""

@@ -27,7 +27,7 @@ from rollout.engine.messages import (
 )
 from rollout.engine.parts import Receiver
 from rollout.models.decoder import Decoder
-from rollout.progress import stage
+from rollout.process.progress import stage
 
 _CLIENT = "bench"
 

@@ -79,7 +79,7 @@ def _streamed(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Conf
             continue
         found.append(LinearConfig(block_n, block_k, split, warps, ring_bytes // tile_bytes, programs, True))
     # If the tiles of x are small, items may go through K from different places.
-    return found + ([replace(config, turn=True) for config in found] if rows <= 32 else [])
+    return found + ([replace(config, stagger=True) for config in found] if rows <= 32 else [])
 
 
 def _gemv(outputs: int, inputs: int, rows: int, kind: Kind) -> Sequence[Config]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.progress import stage
+from rollout.process.progress import stage
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import start_worker

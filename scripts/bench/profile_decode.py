@@ -26,7 +26,7 @@ from rollout.engine.loop import Engine
 from rollout.engine.messages import Cancel, Prompt, Request, SamplingParams, Submit
 from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.layers import DenseFeedForward, SparseFeedForward
-from rollout.progress import stage
+from rollout.process.progress import stage
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.layer_timeline import KernelTime, layer_timeline
 from scripts.bench.output import write_results

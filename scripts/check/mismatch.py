@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from rollout.metrics.mismatch import Mismatch, compare
-from rollout.progress import stage
+from rollout.process.progress import stage
 from scripts.bench.output import print_table, write_results
 from scripts.bench.reference import FAMILIES, SIZES, make_checkpoint
 from scripts.bench.shapes import kv_pages

@@ -185,7 +185,7 @@ def test_kept_memory_returns_whole_and_a_shadow_goes_on():
     weights = [torch.randn(n, device="cuda", dtype=torch.bfloat16) for n in (100 * MIB, 7, 90 * MIB, 1 << 20)]
     values = [weight.clone() for weight in weights]
     memory.take_over(weights, kept=True)
-    shadow = DeviceShadow(4 * MIB, torch.device("cuda", 0), memory.room)
+    shadow = DeviceShadow(4 * MIB, torch.device("cuda", 0), memory.buffer)
     host = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8).pin_memory()
     for _ in range(2):
         assert all(torch.equal(weight, value) for weight, value in zip(weights, values, strict=True))

@@ -117,7 +117,7 @@ def test_a_request_that_waits_for_a_version_ends_by_deadline_cancel_or_shutdown(
     bench.run()
     reasons = {name: {bench.completions[name, i].finish.reason for i in range(3)} for name in bench.done}
     assert reasons == {"overdue": {"deadline"}, "unwanted": {"cancelled"}, "left": {"cancelled"}}
-    assert bench.engine.gate.stopped and bench.engine.scheduler.room.early == {}
+    assert bench.engine.gate.stopped and bench.engine.scheduler.feed.early == {}
     bench.close()
 
 

@@ -109,6 +109,7 @@ def test_an_absurd_value_of_any_key_is_refused_or_harmless(
         {"max_position_embeddings": 10**15},
         {"num_attention_heads": 10**9},
         {"head_dim": 10**9},
+        {"head_dim": None, "hidden_size": 1},
         {"intermediate_size": -1},
         {"hidden_size": "4096"},
         {"num_hidden_layers": 12.0},

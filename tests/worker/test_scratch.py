@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout.scratch import ScratchFolder
+from rollout.process.scratch import ScratchFolder
 from tests.support.worker.harness import subprocess_environment
 
 PREFIX = "rollout-scratch-test-"
 KILLED = f"""
 import os, signal
-from rollout.scratch import ScratchFolder
+from rollout.process.scratch import ScratchFolder
 folder = ScratchFolder({PREFIX!r})
 (folder.path / "file").write_text("x")
 print(folder.path, flush=True)

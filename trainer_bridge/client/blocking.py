@@ -335,7 +335,7 @@ class RolloutClient:
                 self._poller.register(socket, zmq.POLLIN)
                 self._places[socket] = place
 
-    def _turn(self, wait_s: float | None) -> None:
+    def _wait_once(self, wait_s: float | None) -> None:
         """Wait until something has come, and take it in."""
         ready = self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
         for place in sorted({self._places[socket] for socket, _ in ready}):
@@ -349,7 +349,7 @@ class RolloutClient:
                     wait_s = next(waits)
                 except StopIteration as stop:
                     return stop.value
-                self._turn(wait_s)
+                self._wait_once(wait_s)
         except BaseException:
             for call in calls:
                 self._core.abandon(call)
@@ -366,7 +366,7 @@ class RolloutClient:
                 if isinstance(step, Settled):
                     yield step
                 else:
-                    self._turn(step)
+                    self._wait_once(step)
 
 
 class Stream(StreamView, Generic[_Item]):

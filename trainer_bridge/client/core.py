@@ -45,6 +45,14 @@ _ENVELOPE_FIELDS = ("v", "id", "op")
 _NO_JOURNAL = "this client has no journal; make it with journal="
 
 
+def check_id(request_id: str, in_flight: Collection[str]) -> None:
+    """Raise ValueError for an id that is in flight or has a length that workers refuse."""
+    if request_id in in_flight or not 1 <= len(request_id) <= wire.MAX_ID_CHARS:
+        raise ValueError(
+            f"the id {request_id!r:.40} is in flight already, or has not 1 to {wire.MAX_ID_CHARS} characters"
+        )
+
+
 class ClientCall:
     """One request in flight, or its outcome: one of `result`, `reply` and `error`. `ClientCore` makes and changes it.
 
@@ -121,7 +129,7 @@ class ClientCore:
         self._connect_timeout_s = connect_timeout_s
         self._calls: dict[str, ClientCall] = {}
         self._loads = [0] * len(self.endpoints)
-        self._turns = [0] * len(self.endpoints)  # when each was chosen last: breaks ties
+        self._chosen = [0] * len(self.endpoints)  # when each was chosen last: breaks ties
         self._counter = itertools.count(1)
         self._prefix = uuid.uuid4().hex[:12]
         self._closed = False
@@ -177,15 +185,17 @@ class ClientCore:
         if self.connections[place].refused is not None:  # ZeroMQ would not try again
             self._reopen(place)
         request_id = self.next_id() if request_id is None else request_id
-        if request_id in self._calls or not 1 <= len(request_id) <= wire.MAX_ID_CHARS:
-            raise ValueError(f"the id {request_id!r:.40} is in flight already, or has not 1 to 128 characters")
+        check_id(request_id, self._calls)
         self._send(place, request_id, self._header(op, request_id) | fields)
-        seconds = self.timeout_s if timeout_s is None else timeout_s
-        deadline = math.inf if seconds is None else time.monotonic() + seconds
-        call = ClientCall(request_id, op, place, weight, deadline)
+        call = ClientCall(request_id, op, place, weight, self.deadline(timeout_s))
         self._calls[request_id] = call
         self._loads[place] += weight
         return call
+
+    def deadline(self, timeout_s: float | None) -> float:
+        """When a call that starts now times out, on the monotonic clock; `timeout_s` None: after the client's time."""
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        return math.inf if seconds is None else time.monotonic() + seconds
 
     def abandon(self, call: ClientCall) -> None:
         """End a call whose caller gave it up and, unless it is detached, cancel it at the worker."""
@@ -317,8 +327,8 @@ class ClientCore:
             place = self.sessions[plan.session]
         else:
             candidates = welcome or there or range(len(self.connections))
-            place = min(candidates, key=lambda place: (self._loads[place], self._turns[place]))
-        self._turns[place] = next(self._counter)
+            place = min(candidates, key=lambda place: (self._loads[place], self._chosen[place]))
+        self._chosen[place] = next(self._counter)
         if plan.session is not None:
             self.sessions[plan.session] = place
         return place

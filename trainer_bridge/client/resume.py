@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from trainer_bridge.client.assembly import Assembler
-from trainer_bridge.client.core import ClientCall, ClientCore
+from trainer_bridge.client.core import ClientCall, ClientCore, check_id
 from trainer_bridge.client.generate_request import RequestPlan
 from trainer_bridge.client.journal import Fsync, Journal, Saved, fingerprint
 from trainer_bridge.client.results import Chunk, Completion, FinishReason, GenerateResult
@@ -167,8 +167,7 @@ class Resumer:
         if self.journal is not None and plan.request_id is None:
             raise ValueError("with a journal every request needs a request_id, to be found by after a restart")
         request_id = self._core.next_id() if plan.request_id is None else plan.request_id
-        if request_id in self.calls or not 1 <= len(request_id) <= wire.MAX_ID_CHARS:
-            raise ValueError(f"the id {request_id!r:.40} is in flight already, or has not 1 to 128 characters")
+        check_id(request_id, self.calls)
         mark = fingerprint(plan.fields)
         saved = None if self.journal is None else self.journal.read(request_id)
         if saved is not None and saved.mark != mark:
@@ -252,8 +251,7 @@ class Resumer:
     # --- sending ------------------------------------------------------------------------------------------------------
 
     def _new_call(self, request_id: str, plan: RequestPlan, saved: Saved | None) -> ResumedCall:
-        seconds = self._core.timeout_s if plan.timeout_s is None else plan.timeout_s
-        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        deadline = self._core.deadline(plan.timeout_s)
         if saved is None:
             seed = request_seed(plan)
             return ResumedCall(request_id, plan, draw_seed() if seed is None else seed, deadline)

@@ -42,9 +42,9 @@ class KeptUpdate:
     def fill(self, payload: Payload) -> None:
         """Keep this update from its first bytes on."""
         nbytes = payload.manifest.total_bytes
-        payload.keep_in(lambda: self._room(nbytes))
+        payload.keep_in(lambda: self._memory(nbytes))
 
-    def _room(self, nbytes: int) -> torch.Tensor:
+    def _memory(self, nbytes: int) -> torch.Tensor:
         with self._lock:
             self._manifest = None
             if self._buffer.numel() < nbytes:

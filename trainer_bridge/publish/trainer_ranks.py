@@ -53,7 +53,7 @@ class TrainerRanks:
             raise RuntimeError("collective=True needs torch.distributed; call init_process_group first")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
-        turn = store.add(f"{_KEY}/{self.rank}", 1)  # the n-th publishers of all ranks belong together
+        nth = store.add(f"{_KEY}/{self.rank}", 1)  # the n-th publishers of all ranks belong together
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._broken: str | None = None
@@ -62,7 +62,7 @@ class TrainerRanks:
         self.address = _address()
         cpu = torch.device("cpu")
         self._group = BroadcastGroup(
-            store, f"{_KEY}/group-{turn}", self.rank, self.size, self.address, cpu, timeout_s, op_timeout_s=_COMMAND_S
+            store, f"{_KEY}/group-{nth}", self.rank, self.size, self.address, cpu, timeout_s, op_timeout_s=_COMMAND_S
         )
         self.timeout_s = self._timeout_s = timeout_s
 

@@ -5,9 +5,10 @@
     shm        worker and publisher on one host: no copy passes through a socket
     zmq        anywhere
 
-The order is by speed, with one exception: between two GPUs of one host nccl sends a large model in half the time of
-cuda_ipc. It still comes second, since it opens a port and its kernels must run on both GPUs at once. For tensors spread
-over several trainer ranks nccl is tried first: each rank sends its own parts, while for the others rank 0 fetches them.
+The order (in `transports.registry`) is by speed, with one exception: between two GPUs of one host nccl sends a large
+model in half the time of cuda_ipc. It still comes second, since it opens a port and its kernels must run on both GPUs
+at once. For tensors spread over several trainer ranks nccl is tried first: each rank sends its own parts, while for the
+others rank 0 fetches them.
 
 The choice is made by trying: a worker refuses in `begin`, before anything is sent, and the reason is kept. The next
 update starts from this result.
@@ -20,17 +21,12 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
+from trainer_bridge.transports import registry
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules, TransportSender
 from trainer_bridge.transports.payload import Payload
-from trainer_bridge.transports.registry import make_sender
+from trainer_bridge.transports.registry import TRANSPORTS, make_sender
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.keys import ClientCurve
-
-_ORDER = ("cuda_ipc", "nccl", "shm", "zmq")
-_FOR_GPUS = ("cuda_ipc", "nccl")
-_ORDER_OF_PARTS = ("nccl", "cuda_ipc", "shm", "zmq")
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ class TransportChoice:
     @property
     def for_gpus(self) -> bool:
         """Whether updates may go from GPU to GPU."""
-        return self._asked == "auto" or self._asked in _FOR_GPUS
+        return self._asked == "auto" or TRANSPORTS[self._asked].gpu_to_gpu
 
     def next_options(self, payload: Payload, recipients: Iterable[Recipient]) -> dict[str, dict[str, Any]]:
         """Give each recipient the next transport to try; the options of `begin` for each of these."""
@@ -83,7 +79,7 @@ class TransportChoice:
             at_fault = (error.field or "").partition(".")[0] if error is not None else ""
             if not self._free(payload) or error is None or at_fault not in ("transport", "options"):
                 continue
-            if recipient.transport == _ORDER[-1]:
+            if recipient.transport == registry.AUTO_ORDER[-1]:
                 self._refusals[recipient.endpoint].clear()  # no transport works: try all of them again next time
                 continue
             _log.info("%s refuses weights by %s: %s", recipient.endpoint, recipient.transport, error)
@@ -120,16 +116,15 @@ class TransportChoice:
 
     def _free(self, payload: Payload) -> bool:
         """Whether there is a choice. A kept update is on the host, so it may need another transport than at first."""
-        return self._asked == "auto" or (self._asked in _FOR_GPUS and payload.again)
+        return self._asked == "auto" or (TRANSPORTS[self._asked].gpu_to_gpu and payload.again)
 
     def _candidates(self, payload: Payload) -> tuple[str, ...]:
         if not self._free(payload):
             return (self._asked,)
         if not payload.on_gpu:
-            return tuple(name for name in _ORDER if name not in _FOR_GPUS)
-        groups = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-        names = _ORDER_OF_PARTS if payload.spread else _ORDER
-        return tuple(name for name in names if groups or name != "nccl")
+            return tuple(name for name in registry.AUTO_ORDER if not TRANSPORTS[name].gpu_to_gpu)
+        names = registry.AUTO_ORDER_OF_PARTS if payload.spread else registry.AUTO_ORDER
+        return tuple(name for name in names if TRANSPORTS[name].can_send())
 
     def _sender(self, name: str) -> TransportSender:
         if name not in self._senders:

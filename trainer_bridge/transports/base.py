@@ -32,11 +32,11 @@ from trainer_bridge.wire.manifest import Manifest
 class Destination(Protocol):
     """Where an update's bytes are written: staging memory, or the parameters themselves."""
 
-    def room(self, start: int, end: int) -> np.ndarray:
+    def memory(self, start: int, end: int) -> np.ndarray:
         """Host memory (uint8) to write bytes `start` to `end` of the stream to; then call `landed`."""
 
     def landed(self, start: int, end: int) -> None:
-        """The room for these bytes is filled. Each byte lands exactly once."""
+        """The memory of these bytes is filled. Each byte lands exactly once."""
 
     def put(self, start: int, data: torch.Tensor) -> None:
         """Write bytes (uint8, one dimension, any device) at `start` of the stream, on their device's current stream."""
@@ -54,12 +54,12 @@ class IncomingUpdate:
     arrived_bytes: int = 0
     last_data_s: float = field(default_factory=time.monotonic)  # on the monotonic clock
 
-    def room(self, start: int, end: int) -> np.ndarray:
+    def memory(self, start: int, end: int) -> np.ndarray:
         """Host memory (uint8) for these bytes of the stream; `arrived` hands it over."""
-        return self.destination.room(start, end)
+        return self.destination.memory(start, end)
 
     def arrived(self, start: int, end: int) -> None:
-        """Hand over bytes `start` to `end` of the stream, which were written to their room."""
+        """Hand over bytes `start` to `end` of the stream, which were written to their memory."""
         self.destination.landed(start, end)
         self.note(end - start)
 

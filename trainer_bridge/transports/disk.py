@@ -160,7 +160,7 @@ class _OpenFile:
         """Read the next piece to its place in the stream."""
         if not self.done:
             start, end = self._pieces[self._at]
-            self._read_into(memoryview(incoming.room(start, end)))  # type: ignore[arg-type]
+            self._read_into(memoryview(incoming.memory(start, end)))  # type: ignore[arg-type]
             incoming.arrived(start, end)
             self._at += 1
         if self.done and self._checksum.value != self._note.checksum:

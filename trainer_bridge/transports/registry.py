@@ -1,4 +1,8 @@
-"""The table of transports: for each name, how a worker makes its receiver and a publisher its sender."""
+"""The table of transports: for each name, how a worker makes its receiver and a publisher its sender.
+
+A transport is one entry in `TRANSPORTS` and, if `auto` may choose it, one place in `AUTO_ORDER` and
+`AUTO_ORDER_OF_PARTS`. Publishers and workers take names from here alone.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,8 @@ class Transport:
 
     receiver: Callable[[WorkerSetup], TransportReceiver | None]
     sender: Callable[[PublisherSetup], TransportSender]
+    gpu_to_gpu: bool = False  # `auto` takes it for tensors on a GPU only
+    can_send: Callable[[], bool] = lambda: True  # whether `auto` may try it in this trainer's process
 
 
 def _disk_sender(publisher: PublisherSetup) -> TransportSender:
@@ -82,14 +88,23 @@ def _nccl_sender(publisher: PublisherSetup) -> TransportSender:
     return NcclSender(publisher.endpoints)
 
 
+def _has_nccl() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
+
+
 #: In the order in which a worker's `status` lists them.
 TRANSPORTS: dict[str, Transport] = {
     "zmq": Transport(lambda worker: worker.buckets, lambda publisher: ZmqSender(publisher.curve)),
     "shm": Transport(lambda worker: ShmReceiver(worker.buckets), lambda publisher: ShmSender(publisher.curve)),
     "disk": Transport(lambda worker: DiskReceiver(), _disk_sender),
-    "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender),
-    "nccl": Transport(_nccl_receiver, _nccl_sender),
+    "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender, gpu_to_gpu=True),
+    "nccl": Transport(_nccl_receiver, _nccl_sender, gpu_to_gpu=True, can_send=_has_nccl),
 }
+
+#: What `auto` tries, in this order; the last one works between any two hosts. `transport_choice` has the reasons.
+AUTO_ORDER = ("cuda_ipc", "nccl", "shm", "zmq")
+#: The same for tensors that are spread over several trainer ranks.
+AUTO_ORDER_OF_PARTS = ("nccl", "cuda_ipc", "shm", "zmq")
 
 
 def make_receivers(
@@ -97,8 +112,12 @@ def make_receivers(
 ) -> dict[str, TransportReceiver]:
     """Every transport that a worker can use, by name; the arguments are the fields of `WorkerSetup`."""
     worker = WorkerSetup(ZmqReceiver(socket), device, idle_s, wake, groups)
-    receivers = {name: transport.receiver(worker) for name, transport in TRANSPORTS.items()}
-    return {name: receiver for name, receiver in receivers.items() if receiver is not None}
+    made = {name: transport.receiver(worker) for name, transport in TRANSPORTS.items()}
+    receivers = {name: receiver for name, receiver in made.items() if receiver is not None}
+    assert all(receiver.name == name for name, receiver in receivers.items()), (
+        "a receiver has another name in the table"
+    )
+    return receivers
 
 
 def make_sender(

@@ -106,9 +106,9 @@ class ShmReceiver(TransportReceiver):
         assert self._map is not None
         start, end = incoming.manifest.bucket_span(index)
         at = _HEADER_BYTES + index % self._slots * self._slot_bytes
-        room = incoming.room(start, end)
-        np.copyto(room, np.frombuffer(self._map, np.uint8, end - start, at))
-        check_bucket(index, memoryview(room), check)  # type: ignore[arg-type]  # of the copy, which the publisher cannot change
+        copied = incoming.memory(start, end)
+        np.copyto(copied, np.frombuffer(self._map, np.uint8, end - start, at))
+        check_bucket(index, memoryview(copied), check)  # type: ignore[arg-type]  # of the copy, which the publisher cannot change
         incoming.arrived(start, end)
         return True
 

@@ -193,7 +193,7 @@ class ZmqReceiver(TransportReceiver):
             return index not in self._unsettled
         here = True
         if payload is not None:
-            np.copyto(incoming.room(start, end), np.frombuffer(payload, np.uint8))
+            np.copyto(incoming.memory(start, end), np.frombuffer(payload, np.uint8))
             incoming.arrived(start, end)
         else:
             assert self._shared is not None

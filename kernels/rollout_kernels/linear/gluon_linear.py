@@ -34,11 +34,11 @@ _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 
 @gluon.jit
-def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.constexpr, TURN: gl.constexpr):
-    """Tile and first input of a program's step. With TURN, every item starts one step later in K."""
+def _column(step, program, programs, tiles, STEPS: gl.constexpr, BLOCK_K: gl.constexpr, STAGGER: gl.constexpr):
+    """Tile and first input of a program's step. With STAGGER, every item starts one step later in K."""
     item = program + step // STEPS * programs
     part = step % STEPS
-    if TURN:
+    if STAGGER:
         part = (part + item) % STEPS
     return item % tiles, (item // tiles * STEPS + part) * BLOCK_K
 
@@ -105,7 +105,7 @@ def _stream_kernel(
     SILU: gl.constexpr,
     STAGES: gl.constexpr,
     BESIDE: gl.constexpr,
-    TURN: gl.constexpr,
+    STAGGER: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     program = gl.program_id(0)
@@ -123,19 +123,19 @@ def _stream_kernel(
         gdc_launch_dependents()
     steps = (items - program + programs - 1) // programs * STEPS
     for stage in gl.static_range(STAGES - 2):
-        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, TURN)
+        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
         mbarrier.expect(full.index(stage), LOADED, stage < steps)
         _ask(w_desc, full, w_smem, stage, tile, k, stage < steps, BLOCK_N, BLOCKS, SILU)
     gdc_wait()
     if BESIDE:
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES - 2):
-        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, TURN)
+        tile, k = _column(stage, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
         _copy(x_desc, [first_row, k], full.index(stage), x_smem.index(stage), stage < steps)
-    for turn in range(steps // STEPS):
+    for lap in range(steps // STEPS):
         zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
         sums = (zero,) if BLOCKS == 1 else (zero, zero, zero)
-        for step in range(turn * STEPS, turn * STEPS + STEPS):
+        for step in range(lap * STEPS, lap * STEPS + STEPS):
             place = step % STAGES
             mbarrier.wait(full.index(place), step // STAGES & 1)
             x_tile = x_smem.index(place).permute((1, 0))
@@ -143,13 +143,13 @@ def _stream_kernel(
             # The product of step - 1 may still run. Step - 2 has ended in all warps, so refill its stage.
             ahead = step + STAGES - 2
             free = ahead % STAGES
-            tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, TURN)
+            tile, k = _column(ahead, program, programs, tiles, STEPS, BLOCK_K, STAGGER)
             mbarrier.expect(full.index(free), LOADED, ahead < steps)
             _ask(w_desc, full, w_smem, free, tile, k, ahead < steps, BLOCK_N, BLOCKS, SILU)
             _copy(x_desc, [first_row, k], full.index(free), x_smem.index(free), ahead < steps)
             sums = _wait(sums, BLOCKS)
         sums = _wait(sums, 0)
-        item = program + turn * programs
+        item = program + lap * programs
         for block in gl.static_range(BLOCKS):
             _store(out_ptr, sums[block], item % tiles * BLOCKS + block, item // tiles, first_row, rows, N, SILU)
 
@@ -183,13 +183,13 @@ def stream(
     programs: int,
     silu: bool,
     beside: bool = False,
-    turn: bool = False,
+    stagger: bool = False,
 ) -> None:
     """Write a product to `out`, as `triton_linear.multiply_into` does, in tiles of `block_n` weight rows.
 
     `block_n` is a power of two or three times one; three blocks then share a tile of x, each with its own sums. So 128
     programs of 192 rows cover 24,576 outputs, where tiles of 256 would leave a quarter of 132 programs idle. With
-    `turn`, programs are at different columns at any time, so they do not all read the same part of x at once.
+    `stagger`, programs are at different columns at any time, so they do not all read the same part of x at once.
     """
     rows, inputs = x_MK.shape
     block_m = min(128, max(8, triton.next_power_of_2(rows)))
@@ -221,7 +221,7 @@ def stream(
         SILU=silu,
         STAGES=stages(block_n, block_m, block_k, num_stages),
         BESIDE=beside,
-        TURN=turn,
+        STAGGER=stagger,
         num_warps=num_warps,
         **follow_options(x_MK.device),
     )

@@ -37,10 +37,10 @@ def _pipelined(split: int, block_n: int = 64, block_k: int = 128) -> Bands:
     return (32, few), (MOST_ROWS, many)
 
 
-def _streamed(split: int, *bands: tuple[int, int, int, int, int], turn: bool = False) -> Bands:
+def _streamed(split: int, *bands: tuple[int, int, int, int, int], stagger: bool = False) -> Bands:
     """Streamed bands; each is given as rows, BLOCK_N, BLOCK_K, stages, programs."""
     return tuple(
-        (rows, LinearConfig(n, k, split, 4, stages, programs, True, turn)) for rows, n, k, stages, programs in bands
+        (rows, LinearConfig(n, k, split, 4, stages, programs, True, stagger)) for rows, n, k, stages, programs in bands
     )
 
 
@@ -59,7 +59,7 @@ FAST: dict[tuple[int, int, Kind], Bands] = {
     ),
     (24576, 4096, "silu"): (
         (1, GemvConfig(1, neurons=1, at_once=8, num_warps=4)),
-        *_streamed(1, (8, 64, 256, 5, 132), (32, 64, 128, 8, 132), turn=True),
+        *_streamed(1, (8, 64, 256, 5, 132), (32, 64, 128, 8, 132), stagger=True),
         *_streamed(1, (MOST_ROWS, 192, 64, 5, 132)),
     ),
     (4096, 12288, "parts"): (
@@ -164,7 +164,7 @@ def _other(outputs: int, inputs: int, kind: Kind) -> Bands:
         return _other_order(outputs, inputs, kind)
     split, block_k = cut
     streamed = ((32, 64, block_k, 8, _PROGRAMS), (64 if kind == "whole" else MOST_ROWS, 64, 64, 8, _PROGRAMS))
-    return *_alone(inputs, kind), *_streamed(split, *streamed, turn=kind == "silu")
+    return *_alone(inputs, kind), *_streamed(split, *streamed, stagger=kind == "silu")
 
 
 def _alone(inputs: int, kind: Kind) -> Bands:

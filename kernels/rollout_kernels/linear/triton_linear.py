@@ -49,7 +49,7 @@ class LinearConfig:
     num_stages: int
     programs: int
     streamed: bool = False  # use `gluon_linear` where it can run
-    turn: bool = False  # streamed: every item starts at another column of K
+    stagger: bool = False  # streamed: every item starts at another column of K
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def multiply_into(
     if config.streamed:
         if gluon_linear.takes(x_MK, w_NK, silu):
             shape = (config.block_n, config.block_k, config.split, config.num_warps, config.num_stages, config.programs)
-            gluon_linear.stream(x_MK, w_NK, out, outputs, *shape, silu, beside, config.turn)
+            gluon_linear.stream(x_MK, w_NK, out, outputs, *shape, silu, beside, config.stagger)
             return
         config = replace(config, block_n=config.block_n & -config.block_n)  # `_linear_kernel` needs a power of two
     outputs_a_tile = config.block_n // 2 if silu else config.block_n

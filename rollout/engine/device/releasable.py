@@ -108,7 +108,7 @@ class ReleasableMemory:
         self._clear(block)
         return self._backing.tensor(block.span, 0, nbytes).view(dtype).view(shape)
 
-    def room(self, nbytes: int) -> torch.Tensor:
+    def buffer(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], zeroed; its content is not kept."""
         return self.zeros((nbytes,), torch.uint8)
 

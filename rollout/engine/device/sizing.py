@@ -169,10 +169,10 @@ def kv_pages(settings: EngineSettings, model: Decoder, dtype: torch.dtype, conte
     """
     page_bytes = model.spec.kv_bytes_per_token(dtype) * settings.page_size
     if settings.kv_pages is not None:
-        asked, room = settings.kv_pages * page_bytes, memory.free - memory.needs.total
-        if asked > room:
+        asked, left = settings.kv_pages * page_bytes, memory.free - memory.needs.total
+        if asked > left:
             raise ValueError(
-                f"kv_pages = {settings.kv_pages} take {_gib(asked)}, and {_gib(max(room, 0))} are left for KV: "
+                f"kv_pages = {settings.kv_pages} take {_gib(asked)}, and {_gib(max(left, 0))} are left for KV: "
                 f"{memory}; lower kv_pages, max_rows or prefill_chunk_tokens"
             )
         return settings.kv_pages

@@ -1,7 +1,7 @@
 """Offload: the KV of preempted sequences is copied to the host and back while steps run.
 
-`OffloadBooks` says where each page is; it touches no tensor. `Offload` is the turn that the loop gives it in each tick,
-and `page_mover` copies. A sequence passes through four calls:
+`OffloadBooks` says where each page is; it touches no tensor. In each tick `Offload` has `page_mover` copy what the
+books name. A sequence passes through four calls:
 
     take       it has left its row and no step in flight names it: its pages become offloaded pages
     next_out   an offloaded page that nobody else uses is copied to the host; then its pool page is free
@@ -332,7 +332,7 @@ class OffloadBooks:
         assert self._sequences == 0 and free == list(range(self.host_pages)), "a host page is in use"
 
 
-# --- the turn --------------------------------------------------------------------------------------------------------
+# --- the copies ------------------------------------------------------------------------------------------------------
 
 
 class Waiters(Protocol):
@@ -358,7 +358,7 @@ class MoveRecord:
 class Offload:
     """Has pages copied as the books say, between two steps.
 
-    turn:  account for complete copies --> pages are free, rows can be planned again;  then begin the next copies
+    advance:  account for complete copies --> pages are free, rows can be planned again;  then begin the next copies
     """
 
     def __init__(self, scheduler: Waiters, books: OffloadBooks, mover: PageMover) -> None:
@@ -373,7 +373,7 @@ class Offload:
         """True while copies are queued or under way."""
         return self.books.busy or self.mover.moving
 
-    def turn(self) -> None:
+    def advance(self) -> None:
         """Account for the copies that are complete, and begin others. Never waits."""
         if not self.moving:
             return

@@ -36,7 +36,7 @@ _BLOCK_BYTES = 512 << 20
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class HostRoom:
+class HostMemory:
     """Pinned host memory for `pages` pages of `page_bytes` each."""
 
     def __init__(self, device: Device, pages: int, page_bytes: int) -> None:
@@ -132,16 +132,16 @@ class CopyQueue:
 class PageMover:
     """Both directions. `kv` is the pool whose pages are copied, `compute` the stream that its steps run on."""
 
-    def __init__(self, device: Device, kv: KVCache, room: HostRoom, piece_bytes: int, compute: Stream) -> None:
-        self.room = room
+    def __init__(self, device: Device, kv: KVCache, host_memory: HostMemory, piece_bytes: int, compute: Stream) -> None:
+        self.host_memory = host_memory
         self.compute = compute
         pools_PB = [tensor.flatten(1) for tensor in kv.tensors]
         sizes = [pool.shape[1] * pool.element_size() for pool in pools_PB]
-        assert sum(sizes) == room.page_bytes
+        assert sum(sizes) == host_memory.page_bytes
         self._words = next(words for words in _WORDS if math.gcd(*sizes) % words.itemsize == 0)
         self._pools_PW = [pool.view(self._words) for pool in pools_PB]
-        most = min(max(1, piece_bytes // room.page_bytes), room.pages)
-        width = room.page_bytes // self._words.itemsize
+        most = min(max(1, piece_bytes // host_memory.page_bytes), host_memory.pages)
+        width = host_memory.page_bytes // self._words.itemsize
         staging = [torch.zeros(most, width, dtype=self._words, device=device.torch_device) for _ in range(2)]
         device.synchronize()  # they were zeroed on a stream that the copies do not wait for
         self.out = CopyQueue(device, "kv_out", staging[0], self._copy_out)
@@ -171,12 +171,12 @@ class PageMover:
         for pool_PW, part_NW in zip(self._pools_PW, self._parts(staged_NW), strict=True):
             torch.index_select(pool_PW, 0, index_N, out=part_NW)
         for page_W, host in zip(staged_NW, piece.host_pages, strict=True):
-            self.room.page(host, self._words).copy_(page_W, non_blocking=True)
+            self.host_memory.page(host, self._words).copy_(page_W, non_blocking=True)
 
     def _copy_in(self, queue: CopyQueue, piece: Piece) -> None:
         staged_NW, index_N = self._staged(queue, piece)
         for page_W, host in zip(staged_NW, piece.host_pages, strict=True):
-            page_W.copy_(self.room.page(host, self._words), non_blocking=True)
+            page_W.copy_(self.host_memory.page(host, self._words), non_blocking=True)
         for pool_PW, part_NW in zip(self._pools_PW, self._parts(staged_NW), strict=True):
             pool_PW.index_copy_(0, index_N, part_NW)
 

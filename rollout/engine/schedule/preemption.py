@@ -75,7 +75,7 @@ def _grows_soon(seq: Sequence) -> bool:
 def change_weights(roster: Roster, version: int, recompute: bool) -> None:
     """Steps planned from now on run under `version`."""
     roster.version = version
-    roster.room.weights_changed(version)
+    roster.feed.weights_changed(version)
     roster.allocator.weights_changed()
     for seq in roster.unfinished():
         first = max(version, seq.group.request.min_version)  # that it can have a token of
@@ -91,7 +91,7 @@ def put_adapter(roster: Roster, name: str, version: int | None, weights: Adapter
     adapter = roster.allocator.adapters.put(name, version, weights)
     if old is None:
         return
-    roster.room.adapter_changed(adapter)
+    roster.feed.adapter_changed(adapter)
     users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
     for seq in _begin_again(roster, users, recompute):
         seq.kv_version = -1  # its KV has several generations: no other sequence may use it
@@ -130,7 +130,7 @@ def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> list[
 
 def leave_pool(roster: Roster, keep: bool) -> None:
     """All KV leaves the pool; with `keep` it is offloaded, in the order of rank as long as the host has room."""
-    roster.room.close_shares()
+    roster.feed.close_shares()
     roster.allocator.end_sharing()
     if not keep:
         _begin_again(roster, roster.unfinished(), recompute=True)

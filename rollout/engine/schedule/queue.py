@@ -55,8 +55,8 @@ def _finalized(seq: Sequence) -> bool:
     return seq.finalized
 
 
-class WaitingRoom:
-    """The queue, and the sequences that are not in it yet: followers, and requests for newer weights."""
+class QueueFeed:
+    """The queue, and what enters it later: followers after their leader, requests with the weights that they need."""
 
     def __init__(self, allocator: PageAllocator) -> None:
         self.queue = WaitingQueue()

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import Event, Finish, FinishReason, RequestKey
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
-from rollout.engine.schedule.queue import WaitingRoom
+from rollout.engine.schedule.queue import QueueFeed
 from rollout.engine.schedule.sequence import Group, Sequence, State
 
 
@@ -44,7 +44,7 @@ class Roster:
         self.decoding: list[Sequence] = []
         self.leaving: list[Sequence] = []
         self.waiting = 0  # sequences with no row, including the followers of a leader
-        self.room = WaitingRoom(allocator)
+        self.feed = QueueFeed(allocator)
         self.free_rows = list(range(max_rows, 0, -1))
         self.max_rows = max_rows
 
@@ -78,7 +78,7 @@ class Roster:
 
     def end_early(self, reason: FinishReason, error: str | None = None) -> None:
         """End the requests that wait for a newer weights version."""
-        for key in list(self.room.early):
+        for key in list(self.feed.early):
             self.end(key, reason, error)
 
     def fail(self, seq: Sequence, error: str) -> None:
@@ -99,11 +99,11 @@ class Roster:
         group = seq.group
         group.unfinished -= 1
         group.complete += finish.complete
-        self.room.ended(seq)
+        self.feed.ended(seq)
         if group.unfinished == 0:
             self.events.append(make_request_done(group, self.clock()))
             del self.groups[group.key]
-            self.room.early.pop(group.key, None)
+            self.feed.early.pop(group.key, None)
         self.settle(seq)
         if finish.complete and group.complete == group.request.min_complete:
             self.end(group.key, "cancelled")
@@ -163,7 +163,7 @@ class Roster:
             seq.state = State.WAITING
             if not seq.finalized:
                 self.waiting += 1
-                self.room.queue.push(seq)
+                self.feed.queue.push(seq)
 
     def restores_ended(self, seqs: list[Sequence]) -> None:
         """No copy writes to the pages of these sequences any more."""

@@ -75,7 +75,7 @@ class Scheduler(Roster):
             group.sequences.append(Sequence(group, index, self._arrivals))
         self.groups[request.key] = group
         self.waiting += request.n
-        self.room.enter(group, self.version)
+        self.feed.enter(group, self.version)
         if request.deadline_s is not None:
             self._deadlines.add(now + request.deadline_s, group)
 
@@ -131,10 +131,10 @@ class Scheduler(Roster):
     @property
     def resting(self) -> bool:
         """True when there is nothing to do before the weights change or a command comes."""
-        return len(self.room.early) == len(self.groups)
+        return len(self.feed.early) == len(self.groups)
 
     def _admit(self) -> None:
-        queue, ready = self.room.queue, self.allocator.adapter_ready
+        queue, ready = self.feed.queue, self.allocator.adapter_ready
         while self.free_rows and not self.leaving and (seq := queue.first(ready)) is not None:
             if seq.group.session is not None and seq.group.session.turns > 1:
                 return  # the turn before is in flight as a zombie
@@ -166,7 +166,7 @@ class Scheduler(Roster):
             self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
         if group.admitted_s is None:
             group.admitted_s, group.cached_tokens = self.clock(), min(seq.kv_len, seq.prompt_len)
-        self.room.started(seq)
+        self.feed.started(seq)
 
     def _plan_prompts(self) -> Plan | None:
         if not self.prefilling:
@@ -211,7 +211,7 @@ class Scheduler(Roster):
         self.decoding.append(seq)
         if seq is seq.group.leader:
             seq.group.prompt_due = False
-            self.room.leader_launched(seq, self.version)
+            self.feed.leader_launched(seq, self.version)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Take a step's tokens; steps are committed in the order of their launch."""

@@ -26,9 +26,9 @@ from queue import Empty
 import torch
 
 from rollout.constraints.matcher import mask_words
-from rollout.deadline_thread import DeadlineCall, DeadlineThread
 from rollout.engine.device.streams import Device
 from rollout.engine.schedule.sequence import Sequence
+from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
 
 #: Matchers that may hang, each with a thread and a core; after that every constrained completion ends.
 MOST_LEFT_BEHIND = 4

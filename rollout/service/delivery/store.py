@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollout.config import ServiceSettings
-from rollout.logs import about
+from rollout.process.logs import about
 from rollout.service.delivery.expert_records import last_entries
 from rollout.service.delivery.token_columns import marks_between, runs_between
 from rollout.service.delivery.waiters import Position

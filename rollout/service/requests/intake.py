@@ -207,8 +207,8 @@ class Intake:
         self._text.check_stop_strings(message.stop.strings)
 
     def _max_tokens(self, message: GenerateMessage, prompt_tokens: int, known: int) -> int:
-        room = self._model.max_context_tokens - prompt_tokens
-        if room <= known:
+        left = self._model.max_context_tokens - prompt_tokens
+        if left <= known:
             raise ServiceError(
                 "too_long",
                 f"the context of {self._model.max_context_tokens} tokens has no room after {prompt_tokens + known} "
@@ -216,13 +216,13 @@ class Intake:
                 "messages" if message.messages is not None else "prompt",
             )
         if message.max_tokens is None:
-            if message.stop.min_tokens > room:
-                raise bad_request(f"the context has room for {room} tokens; lower 'stop.min_tokens'", "stop.min_tokens")
-            return room
-        if message.max_tokens > room:
+            if message.stop.min_tokens > left:
+                raise bad_request(f"the context has room for {left} tokens; lower 'stop.min_tokens'", "stop.min_tokens")
+            return left
+        if message.max_tokens > left:
             raise ServiceError(
                 "too_long",
-                f"the prompt's {prompt_tokens} tokens leave room for {room} in the context of "
+                f"the prompt's {prompt_tokens} tokens leave room for {left} in the context of "
                 f"{self._model.max_context_tokens}; set 'max_tokens' to at most that",
                 "max_tokens",
             )

@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 
 from rollout.config import ServiceSettings
-from rollout.libraries import loading_libraries
-from rollout.logs import LogFormat, set_up, worker_name
-from rollout.process import exit_with_parent
+from rollout.process.libraries import loading_libraries
+from rollout.process.logs import LogFormat, set_up, worker_name
+from rollout.process.parent_watch import exit_with_parent
 from rollout.service.errors import ServiceError
 from rollout.service.text.codec import PromptEncoder, TextCodec
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode, header_id

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollout.logs import JsonFormatter, TextFormatter
+from rollout.process.logs import JsonFormatter, TextFormatter
 from trainer_bridge.client.launch import WorkerFailed, WorkerProcess, flag_list, start_worker, worker_environment
 
 # Reports ready, then answers `shutdown` (or, with --deaf, nothing).

@@ -38,13 +38,13 @@ def test_every_byte_of_every_bucket_travels_once_and_lands_in_its_place() -> Non
     manifest = pack(1, [("a", "float32", (11, 6)), ("b", "bfloat16", (7, 3)), ("c", "bfloat16", (333,))], BUCKET)
     stream = torch.randint(0, 256, (manifest.total_bytes,), dtype=torch.uint8)
     for runs in (some_runs(manifest, [0, 3, 4]), some_runs(manifest, [2, 5], 2), Runs.alone(manifest)):
-        out = torch.zeros(runs.room, dtype=torch.uint8)
+        out = torch.zeros(runs.buffer_bytes, dtype=torch.uint8)
         for index in range(manifest.bucket_count):
             start, end = manifest.bucket_span(index)
-            bucket, travelled = runs.bucket(index), torch.full((runs.room,), 255, dtype=torch.uint8)
+            bucket, travelled = runs.bucket(index), torch.full((runs.buffer_bytes,), 255, dtype=torch.uint8)
             assert [part.root for part in bucket.parts] == sorted({part.root for part in bucket.parts})
             for part in bucket.parts:
-                assert part.at % 64 == 0 and part.end <= runs.room
+                assert part.at % 64 == 0 and part.end <= runs.buffer_bytes
                 for first, last, at in part.pieces:
                     assert part.at <= at and at + last - first <= part.end and at % 64 == 0
                     travelled[at : at + last - first] = stream[first:last]
@@ -98,7 +98,7 @@ def test_ranks_that_each_send_what_they_own_all_end_with_the_whole(devices: list
     assert all(job.order == jobs[0].order for job in jobs) and len({root for _, root in jobs[0].order}) == len(devices)
     for index, root in jobs[0].order:
         part = next(part for part in runs.bucket(index).parts if part.root == root)
-        travelled = torch.zeros(runs.room, dtype=torch.uint8)
+        travelled = torch.zeros(runs.buffer_bytes, dtype=torch.uint8)
         for first, last, at in part.pieces:
             travelled[at : at + last - first] = stream[first:last]
         assert jobs[root].fingerprints[index] == fingerprint(travelled[part.at : part.end])

@@ -25,8 +25,8 @@ def test_offloaded_rows_have_transformers_tokens(folders, prompt_of, greedy, dep
     bench = cuda_bench(
         load(folders[0], "cuda"), kv_pages=40, pipeline_depth=depth, host_kv_gib=0.01, host_kv_piece_mib=piece_mib
     )
-    room = bench.engine.executor.mover.room
-    assert all(room.page(number, torch.uint8).is_pinned() for number in range(room.pages))
+    memory = bench.engine.executor.mover.host_memory
+    assert all(memory.page(number, torch.uint8).is_pinned() for number in range(memory.pages))
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(10, i), 60)
     bench.run()

@@ -169,7 +169,7 @@ def test_status_and_gauges_count_moved_sequences(model, prompt_of):
     status = bench.status().offload
     assert status.sequences >= 1 and 0 < status.pages < status.pages_total == 512
     bench.run()
-    status, page_bytes = bench.status().offload, bench.engine.executor.mover.room.page_bytes
+    status, page_bytes = bench.status().offload, bench.engine.executor.mover.host_memory.page_bytes
     assert (status.sequences, status.pages) == (0, 0)
     assert status.parked == status.restored == bench.engine.scheduler.counters.preemptions and status.refused == 0
     assert status.bytes_out == counts(bench).pages_out * page_bytes >= status.bytes_in > 0

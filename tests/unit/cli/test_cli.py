@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import zmq
 
-from rollout.announce import say
 from rollout.cli.main import main
 from rollout.cli.serve import SYNONYMS
-from rollout.settings_sources import setting_keys
+from rollout.process.announce import say
+from rollout.process.settings_sources import setting_keys
 from trainer_bridge.wire import codec as wire
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -77,7 +77,7 @@ def rollout(*arguments: str, environ: dict[str, str] | None = None) -> subproces
 def test_nothing_heavy_is_imported_for_help_or_a_wrong_command_line(arguments):
     script = f"""
 import sys
-from rollout.announce import say
+from rollout.process.announce import say
 from rollout.cli.main import main
 from rollout.cli.serve import SYNONYMS
 try:

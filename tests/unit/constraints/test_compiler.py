@@ -17,7 +17,7 @@ from rollout.constraints import regex_check, schema_check
 from rollout.constraints.compiler import ConstraintCompiler, ConstraintError, allow_list
 from rollout.constraints.matcher import Constraint, mask_words
 from rollout.constraints.spec import ConstraintSpec
-from rollout.deadline_thread import DeadlineThread
+from rollout.process.deadline_thread import DeadlineThread
 from rollout.service.requests.constraint import constraints_for
 from rollout.service.text.codec import TextCodec, load_text_codec
 from tests.support.tokenizer_folder import make_tokenizer_folder

@@ -26,13 +26,13 @@ SHAPES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("stagger", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 4096), (3, 150), (9, 1024), (32, 2048), (100, 512), (200, 512)])
-def test_streamed_products_are_those_of_float64(rows, outputs, shape, turn):
+def test_streamed_products_are_those_of_float64(rows, outputs, shape, stagger):
     """The bound is 1e-5, because the tensor cores' float32 sums lose low bits (2e-6 of the result)."""
     x, w, expected = operands(rows, outputs, 2048)
-    config = LinearConfig(*shape, streamed=True, turn=turn)
+    config = LinearConfig(*shape, streamed=True, stagger=stagger)
     parts = linear_parts(x, w, config)
     assert parts.shape == (config.split, rows, outputs) and relative(parts.double().sum(0), expected) < 1e-5
     if config.split == 1:
@@ -43,16 +43,16 @@ def test_streamed_products_are_those_of_float64(rows, outputs, shape, turn):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("stagger", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_programs_stages_and_other_rows_change_no_bit(shape, turn):
+def test_programs_stages_and_other_rows_change_no_bit(shape, stagger):
     block_n, block_k, split, warps, _, _ = shape
     x, w, _ = operands(60, 2048, 2048)
-    whole = linear_parts(x, w, LinearConfig(*shape, streamed=True, turn=turn))
+    whole = linear_parts(x, w, LinearConfig(*shape, streamed=True, stagger=stagger))
     for stages, programs in ((2, 1), (3, 20), (8, 500)):
-        config = LinearConfig(block_n, block_k, split, warps, stages, programs, True, turn)
+        config = LinearConfig(block_n, block_k, split, warps, stages, programs, True, stagger)
         assert torch.equal(linear_parts(x, w, config), whole)
-    assert torch.equal(linear_parts(x[7:8], w, LinearConfig(*shape, streamed=True, turn=turn))[:, 0], whole[:, 7])
+    assert torch.equal(linear_parts(x[7:8], w, LinearConfig(*shape, streamed=True, stagger=stagger))[:, 0], whole[:, 7])
 
 
 @pytest.mark.gpu
@@ -61,7 +61,7 @@ def test_models_smaller_than_a_tile(outputs, inputs):
     x, w, expected = operands(2, outputs, inputs)
     parts, whole, silu = (linear_config(outputs, inputs, kind, 2) for kind in ("parts", "whole", "silu"))
     assert parts is not None and whole is not None and silu is not None
-    assert parts.streamed and whole.streamed and silu.streamed and silu.turn
+    assert parts.streamed and whole.streamed and silu.streamed and silu.stagger
     assert relative(linear_parts(x, w, parts).double().sum(0), expected) < 1e-5
     assert relative(linear(x, w, whole, torch.float32), expected) < 1e-5
     gate, up = expected.chunk(2, dim=1)
@@ -105,7 +105,7 @@ kernel = gluon_linear._stream_kernel
 layout, paired = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 4))
 for block_m, silu, split, blocks in ((8, True, 1, 1), (32, False, 2, 3)):
     given = dict(K=2048, BLOCK_M=block_m, BLOCK_N=64, BLOCK_K=64, SPLIT=split, SILU=silu, STAGES=5, num_warps=4)
-    given |= {"BLOCKS": blocks, "BESIDE": False, "TURN": silu}
+    given |= {"BLOCKS": blocks, "BESIDE": False, "STAGGER": silu}
     signature = dict.fromkeys(given, "constexpr") | dict.fromkeys(("rows", "N", "items", "tiles"), "i32")
     signature |= {"out_ptr": "*bf16", "w_desc": f"tensordesc<bf16[64, 64],{layout!r}>"}
     if silu:

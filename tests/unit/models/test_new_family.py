@@ -1,22 +1,36 @@
-"""A dense family is one declaration: families declared here run as transformers runs them."""
+"""A family is one declaration: families declared here, dense and with experts, run as transformers runs them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
-from rollout.models import LoadedModel, load_model
+from rollout.models import LoadedModel, layers, load_model
+from rollout.models.checkpoint_folder import CheckpointError
+from rollout.models.config_rules import layer_list
 from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
-from rollout.models.registry import FAMILIES, Family, Key, same_window
-from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames
+from rollout.models.registry import (
+    FAMILIES,
+    Family,
+    Key,
+    MoEFamily,
+    by_layer,
+    config_rules,
+    same_window,
+    spec_from_config,
+    windows_by_type,
+)
+from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
 from tests.support.peft_adapters import make_adapter, merged
@@ -27,6 +41,42 @@ SIZES: dict[str, Any] = {
     "head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
 PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23, 60, 2, 41, 5, 16]
+
+
+@by_layer(mlp_layer_types=layer_list(str))
+def sparse_by_type(config: Any) -> tuple[bool, ...]:
+    return tuple(kind == "sparse" for kind in config.mlp_layer_types)
+
+
+@by_layer(layer_types=layer_list(str))
+def ropes_by_type(config: Any) -> tuple[str, ...]:
+    return tuple(config.layer_types)
+
+
+MELLUM = Family(
+    model_type="mellum",
+    qkv_bias=Key("attention_bias"),
+    o_bias=Key("attention_bias"),
+    qk_norm="head",
+    windows=windows_by_type,
+    ropes=ropes_by_type,
+    moe=MoEFamily(
+        experts=Key("num_experts"),
+        intermediate=Key("moe_intermediate_size"),
+        renormalize=Key("norm_topk_prob"),
+        sparse=sparse_by_type,
+    ),
+)
+#: A dense layer among sparse ones, a rotary embedding for each type of attention.
+MELLUM_SIZES: dict[str, Any] = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True,
+    "mlp_layer_types": ["sparse", "dense", "sparse"], "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    },
+}  # fmt: skip
 
 #: Families that transformers has and the registry has not: (declaration, stem of transformers' classes, config).
 DECLARED: dict[str, tuple[Family, str, dict[str, Any]]] = {
@@ -41,6 +91,7 @@ DECLARED: dict[str, tuple[Family, str, dict[str, Any]]] = {
         "SeedOss",
         {"attention_bias": True, "attention_out_bias": False, "mlp_bias": True},
     ),
+    "MellumForCausalLM": (MELLUM, "Mellum", MELLUM_SIZES),
 }
 #: Qwen3 under other names.
 RENAMED = Family(
@@ -51,6 +102,28 @@ RENAMED = Family(
     attention_names=AttentionNames(qkv=("attn.wq", "attn.wk", "attn.wv"), o="attn.wo", qk_norm=("attn.nq", "attn.nk")),
     dense_names=DenseNames(gate_up=("ff.w1", "ff.w3"), down="ff.w2"),
 )
+#: Qwen3 with experts, under other names.
+RENAMED_MOE = Family(
+    model_type="qwen3_moe",
+    qk_norm="head",
+    moe=MoEFamily(
+        experts=Key("num_experts"),
+        intermediate=Key("moe_intermediate_size"),
+        renormalize=True,
+        names=MoENames(
+            router=("ffn.router",),
+            gate="ffn.expert_{}.w1",
+            up="ffn.expert_{}.w3",
+            down="ffn.expert_{}.w2",
+            stacked_gate_up="ffn.w13",
+            stacked_down="ffn.w2",
+        ),
+    ),
+)
+MOE_NAMES = {
+    "mlp.gate.": "ffn.router.", "mlp.experts.gate_up_proj": "ffn.w13", "mlp.experts.down_proj": "ffn.w2",
+    "mlp.experts.": "ffn.expert_", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
+}  # fmt: skip
 NAMES = {
     "model.embed_tokens": "tok", "model.layers": "blocks", "model.norm": "final", "lm_head": "head",
     "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn": "attn", "mlp": "ff",
@@ -59,14 +132,24 @@ NAMES = {
 }  # fmt: skip
 
 
-def renamed(name: str) -> str:
-    for old, new in NAMES.items():
+def renamed(name: str, names: dict[str, str] = NAMES) -> str:
+    for old, new in names.items():
         name = name.replace(old, new)
     return name
 
 
-def rename_tensors(file: Path) -> None:
-    save_file({renamed(name): tensor for name, tensor in load_file(file).items()}, file)
+def rename_tensors(file: Path, names: dict[str, str] = NAMES) -> None:
+    save_file({renamed(name, names): tensor for name, tensor in load_file(file).items()}, file)
+
+
+def skip_if_lacking(stem: str) -> None:
+    if not hasattr(transformers, f"{stem}Config"):
+        pytest.skip(f"this release of transformers has no {stem}")
+
+
+def rename_family(folder: Path, architecture: str) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = None) -> None:
@@ -84,11 +167,10 @@ def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.parametrize("architecture", DECLARED)
-def test_one_declaration_adds_a_dense_family(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_declaration_adds_a_family(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family, stem, options = DECLARED[architecture]
-    reference = make_checkpoint(stem, tmp_path, **SIZES, **options)
+    skip_if_lacking(stem)
+    reference = make_checkpoint(stem, tmp_path, **(SIZES | options))
     with pytest.raises(ValueError, match=architecture):
         load_model(ModelSettings(path=str(tmp_path)), CPU)
     monkeypatch.setitem(FAMILIES, architecture, family)
@@ -104,8 +186,7 @@ def test_a_declaration_may_give_tensors_other_names(
     monkeypatch.setitem(FAMILIES, "RenamedForCausalLM", RENAMED)
     reference = make_checkpoint("qwen3", tmp_path, **SIZES, use_sliding_window=False, tie_word_embeddings=tied)
     adapter = make_adapter(reference, tmp_path / "adapter", 0)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["RenamedForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    rename_family(tmp_path, "RenamedForCausalLM")
     rename_tensors(tmp_path / "model.safetensors")
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     check(loaded, reference)
@@ -115,3 +196,119 @@ def test_a_declaration_may_give_tensors_other_names(
     slots = AdapterSlots(loaded.spec, 1, 16, torch.float32, CPU)
     slots.write(1, load_peft_folder(adapter, loaded.spec, 16, torch.float32))
     check(loaded, exact, slots)
+
+
+QWEN3_MOE_SIZES = SIZES | {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "attention_bias": False,
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+def test_experts_and_their_router_may_have_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts one by one, as in checkpoints, and all experts of a layer stacked, as trainers may send them."""
+    monkeypatch.setitem(FAMILIES, "RenamedMoeForCausalLM", RENAMED_MOE)
+    reference = make_checkpoint("qwen3_moe", tmp_path, **QWEN3_MOE_SIZES, norm_topk_prob=True, mlp_only_layers=[])
+    rename_family(tmp_path, "RenamedMoeForCausalLM")
+    rename_tensors(tmp_path / "model.safetensors", MOE_NAMES)
+    assert any("ffn.expert_4.w3" in name for name in load_file(tmp_path / "model.safetensors"))
+    loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
+    check(loaded, reference)
+    views = loaded.trainer_views()
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(views[renamed(name, MOE_NAMES)], tensor)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+def test_a_router_may_score_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function from logits to weights and experts, and its name in the declaration; experts are not fused then."""
+
+    def by_sigmoid(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        weights_TK, experts_TK = logits_TE.float().sigmoid().topk(top_k, dim=-1)
+        assert not renormalize
+        return weights_TK, experts_TK
+
+    moe = MoEFamily(
+        experts=Key("num_experts"),
+        intermediate=Key("moe_intermediate_size"),
+        renormalize=False,
+        scoring="sigmoid",  # type: ignore[arg-type]
+    )
+    monkeypatch.setitem(layers.ROUTES, "sigmoid", by_sigmoid)
+    monkeypatch.setitem(FAMILIES, "SigmoidForCausalLM", Family(model_type="qwen3_moe", qk_norm="head", moe=moe))
+    reference = make_checkpoint("qwen3_moe", tmp_path, **QWEN3_MOE_SIZES, mlp_only_layers=[])
+    rename_family(tmp_path, "SigmoidForCausalLM")
+    for layer in reference.model.layers:
+        gate = layer.mlp.gate
+
+        def route(x: torch.Tensor, weight: torch.Tensor = gate.weight) -> tuple[torch.Tensor, ...]:
+            logits_TE = x.reshape(-1, weight.shape[1]) @ weight.T
+            return logits_TE, *by_sigmoid(logits_TE, 2, False)
+
+        monkeypatch.setattr(gate, "forward", route)
+    check(load_model(ModelSettings(path=str(tmp_path)), CPU), reference)
+
+
+# --- keys of config.json ----------------------------------------------------------------------------------------------
+
+
+class Noting:
+    """A config that notes which keys are read."""
+
+    def __init__(self, config: Any) -> None:
+        self._config, self.read = config, set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self._config, name)
+
+
+#: Checked by their own code, or only compared.
+CHECKED_ELSEWHERE = {"rope_parameters", "hidden_act", "quantization_config"}
+STEMS = {name: name.removesuffix("ForCausalLM") for name in FAMILIES} | {name: d[1] for name, d in DECLARED.items()}
+
+
+@pytest.mark.parametrize("architecture", STEMS)
+def test_a_family_reads_no_key_without_a_rule(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if architecture in DECLARED:
+        monkeypatch.setitem(FAMILIES, architecture, DECLARED[architecture][0])
+    skip_if_lacking(STEMS[architecture])
+    config = getattr(transformers, f"{STEMS[architecture]}Config")()
+    if getattr(config, "rope_parameters", None) is None:
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    noting = Noting(config)
+    spec_from_config(noting, architecture)
+    assert noting.read - CHECKED_ELSEWHERE <= set(config_rules(architecture))
+
+
+def test_the_keys_of_a_new_family_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of constants, of experts, of functions, and of one layer type's rotary embedding."""
+    skip_if_lacking("Mellum")
+    monkeypatch.setitem(FAMILIES, "MellumForCausalLM", MELLUM)
+    make_checkpoint("Mellum", tmp_path, **(SIZES | MELLUM_SIZES))
+    good = json.loads((tmp_path / "config.json").read_text())
+    rope = good["rope_parameters"] | {"full_attention": {"rope_type": "default", "rope_theta": "1e4"}}
+    experts = "num_experts" if "num_experts" in good else "num_local_experts"
+    for changes in (
+        {"attention_bias": 1},
+        {experts: 1 << 40},
+        {"moe_intermediate_size": 1 << 40},
+        {"norm_topk_prob": 1},
+        {"mlp_layer_types": "sparse"},
+        {"mlp_layer_types": [1, 2, 3]},
+        {"rope_parameters": rope},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(good | changes))
+        with pytest.raises(CheckpointError, match=next(iter(changes)).removeprefix("num_local_")):
+            load_model(ModelSettings(path=str(tmp_path)), CPU)
+
+
+def test_a_function_reads_only_the_keys_that_it_names() -> None:
+    @by_layer(layer_types=layer_list(str))
+    def other_key(config: Any) -> tuple[bool, ...]:
+        return (config.sliding_window is None,) * config.num_hidden_layers
+
+    with pytest.raises(AttributeError, match="sliding_window"):
+        other_key(SimpleNamespace(num_hidden_layers=1, layer_types=["full_attention"], sliding_window=None))

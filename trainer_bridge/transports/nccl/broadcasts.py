@@ -120,9 +120,9 @@ class Broadcasts:
         )
 
     def _broadcast(self, group: BroadcastGroup, runs: Runs) -> None:
-        payload, buffers = self._payload, [group.buffer(runs.room) for _ in range(group.buffers)]
+        payload, buffers = self._payload, [group.buffer(runs.buffer_bytes) for _ in range(group.buffers)]
         kept = payload.kept if self._place.runs else None  # if rank 0 sends all, packing fills it
-        in_order = group.buffer(0 if kept is None else runs.room)
+        in_order = group.buffer(0 if kept is None else runs.buffer_bytes)
         on_their_way: deque[tuple[Bucket, list[Pending]]] = deque()
         own: dict[int, torch.Tensor] = {}
         count = payload.manifest.bucket_count

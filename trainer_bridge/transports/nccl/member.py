@@ -129,8 +129,8 @@ class Member:
 
     def _take_buckets(self, group: BroadcastGroup, store: dist.Store, rank: int, runs: Runs) -> None:
         manifest = self._incoming.manifest
-        buffers = [group.buffer(runs.room) for _ in range(group.buffers)]
-        in_order = group.buffer(runs.room if len(runs) > 1 else 0)
+        buffers = [group.buffer(runs.buffer_bytes) for _ in range(group.buffers)]
+        in_order = group.buffer(runs.buffer_bytes if len(runs) > 1 else 0)
         seen, count = [], manifest.bucket_count
         on_their_way: deque[tuple[Bucket, list[Pending]]] = deque()
 

@@ -85,7 +85,7 @@ class Runs:
         return len(self.firsts_R)
 
     @property
-    def room(self) -> int:
+    def buffer_bytes(self) -> int:
         """Size in bytes of a buffer that holds any bucket with the padding between its runs."""
         most = min(self._manifest.bucket_bytes, self._manifest.total_bytes)
         if len(self) == 1:
@@ -102,9 +102,9 @@ class Runs:
         first, last = np.searchsorted(self.firsts_R, start, "right") - 1, np.searchsorted(self.firsts_R, end, "left")
         roots_P, begins_P = self.roots_R[first:last], np.maximum(self.firsts_R[first:last], start)
         ends_P = np.append(begins_P[1:], end)
-        rooms_P = -(-(ends_P - begins_P) // ALIGN_BYTES) * ALIGN_BYTES
+        padded_P = -(-(ends_P - begins_P) // ALIGN_BYTES) * ALIGN_BYTES
         order_P = np.argsort(roots_P, kind="stable")
-        places_P = np.cumsum(rooms_P[order_P]) - rooms_P[order_P]
+        places_P = np.cumsum(padded_P[order_P]) - padded_P[order_P]
         # Sorted by member, then by position in the stream.
         pieces = list(zip(begins_P[order_P].tolist(), ends_P[order_P].tolist(), places_P.tolist(), strict=True))
         roots, counts = np.unique(roots_P, return_counts=True)

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.logs import JsonFormatter, TextFormatter, about
+from rollout.process.logs import JsonFormatter, TextFormatter, about
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STEPS = [{"step": 7, "kind": "decode", "device_ms": 1.25}, {"step": 8, "kind": "prefill", "device_ms": None}]
 
 
@@ -72,7 +72,7 @@ def test_whatever_a_client_chose_makes_one_line_in_both_forms(text: str, name: s
 _CHATTER = """
 import logging, sys, threading, warnings
 import transformers
-from rollout.logs import complain, set_up
+from rollout.process.logs import complain, set_up
 set_up("info", {form!r}, "box:7")
 transformers.utils.logging.get_logger("transformers.models.x").warning("from transformers")
 import huggingface_hub.utils
@@ -91,7 +91,7 @@ raise KeyError("at the end")
 
 _NOWHERE = """
 import logging, sys
-from rollout.logs import set_up
+from rollout.process.logs import set_up
 set_up("info", "json", "box:7")
 sys.stderr.behind.close()
 print("printed", file=sys.stderr)

@@ -11,7 +11,7 @@ import pytest
 
 CHILD = """
 import signal, sys, threading
-from rollout.process import exit_with_parent
+from rollout.process.parent_watch import exit_with_parent
 mode, pidfd = sys.argv[1], sys.argv[2] == "pidfd"
 if mode == "orderly":
     signal.signal(signal.SIGTERM, lambda *_: (print("terminated", flush=True), sys.exit(0)))

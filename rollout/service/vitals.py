@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import Protocol
 
 from rollout.config import Settings
 from rollout.engine.inspect import Inspector
@@ -18,11 +19,18 @@ from rollout.engine.parts import Links
 from rollout.metrics.definitions import TOP_METRICS
 from rollout.metrics.sinks import MetricsThread
 from rollout.service.text.process import TextProcess
-from rollout.weights.receiver import WeightReceiver
 
 log = logging.getLogger(__name__)
 
 _STATUS_EVERY_S = 0.1
+
+
+class Alive(Protocol):
+    """A part of the worker with a thread of its own."""
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
 
 
 class Vitals:
@@ -33,7 +41,7 @@ class Vitals:
         settings: Settings,
         engine: Engine,
         links: Links,
-        receiver: WeightReceiver,
+        receiver: Alive,
         metrics: MetricsThread,
         prompts: TextProcess | None,
         restarts: int,
@@ -51,7 +59,7 @@ class Vitals:
     # --- the loop's thread --------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """The loop turns."""
+        """The loop begins a tick."""
         self.last_tick_s = time.perf_counter()
 
     def refresh(self, at_once: bool) -> None:

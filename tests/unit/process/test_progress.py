@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from rollout.progress import stage
+from rollout.process.progress import stage
 
 
 class Terminal(io.StringIO):
@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def slow(monkeypatch):
     """Every stage takes long enough for the log."""
-    monkeypatch.setattr("rollout.progress._QUICK_S", 0.0)
+    monkeypatch.setattr("rollout.process.progress._QUICK_S", 0.0)
 
 
 def until_said(caplog, messages: int) -> None:
@@ -53,7 +53,7 @@ def test_without_a_terminal_a_long_stage_is_a_line_while_it_lasts_and_one_at_its
 
 
 def test_a_quick_stage_leaves_no_line_and_no_thread(caplog, monkeypatch):
-    monkeypatch.setattr("rollout.progress._QUICK_S", 600.0)  # this one is quick, on the busiest machine
+    monkeypatch.setattr("rollout.process.progress._QUICK_S", 600.0)  # this one is quick, on the busiest machine
     threads = threading.active_count()
     with caplog.at_level(logging.INFO, "rollout"):
         run(caplog, 0)
@@ -79,11 +79,11 @@ def test_on_a_terminal_a_stage_is_a_bar_on_stderr_only(slow, caplog, capsys, mon
 
 
 _SCRIPT = """
-import sys, time, rollout.progress
-rollout.progress._QUICK_S, rollout.progress._EVERY_S = 0.05, 0.05
+import sys, time, rollout.process.progress
+rollout.process.progress._QUICK_S, rollout.process.progress._EVERY_S = 0.05, 0.05
 said, write = [], sys.stderr.write
 sys.stderr.write = lambda text: (said.append(text), write(text))[1]
-with rollout.progress.stage("measuring", quiet=len(sys.argv) > 1) as advance:
+with rollout.process.progress.stage("measuring", quiet=len(sys.argv) > 1) as advance:
     advance(1, 4)
     while len(sys.argv) == 1 and not any("%" in text for text in said):
         time.sleep(0.01)
@@ -105,7 +105,7 @@ def test_a_command_that_keeps_no_log_says_it_in_plain_lines_and_to_a_program_not
 
 
 def test_lines_in_a_log_have_their_figures_as_data(slow, caplog, monkeypatch):
-    monkeypatch.setattr("rollout.progress._EVERY_S", 0.01)
+    monkeypatch.setattr("rollout.process.progress._EVERY_S", 0.01)
     with caplog.at_level(logging.INFO, "rollout"), stage("fetching") as advance:
         advance(3, 12)
         until_said(caplog, 3)

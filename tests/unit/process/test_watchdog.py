@@ -13,7 +13,7 @@ import pytest
 #: Its main thread is stuck in a call that lets other threads run but comes back to no bytecode, like a driver's.
 STUCK = """
 import hashlib, os, sys, time
-from rollout.watchdog import Watchdog
+from rollout.process.watchdog import Watchdog
 mode = sys.argv[1]
 
 def heard(count):
