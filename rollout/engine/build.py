@@ -148,7 +148,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """What every generation of an engine is built from."""
+    """What the parts of an engine are built from, at the start and after each fault."""
 
     settings: Settings
     device: Device

@@ -71,7 +71,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """One generation of an engine: its books, its slots and its device state. After a fault a new one is built."""
+    """The books, slots and device state of an engine. After a fault new ones are built."""
 
     scheduler: Scheduler
     pipeline: Pipeline

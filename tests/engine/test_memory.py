@@ -222,8 +222,8 @@ def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
     bench.close()
 
 
-def _versionless_init(self, version: int, page_size: int, generation: int = 0) -> None:
-    self._generation = generation
+def _versionless_init(self, version: int, page_size: int, adapter_edition: int = 0) -> None:
+    self._adapter_edition = adapter_edition
     self.version, self._page_size, self._keys, self._last = version, page_size, [], b"same"
 
 

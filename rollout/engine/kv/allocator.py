@@ -120,7 +120,7 @@ class PageAllocator:
         seq.copy_source = reusable.copied
         seq.keys = reusable.keys
         seq.kv_len = seq.kv_uniform = reusable.tokens
-        seq.kv_version, seq.kv_generation = version, seq.generation
+        seq.kv_version, seq.kv_edition = version, seq.adapter_edition
         self._take_adapter_slot(seq)
         if seq.group.session is not None:
             self.sessions.hand_over(seq.group.session, reusable.session_tokens)
@@ -145,9 +145,11 @@ class PageAllocator:
         seq.add_pages((page for page in pages if page is not None), self.page_size)
         seq.prefill_tokens = seq.history()
         seq.kv_len, seq.kv_uniform, seq.keys = kv.kv_len, kv.kv_uniform, kv.keys
-        same_adapter = kv.kv_generation == seq.generation
-        seq.kv_version = kv.kv_version if same_adapter else -1  # of several generations: no other sequence may use it
-        seq.kv_generation = kv.kv_generation
+        same_adapter = kv.kv_edition == seq.adapter_edition
+        seq.kv_version = (
+            kv.kv_version if same_adapter else -1
+        )  # of several adapter editions: no other sequence may use it
+        seq.kv_edition = kv.kv_edition
         self._take_adapter_slot(seq)
         self.offload_books.restore(seq, targets)
         return True
@@ -212,12 +214,12 @@ class PageAllocator:
         return found
 
     def _no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
-        return PrefixKeys(version, self.page_size, seq.generation)
+        return PrefixKeys(version, self.page_size, seq.adapter_edition)
 
     def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
         if seq.group.session is None:
             return Reusable()
-        kv, same = self.sessions.match(seq.group.session, tokens, version, seq.generation)
+        kv, same = self.sessions.match(seq.group.session, tokens, version, seq.adapter_edition)
         if kv is None:
             return Reusable()
         full = same // self.page_size
@@ -289,11 +291,11 @@ class PageAllocator:
         if seq.copy_source is not None:  # it ended before its first chunk: the page was not copied
             known -= known % self.page_size
         # Its adapter may have changed while its last steps, of the weights before, were in flight.
-        current = seq.kv_version == version and seq.kv_generation == seq.generation
+        current = seq.kv_version == version and seq.kv_edition == seq.adapter_edition
         if not current or seq.finish.reason == "error" or seq.offloaded is not None:  # offloaded: not in its pages yet
             known = 0
         self.remember(seq, known, version)
-        left = SessionKV(seq.history()[:known], seq.pages, version, seq.keys, seq.kv_generation)
+        left = SessionKV(seq.history()[:known], seq.pages, version, seq.keys, seq.kv_edition)
         self.sessions.keep(seq.group.session, left, now_s)
 
     def release(self, seq: Sequence) -> None:

@@ -122,7 +122,7 @@ class OffloadBooks:
         for offloaded in reversed(pages):  # the last pages of a prefix go first: the first ones are useful longest
             if not offloaded.outgoing:
                 self._send_or_share(offloaded)
-        seq.offloaded = OffloadedKV(pages, seq.kv_len, seq.kv_uniform, seq.kv_version, seq.kv_generation, seq.keys)
+        seq.offloaded = OffloadedKV(pages, seq.kv_len, seq.kv_uniform, seq.kv_version, seq.kv_edition, seq.keys)
         self.counts.offloaded += 1
         self._sequences += 1
         return True

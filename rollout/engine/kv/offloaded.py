@@ -37,7 +37,7 @@ class OffloadedKV:
     kv_len: int  # tokens
     kv_uniform: int
     kv_version: int
-    kv_generation: int  # of its adapter's weights
+    kv_edition: int  # of its adapter's weights
     keys: PrefixKeys | None  # of its full pages
     restores: list[Restore] = field(default_factory=list)  # not complete: the sequence waits for them
     restored: list[tuple[int, int]] = field(default_factory=list)  # (host page, pool page): all that came from the host

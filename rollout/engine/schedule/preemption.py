@@ -94,7 +94,7 @@ def put_adapter(roster: Roster, name: str, version: int | None, weights: Adapter
     roster.room.adapter_changed(adapter)
     users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
     for seq in _begin_again(roster, users, recompute):
-        seq.kv_version = -1  # its KV has several generations: no other sequence may use it
+        seq.kv_version = -1  # its KV has several adapter editions: no other sequence may use it
         seq.note_adapter()
 
 

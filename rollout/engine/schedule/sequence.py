@@ -118,7 +118,7 @@ class Sequence:
         "inflight_refs",
         "keys",
         "kv_capacity",
-        "kv_generation",
+        "kv_edition",
         "kv_len",
         "kv_uniform",
         "kv_version",
@@ -198,11 +198,11 @@ class Sequence:
         self.adapter_marks: list[tuple[int, int]] = []  # (token, version): that token is the first by this version
         self.keys: PrefixKeys | None = None
         self.kv_version = -1
-        self.kv_generation = 0  # generation of its adapter's weights at admission
+        self.kv_edition = 0  # edition of its adapter's weights at admission
         self.kv_uniform = 0  # leading positions whose KV is all of kv_version
         self.wants_offload = False  # preempted, with KV that is worth keeping
         self.offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
-        #: (tokens, weights version, generation) of each prefill: it computed the KV of the prompt and of these tokens.
+        #: (tokens, version, adapter edition) of each prefill: it computed the KV of the prompt and of these tokens.
         self.prefills: list[tuple[int, int, int]] = []
 
     @property
@@ -217,9 +217,9 @@ class Sequence:
         return (-self.priority, self.arrival)
 
     @property
-    def generation(self) -> int:
-        """Generation of its adapter's weights, 0 without an adapter; KV depends on it."""
-        return 0 if self.group.adapter is None else self.group.adapter.generation
+    def adapter_edition(self) -> int:
+        """Edition of its adapter's weights, 0 without an adapter; KV depends on it."""
+        return 0 if self.group.adapter is None else self.group.adapter.edition
 
     def note_adapter(self) -> None:
         """Steps launched from now on run with its adapter's present version."""
@@ -286,7 +286,7 @@ class Sequence:
 
     def note_prefill(self, start: int, end: int, version: int) -> None:
         """A prefill under `version` is writing the KV of positions start..end-1."""
-        mark = (len(self.tokens), version, self.generation)
+        mark = (len(self.tokens), version, self.adapter_edition)
         whole = self.offloaded is not None and start == self.consumed  # the restored KV lacks its last token only
         if not whole and mark not in self.prefills[-1:]:
             self.prefills.append(mark)
