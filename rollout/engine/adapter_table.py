@@ -2,6 +2,7 @@
 
     AdapterRegistry   every adapter by name, with its weights in host memory; outlives faults
     AdapterTable      the slots; built anew with the other parts of an engine
+    AdapterUse        what one sequence has of its adapter
 
     put          an adapter, or a newer version of one; rows that run with it go on with the new version
     ready        before admission: the adapter is in a slot, or its copy there begins
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.messages import VERSION_END, AdapterStatus
@@ -69,6 +70,30 @@ class AdapterSlot:
     adapter: Adapter | None = None
     refs: int = 0  # sequences that have taken it
     used: int = 0  # grows with every use
+
+
+@dataclass(eq=False, slots=True)
+class AdapterUse:
+    """What one sequence has of its adapter, if it has one."""
+
+    adapter: Adapter | None
+    slot: AdapterSlot | None = None  # while the sequence has a row
+    marks: list[tuple[int, int]] = field(default_factory=list)  # (token, version): that token is the first by it
+
+    @property
+    def edition(self) -> int:
+        """Edition of the adapter's weights, 0 without an adapter; KV depends on it."""
+        return 0 if self.adapter is None else self.adapter.edition
+
+    def note_version(self, token: int) -> None:
+        """From `token` on, tokens are drawn with the adapter's present version."""
+        if self.adapter is None:
+            return
+        marks, version = self.marks, self.adapter.version
+        if marks and marks[-1][0] == token:
+            marks.pop()
+        if not marks or marks[-1][1] != version:
+            marks.append((token, version))
 
 
 class AdapterRegistry:

@@ -135,7 +135,7 @@ class Inspector:
 
 
 def _sequence_status(seq: Sequence, now_s: float) -> SequenceStatus:
-    versions = seq.versions
+    versions = seq.drawn.versions
     return SequenceStatus(
         key=seq.group.key,
         index=seq.index,
@@ -143,7 +143,7 @@ def _sequence_status(seq: Sequence, now_s: float) -> SequenceStatus:
         prompt_tokens=seq.prompt_len,
         tokens=len(seq.tokens),
         max_tokens=seq.max_tokens,
-        pages=len(seq.pages),
+        pages=len(seq.kv.pages),
         age_s=now_s - seq.group.arrived_s,
         version=versions[-1][0] if versions else None,
         priority=seq.priority,

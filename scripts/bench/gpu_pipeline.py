@@ -131,7 +131,7 @@ class Bench:
         self.submit(rows, self.plan.new)
         scheduler = self.driver.engine.scheduler
         half = self.plan.prompt + self.plan.new // 2
-        self.driver.tick_until(lambda: len(scheduler.decoding) == rows and scheduler.decoding[0].kv_len >= half)
+        self.driver.tick_until(lambda: len(scheduler.decoding) == rows and scheduler.decoding[0].kv.length >= half)
         self.driver.pause()
 
     def parts(self, rows: int) -> tuple[DeviceParts, float]:

@@ -93,7 +93,7 @@ def run_long(run: LongRun) -> dict[str, Any]:
 
 
 def _reached(scheduler: Scheduler, tokens: int) -> bool:
-    return bool(scheduler.decoding) and scheduler.decoding[0].kv_len >= tokens
+    return bool(scheduler.decoding) and scheduler.decoding[0].kv.length >= tokens
 
 
 def _driver(run: LongRun) -> Driver:

@@ -106,7 +106,7 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
                 step.forward.replay()
                 kept.append(step.logits_SV[: len(seqs)].clone())
                 return
-            context = max(seq.kv_len for seq in seqs) + 1
+            context = max(seq.kv.length for seq in seqs) + 1
             token_ids_B, batch = executor.step.begin_decode(upload["rows"], upload["new_pages"], context)
             kept.append(executor.step.model.compute_logits(executor.step.model(token_ids_B, batch, executor.step.kv)))
 
@@ -116,9 +116,9 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
         executor.check()
     page_size = executor.step.kv.page_size
     return {
-        (seq.group.key[1], seq.kv_len + 1 - seq.prompt_len): logits_V
+        (seq.group.key[1], seq.kv.length + 1 - seq.prompt_len): logits_V
         for seq, logits_V in zip(seqs, kept[0], strict=False)
-        if seq.kv_len % page_size
+        if seq.kv.length % page_size
     }
 
 
@@ -126,8 +126,8 @@ def spoil_pages(engine: Engine) -> None:
     """Put the first page of each running row in the place of its second one."""
     executor = engine.executor
     for seq in engine.scheduler.decoding:
-        if len(seq.pages) > 2:
-            executor.compute.run(lambda seq=seq: executor.step.rows.pages[seq.row, 1].fill_(seq.pages[0]))
+        if len(seq.kv.pages) > 2:
+            executor.compute.run(lambda seq=seq: executor.step.rows.pages[seq.row, 1].fill_(seq.kv.pages[0]))
 
 
 class Checker:

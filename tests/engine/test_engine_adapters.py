@@ -122,7 +122,7 @@ def test_a_slot_is_not_written_while_a_step_in_flight_names_its_row(model, adapt
             break
     (seq,) = bench.engine.scheduler.decoding
     assert seq.inflight_refs > 0
-    slot, table = seq.adapter_slot, table_of(bench)
+    slot, table = seq.adapter_use.slot, table_of(bench)
     bench.submit("b", prompt_of(6, 1), 5, adapter="a1")
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.engine.commands.take(bench.engine.parts)

@@ -134,7 +134,7 @@ def test_a_prompt_of_two_versions_is_not_shared(model, adapters):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
     bench.submit("g", prompt, 8, n=2, adapter="a0")
-    while not any(seq.kv_len for seq in bench.engine.scheduler.prefilling):
+    while not any(seq.kv.length for seq in bench.engine.scheduler.prefilling):
         bench.engine.tick()
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
@@ -151,7 +151,7 @@ def test_a_row_that_has_launched_nothing_keeps_no_kv_of_the_older_version(model,
     bench.submit("r", prompt, 8, adapter="a0")
     bench.engine.tick()
     seq = bench.engine.scheduler.prefilling[-1]
-    assert seq.kv_len == 28 and not seq.row_ready, "it is admitted, with pages of the first"
+    assert seq.kv.length == 28 and not seq.row_ready, "it is admitted, with pages of the first"
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     greedy_is(adapters[1][1], prompt, bench.tokens("r"))
@@ -162,7 +162,7 @@ def test_log_probs_of_a_prompt_are_of_one_version(model, adapters):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
     bench.submit("r", prompt, 8, adapter="a0", prompt_logprobs=True)
-    while not any(seq.kv_len for seq in bench.engine.scheduler.prefilling):
+    while not any(seq.kv.length for seq in bench.engine.scheduler.prefilling):
         bench.engine.tick()
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()

@@ -63,9 +63,9 @@ def test_damage_in_a_running_engine_is_seen(family, damage, monkeypatch):
     seq = bench.engine.scheduler.groups["c", "a"].sequences[0]
     executor = bench.engine.executor
     if damage == "page":
-        executor.compute.run(lambda: executor.step.rows.pages[seq.row, 6].fill_(seq.pages[0]))
+        executor.compute.run(lambda: executor.step.rows.pages[seq.row, 6].fill_(seq.kv.pages[0]))
     if damage == "kv":
-        executor.compute.run(lambda: executor.step.kv.v[0][seq.pages[7]].mul_(-3.0))
+        executor.compute.run(lambda: executor.step.kv.v[0][seq.kv.pages[7]].mul_(-3.0))
     bench.run()
     assert not agrees(hf_model, prompt, bench.completions["a", 0])
     bench.close()

@@ -88,7 +88,7 @@ class RefWatch:
             assert 0 < seq.inflight_refs <= 2
             self.most = max(self.most, seq.inflight_refs)
             assert seq.row and seq.row not in scheduler.free_rows, "a row in flight belongs to one sequence"
-            assert all(scheduler.allocator.pool.refs[page] > 0 for page in seq.pages), "pages in flight are not free"
+            assert all(scheduler.allocator.pool.refs[page] > 0 for page in seq.kv.pages), "pages in flight are not free"
             self.zombies_seen += seq.finalized
 
 
@@ -157,8 +157,8 @@ def test_sending_a_zombies_token_is_seen(model, prompt_of, monkeypatch):
         for i, seq in enumerate(plan.sampled):
             if seq in dead:
                 seq.tokens.append(output.tokens[i])
-                seq.logprobs.append(0.0), seq.raw_logprobs.append(0.0)
-                seq.versions[-1][1] += 1
+                seq.drawn.logprobs.append(0.0), seq.drawn.raw_logprobs.append(0.0)
+                seq.drawn.versions[-1][1] += 1
                 self.events.append(make_delta(seq))
 
     monkeypatch.setattr(Scheduler, "commit", forgetful)

@@ -99,7 +99,7 @@ def test_admission_takes_the_prompt_and_one_page_never_max_tokens(model, prompt_
         bench.submit(f"r{i}", prompt_of(8, i), 150)
     bench.engine.tick()
     assert bench.engine.scheduler.running == 8, "eight times max_tokens would need 316 pages"
-    assert all(len(seq.pages) == 3 for seq in bench.engine.scheduler.prefilling + bench.engine.scheduler.decoding)
+    assert all(len(seq.kv.pages) == 3 for seq in bench.engine.scheduler.prefilling + bench.engine.scheduler.decoding)
     bench.run()
     bench.close()
 

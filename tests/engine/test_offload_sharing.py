@@ -55,8 +55,8 @@ def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy)
     bench.submit("g", prompt_of(33), 50, n=4)
     while not books.counts.offloaded:
         bench.engine.tick()
-    victim = next(seq for seq in bench.engine.scheduler.groups["c", "g"].sequences if seq.offloaded is not None)
-    assert all(page.pool_page is not None and not page.outgoing for page in victim.offloaded.pages[:8]), (
+    victim = next(seq for seq in bench.engine.scheduler.groups["c", "g"].sequences if seq.kv.offloaded is not None)
+    assert all(page.pool_page is not None and not page.outgoing for page in victim.kv.offloaded.pages[:8]), (
         "the prompt's pages"
     )
     bench.run()
@@ -90,7 +90,7 @@ def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short
     running = []
     while len(running) != 1:
         bench.engine.tick()
-        running = [seq for seq in bench.engine.scheduler.groups["c", "g"].sequences if seq.offloaded is None]
+        running = [seq for seq in bench.engine.scheduler.groups["c", "g"].sequences if seq.kv.offloaded is None]
     (last,) = running
     bench.engine.inbox.put(StopAt(("c", "g"), last.index, len(last.tokens), "enough"))
     bench.submit("next", prompt_of(68, 2), 2, priority=2)

@@ -91,7 +91,7 @@ def test_the_kind_and_the_totals_of_a_plan_follow_from_its_spans(model, prompt_o
     part = PromptPart(np.arange(5, dtype=np.int32))
     chunks = make_plan([Span(seqs[0], 4, 5, 1, part), Span(seqs[1], 0, 5, 0, part)], 3, 4)
     assert (chunks.kind, chunks.tokens, chunks.draws, chunks.max_context) == ("prefill", 10, 1, 9)
-    assert chunks.opens == [(0, seqs[0].pages[1]), (1, seqs[1].pages[0])], "spans that begin with a page"
+    assert chunks.opens == [(0, seqs[0].kv.pages[1]), (1, seqs[1].kv.pages[0])], "spans that begin with a page"
     assert chunks.features == seqs[0].features, "a row that draws nothing needs nothing of the draw"
     assert chunks.sampled == seqs[:1] and not chunks.one_token_each
     single = make_plan([Span(seqs[0], 8, 1, 1, PromptPart(part.tokens[:1]))], 3, 4)

@@ -71,7 +71,7 @@ def test_half_a_token_is_not_handed_back(model, prompt_of, column):
     assert whole > 5
     columns = ["tokens", "logprobs", "raw_logprobs", "drawn_logprobs"]
     for name in columns[: columns.index(column) + 1]:
-        getattr(seq, name).append(1)
+        getattr(seq.drawn, name).append(1)
     bench.engine.fail("torn")
     completion = bench.completions["a", 0]
     assert len(completion.token_ids) == whole - 3 == len(completion.drawn_logprobs)

@@ -155,7 +155,7 @@ def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, pro
     for _ in range(4):
         bench.engine.tick()
     (seq,) = bench.engine.scheduler.prefilling
-    assert 0 < seq.kv_len < 60 and seq.scores_prompt
+    assert 0 < seq.kv.length < 60 and seq.scores_prompt
     bench.engine.scheduler.preempt(seq)
     bench.run()
     check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[0])
@@ -235,7 +235,7 @@ def test_who_prefills_after_a_leader_that_ended_scores_the_prompt(model, prompt_
     bench.submit("g", prompt, 9, n=n, sampling=SAMPLED, prompt_logprobs=True, top_logprobs=2)
     for _ in range(3):
         bench.engine.tick()
-    assert 0 < bench.engine.scheduler.prefilling[0].kv_len < 40
+    assert 0 < bench.engine.scheduler.prefilling[0].kv.length < 40
     bench.engine.inbox.put(StopAt(("c", "g"), 0, 0, "x"))
     bench.run()
     told = bench.completions["g", 0].prompt_logprobs
@@ -304,7 +304,7 @@ def test_prompt_logprobs_are_of_the_version_of_the_first_token(model, other, pro
     bench.submit("a", prompt, 5, prompt_logprobs=True)
     for _ in range(4):
         bench.engine.tick()
-    assert 0 < bench.engine.scheduler.prefilling[0].kv_len < 60
+    assert 0 < bench.engine.scheduler.prefilling[0].kv.length < 60
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert bench.completions["a", 0].versions[0] == 1
@@ -334,9 +334,9 @@ def test_a_prompt_that_is_scored_again_and_not_to_the_end_tells_of_one_version(m
     bench.submit("a", prompt, 5, prompt_logprobs=True)
     for _ in range(6):
         bench.engine.tick()
-    before = bench.engine.scheduler.prefilling[0].kv_len
+    before = bench.engine.scheduler.prefilling[0].kv.length
     mailbox.ready = Update(1, other, model)
-    while not (running := bench.engine.scheduler.prefilling) or not 16 <= running[0].kv_len < before:
+    while not (running := bench.engine.scheduler.prefilling) or not 16 <= running[0].kv.length < before:
         bench.engine.tick()
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.run()
@@ -388,7 +388,7 @@ def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model
     group = bench.engine.scheduler.groups["c", "g"]
     while not group.sequences[1].finalized:
         bench.engine.tick()
-    assert [seq.tops is None for seq in group.sequences] == [True, True, False]
+    assert [seq.drawn.tops is None for seq in group.sequences] == [True, True, False]
     bench.run()
     assert all(len(bench.completions["g", index].top_ids) == 5 for index in range(3))
     bench.close()
@@ -414,7 +414,7 @@ def test_after_a_fault_tokens_are_handed_back_with_their_tops(model, prompt_of, 
     for _ in range(9):
         bench.engine.tick()
     seq = bench.engine.scheduler.decoding[0]
-    seq.tops.add(np.zeros(3, np.int32), np.zeros(3, np.float32))  # of a token that was not taken any more
+    seq.drawn.tops.add(np.zeros(3, np.int32), np.zeros(3, np.float32))  # of a token that was not taken any more
     bench.engine.fail("broken")
     done = bench.completions["a", 0]
     assert done.finish.reason == "error" and 0 < len(done.token_ids) < 50

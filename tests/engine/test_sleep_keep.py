@@ -106,7 +106,7 @@ def test_a_sequence_that_ends_asleep_frees_its_host_memory(model, prompt_of, gre
     bench.ticks(16)
     assert bench.sleep().facts["parked"] == 6
     pages = host(bench).pages
-    assert pages < sum(-(-seq.offloaded.kv_len // 4) for group in bench.engine.scheduler.groups.values()
+    assert pages < sum(-(-seq.kv.offloaded.length // 4) for group in bench.engine.scheduler.groups.values()
                        for seq in group.sequences), "what is shared is copied once"  # fmt: skip
     for end in ("group", "turn", "due"):
         if end == "due":

@@ -65,8 +65,8 @@ def _last(roster: Roster) -> Sequence:
 
 
 def _grows_soon(seq: Sequence) -> bool:
-    has_all = seq.kv_capacity >= seq.prompt_len + seq.max_tokens - 1
-    return seq.kv_capacity - seq.kv_len < _SOON and not has_all
+    has_all = seq.kv.capacity >= seq.prompt_len + seq.max_tokens - 1
+    return seq.kv.capacity - seq.kv.length < _SOON and not has_all
 
 
 # --- weights or an adapter change ------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def change_weights(roster: Roster, version: int, recompute: bool) -> None:
     roster.allocator.weights_changed()
     for seq in roster.unfinished():
         first = max(version, seq.group.request.min_version)  # that it can have a token of
-        if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight have the old version
+        if seq.launched == len(seq.tokens) and seq.drawn.too_old_for(first):  # tokens in flight have the old version
             roster.finish(seq, Finish("stale"))
     _begin_again(roster, roster.unfinished(), recompute)
 
@@ -94,8 +94,8 @@ def put_adapter(roster: Roster, name: str, version: int | None, weights: Adapter
     roster.room.adapter_changed(adapter)
     users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
     for seq in _begin_again(roster, users, recompute):
-        seq.kv_version = -1  # its KV has several adapter editions: no other sequence may use it
-        seq.note_adapter()
+        seq.kv.version = -1  # its KV has several adapter editions
+        seq.adapter_use.note_version(seq.launched)
 
 
 def drop_adapter(roster: Roster, name: str) -> None:
@@ -112,12 +112,12 @@ def drop_adapter(roster: Roster, name: str) -> None:
 def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> list[Sequence]:
     """Of the sequences that a change concerns, take off the rows that have to be computed again; returns the others."""
     for seq in seqs:
-        if recompute or not seq.versions:
+        if recompute or not seq.drawn.versions:
             roster.allocator.forget_offloaded(seq)
     changed, rows = set(seqs), []
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
         # A row that launched nothing takes no old KV along but its own, and all log-probs of a prompt have one version.
-        own = seq.row_ready or (seq.offloaded is not None and bool(seq.versions))
+        own = seq.row_ready or (seq.kv.offloaded is not None and bool(seq.drawn.versions))
         if recompute or not own or seq.scores_prompt:
             roster.take_off(seq)
         else:
@@ -143,5 +143,5 @@ def forget_offloaded(roster: Roster) -> None:
     """Offloaded KV is of no use: its sequences are computed again."""
     for seq in roster.unfinished():
         roster.allocator.forget_offloaded(seq)
-    for seq in [seq for seq in roster.prefilling if seq.offloaded is not None]:
+    for seq in [seq for seq in roster.prefilling if seq.kv.offloaded is not None]:
         roster.take_off(seq)

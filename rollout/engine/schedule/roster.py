@@ -95,7 +95,7 @@ class Roster:
         seq.finish = finish
         self.events.append(make_delta(seq, self.allocator.experts))
         seq.finalized = True  # after its last delta: `rescue` relies on it
-        seq.tops = None  # they are sent; its group may go on for long
+        seq.drawn.tops = None  # they are sent; its group may go on for long
         group = seq.group
         group.unfinished -= 1
         group.complete += finish.complete
@@ -123,7 +123,7 @@ class Roster:
         for group in groups.values():
             for seq in group.sequences:
                 if not seq.finalized:
-                    seq.drop_torn_token()
+                    seq.drawn.drop_torn_token()
                     seq.finish = Finish("error", error=message)
                     events.append(make_delta(seq, self.allocator.experts))
                     seq.finalized = True
@@ -141,7 +141,7 @@ class Roster:
     def take_off(self, seq: Sequence, offload: bool = False) -> None:
         """No plan names the sequence any more; it waits for a row again once its tokens in flight are committed."""
         if offload:
-            seq.wants_offload = seq.row_ready or seq.offloaded is not None
+            seq.kv.wants_offload = seq.row_ready or seq.kv.offloaded is not None
         self._running_list(seq).remove(seq)
         seq.state = State.LEAVING
         self.leaving.append(seq)
@@ -150,7 +150,7 @@ class Roster:
     def settle(self, seq: Sequence) -> None:
         """Give row and pages back if nothing needs them; the only place that does."""
         assert 0 <= seq.inflight_refs <= 2
-        if seq.inflight_refs > 0 or (seq.offloaded is not None and self.allocator.cancel_restores(seq)):
+        if seq.inflight_refs > 0 or (seq.kv.offloaded is not None and self.allocator.cancel_restores(seq)):
             return
         if seq.row:
             self.free_rows.append(seq.row)

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rollout.engine.kv.allocator import PageAllocator
+from rollout.engine.kv.sequence_kv import Prefill
 from rollout.engine.messages import Finish, Request, RequestKey
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
@@ -159,13 +160,13 @@ class Scheduler(Roster):
 
     def _note_admitted(self, seq: Sequence) -> None:
         group = seq.group
-        seq.note_adapter()
-        if seq.offloaded is None:
-            seq.begin_prefill()
+        seq.adapter_use.note_version(seq.launched)
+        if seq.kv.offloaded is None:
+            seq.kv.begin_prefill(len(seq.tokens))
             self.counters.prompt_tokens += seq.prompt_len
-            self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
+            self.counters.cached_tokens += min(seq.kv.length, seq.prompt_len)
         if group.admitted_s is None:
-            group.admitted_s, group.cached_tokens = self.clock(), min(seq.kv_len, seq.prompt_len)
+            group.admitted_s, group.cached_tokens = self.clock(), min(seq.kv.length, seq.prompt_len)
         self.room.started(seq)
 
     def _plan_prompts(self) -> Plan | None:
@@ -177,10 +178,10 @@ class Scheduler(Roster):
 
     def _plan_decode(self) -> Plan | None:
         seqs = [seq for seq in self.decoding if seq.launched < seq.max_tokens]
-        full = [seq for seq in seqs if seq.kv_len == seq.kv_capacity]
+        full = [seq for seq in seqs if seq.kv.length == seq.kv.capacity]
         if full:
             preemption.grow(self, full)
-            seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv_len < seq.kv_capacity]
+            seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv.length < seq.kv.capacity]
         return make_plan(decode_spans(seqs), self.version, self.allocator.page_size) if seqs else None
 
     # --- launch and commit -------------------------------------------------------------------------------------------
@@ -192,19 +193,20 @@ class Scheduler(Roster):
             end = start + tokens_in
             seq.inflight_refs += 1
             seq.launched += draws
-            if start == seq.kv_uniform and version == seq.kv_version:
-                seq.kv_uniform = end
-            seq.kv_len = end
+            kv = seq.kv
+            if start == kv.uniform and version == kv.version:
+                kv.uniform = end
+            kv.length = end
             if prompt is not None:
                 self._prompt_launched(seq, start, end, draws, version)
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
         seq.row_ready = True
-        seq.note_prefill(start, end, version)
+        seq.kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
         self.allocator.chunk_launched(seq, version)
         if not draws:
             return
-        seq.prefill_tokens = None
+        seq.kv.prefill_tokens = None
         seq.state = State.DECODE
         seq.check_at = 0
         self.prefilling.remove(seq)
@@ -234,45 +236,49 @@ class Scheduler(Roster):
             elif (logprob := logprobs[at]) != logprob:
                 self.fail(seq, NOT_FINITE)
             else:
-                token, versions = tokens[at], seq.versions
-                same_version = bool(versions) and versions[-1][0] == version
-                if not same_version and seq.too_old_for(version):
-                    self.finish(seq, Finish("stale"))
-                    continue
-                seq.tokens.append(token)
-                seq.logprobs.append(logprob)
-                seq.raw_logprobs.append(raw_logprobs[at])
-                if seq.drawn_logprobs is not None:
-                    seq.drawn_logprobs.append(output.drawn_logprobs[at])
-                if same_version:  # last: `rescue` tells by the runs whether a token is whole
-                    versions[-1][1] += 1
+                token, drawn = tokens[at], seq.drawn
+                so_far, runs = drawn.tokens, drawn.versions
+                run = runs[-1] if runs else None
+                if run is None or run[0] != version:  # the token begins a run
+                    if drawn.too_old_for(version):
+                        self.finish(seq, Finish("stale"))
+                        continue
+                    run = None
+                so_far.append(token)
+                drawn.logprobs.append(logprob)
+                drawn.raw_logprobs.append(raw_logprobs[at])
+                if drawn.drawn_logprobs is not None:
+                    drawn.drawn_logprobs.append(output.drawn_logprobs[at])
+                if run is not None:  # last: `rescue` tells by the runs whether a token is whole
+                    run[1] += 1
                 else:
-                    versions.append([version, 1])
-                    seq.note_version(version)
+                    runs.append([version, 1])
+                    drawn.note_version(version)
                 counters.tokens += 1
-                if token in seq.stop_ids or len(seq.tokens) >= seq.check_at:
+                if token in seq.stop_ids or len(so_far) >= seq.check_at:
                     self._examine(seq, token)
             if seq.state is leaving:
                 self.settle(seq)
         if plan.kind == "decode":
-            self.counters.decode_rows += plan.rows
+            counters.decode_rows += plan.rows
         else:
             self._note_first_tokens(plan)
 
     def _examine(self, seq: Sequence, token: int) -> None:
         """A token that may end its sequence, or after which something is due."""
-        count, request = len(seq.tokens), seq.group.request
+        drawn, request = seq.drawn, seq.group.request
+        count = len(drawn.tokens)
         if token in seq.stop_ids and count > request.stop.min_tokens:
             self.finish(seq, Finish("stop", token))
         elif count >= seq.max_tokens:
             self.finish(seq, Finish("length"))
         else:
-            if request.stream_every and count - seq.flushed >= request.stream_every:
+            if request.stream_every and count - drawn.flushed >= request.stream_every:
                 self.events.append(make_delta(seq, self.allocator.experts))
             known = seq.prompt_len + count - 1  # the KV of the newest token is not written yet
             self.allocator.remember(seq, known, self.version)
             next_page = count + self.allocator.page_size - known % self.allocator.page_size
-            next_delta = seq.flushed + request.stream_every if request.stream_every else seq.max_tokens
+            next_delta = drawn.flushed + request.stream_every if request.stream_every else seq.max_tokens
             seq.check_at = min(seq.max_tokens, next_delta, next_page)
 
     def _note_first_tokens(self, plan: Plan) -> None:
@@ -288,8 +294,9 @@ def note_scores(plan: Plan, scores: Scores) -> None:
     for place, ids_K, logprobs_K in zip(scores.places, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
         seq = sampled[place]
         if not seq.finalized:
-            assert seq.tops is not None and len(seq.tops) == len(seq.tokens), "a position has one entry"
-            seq.tops.add(ids_K, logprobs_K)
+            tops = seq.drawn.tops
+            assert tops is not None and len(tops) == len(seq.tokens), "a position has one entry"
+            tops.add(ids_K, logprobs_K)
     taken = 0
     for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
         logprobs = seq.group.prompt_logprobs

@@ -85,7 +85,7 @@ def tear(self: Scheduler, *args: Any) -> None:
     """The second row of the step gets its token, but not all of its log-probs."""
     if len(self.decoding) > 1 and ordered("torn"):
         seq = self.decoding[1]
-        seq.raw_logprobs = TornColumn("f", seq.raw_logprobs)
+        seq.drawn.raw_logprobs = TornColumn("f", seq.drawn.raw_logprobs)
 
 
 before(

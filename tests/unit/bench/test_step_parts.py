@@ -38,7 +38,7 @@ def test_rows_draw_the_same_tokens_whether_their_step_is_measured_or_not(model):
     measured = driver_of(model)
     submit(measured)
     scheduler = measured.engine.scheduler
-    measured.tick_until(lambda: len(scheduler.decoding) == 3 and scheduler.decoding[0].kv_len > 40)
+    measured.tick_until(lambda: len(scheduler.decoding) == 3 and scheduler.decoding[0].kv.length > 40)
     measured.pause()
     parts = measure_device_parts(measured.engine)
     measured.resume()
