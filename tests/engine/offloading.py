@@ -26,7 +26,7 @@ def submit_six(bench: Bench, prompt_of) -> None:
 
 
 def counts(bench: Bench):
-    return bench.engine.scheduler.allocator.offload_books.counts
+    return bench.engine.roster.allocator.offload_books.counts
 
 
 def restoring(seq: Sequence) -> bool:

@@ -8,6 +8,8 @@ from harness import Bench, load
 from streams import LateDevice
 from transformers import DynamicCache
 
+from rollout.engine.schedule.preemption import change_weights
+
 
 class Update:
     """A whole checkpoint, staged: the copy is real."""
@@ -178,7 +180,7 @@ def test_followers_share_one_prefill_after_a_swap_too(model, prompt_of):
         plan.kind == "prefill" and sizes.append(plan.tokens),
         launched(plan),
     )
-    bench.engine.scheduler.weights_changed(1, recompute=False)
+    change_weights(bench.engine.roster, 1, recompute=False)
     bench.run()
     assert sum(sizes) <= 60 + 3, "four completions had not started: one prompt, and three last tokens"
     bench.close()

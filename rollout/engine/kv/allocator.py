@@ -319,7 +319,7 @@ class PageAllocator:
         books = self.offload_books
         return books is not None and seq.kv.offloaded is not None and books.cancel_restores(seq)
 
-    def forget_offloaded(self, seq: Sequence) -> None:
+    def drop_offloaded(self, seq: Sequence) -> None:
         """The KV that a preempted sequence has offloaded, or would offload now, is of no use."""
         seq.kv.wants_offload = False
         if self.offload_books is not None and seq.kv.offloaded is not None and not seq.kv.pages:
@@ -354,8 +354,8 @@ class PageAllocator:
             self.close_share(group)
         self.sessions.drop_all()
 
-    def weights_changed(self) -> None:
-        """Drop cache, shares and sessions: their KV has an old version."""
+    def forget_all(self) -> None:
+        """Drop cache, shares and sessions: their KV is of no use any more."""
         self.end_sharing()
         self.pool.forget_all()
 

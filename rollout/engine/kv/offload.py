@@ -338,7 +338,7 @@ class OffloadBooks:
 
 
 class Waiters(Protocol):
-    """The scheduler, as `Offload` sees it."""
+    """The roster, as `Offload` sees it."""
 
     def restores_ended(self, seqs: list[Sequence]) -> None:
         """No copy writes to the pages of these sequences any more."""
@@ -363,12 +363,12 @@ class Offload:
     turn:  account for complete copies --> pages are free, rows can be planned again;  then begin the next copies
     """
 
-    def __init__(self, scheduler: Waiters, books: OffloadBooks, mover: PageMover) -> None:
+    def __init__(self, roster: Waiters, books: OffloadBooks, mover: PageMover) -> None:
         self.books = books
         self.mover = mover
         self.failure = ""  # why nothing is offloaded any more
         self.recent: deque[MoveRecord] = deque(maxlen=_RECENT_MOVES)
-        self._scheduler = scheduler
+        self._roster = roster
 
     @property
     def moving(self) -> bool:
@@ -395,7 +395,7 @@ class Offload:
         for piece in self.mover.back.finished():
             self._note("in", piece)
             restores: list[Restore] = piece.entries
-            self._scheduler.restores_ended(self.books.copied_in(restores, bool(piece.failure)))
+            self._roster.restores_ended(self.books.copied_in(restores, bool(piece.failure)))
 
     def _note(self, direction: Literal["out", "in"], piece: Piece) -> None:
         if not piece.failure:
@@ -404,7 +404,7 @@ class Offload:
             self.failure = f"KV is no longer offloaded, and preempted completions are computed again: {piece.failure}"
             log.error("%s", self.failure)
             self.books.closed = True
-            self._scheduler.forget_offloaded()
+            self._roster.forget_offloaded()
 
     def _begin(self) -> None:
         out, back = self.mover.out, self.mover.back

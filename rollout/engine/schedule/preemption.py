@@ -16,7 +16,6 @@ half-prefilled prompt too.
 
 from __future__ import annotations
 
-from rollout.engine.adapter_table import AdapterError
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.sequence import Sequence, State
@@ -75,8 +74,9 @@ def _grows_soon(seq: Sequence) -> bool:
 def change_weights(roster: Roster, version: int, recompute: bool) -> None:
     """Steps planned from now on run under `version`."""
     roster.version = version
-    roster.room.weights_changed(version)
-    roster.allocator.weights_changed()
+    roster.room.queue_early(version)
+    roster.room.close_shares()
+    roster.allocator.forget_all()
     for seq in roster.unfinished():
         first = max(version, seq.group.request.min_version)  # that it can have a token of
         if seq.launched == len(seq.tokens) and seq.drawn.too_old_for(first):  # tokens in flight have the old version
@@ -98,22 +98,11 @@ def put_adapter(roster: Roster, name: str, version: int | None, weights: Adapter
         seq.adapter_use.note_version(seq.launched)
 
 
-def drop_adapter(roster: Roster, name: str) -> None:
-    """Forget an adapter. Raises AdapterError if it is not loaded, or if a request names it."""
-    table = roster.allocator.adapters
-    if table is None or name not in table.known:
-        raise AdapterError(f"adapter {name!r:.200} is not loaded")
-    users = sum(group.adapter is table.known[name] for group in roster.groups.values())
-    if users:
-        raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
-    table.drop(name)
-
-
 def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> list[Sequence]:
     """Of the sequences that a change concerns, take off the rows that have to be computed again; returns the others."""
     for seq in seqs:
         if recompute or not seq.drawn.versions:
-            roster.allocator.forget_offloaded(seq)
+            roster.allocator.drop_offloaded(seq)
     changed, rows = set(seqs), []
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
         # A row that launched nothing takes no old KV along but its own, and all log-probs of a prompt have one version.
@@ -137,11 +126,3 @@ def leave_pool(roster: Roster, keep: bool) -> None:
         return
     for seq in sorted(roster.prefilling + roster.decoding, key=lambda seq: seq.rank):
         roster.take_off(seq, offload=True)
-
-
-def forget_offloaded(roster: Roster) -> None:
-    """Offloaded KV is of no use: its sequences are computed again."""
-    for seq in roster.unfinished():
-        roster.allocator.forget_offloaded(seq)
-    for seq in [seq for seq in roster.prefilling if seq.kv.offloaded is not None]:
-        roster.take_off(seq)
