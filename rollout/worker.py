@@ -235,9 +235,7 @@ class Worker:
             log.critical("the engine cannot be made whole", exc_info=True)
             return False
         self.vitals.refresh(at_once=True)
-        log.warning(
-            "the engine is whole again", extra={"version": self.engine.scheduler.version, "faults": len(faults)}
-        )
+        log.warning("the engine is whole again", extra={"version": self.engine.roster.version, "faults": len(faults)})
         return True
 
     def _on_stall(self, seconds: float) -> None:
@@ -307,7 +305,7 @@ class Worker:
             "weights_endpoint": self.receiver.endpoint,
             "pid": os.getpid(),
             "model": self.settings.model.path,
-            "weights_version": self.engine.scheduler.version,
+            "weights_version": self.engine.roster.version,
         }
         pages = [sink.url for sink in self.sinks if isinstance(sink, PrometheusSink)]
         if pages:

@@ -2,6 +2,7 @@
 
     AdapterRegistry   every adapter by name, with its weights in host memory; outlives faults
     AdapterTable      the slots; built anew with the other parts of an engine
+    AdapterUse        what one sequence has of its adapter
 
     put          an adapter, or a newer version of one; rows that run with it go on with the new version
     ready        before admission: the adapter is in a slot, or its copy there begins
@@ -12,15 +13,15 @@ Invariants:
   (`PageAllocator.release`), when no step in flight names the row. So the copies of the load stream, which run beside
   steps, write only to slots that no step reads.
 - A newer version of an adapter in use is written by the compute stream, between two steps.
-- Every content that an adapter has ever had is a generation of its own. KV belongs to a weights version and a
-  generation.
+- Each set of weights that an adapter ever had is an edition of its own, also under a known name or version. KV belongs
+  to a weights version and an adapter edition.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.messages import VERSION_END, AdapterStatus
@@ -55,7 +56,7 @@ class Adapter:
 
     name: str
     version: int
-    generation: int  # of its weights, from 1
+    edition: int  # of its weights, from 1
     weights: AdapterWeights
     slot: AdapterSlot | None = None  # where it lies on the device
 
@@ -71,13 +72,37 @@ class AdapterSlot:
     used: int = 0  # grows with every use
 
 
+@dataclass(eq=False, slots=True)
+class AdapterUse:
+    """What one sequence has of its adapter, if it has one."""
+
+    adapter: Adapter | None
+    slot: AdapterSlot | None = None  # while the sequence has a row
+    marks: list[tuple[int, int]] = field(default_factory=list)  # (token, version): that token is the first by it
+
+    @property
+    def edition(self) -> int:
+        """Edition of the adapter's weights, 0 without an adapter; KV depends on it."""
+        return 0 if self.adapter is None else self.adapter.edition
+
+    def note_version(self, token: int) -> None:
+        """From `token` on, tokens are drawn with the adapter's present version."""
+        if self.adapter is None:
+            return
+        marks, version = self.marks, self.adapter.version
+        if marks and marks[-1][0] == token:
+            marks.pop()
+        if not marks or marks[-1][1] != version:
+            marks.append((token, version))
+
+
 class AdapterRegistry:
     """Adapters by name, `most` at the most. Only the loop changes it; any thread may read it."""
 
     def __init__(self, most: int) -> None:
         self.known: dict[str, Adapter] = {}
         self._most = most
-        self._generations = 0
+        self._editions = 0
 
     def check(self, name: str, version: int | None) -> int:
         """The version that new weights of an adapter will have. Raises AdapterError if they cannot be taken.
@@ -96,10 +121,10 @@ class AdapterRegistry:
             raise AdapterError(f"adapter {name!r} is at the last version that is possible; unload it first", "version")
         return version if version is not None else 0 if old is None else old.version + 1
 
-    def next_generation(self) -> int:
-        """The number of a new content."""
-        self._generations += 1
-        return self._generations
+    def next_edition(self) -> int:
+        """The number of new weights."""
+        self._editions += 1
+        return self._editions
 
     def status(self) -> Iterator[AdapterStatus]:
         """Every adapter. Any thread may ask."""
@@ -137,10 +162,10 @@ class AdapterTable:
     def put(self, name: str, version: int | None, weights: AdapterWeights) -> Adapter:
         """Add an adapter, or a newer version of one. Raises AdapterError, and then nothing has changed."""
         assert weights.rank <= self.memory.rank
-        version, generation = self.registry.check(name, version), self.registry.next_generation()
+        version, edition = self.registry.check(name, version), self.registry.next_edition()
         adapter = self.known.get(name)
         if adapter is None:
-            adapter = self.known[name] = Adapter(name, version, generation, weights)
+            adapter = self.known[name] = Adapter(name, version, edition, weights)
             return adapter
         slot = adapter.slot
         if slot is not None and slot.refs:
@@ -150,7 +175,7 @@ class AdapterTable:
         elif slot is not None:
             slot.adapter, adapter.slot = None, None  # it is written again before it is used
         # Last: if the device fails before this, the engine is built anew with the version of before.
-        adapter.version, adapter.generation, adapter.weights = version, generation, weights
+        adapter.version, adapter.edition, adapter.weights = version, edition, weights
         return adapter
 
     def drop(self, name: str) -> None:

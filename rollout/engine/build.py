@@ -38,6 +38,7 @@ from rollout.engine.messages import Event, RoutingShape
 from rollout.engine.parts import EngineParts, Links, Receiver
 from rollout.engine.schedule.admission import SchedulerLimits
 from rollout.engine.schedule.completion import Counters
+from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Streams
@@ -73,7 +74,7 @@ def context_limit(settings: Settings, model: Decoder) -> int:
 
 def longest_sequence(settings: Settings, model: Decoder, engine: Engine) -> int:
     """The longest prompt plus completion that the model, the settings and the pool allow, tokens."""
-    pages = engine.scheduler.allocator.pool.total + 1
+    pages = engine.roster.allocator.pool.total + 1
     return PoolSize(pages, settings.engine.page_size, context_limit(settings, model), settings.engine.max_rows).longest
 
 
@@ -133,7 +134,7 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
     memory = engine.sleeper.memory
     if memory is not None and memory.released:
         raise RuntimeError("the memory is given back; only a new process has some")
-    executor, step, books = engine.executor, engine.executor.step, engine.scheduler.allocator
+    executor, step, books = engine.executor, engine.executor.step, engine.roster.allocator
     executor.close()  # all launched work has ended: nothing writes to the KV any more
     executor.device.synchronize()  # a broken CUDA context raises here
     if executor.device.torch_device.type == "cuda":
@@ -143,12 +144,12 @@ def rebuild_engine(engine: Engine, settings: Settings) -> None:
             cache.zero_()  # a page may hold NaN, and masks do not hide NaN
     registry = None if books.adapters is None else books.adapters.registry
     site = _Site(settings, executor.device, step.model, registry, memory)
-    engine.restart(_build_parts(site, engine.scheduler.version, _Lasting.of(engine.parts)))
+    engine.restart(_build_parts(site, engine.roster.version, _Lasting.of(engine.parts)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """What every generation of an engine is built from."""
+    """What the parts of an engine are built from, at the start and after each fault."""
 
     settings: Settings
     device: Device
@@ -171,13 +172,13 @@ class _Lasting:
     @classmethod
     def of(cls, parts: EngineParts) -> _Lasting:
         """The lasting things of parts that a fault ended."""
-        executor, scheduler, offload = parts.executor, parts.scheduler, parts.offload
+        executor, roster, offload = parts.executor, parts.roster, parts.offload
         return cls(
             executor.step.kv,
             executor.step.adapters,
             None if executor.mover is None else executor.mover.host_memory,
-            scheduler.counters,
-            scheduler.allocator.sessions.counts,
+            roster.counters,
+            roster.allocator.sessions.counts,
             None if offload is None else offload.books.counts,
         )
 
@@ -206,12 +207,13 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     )
     allocator = _build_allocator(site, executor, routing, lasting)
     counters = Counters() if lasting is None else lasting.counters
-    scheduler = Scheduler(limits, allocator, version, time.perf_counter, upload_words, counters)
+    roster = Roster(allocator, engine.max_rows, version, time.perf_counter, counters)
     mover, books = executor.mover, allocator.offload_books
-    offload = None if mover is None or books is None else Offload(scheduler, books, mover)
+    offload = None if mover is None or books is None else Offload(roster, books, mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
     packer = Packer(multiple, adapters is not None, sizes)
-    return EngineParts(scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
+    scheduler = Scheduler(limits, roster, upload_words)
+    return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
 
 def _build_allocator(

@@ -2,7 +2,8 @@
 
     inbox --> pause, resume, shutdown   the gate
               sleep, wake               the sleeper
-              everything else           the scheduler
+              submit                    the scheduler
+              everything else           the roster
 
 Each command is carried out at once, except that a sleep takes several ticks.
 """
@@ -33,6 +34,8 @@ from rollout.engine.messages import (
     Wake,
 )
 from rollout.engine.parts import EngineParts, Links
+from rollout.engine.schedule.preemption import put_adapter
+from rollout.engine.schedule.roster import Roster
 from rollout.engine.sleep import Sleeper
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ WORKER_ENDS = "the worker ended before the completion did; use continue_from to 
 
 
 class Commands:
-    """Takes commands out of the inbox, in order. Answers go to the scheduler's events."""
+    """Takes commands out of the inbox, in order. Answers go to the roster's events."""
 
     def __init__(self, links: Links, sleeper: Sleeper, recompute_on_swap: bool) -> None:
         self._inbox, self._gate = links.inbox, links.gate
@@ -71,7 +74,7 @@ class Commands:
         """After a fault: the answer to the command that was being carried out. Call it before `rescue`."""
         command, self._current = self._current, None
         match command:
-            case Submit(request) if request.key not in parts.scheduler.groups:
+            case Submit(request) if request.key not in parts.roster.groups:
                 return [Rejected(request.key, "internal", message)]
             case PutAdapter(token=int(token)) | DropAdapter(token=int(token)):
                 return [Failed(token, message, code="internal")]
@@ -83,43 +86,43 @@ class Commands:
         self._current = None
 
     def _match(self, command: Command, parts: EngineParts) -> None:
-        scheduler, gate = parts.scheduler, self._gate
+        roster, gate = parts.roster, self._gate
         match command:
-            case Submit(request) if (rejected := gate.refusal(request, scheduler.version)) is not None:
-                scheduler.events.append(rejected)
+            case Submit(request) if (rejected := gate.refusal(request, roster.version)) is not None:
+                roster.events.append(rejected)
             case Submit(request):
-                scheduler.submit(request)
+                parts.scheduler.submit(request)
             case Cancel(key):
-                scheduler.end(key, "cancelled")
+                roster.end(key, "cancelled")
             case StopAt(key, index, _, string):
-                scheduler.stop_at(key, index, string)
+                roster.stop_at(key, index, string)
             case Pause(mode, token):
                 gate.pause(token)
                 if mode == "abort":
-                    scheduler.end_all("cancelled")
+                    roster.end_all("cancelled")
             case Resume(token):
-                scheduler.events += gate.resume(token)
+                roster.events += gate.resume(token)
             case Shutdown(mode, token):
                 self._shut_down(mode, token, parts)
             case Sleep() | Wake():
                 self._sleeper.take(command, parts)
             case PutAdapter(adapter, weights, version, token):
-                self._adapt(token, parts, lambda: scheduler.put_adapter(adapter, version, weights, self._recompute))
+                self._adapt(token, parts, lambda: put_adapter(roster, adapter, version, weights, self._recompute))
             case DropAdapter(adapter, token):
-                self._adapt(token, parts, lambda: scheduler.drop_adapter(adapter))
+                self._adapt(token, parts, lambda: _drop_adapter(roster, adapter))
             case EndSession(client, name, token):
-                scheduler.allocator.sessions.end(client, name)
-                scheduler.events += [Done(token)] if token is not None else []
+                roster.allocator.sessions.end(client, name)
+                roster.events += [Done(token)] if token is not None else []
 
     def _shut_down(self, mode: str, token: int | None, parts: EngineParts) -> None:
         self._gate.drain(token)
         self._sleeper.end(parts)
         if mode == "now" or self._gate.asleep:  # asleep: no request could finish
-            parts.scheduler.end_all("cancelled", WORKER_ENDS)
-        parts.scheduler.end_early("cancelled", WORKER_ENDS)  # no trainer publishes to a worker that ends
+            parts.roster.end_all("cancelled", WORKER_ENDS)
+        parts.roster.end_early("cancelled", WORKER_ENDS)  # no trainer publishes to a worker that ends
 
     def _adapt(self, token: int | None, parts: EngineParts, change: Callable[[], None]) -> None:
-        events = parts.scheduler.events
+        events = parts.roster.events
         try:
             change()
         except AdapterError as error:
@@ -127,3 +130,14 @@ class Commands:
             events += [] if token is None else [Failed(token, str(error), error.field)]
         else:
             events += [] if token is None else [Done(token)]
+
+
+def _drop_adapter(roster: Roster, name: str) -> None:
+    """Forget an adapter. Raises AdapterError if it is not loaded, or if a request names it."""
+    table = roster.allocator.adapters
+    if table is None or name not in table.known:
+        raise AdapterError(f"adapter {name!r:.200} is not loaded")
+    users = sum(group.adapter is table.known[name] for group in roster.groups.values())
+    if users:
+        raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
+    table.drop(name)

@@ -36,32 +36,32 @@ class Inspector:
 
     def status(self) -> EngineStatus:
         """A snapshot of now."""
-        engine, scheduler, gate, meter = self._engine, self._engine.scheduler, self._engine.gate, self._engine.meter
-        pool, adapters, now = scheduler.allocator.pool, scheduler.allocator.adapters, time.perf_counter()
+        engine, roster, gate, meter = self._engine, self._engine.roster, self._engine.gate, self._engine.meter
+        pool, adapters, now = roster.allocator.pool, roster.allocator.adapters, time.perf_counter()
         active_pct, tokens_per_s = meter.rates(now)
         swaps = reversed(meter.recent_swaps()[-_SWAPS_SHOWN:])
         return EngineStatus(
             state=gate.state,
             stale=gate.stale,
-            weights_version=scheduler.version,
-            rows_running=scheduler.running,
-            rows_max=scheduler.limits.max_rows,
-            queue_waiting=scheduler.waiting,
-            queue_max=scheduler.limits.max_queue,
+            weights_version=roster.version,
+            rows_running=roster.running,
+            rows_max=engine.scheduler.limits.max_rows,
+            queue_waiting=roster.waiting,
+            queue_max=engine.scheduler.limits.max_queue,
             pages_free=pool.free,
             pages_cached=pool.cached,
             pages_used=pool.used,
             pages_total=pool.total,
-            sessions=scheduler.allocator.sessions.status(),
+            sessions=roster.allocator.sessions.status(),
             offload=self._offload(),
             sleep=gate.sleep_status(),
             slots_in_flight=engine.pipeline.in_flight,
             adapters=None if adapters is None else tuple(adapters.registry.status()),
             tokens_per_s=tokens_per_s,
             gpu_active_pct=active_pct,
-            preemptions=scheduler.counters.preemptions,
+            preemptions=roster.counters.preemptions,
             uptime_s=now - engine.started_s,
-            tokens=scheduler.counters.tokens,
+            tokens=roster.counters.tokens,
             tokens_by_second=meter.tokens_by_second(now),
             idle_pct=meter.idle_shares(now),
             swaps=tuple(SwapStatus(swap.version, now - swap.end_s, swap.end_s - swap.start_s) for swap in swaps),
@@ -69,14 +69,14 @@ class Inspector:
 
     def set_gauges(self) -> None:
         """Give the meter the values of metrics that the engine keeps, before a report."""
-        scheduler, offload = self._engine.scheduler, self._offload()
-        pool, counters = scheduler.allocator.pool, scheduler.counters
+        roster, offload = self._engine.roster, self._offload()
+        pool, counters = roster.allocator.pool, roster.counters
         self._engine.meter.set(
             {
-                "rollout/rows": scheduler.running,
-                "queue/waiting": scheduler.waiting,
+                "rollout/rows": roster.running,
+                "queue/waiting": roster.waiting,
                 "kv/used_pct": percent(pool.used, pool.total),
-                "kv/session_pct": percent(scheduler.allocator.sessions.pages, pool.total),
+                "kv/session_pct": percent(roster.allocator.sessions.pages, pool.total),
                 "kv/prefix_hit_pct": percent(counters.cached_tokens, counters.prompt_tokens),
                 "kv/preemptions": counters.preemptions,
                 "kv/host_used_pct": percent(offload.pages, offload.pages_total),
@@ -96,7 +96,7 @@ class Inspector:
         """The `limit` oldest sequences that hold a row, oldest first."""
         running = {id(seq): seq for seq in self._running()}
         oldest = sorted(running.values(), key=lambda seq: seq.arrival)[:limit]
-        now_s = self._engine.scheduler.clock()
+        now_s = self._engine.roster.clock()
         return [_sequence_status(seq, now_s) for seq in oldest]
 
     def recording(self, steps: int) -> dict[str, Any]:
@@ -130,12 +130,12 @@ class Inspector:
         return [{"step": count - len(records) + 1 + i} | row for i, row in enumerate(rows)]
 
     def _running(self) -> tuple[Sequence, ...]:
-        scheduler = self._engine.scheduler
-        return (*scheduler.prefilling, *scheduler.decoding, *scheduler.leaving)
+        roster = self._engine.roster
+        return (*roster.prefilling, *roster.decoding, *roster.leaving)
 
 
 def _sequence_status(seq: Sequence, now_s: float) -> SequenceStatus:
-    versions = seq.versions
+    versions = seq.drawn.versions
     return SequenceStatus(
         key=seq.group.key,
         index=seq.index,
@@ -143,7 +143,7 @@ def _sequence_status(seq: Sequence, now_s: float) -> SequenceStatus:
         prompt_tokens=seq.prompt_len,
         tokens=len(seq.tokens),
         max_tokens=seq.max_tokens,
-        pages=len(seq.pages),
+        pages=len(seq.kv.pages),
         age_s=now_s - seq.group.arrived_s,
         version=versions[-1][0] if versions else None,
         priority=seq.priority,

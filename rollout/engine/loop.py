@@ -23,6 +23,7 @@ from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.messages import Delta, Event, RequestDone
 from rollout.engine.parts import EngineParts, Links
 from rollout.engine.schedule.plan import Plan
+from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.sleep import Sleeper
 from rollout.engine.step.execute import Executor
@@ -59,7 +60,7 @@ class Engine:
     def tick(self) -> None:
         """One tick: launch a step if there is one; commit the oldest if the pipeline is full or none was launched."""
         parts, gate = self.parts, self.gate
-        scheduler, pipeline = parts.scheduler, parts.pipeline
+        roster, scheduler, pipeline = parts.roster, parts.scheduler, parts.pipeline
         self.commands.take(parts)
         scheduler.end_overdue()
         if parts.offload is not None:
@@ -70,7 +71,7 @@ class Engine:
             self._launch(plan, planned_s)
         committed = plan is not None and plan.draws_later and self._commit_and_draw(plan)
         committed |= (pipeline.full or plan is None) and self._commit_oldest()
-        idle = pipeline.in_flight == 0 and (scheduler.resting or gate.at_rest)
+        idle = pipeline.in_flight == 0 and (roster.resting or gate.at_rest)
         if pipeline.in_flight == 0:
             self._nothing_runs(idle, plan is None)
         self.swapper.advance(parts)
@@ -86,7 +87,7 @@ class Engine:
         """True while a tick has something to do without a new command."""
         parts, gate = self.parts, self.gate
         moving = parts.offload is not None and parts.offload.moving
-        waits = parts.scheduler.resting or gate.blocked is not None
+        waits = parts.roster.resting or gate.blocked is not None
         return parts.pipeline.in_flight > 0 or gate.swapping or moving or not waits
 
     def wait(self, timeout_s: float) -> None:
@@ -115,7 +116,7 @@ class Engine:
         assert step is not None and step.plan is plan, "masks are made after all earlier commits"
         places = [i for i, seq in enumerate(plan.sampled) if seq.features & Feature.CONSTRAIN and not seq.finalized]
         for seq, reason in self.masks.build([plan.sampled[i] for i in places], step.slot.masks):
-            parts.scheduler.fail(seq, reason)
+            parts.roster.fail(seq, reason)
         parts.executor.draw(step.header, step.slot, places)
         return committed
 
@@ -126,7 +127,7 @@ class Engine:
         if step is None:
             return False
         output = parts.executor.read(step.header, step.slot)
-        counters, committing_s = parts.scheduler.counters, time.perf_counter()
+        counters, committing_s = parts.roster.counters, time.perf_counter()
         tokens, zombies = counters.tokens, counters.zombie_rows
         parts.scheduler.commit(step.plan, output)
         commit_s = time.perf_counter() - committing_s
@@ -138,7 +139,7 @@ class Engine:
         """No step is in flight: tell the meter, wait for an adapter that alone delays admission, grant a hold."""
         if idle:
             self.meter.no_work(time.perf_counter())
-        adapters = self.parts.scheduler.allocator.adapters
+        adapters = self.parts.roster.allocator.adapters
         if nothing_planned and adapters is not None:
             adapters.wait()
         self.gate.grant_hold()
@@ -157,11 +158,11 @@ class Engine:
 
     def _report(self) -> None:
         """Hand all events of this tick to the service, with the answers that are due."""
-        scheduler = self.parts.scheduler
+        roster = self.parts.roster
         if self.gate.drain_overdue:
-            scheduler.end_all("cancelled", WORKER_ENDS)
-        scheduler.events += self.gate.settle(self.parts.pipeline.in_flight, len(scheduler.groups))
-        events, scheduler.events = scheduler.events, []
+            roster.end_all("cancelled", WORKER_ENDS)
+        roster.events += self.gate.settle(self.parts.pipeline.in_flight, len(roster.groups))
+        events, roster.events = roster.events, []
         self._send(events)
 
     def _send(self, events: list[Event]) -> None:
@@ -185,7 +186,7 @@ class Engine:
         watchdog's thread calls this.
         """
         answer = self.commands.fail(self.parts, message)
-        events = self.parts.scheduler.rescue(message)
+        events = self.parts.roster.rescue(message)
         self._send([*events, *answer, *self.sleeper.fail(message), *self.gate.fail()])
         self.swapper.fail(message)
 
@@ -197,13 +198,18 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that nothing leaked; only when drained."""
         self.parts.pipeline.check_integrity()
-        self.parts.scheduler.check_integrity()
+        self.parts.roster.check_integrity()
 
     # --- the parts, by name -------------------------------------------------------------------------------------------
 
     @property
+    def roster(self) -> Roster:
+        """All sequences."""
+        return self.parts.roster
+
+    @property
     def scheduler(self) -> Scheduler:
-        """The books of all sequences."""
+        """Plans the steps."""
         return self.parts.scheduler
 
     @property

@@ -18,6 +18,7 @@ from rollout.engine.adapter_table import AdapterRegistry, AdapterUpdate
 from rollout.engine.gate import Gate
 from rollout.engine.kv.offload import Offload
 from rollout.engine.messages import Command, Event
+from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.step.execute import Executor
 from rollout.engine.step.pack import Packer
@@ -71,8 +72,9 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """One generation of an engine: its books, its slots and its device state. After a fault a new one is built."""
+    """The books, slots and device state of an engine. After a fault new ones are built."""
 
+    roster: Roster
     scheduler: Scheduler
     pipeline: Pipeline
     packer: Packer

@@ -32,7 +32,8 @@ from rollout.config import EngineSettings
 from rollout.engine.device.releasable import MemoryShortError, ReleasableMemory
 from rollout.engine.messages import Done, Event, Failed, Sleep, Wake
 from rollout.engine.parts import EngineParts, Links
-from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.schedule.preemption import leave_pool
+from rollout.engine.schedule.roster import Roster
 from rollout.metrics.meter import Meter
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Sleeper:
             message = "this worker takes no weights, so it could not wake from a sleep of level 2: use level 1"
             refused = Failed(order.token, message, "level")
         if refused is not None:
-            parts.scheduler.events.append(refused)
+            parts.roster.events.append(refused)
             return
         self._orders.append(order)
         self._begin(parts)
@@ -86,14 +87,14 @@ class Sleeper:
     def advance(self, parts: EngineParts) -> None:
         """Carry out the orders that can be carried out now; at the end of a tick, while a sleep is ordered."""
         while self._orders and (answer := self._carry_out(self._orders[0], parts)) is not None:
-            parts.scheduler.events.append(answer)
+            parts.roster.events.append(answer)
             self._orders.popleft()
             self._begun = False
             self._begin(parts)
 
     def end(self, parts: EngineParts) -> None:
         """The worker drains: refuse the orders that wait; wake up unless asleep."""
-        parts.scheduler.events += [Failed(order.token, _ENDING, code="unavailable") for order in self._orders]
+        parts.roster.events += [Failed(order.token, _ENDING, code="unavailable") for order in self._orders]
         self._drop_orders()
 
     def fail(self, message: str) -> list[Event]:
@@ -118,7 +119,7 @@ class Sleeper:
             if self._receiver is not None:
                 self._receiver.rest()
             if (order.mode or self._mode) == "abort":
-                parts.scheduler.end_all("cancelled")
+                parts.roster.end_all("cancelled")
 
     def _carry_out(self, order: Sleep | Wake, parts: EngineParts) -> Done | Failed | None:
         """Try to carry out an order; the answer, or None while it waits."""
@@ -129,7 +130,7 @@ class Sleeper:
             assert self.memory is not None and gate.sleep is not None
             if gate.sleep.level == 2:
                 self.memory.forget()
-                parts.scheduler.forget_offloaded()
+                parts.roster.forget_offloaded()
             return self._done(order, gate.sleep.freed_bytes, now_s, parts)
         if parts.pipeline.in_flight == 0 and not gate.swapping and not gate.update_inside:
             return self._fall_asleep(order, parts)
@@ -147,12 +148,12 @@ class Sleeper:
                     self.memory.save()  # first: if this fails, nothing has been dropped
             except MemoryShortError as error:
                 return self._refuse(order, str(error))
-            parts.scheduler.leave_pool(keep)
+            leave_pool(parts.roster, keep)
         began_s = self._emptying_s
-        if not _emptied(parts.scheduler):
+        if not _emptied(parts.roster):
             late = time.perf_counter() - began_s >= self._kv_s
             return self._refuse(order, self._too_late()) if late else None
-        _forget_device_state(parts.scheduler)
+        _forget_device_state(parts.roster)
         parts.executor.finish()  # an adapter may have been copied to its slot meanwhile
         freed_bytes, self._emptying_s = self.memory.release(), None
         self._gate.slept(freed_bytes)
@@ -204,16 +205,16 @@ class Sleeper:
         return Done(order.token, {"level": level, "bytes": nbytes, "seconds": seconds, "parked": parked})
 
 
-def _emptied(scheduler: Scheduler) -> bool:
+def _emptied(roster: Roster) -> bool:
     """True once no page is in use. Until then, pages that only offloaded sequences still use are sent to the host."""
-    if scheduler.allocator.offload_books is not None:
-        scheduler.allocator.offload_books.send_unshared()
-    return scheduler.allocator.pool.used == 0
+    if roster.allocator.offload_books is not None:
+        roster.allocator.offload_books.send_unshared()
+    return roster.allocator.pool.used == 0
 
 
-def _forget_device_state(scheduler: Scheduler) -> None:
+def _forget_device_state(roster: Roster) -> None:
     """Empty the prefix cache and the adapter slots."""
-    assert not (scheduler.prefilling or scheduler.decoding or scheduler.leaving), "a row has no pages"
-    scheduler.allocator.weights_changed()
-    if scheduler.allocator.adapters is not None:
-        scheduler.allocator.adapters.unload_all()
+    assert not (roster.prefilling or roster.decoding or roster.leaving), "a row has no pages"
+    roster.allocator.forget_all()
+    if roster.allocator.adapters is not None:
+        roster.allocator.adapters.unload_all()

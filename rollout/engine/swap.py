@@ -14,6 +14,7 @@ from rollout.engine.adapter_table import AdapterError, AdapterUpdate
 from rollout.engine.device.streams import Event
 from rollout.engine.gate import Gate
 from rollout.engine.parts import EngineParts, Receiver, StagedUpdate
+from rollout.engine.schedule.preemption import change_weights, put_adapter
 from rollout.metrics.meter import Meter
 
 
@@ -60,7 +61,7 @@ class Swapper:
         self._swap = _Swap(update, device.event(), device.event(), held_since_s)
         self._gate.swap_begins()
         parts.executor.enqueue(update.copy_into, self._swap.start, self._swap.end)
-        parts.scheduler.weights_changed(update.version, self._recompute)
+        change_weights(parts.roster, update.version, self._recompute)
         self._gate.clear_hold()
 
     def _finish(self, swap: _Swap, parts: EngineParts, receiver: Receiver) -> None:
@@ -77,7 +78,7 @@ class Swapper:
 
     def _put_adapter(self, update: AdapterUpdate, parts: EngineParts, receiver: Receiver) -> None:
         try:
-            parts.scheduler.put_adapter(update.name, update.version, update.weights, self._recompute)
+            put_adapter(parts.roster, update.name, update.version, update.weights, self._recompute)
         except AdapterError as error:
             receiver.refused(update, str(error))
         except Exception as error:  # a fault ends these parts, and the receiver waits for an answer

@@ -85,7 +85,7 @@ class Vitals:
             state="stalled" if silent_s > self._stall_s else gate.state,
             sleep=gate.sleep_status(),
             stale=gate.stale,
-            weights_version=self._engine.scheduler.version,
+            weights_version=self._engine.roster.version,
             adapters=None if adapters is None else tuple(adapters.status()),
             last_tick_s=silent_s,
             faults=len(self.faults),

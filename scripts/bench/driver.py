@@ -107,7 +107,7 @@ class Driver:
 
     def drop_all(self) -> None:
         """Cancel every request and drop all tokens."""
-        for key in list(self.engine.scheduler.groups):
+        for key in list(self.engine.roster.groups):
             self.engine.inbox.put(Cancel(key))
         self.resume()
         self.finish()

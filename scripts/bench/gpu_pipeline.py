@@ -129,9 +129,9 @@ class Bench:
         self.driver.completions.clear()
         self.driver.depth(2)
         self.submit(rows, self.plan.new)
-        scheduler = self.driver.engine.scheduler
+        roster = self.driver.engine.roster
         half = self.plan.prompt + self.plan.new // 2
-        self.driver.tick_until(lambda: len(scheduler.decoding) == rows and scheduler.decoding[0].kv_len >= half)
+        self.driver.tick_until(lambda: len(roster.decoding) == rows and roster.decoding[0].kv.length >= half)
         self.driver.pause()
 
     def parts(self, rows: int) -> tuple[DeviceParts, float]:

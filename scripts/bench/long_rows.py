@@ -19,7 +19,7 @@ import torch
 from rollout.config import EngineSettings, ModelSettings, Settings
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import SamplingParams
-from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.schedule.roster import Roster
 from rollout.models import load_model
 from scripts.bench.driver import Driver, random_prompt
 from scripts.bench.shapes import write_checkpoint
@@ -68,13 +68,13 @@ def growth(marks: Sequence[dict[str, float]]) -> list[str]:
 def run_long(run: LongRun) -> dict[str, Any]:
     """Run all rows to their full length and print each measurement. `failures` lists what is wrong."""
     driver = _driver(run)
-    scheduler, vocab = driver.engine.scheduler, driver.engine.executor.step.model.spec.vocab
+    roster, vocab = driver.engine.roster, driver.engine.executor.step.model.spec.vocab
     for i in range(run.rows):
         driver.submit(f"r{i}", random_prompt(vocab, _PROMPT, i), run.tokens, SamplingParams(seed=i))
     marks, start_s = [], time.perf_counter()
     for target in run.targets():
         began_s, steps = time.perf_counter(), driver.engine.meter.steps
-        driver.tick_until(functools.partial(_reached, scheduler, _PROMPT + target))
+        driver.tick_until(functools.partial(_reached, roster, _PROMPT + target))
         now_s = time.perf_counter()
         per_step_s = (now_s - began_s) / max(driver.engine.meter.steps - steps, 1)
         times = {"seconds": now_s - start_s, "ms_per_step": 1e3 * per_step_s}
@@ -85,15 +85,15 @@ def run_long(run: LongRun) -> dict[str, Any]:
         "shape": run.shape,
         "rows": run.rows,
         "tokens": run.tokens,
-        "pages": scheduler.allocator.pool.total,
-        "preemptions": scheduler.counters.preemptions,
+        "pages": roster.allocator.pool.total,
+        "preemptions": roster.counters.preemptions,
         "marks": marks,
         "failures": [*_not_whole(driver, run), *growth(marks)],
     }
 
 
-def _reached(scheduler: Scheduler, tokens: int) -> bool:
-    return bool(scheduler.decoding) and scheduler.decoding[0].kv_len >= tokens
+def _reached(roster: Roster, tokens: int) -> bool:
+    return bool(roster.decoding) and roster.decoding[0].kv.length >= tokens
 
 
 def _driver(run: LongRun) -> Driver:

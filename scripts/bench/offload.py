@@ -127,10 +127,10 @@ def run(mode: str, model: Decoder, args: argparse.Namespace) -> dict[str, Any]:
         engine.tick()
         if (now_s := time.perf_counter()) > shown_s + _SHOW_EVERY_S:
             shown_s = now_s
-            tokens = engine.scheduler.counters.tokens
+            tokens = engine.roster.counters.tokens
             print(f"{mode}: {tokens} tokens, {tokens / (now_s - began_s):.0f} a second", flush=True)
     wall_s = time.perf_counter() - began_s
-    status, counters = Inspector(engine).status().offload, engine.scheduler.counters
+    status, counters = Inspector(engine).status().offload, engine.roster.counters
     moves = [] if engine.parts.offload is None else list(engine.parts.offload.recent)
     tokens = sum(len(done.tokens) for done in driver.completions.values())
     assert tokens == args.rows * args.tokens, "every row has all its tokens"

@@ -128,7 +128,7 @@ def begin_rows(driver: SleepDriver, args: argparse.Namespace, vocab: int, name: 
     for i in range(args.rows):
         prompt = random_prompt(vocab, args.prompt, i)
         driver.submit(f"{name}-{i}", prompt, args.new, SamplingParams(temperature=1.0, seed=i), stream_every=1)
-    driver.tick_until(lambda: len(driver.engine.scheduler.decoding) == args.rows)
+    driver.tick_until(lambda: len(driver.engine.roster.decoding) == args.rows)
 
 
 def step_ms(driver: SleepDriver, args: argparse.Namespace) -> float:
@@ -161,8 +161,8 @@ def one_round(
     wake_s, _ = driver.order(Wake)
     began_s = time.perf_counter()
     if level == 2:
-        driver.updates.ready = SameWeights(driver.engine.scheduler.version + 1, loaded.model)
-    while len(driver.engine.scheduler.decoding) < args.rows:
+        driver.updates.ready = SameWeights(driver.engine.roster.version + 1, loaded.model)
+    while len(driver.engine.roster.decoding) < args.rows:
         driver.engine.tick()
     back_s = time.perf_counter() - began_s
     after_ms = step_ms(driver, args)

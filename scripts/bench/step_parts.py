@@ -98,9 +98,9 @@ def borrowed_slot(pipeline: Pipeline) -> Iterator[Slot]:
 
 def stage_next_step(engine: Engine, slot: Slot) -> tuple[StepInput, int]:
     """Upload the next decode step of the running rows to a slot; returns its input and its padded number of rows."""
-    captured, seqs, staging = engine.parts.packer.captured, engine.scheduler.decoding, slot.staging
+    captured, seqs, staging = engine.parts.packer.captured, engine.roster.decoding, slot.staging
     assert seqs, "no row decodes"
-    rows, context = len(seqs), max(seq.kv_len for seq in seqs) + 1
+    rows, context = len(seqs), max(seq.kv.length for seq in seqs) + 1
     size = rows if captured is None else captured.size_for(rows)
     assert size is not None, f"{rows} rows are more than are captured"
     staging.begin()
@@ -164,7 +164,7 @@ def _work(engine: Engine, slot: Slot) -> _Work:
         executor.compute.run(step.forward.replay)  # provides the logits
         draws = _captured_draws(executor, step.logits_SV, upload, slot.output)
         return _Work(step.forward.replay, draws, _DRAWS, step.whole.replay)
-    context = max(seq.kv_len for seq in engine.scheduler.decoding) + 2 * _REPEATS
+    context = max(seq.kv.length for seq in engine.roster.decoding) + 2 * _REPEATS
     rows, pages = upload["rows"], upload["new_pages"]
     kept: list[torch.Tensor] = []
 

@@ -95,7 +95,7 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
 
     The engine is paused. A row that needs another page for its next token is left out.
     """
-    executor, seqs = engine.executor, engine.scheduler.decoding
+    executor, seqs = engine.executor, engine.roster.decoding
     with borrowed_slot(engine.pipeline) as slot:
         upload, size = stage_next_step(engine, slot)
         kept: list[torch.Tensor] = []
@@ -106,7 +106,7 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
                 step.forward.replay()
                 kept.append(step.logits_SV[: len(seqs)].clone())
                 return
-            context = max(seq.kv_len for seq in seqs) + 1
+            context = max(seq.kv.length for seq in seqs) + 1
             token_ids_B, batch = executor.step.begin_decode(upload["rows"], upload["new_pages"], context)
             kept.append(executor.step.model.compute_logits(executor.step.model(token_ids_B, batch, executor.step.kv)))
 
@@ -116,18 +116,18 @@ def next_logits(engine: Engine) -> dict[tuple[str, int], torch.Tensor]:
         executor.check()
     page_size = executor.step.kv.page_size
     return {
-        (seq.group.key[1], seq.kv_len + 1 - seq.prompt_len): logits_V
+        (seq.group.key[1], seq.kv.length + 1 - seq.prompt_len): logits_V
         for seq, logits_V in zip(seqs, kept[0], strict=False)
-        if seq.kv_len % page_size
+        if seq.kv.length % page_size
     }
 
 
 def spoil_pages(engine: Engine) -> None:
     """Put the first page of each running row in the place of its second one."""
     executor = engine.executor
-    for seq in engine.scheduler.decoding:
-        if len(seq.pages) > 2:
-            executor.compute.run(lambda seq=seq: executor.step.rows.pages[seq.row, 1].fill_(seq.pages[0]))
+    for seq in engine.roster.decoding:
+        if len(seq.kv.pages) > 2:
+            executor.compute.run(lambda seq=seq: executor.step.rows.pages[seq.row, 1].fill_(seq.kv.pages[0]))
 
 
 class Checker:
@@ -174,8 +174,8 @@ class Checker:
         for i, length in enumerate(work.prompts):
             prompt = random_prompt(self.vocab, length, i)
             self.driver.submit(f"r{i}", prompt, work.new, SamplingParams(seed=i))
-        scheduler = self.driver.engine.scheduler
-        self.driver.tick_until(lambda: len(scheduler.decoding) == len(work.prompts))
+        roster = self.driver.engine.roster
+        self.driver.tick_until(lambda: len(roster.decoding) == len(work.prompts))
         seen: dict[tuple[str, int], torch.Tensor] = {}
         for look in range(work.looks):
             # The steps are not a multiple of a page apart, so contexts end everywhere within a page.
@@ -238,8 +238,8 @@ class Checker:
         for i, length in enumerate(self.work.long_prompts):
             self.driver.submit(f"g{i}", random_prompt(self.vocab, length, i), self.work.long_new, _GREEDY)
         if self.args.break_ == "page":
-            scheduler = self.driver.engine.scheduler
-            self.driver.tick_until(lambda: len(scheduler.decoding) == len(self.work.long_prompts))
+            roster = self.driver.engine.roster
+            self.driver.tick_until(lambda: len(roster.decoding) == len(self.work.long_prompts))
             self.driver.pause()
             spoil_pages(self.driver.engine)
             self.driver.resume()

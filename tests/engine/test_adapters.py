@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rollout.engine.messages import Cancel, Delta, Done, DropAdapter, Failed, Prior, PutAdapter, Rejected
+from rollout.engine.schedule.preemption import change_weights
 from tests.support.engine.adapted import SOME, Adapters, bench_of, greedy_is, make_adapters, table_of, versions_of
 from tests.support.engine.harness import Bench, prompt_of
 from tests.support.peft_adapters import ALL
@@ -67,7 +68,7 @@ def test_a_group_shares_the_prefill_of_its_adapter(model, adapters):
     bench.run()
     for index in range(4):
         greedy_is(adapters[0][1], prompt, bench.tokens("g", index))
-    assert bench.engine.scheduler.counters.cached_tokens == 3 * 20
+    assert bench.engine.roster.counters.cached_tokens == 3 * 20
     bench.close()
 
 
@@ -117,11 +118,11 @@ def test_a_slot_is_not_written_while_a_step_in_flight_names_its_row(model, adapt
     bench.submit("a", prompt_of(6), 50, adapter="a0")
     while not bench.completions:
         bench.engine.tick()
-        if bench.engine.pipeline.in_flight and bench.engine.scheduler.decoding:
+        if bench.engine.pipeline.in_flight and bench.engine.roster.decoding:
             break
-    (seq,) = bench.engine.scheduler.decoding
+    (seq,) = bench.engine.roster.decoding
     assert seq.inflight_refs > 0
-    slot, table = seq.adapter_slot, table_of(bench)
+    slot, table = seq.adapter_use.slot, table_of(bench)
     bench.submit("b", prompt_of(6, 1), 5, adapter="a1")
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.engine.commands.take(bench.engine.parts)
@@ -140,7 +141,7 @@ def test_preempted_rows_go_on_with_their_adapter(model, adapters):
     for i, prompt in enumerate(prompts):
         bench.submit(f"r{i}", prompt, 30, adapter=f"a{i % 4}")
     bench.run()
-    assert bench.engine.scheduler.counters.preemptions > 0
+    assert bench.engine.roster.counters.preemptions > 0
     for i, prompt in enumerate(prompts):
         greedy_is(adapters[i % 4][1], prompt, bench.tokens(f"r{i}"))
         assert versions_of(bench, f"r{i}") == [0] * 30
@@ -158,7 +159,7 @@ def test_rows_go_on_while_an_adapter_is_copied(model, adapters):
     begun = len(bench.tokens("a"))
     for _ in range(30):
         bench.engine.tick()
-    assert len(bench.tokens("a")) > begun + 20 and bench.engine.scheduler.waiting == 1
+    assert len(bench.tokens("a")) > begun + 20 and bench.engine.roster.waiting == 1
     copied.set()
     bench.run()
     greedy_is(adapters[1][1], prompt_of(6, 1), bench.tokens("b"))
@@ -181,7 +182,7 @@ def test_sessions_go_on_with_their_adapter_alone(model, base, adapters):
         bench.run()
         prompt = [*prompt, *bench.tokens(name), 3]
     assert [bench.done[name].cached_tokens > 0 for name in "1234"] == [False, True, False, False]
-    assert bench.engine.scheduler.allocator.sessions.counts.hits == 1
+    assert bench.engine.roster.allocator.sessions.counts.hits == 1
     bench.close()
 
 
@@ -191,7 +192,7 @@ def test_two_slots_in_flight_and_base_swaps_leave_adapters_alone(model, adapters
     prompt = prompt_of(17)
     bench.submit("r0", prompt, 4, adapter="a0")
     bench.run()
-    bench.engine.scheduler.weights_changed(3, recompute=False)
+    change_weights(bench.engine.roster, 3, recompute=False)
     bench.submit("r1", prompt, 4, adapter="a0")
     bench.run()
     assert bench.done["r1"].cached_tokens == 0

@@ -71,9 +71,9 @@ def test_members_of_a_group_that_start_later_take_no_kv_of_the_older_version(mod
     bench = bench_of(model, adapters, 1, max_rows=2)
     prompt = prompt_of(15)
     bench.submit("g", prompt, 24, n=4, adapter="a0")
-    while len(bench.engine.scheduler.decoding) < 2:
+    while len(bench.engine.roster.decoding) < 2:
         bench.engine.tick()
-    assert bench.engine.scheduler.allocator.sharing, "the others are to take the prompt of the first"
+    assert bench.engine.roster.allocator.sharing, "the others are to take the prompt of the first"
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     for index in (2, 3):
@@ -98,7 +98,7 @@ def test_a_turn_during_which_its_adapter_changed_leaves_nothing(model, adapters)
     bench = bench_of(model, adapters, 1, prefix_cache=False)
     session = {"session": ("c", "s"), "session_lease_s": 100.0, "adapter": "a0"}
     bench.submit("1", prompt_of(14), 30, **session)
-    while not bench.engine.scheduler.decoding or len(bench.engine.scheduler.decoding[0].tokens) < 5:
+    while not bench.engine.roster.decoding or len(bench.engine.roster.decoding[0].tokens) < 5:
         bench.engine.tick()
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
@@ -115,13 +115,13 @@ def test_a_turn_whose_last_step_is_of_the_version_before_leaves_nothing(model, a
     bench = bench_of(model, adapters, 1, prefix_cache=False)
     session = {"session": ("c", "s"), "session_lease_s": 100.0, "adapter": "a0"}
     bench.submit("1", prompt_of(14), 30, **session)
-    decoding = bench.engine.scheduler.decoding
+    decoding = bench.engine.roster.decoding
     while not decoding or len(decoding[0].tokens) < 5 or not decoding[0].inflight_refs:
         bench.engine.tick()
     bench.engine.inbox.put(Cancel(("c", "1")))
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
-    assert bench.engine.scheduler.allocator.sessions.pages == 0
+    assert bench.engine.roster.allocator.sessions.pages == 0
     prompt = [*prompt_of(14), *bench.tokens("1"), 3]
     bench.submit("2", prompt, 6, **session)
     bench.run()
@@ -134,7 +134,7 @@ def test_a_prompt_of_two_versions_is_not_shared(model, adapters):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
     bench.submit("g", prompt, 8, n=2, adapter="a0")
-    while not any(seq.kv_len for seq in bench.engine.scheduler.prefilling):
+    while not any(seq.kv.length for seq in bench.engine.roster.prefilling):
         bench.engine.tick()
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
@@ -150,8 +150,8 @@ def test_a_row_that_has_launched_nothing_keeps_no_kv_of_the_older_version(model,
     bench.submit("first", prompt_of(30, 1), 2)
     bench.submit("r", prompt, 8, adapter="a0")
     bench.engine.tick()
-    seq = bench.engine.scheduler.prefilling[-1]
-    assert seq.kv_len == 28 and not seq.row_ready, "it is admitted, with pages of the first"
+    seq = bench.engine.roster.prefilling[-1]
+    assert seq.kv.length == 28 and not seq.row_ready, "it is admitted, with pages of the first"
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()
     greedy_is(adapters[1][1], prompt, bench.tokens("r"))
@@ -162,7 +162,7 @@ def test_log_probs_of_a_prompt_are_of_one_version(model, adapters):
     bench = bench_of(model, adapters, 1, prefill_chunk_tokens=8)
     prompt = prompt_of(30)
     bench.submit("r", prompt, 8, adapter="a0", prompt_logprobs=True)
-    while not any(seq.kv_len for seq in bench.engine.scheduler.prefilling):
+    while not any(seq.kv.length for seq in bench.engine.roster.prefilling):
         bench.engine.tick()
     bench.engine.inbox.put(PutAdapter("a0", adapters[1][0]))
     bench.run()

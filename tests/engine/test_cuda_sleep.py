@@ -125,7 +125,7 @@ def test_rows_that_slept_have_the_tokens_of_rows_that_did_not(folders, prompt_of
             bench.submit(f"r{i}", prompt_of(9 + 7 * i, i), 60, sampling=SAMPLED)
         bench.ticks(25)
         if sleeps:
-            assert isinstance(bench.sleep(), Done) and bench.engine.scheduler.running == 0
+            assert isinstance(bench.sleep(), Done) and bench.engine.roster.running == 0
             torch.empty(64 * MIB, dtype=torch.uint8, device="cuda").fill_(255)  # another tensor takes the memory
             assert bench.wake().facts["parked"] == (5 if host_kv_gib else 0)
         bench.run()

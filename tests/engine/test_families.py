@@ -41,7 +41,7 @@ def test_greedy_tokens_equal_transformers(family, pages):
         for _ in range(3):
             bench.engine.tick()  # the batch changes as they come and go
     bench.run()
-    assert (bench.engine.scheduler.counters.preemptions > 0) == (pages == 75)
+    assert (bench.engine.roster.counters.preemptions > 0) == (pages == 75)
     for i, (name, prompt) in enumerate(prompts.items()):
         assert len(bench.tokens(name)) == 60 + 5 * i
         assert agrees(hf_model, prompt, bench.completions[name, 0])
@@ -61,12 +61,12 @@ def test_damage_in_a_running_engine_is_seen(family, damage, monkeypatch):
         monkeypatch.setattr(model.ropes[0], "forward", lambda positions: turn(positions * 2))
     for _ in range(6):
         bench.engine.tick()
-    seq = bench.engine.scheduler.groups["c", "a"].sequences[0]
+    seq = bench.engine.roster.groups["c", "a"].sequences[0]
     executor = bench.engine.executor
     if damage == "page":
-        executor.compute.run(lambda: executor.step.rows.pages[seq.row, 6].fill_(seq.pages[0]))
+        executor.compute.run(lambda: executor.step.rows.pages[seq.row, 6].fill_(seq.kv.pages[0]))
     if damage == "kv":
-        executor.compute.run(lambda: executor.step.kv.v[0][seq.pages[7]].mul_(-3.0))
+        executor.compute.run(lambda: executor.step.kv.v[0][seq.kv.pages[7]].mul_(-3.0))
     bench.run()
     assert not agrees(hf_model, prompt, bench.completions["a", 0])
     bench.close()

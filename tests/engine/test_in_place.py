@@ -27,11 +27,11 @@ def test_nothing_runs_while_weights_are_written_and_rows_go_on_with_the_new_ones
     while not granted:
         engine.tick()
     assert granted == [0] and not engine.busy
-    held = len(bench.engine.scheduler.decoding[0].tokens)
+    held = len(bench.engine.roster.decoding[0].tokens)
     Update(1, other, model).copy_into()  # as the receiver's thread does
     for _ in range(5):
         engine.tick()
-    assert engine.pipeline.in_flight == 0 and len(engine.scheduler.decoding[0].tokens) == held
+    assert engine.pipeline.in_flight == 0 and len(engine.roster.decoding[0].tokens) == held
     mailbox.ready = InPlace(1)
     bench.run()
     tokens = bench.tokens("a")
@@ -93,7 +93,7 @@ def test_a_request_waits_for_the_version_that_it_asks_for(model, other, prompt_o
     bench.submit("now", prompt_of(13, 1), 10)
     bench.run()
     assert bench.tokens("now") == greedy(prompt_of(13, 1), 10) and "new" not in bench.done
-    assert not engine.busy and engine.scheduler.waiting == 2  # it rests: a loop that waits costs nothing
+    assert not engine.busy and engine.roster.waiting == 2  # it rests: a loop that waits costs nothing
     for version in (1, 2):
         mailbox.ready = Update(version, other, model)
         bench.run()
@@ -117,7 +117,7 @@ def test_a_request_that_waits_for_a_version_ends_by_deadline_cancel_or_shutdown(
     bench.run()
     reasons = {name: {bench.completions[name, i].finish.reason for i in range(3)} for name in bench.done}
     assert reasons == {"overdue": {"deadline"}, "unwanted": {"cancelled"}, "left": {"cancelled"}}
-    assert bench.engine.gate.stopped and bench.engine.scheduler.feed.early == {}
+    assert bench.engine.gate.stopped and bench.engine.roster.feed.early == {}
     bench.close()
 
 

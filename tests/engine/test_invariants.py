@@ -8,6 +8,7 @@ import pytest
 
 from rollout.engine.messages import Cancel, Delta
 from rollout.engine.schedule.completion import make_delta
+from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
 from rollout.engine.schedule.sequence import State
 from tests.support.engine.harness import Bench
@@ -81,14 +82,14 @@ class RefWatch:
         self.zombies_seen = 0
 
     def look(self) -> None:
-        scheduler = self.bench.engine.scheduler
+        roster = self.bench.engine.roster
         in_flight = [span.seq for step in self.bench.engine.pipeline._in_flight for span in step.plan.spans]
         for seq in in_flight:
             assert seq.inflight_refs == in_flight.count(seq), "refs are the steps in flight that name the row"
             assert 0 < seq.inflight_refs <= 2
             self.most = max(self.most, seq.inflight_refs)
-            assert seq.row and seq.row not in scheduler.free_rows, "a row in flight belongs to one sequence"
-            assert all(scheduler.allocator.pool.refs[page] > 0 for page in seq.pages), "pages in flight are not free"
+            assert seq.row and seq.row not in roster.free_rows, "a row in flight belongs to one sequence"
+            assert all(roster.allocator.pool.refs[page] > 0 for page in seq.kv.pages), "pages in flight are not free"
             self.zombies_seen += seq.finalized
 
 
@@ -111,21 +112,21 @@ def test_an_early_stop_makes_one_zombie_whose_row_and_pages_stay_until_it_lands(
     watch = run_watched(bench)
     assert bench.tokens("a")[-1] == stop
     assert bench.completions["a", 0].finish.reason == "stop"
-    assert watch.zombies_seen == 1 and bench.engine.scheduler.counters.zombie_rows == 1
+    assert watch.zombies_seen == 1 and bench.engine.roster.counters.zombie_rows == 1
     bench.close()
 
 
 def test_releasing_a_zombie_early_is_seen(model, prompt_of, monkeypatch):
     prompt = prompt_of(9)
     stop = stop_token(model, prompt, 12)
-    settle = Scheduler.settle
+    settle = Roster.settle
 
     def hasty(self, seq):
         refs, seq.inflight_refs = seq.inflight_refs, 0
         settle(self, seq)
         seq.inflight_refs = refs
 
-    monkeypatch.setattr(Scheduler, "settle", hasty)
+    monkeypatch.setattr(Roster, "settle", hasty)
     bench = Bench(model)
     bench.submit("a", prompt, 40, sampling=SAMPLED, stop={"token_ids": (stop,)})
     with pytest.raises(AssertionError, match="a row in flight|pages in flight"):
@@ -157,9 +158,9 @@ def test_sending_a_zombies_token_is_seen(model, prompt_of, monkeypatch):
         for i, seq in enumerate(plan.sampled):
             if seq in dead:
                 seq.tokens.append(output.tokens[i])
-                seq.logprobs.append(0.0), seq.raw_logprobs.append(0.0)
-                seq.versions[-1][1] += 1
-                self.events.append(make_delta(seq))
+                seq.drawn.logprobs.append(0.0), seq.drawn.raw_logprobs.append(0.0)
+                seq.drawn.versions[-1][1] += 1
+                self.roster.events.append(make_delta(seq))
 
     monkeypatch.setattr(Scheduler, "commit", forgetful)
     bench = Bench(model)
@@ -175,7 +176,7 @@ def test_rows_that_end_by_length_make_no_zombie_and_no_extra_launch(model, promp
     for i, length in enumerate(lengths):
         bench.submit(f"r{i}", prompt_of(6, i), length, sampling=SAMPLED)
     watch = run_watched(bench)
-    counters = bench.engine.scheduler.counters
+    counters = bench.engine.roster.counters
     assert counters.zombie_rows == 0 and watch.most == 2
     assert counters.decode_rows == sum(length - 1 for length in lengths)
     bench.close()
@@ -257,7 +258,7 @@ def test_a_leaked_page_is_seen(model, prompt_of):
     bench = Bench(model)
     bench.submit("a", prompt_of(9), 5)
     bench.run()
-    bench.engine.scheduler.allocator.pool.allocate()
+    bench.engine.roster.allocator.pool.allocate()
     with pytest.raises(AssertionError):
         bench.engine.check_integrity()
     bench.close(check=False)
@@ -268,7 +269,7 @@ def test_states_follow_the_life_of_a_sequence(model, prompt_of):
     bench.submit("a", prompt_of(10), 5)
     states = []
     bench.engine.tick()
-    seq = bench.engine.scheduler.groups["c", "a"].sequences[0]
+    seq = bench.engine.roster.groups["c", "a"].sequences[0]
     while bench.engine.busy:
         states.append(seq.state)
         bench.engine.tick()

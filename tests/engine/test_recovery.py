@@ -31,9 +31,9 @@ def test_a_rebuilt_engine_gives_the_right_tokens_whatever_the_fault_left_in_its_
     for cache in (*kv.k, *kv.v):
         cache.fill_(float("nan"))
     bench.engine.executor.step.rows.ints.fill_(10**9)
-    counted = bench.engine.scheduler.counters.tokens
+    counted = bench.engine.roster.counters.tokens
     rebuild_engine(bench.engine, bench.settings)
-    assert bench.engine.executor.step.kv is kv and bench.engine.scheduler.counters.tokens == counted
+    assert bench.engine.executor.step.kv is kv and bench.engine.roster.counters.tokens == counted
     bench.submit("again", prompt_of(9), 60)
     bench.submit("other", prompt_of(5, 1), 30, n=4)
     bench.run()
@@ -50,17 +50,17 @@ def test_half_a_token_is_not_handed_back(model, prompt_of, column):
     bench.submit("a", prompt_of(4), 40, sampling={"temperature": 0.0, "presence_penalty": 0.1}, prior=prior)
     for _ in range(10):
         bench.engine.tick()
-    (group,) = bench.engine.scheduler.groups.values()
+    (group,) = bench.engine.roster.groups.values()
     (seq,) = group.sequences
     whole = len(seq.tokens)
     assert whole > 5
     columns = ["tokens", "logprobs", "raw_logprobs", "drawn_logprobs"]
     for name in columns[: columns.index(column) + 1]:
-        getattr(seq, name).append(1)
+        getattr(seq.drawn, name).append(1)
     bench.engine.fail("torn")
     completion = bench.completions["a", 0]
     assert len(completion.token_ids) == whole - 3 == len(completion.drawn_logprobs)
-    assert isinstance(seq.tokens, array) and bench.engine.scheduler.rescue("again") == []
+    assert isinstance(seq.tokens, array) and bench.engine.roster.rescue("again") == []
     bench.close(check=False)
 
 

@@ -25,7 +25,7 @@ def test_tokens_are_those_of_a_run_that_never_slept(model, never_slept, prompt_o
         answer = bench.sleep()
         assert isinstance(answer, Done) and answer.facts["level"] == 1
         engine = bench.engine
-        assert engine.pipeline.in_flight == engine.scheduler.running == engine.scheduler.allocator.pool.used == 0
+        assert engine.pipeline.in_flight == engine.roster.running == engine.roster.allocator.pool.used == 0
         assert not bench.pages.backed and not engine.busy
         bench.ticks(3)
         assert isinstance(bench.wake(), Done) and len(bench.pages.backed) == len(bench.pages.spans)
@@ -51,7 +51,7 @@ def test_rows_whose_kv_is_on_the_host_or_on_its_way_have_the_tokens_of_a_run_tha
             if wanted and now[wanted[0]]:
                 wanted.pop(0)
                 assert isinstance(bench.sleep(), Done)
-                assert not offload.moving and bench.engine.scheduler.allocator.pool.used == 0
+                assert not offload.moving and bench.engine.roster.allocator.pool.used == 0
                 assert bench.wake().facts["parked"] == offload.books.status().sequences > 1
         assert not wanted, "it slept in each of these states"
         assert not any(done.recomputed for done in bench.completions.values())
@@ -94,8 +94,8 @@ def test_no_prefix_and_no_session_outlives_a_sleep(model, folders, prompt_of, gr
     bench.run()
     assert bench.done["cached"].cached_tokens == 32
     bench.sleep(level)
-    pool = bench.engine.scheduler.allocator.pool
-    assert (pool.free, pool.cached) == (pool.total, 0) and bench.engine.scheduler.allocator.sessions.pages == 0
+    pool = bench.engine.roster.allocator.pool
+    assert (pool.free, pool.cached) == (pool.total, 0) and bench.engine.roster.allocator.sessions.pages == 0
     bench.wake()
     if level == 2:
         mailbox.ready = Update(1, load(folders[1]), model)
@@ -107,7 +107,7 @@ def test_no_prefix_and_no_session_outlives_a_sleep(model, folders, prompt_of, gr
     assert tokens == greedy(talk.said[: -len(tokens)], 9, which)
     tokens = talk.say(7)
     assert talk.reused > 30 and tokens == greedy(talk.said[: -len(tokens)], 9, which), "sessions go on after it"
-    talk.bench.engine.scheduler.allocator.sessions.end("c")
+    talk.bench.engine.roster.allocator.sessions.end("c")
     bench.close()
 
 
@@ -115,9 +115,9 @@ def test_a_group_whose_members_wait_for_the_prompt_computes_it_anew(model, promp
     bench = Sleeping(model, max_rows=2, prefix_cache=False)
     bench.submit("a", prompt_of(30), 12, n=5)
     bench.ticks(4)
-    assert bench.engine.scheduler.allocator.sharing
+    assert bench.engine.roster.allocator.sharing
     bench.sleep()
-    assert not bench.engine.scheduler.allocator.sharing
+    assert not bench.engine.roster.allocator.sharing
     bench.wake()
     bench.run()
     assert all(bench.tokens("a", i) == greedy(prompt_of(30), 12) for i in range(5))

@@ -26,7 +26,7 @@ def test_rows_of_several_adapters_have_the_tokens_of_a_run_that_never_slept(fold
         for ticks in at:
             bench.ticks(ticks)
             assert isinstance(bench.sleep(), Done)
-            table = bench.engine.scheduler.allocator.adapters
+            table = bench.engine.roster.allocator.adapters
             assert not any(adapter.slot for adapter in table.known.values())
             if ticks == 9:  # a newer version of one comes meanwhile, the same weights
                 again = random_adapter(model.spec, 16, model.embed.dtype, 1, 0.3)

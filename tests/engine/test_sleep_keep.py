@@ -32,7 +32,7 @@ def four(bench: Sleeping, prompt_of, **fields) -> None:
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(12, i), 40, **fields)
     bench.ticks(22)
-    assert len(bench.engine.scheduler.decoding) == 4
+    assert len(bench.engine.roster.decoding) == 4
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -46,9 +46,9 @@ def test_completions_are_bit_for_bit_those_of_a_run_that_never_slept(folders, pr
         for ticks in (12, 5, 22):
             bench.ticks(ticks)
             if sleeps:
-                rows = bench.engine.scheduler.running
+                rows = bench.engine.roster.running
                 assert rows >= 4 and bench.sleep().facts["parked"] == rows
-                assert bench.engine.scheduler.allocator.pool.used == 0 and not bench.pages.backed
+                assert bench.engine.roster.allocator.pool.used == 0 and not bench.pages.backed
                 assert bench.wake().facts["parked"] == rows
         bench.run()
         assert not sleeps or (host(bench).restored == host(bench).parked >= 13 and host(bench).pages == 0)
@@ -67,7 +67,7 @@ def test_kv_without_room_on_the_host_is_recomputed_lowest_rank_first(model, prom
     bench = keeping(model, host_pages=16)
     bench.submit("group", prompt_of(12), 40, n=4)
     bench.ticks(22)
-    assert len(bench.engine.scheduler.decoding) == 4
+    assert len(bench.engine.roster.decoding) == 4
     assert bench.sleep().facts["parked"] == 2 and host(bench).refused == 2
     bench.wake()
     bench.run()
@@ -86,7 +86,7 @@ def test_an_interrupted_prompt_and_its_logprobs_go_on_where_they_were(model, pro
             assert bench.sleep().facts["parked"] == 1
             bench.wake()
         bench.run()
-        assert bench.engine.scheduler.counters.prompt_tokens == 60 and host(bench).restored == sleeps
+        assert bench.engine.roster.counters.prompt_tokens == 60 and host(bench).restored == sleeps
         done = bench.completions["a", 0]
         runs.append((done.token_ids, done.prompt_logprobs[1:].round(4).tolist()))
         bench.close()
@@ -96,8 +96,8 @@ def test_an_interrupted_prompt_and_its_logprobs_go_on_where_they_were(model, pro
 def test_a_sequence_that_ends_asleep_frees_its_host_memory(model, prompt_of, greedy):
     """A group whose members share a prompt, a turn of a session, one with a deadline; one of all goes on."""
     bench = keeping(model)
-    now_s = bench.engine.scheduler.clock()
-    bench.engine.scheduler.clock = lambda: now_s
+    now_s = bench.engine.roster.clock()
+    bench.engine.roster.clock = lambda: now_s
     bench.submit("group", prompt_of(30), 40, n=3)
     bench.submit("turn", prompt_of(20, 1), 40, session=("c", "talk"), session_lease_s=1e6)
     bench.submit("due", prompt_of(20, 2), 40, deadline_s=5.0)
@@ -105,7 +105,7 @@ def test_a_sequence_that_ends_asleep_frees_its_host_memory(model, prompt_of, gre
     bench.ticks(16)
     assert bench.sleep().facts["parked"] == 6
     pages = host(bench).pages
-    assert pages < sum(-(-seq.offloaded.kv_len // 4) for group in bench.engine.scheduler.groups.values()
+    assert pages < sum(-(-seq.kv.offloaded.length // 4) for group in bench.engine.roster.groups.values()
                        for seq in group.sequences), "what is shared is copied once"  # fmt: skip
     for end in ("group", "turn", "due"):
         if end == "due":
@@ -129,7 +129,7 @@ def test_rows_that_share_a_prompt_share_it_again_in_any_order_of_return(model, p
     bench = keeping(model, LateDevice({"kv_in": lambda: 0.001}), prefix_cache=prefix_cache, max_rows=6)
     bench.submit("group", prompt_of(40), 40, n=6)
     bench.ticks(9)
-    pool = bench.engine.scheduler.allocator.pool
+    pool = bench.engine.roster.allocator.pool
     shared = pool.used
     assert shared < 10 + 6 * 5 and bench.sleep().facts["parked"] == 6 and host(bench).pages <= shared
     for i in range(2):
@@ -208,7 +208,7 @@ def test_a_sleep_whose_copies_hang_is_refused_and_all_goes_on(model, folders, pr
     assert bench.status().state == "serving" and bench.engine.gate.admit_update()
     bench.engine.gate.updates_done()
     bench.ticks(6)
-    assert len(bench.engine.scheduler.decoding) == 4, "they took back what had not left"
+    assert len(bench.engine.roster.decoding) == 4, "they took back what had not left"
     stuck.free.set()
     assert bench.sleep(2).facts["parked"] == 0
     bench.wake()

@@ -32,10 +32,10 @@ def test_waking_an_awake_engine_changes_nothing(model, prompt_of, greedy):
     bench = Sleeping(model)
     bench.submit("a", prompt_of(9), 20)
     bench.ticks(6)
-    rows = bench.engine.scheduler.running
+    rows = bench.engine.roster.running
     answer = bench.wake()
     assert isinstance(answer, Done) and (answer.facts["level"], answer.facts["bytes"]) == (0, 0)
-    assert bench.engine.scheduler.running == rows == 1
+    assert bench.engine.roster.running == rows == 1
     bench.run()
     assert bench.tokens("a") == greedy(prompt_of(9), 20) and not bench.completions["a", 0].recomputed
     bench.close()
@@ -102,7 +102,7 @@ def test_a_pause_outlasts_a_sleep_and_a_resume_during_it_launches_nothing(model,
     bench.sleep()
     bench.wake()
     bench.ticks(4)
-    assert bench.status().state == "paused" and bench.engine.scheduler.running == 0
+    assert bench.status().state == "paused" and bench.engine.roster.running == 0
     bench.sleep()
     bench.engine.inbox.put(Resume(2))
     bench.ticks(4)
@@ -304,5 +304,5 @@ def test_any_mixture_of_orders_updates_and_requests_has_the_right_tokens_and_los
         assert done.finish.reason in ("length", "cancelled")
         assert done.token_ids == greedy(prompt_of(length, length), most)[: len(done.token_ids)]
         assert done.finish.reason == "cancelled" or len(done.token_ids) == most
-    bench.engine.scheduler.allocator.sessions.end("c")
+    bench.engine.roster.allocator.sessions.end("c")
     bench.close()

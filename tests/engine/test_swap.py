@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from rollout.engine.schedule.preemption import change_weights
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.streams import LateDevice
 from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
@@ -131,7 +132,7 @@ def test_followers_share_one_prefill_after_a_swap_too(model, prompt_of):
         plan.kind == "prefill" and sizes.append(plan.tokens),
         launched(plan),
     )
-    bench.engine.scheduler.weights_changed(1, recompute=False)
+    change_weights(bench.engine.roster, 1, recompute=False)
     bench.run()
     assert sum(sizes) <= 60 + 3, "four completions had not started: one prompt, and three last tokens"
     bench.close()

@@ -21,8 +21,8 @@ import numpy as np
 
 from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.kv.offload import OffloadBooks
-from rollout.engine.kv.offloaded import OffloadedKV
 from rollout.engine.kv.pool import PagePool, PrefixKeys
+from rollout.engine.kv.sequence_kv import OffloadedKV
 from rollout.engine.kv.sessions import SessionKV, Sessions
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.sequence import Group, PromptShare, Sequence
@@ -101,11 +101,11 @@ class PageAllocator:
     def try_admit(self, seq: Sequence, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
 
-        On success the sequence has its pages, their keys, the page to copy, and `kv_len`: the tokens whose KV is in its
+        On success its `kv` has its pages, their keys, the page to copy, and the number of tokens whose KV is in its
         pages, or is being copied there.
         """
-        if seq.offloaded is not None:
-            return self._try_restore(seq, seq.offloaded, spare)
+        if seq.kv.offloaded is not None:
+            return self._try_restore(seq, seq.kv.offloaded, spare)
         tokens = seq.history()
         wanted = self._pages_wanted(seq, len(tokens))
         reusable = self._find_reusable(seq, tokens, version)
@@ -115,23 +115,24 @@ class PageAllocator:
             new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
         if new is None:
             return False
-        seq.add_pages([*reusable.shared, *new], self.page_size)
-        seq.prefill_tokens = tokens
-        seq.copy_source = reusable.copied
-        seq.keys = reusable.keys
-        seq.kv_len = seq.kv_uniform = reusable.tokens
-        seq.kv_version, seq.kv_generation = version, seq.generation
+        kv = seq.kv
+        kv.add_pages([*reusable.shared, *new], self.page_size)
+        kv.prefill_tokens = tokens
+        kv.copy_source = reusable.copied
+        kv.keys = reusable.keys
+        kv.length = kv.uniform = reusable.tokens
+        kv.version, kv.adapter_edition = version, seq.adapter_use.edition
         self._take_adapter_slot(seq)
         if seq.group.session is not None:
             self.sessions.hand_over(seq.group.session, reusable.session_tokens)
         return True
 
-    def _try_restore(self, seq: Sequence, kv: OffloadedKV, spare: int) -> bool:
+    def _try_restore(self, seq: Sequence, offloaded: OffloadedKV, spare: int) -> bool:
         """Give a preempted sequence pages for its KV; what has left the pool is copied back."""
         assert self.offload_books is not None
         if self.available <= spare and not self.offload_books.send_unshared():
             return False
-        found = self.offload_books.pool_pages(kv)
+        found = self.offload_books.pool_pages(offloaded)
         shared = [page for page in found if page is not None]
         wanted = self._pages_wanted(seq, seq.prompt_len + len(seq.tokens))
         new = self._retain_and_allocate(shared, wanted - len(shared), spare)
@@ -142,12 +143,12 @@ class PageAllocator:
         pages = [*found, *new[len(missing) :]]
         for i, page in targets:
             pages[i] = page
-        seq.add_pages((page for page in pages if page is not None), self.page_size)
-        seq.prefill_tokens = seq.history()
-        seq.kv_len, seq.kv_uniform, seq.keys = kv.kv_len, kv.kv_uniform, kv.keys
-        same_adapter = kv.kv_generation == seq.generation
-        seq.kv_version = kv.kv_version if same_adapter else -1  # of several generations: no other sequence may use it
-        seq.kv_generation = kv.kv_generation
+        kv = seq.kv
+        kv.add_pages((page for page in pages if page is not None), self.page_size)
+        kv.prefill_tokens = seq.history()
+        kv.length, kv.uniform, kv.keys = offloaded.length, offloaded.uniform, offloaded.keys
+        kv.version = offloaded.version if offloaded.adapter_edition == seq.adapter_use.edition else -1
+        kv.adapter_edition = offloaded.adapter_edition
         self._take_adapter_slot(seq)
         self.offload_books.restore(seq, targets)
         return True
@@ -155,7 +156,7 @@ class PageAllocator:
     def _take_adapter_slot(self, seq: Sequence) -> None:
         if seq.group.adapter is not None:
             assert self.adapters is not None
-            seq.adapter_slot = self.adapters.take(seq.group.adapter)
+            seq.adapter_use.slot = self.adapters.take(seq.group.adapter)
 
     def _pages_wanted(self, seq: Sequence, tokens: int) -> int:
         """Pages for a sequence that has `tokens` tokens: one more than they fill, within what it can ever need."""
@@ -212,12 +213,12 @@ class PageAllocator:
         return found
 
     def _no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
-        return PrefixKeys(version, self.page_size, seq.generation)
+        return PrefixKeys(version, self.page_size, seq.adapter_use.edition)
 
     def _find_in_session(self, seq: Sequence, tokens: np.ndarray, version: int) -> Reusable:
         if seq.group.session is None:
             return Reusable()
-        kv, same = self.sessions.match(seq.group.session, tokens, version, seq.generation)
+        kv, same = self.sessions.match(seq.group.session, tokens, version, seq.adapter_use.edition)
         if kv is None:
             return Reusable()
         full = same // self.page_size
@@ -232,43 +233,45 @@ class PageAllocator:
         while (page := self.pool.allocate()) is None:
             if not self.sessions.evict_one():
                 return False
-        seq.add_pages([page], self.page_size)
+        seq.kv.add_pages([page], self.page_size)
         return True
 
     def chunk_launched(self, seq: Sequence, version: int) -> None:
-        """A step in flight computes more of the sequence's KV, up to `kv_len`."""
+        """A step in flight computes more of the sequence's KV, up to its length."""
         self._release_copy_source(seq)
-        if seq.offloaded is not None:
-            self._restored(seq, seq.offloaded, version)
-        self.remember(seq, seq.kv_len, version)
+        if seq.kv.offloaded is not None:
+            self._restored(seq, seq.kv.offloaded, version)
+        self.remember(seq, seq.kv.length, version)
 
     def _release_copy_source(self, seq: Sequence) -> None:
         """The copy is enqueued, or not needed any more: later writes to the source come after it."""
-        if seq.copy_source is not None:
-            self.pool.release(seq.copy_source)
-            seq.copy_source = None
+        if seq.kv.copy_source is not None:
+            self.pool.release(seq.kv.copy_source)
+            seq.kv.copy_source = None
 
-    def _restored(self, seq: Sequence, kv: OffloadedKV, version: int) -> None:
+    def _restored(self, seq: Sequence, offloaded: OffloadedKV, version: int) -> None:
         """The sequence goes on with its restored KV."""
         assert self.offload_books is not None
+        kv = seq.kv
         if self.experts is not None:
-            host_pages, pages = [host for host, _ in kv.restored], [page for _, page in kv.restored]
+            host_pages, pages = [host for host, _ in offloaded.restored], [page for _, page in offloaded.restored]
             self._restored_experts[seq] = pages, self.experts.stowed(host_pages)
-        if seq.keys is not None and seq.kv_version == version:
-            for i in range(len(seq.keys)):
-                self.pool.remember(seq.keys[i], seq.pages[i])
+        if kv.keys is not None and kv.version == version:
+            for i in range(len(kv.keys)):
+                self.pool.remember(kv.keys[i], kv.pages[i])
         self.offload_books.counts.restored += 1
         self.offload_books.drop(seq)
 
     def remember(self, seq: Sequence, known: int, version: int) -> None:
         """Make full pages of the first `known` tokens findable, up to the first KV that is not of `version`."""
-        if seq.keys is None or seq.kv_version != version:
+        kv = seq.kv
+        if kv.keys is None or kv.version != version:
             return
-        for index in range(len(seq.keys), min(known, seq.kv_uniform) // self.page_size):
+        for index in range(len(kv.keys), min(known, kv.uniform) // self.page_size):
             start = index * self.page_size
-            key = seq.keys.next_key(seq.content_between(start, start + self.page_size))
-            seq.keys.append(key)
-            self.pool.remember(key, seq.pages[index])
+            key = kv.keys.next_key(seq.content_between(start, start + self.page_size))
+            kv.keys.append(key)
+            self.pool.remember(key, kv.pages[index])
 
     def note_experts(self, plan: Plan, record: np.ndarray) -> None:
         """A step is committed: `record` has the experts of its tokens."""
@@ -285,53 +288,53 @@ class PageAllocator:
     def keep_turn(self, seq: Sequence, version: int, now_s: float) -> None:
         """A finalized turn is settled: its session gets its KV, up to the first KV that is not of `version`."""
         assert seq.group.session is not None and seq.finish is not None
-        known = min(seq.kv_uniform, seq.prompt_len + len(seq.tokens))
-        if seq.copy_source is not None:  # it ended before its first chunk: the page was not copied
+        kv = seq.kv
+        known = min(kv.uniform, seq.prompt_len + len(seq.tokens))
+        if kv.copy_source is not None:  # it ended before its first chunk: the page was not copied
             known -= known % self.page_size
         # Its adapter may have changed while its last steps, of the weights before, were in flight.
-        current = seq.kv_version == version and seq.kv_generation == seq.generation
-        if not current or seq.finish.reason == "error" or seq.offloaded is not None:  # offloaded: not in its pages yet
+        current = kv.version == version and kv.adapter_edition == seq.adapter_use.edition
+        if not current or seq.finish.reason == "error" or kv.offloaded is not None:  # offloaded: not in its pages yet
             known = 0
         self.remember(seq, known, version)
-        left = SessionKV(seq.history()[:known], seq.pages, version, seq.keys, seq.kv_generation)
+        left = SessionKV(seq.history()[:known], kv.pages, version, kv.keys, kv.adapter_edition)
         self.sessions.keep(seq.group.session, left, now_s)
 
     def release(self, seq: Sequence) -> None:
         """Take the adapter's slot back, and all pages unless they are offloaded."""
         self._release_copy_source(seq)
-        if seq.adapter_slot is not None:
+        if seq.adapter_use.slot is not None:
             assert self.adapters is not None
-            self.adapters.give(seq.adapter_slot)
-            seq.adapter_slot = None
+            self.adapters.give(seq.adapter_use.slot)
+            seq.adapter_use.slot = None
         if self.experts is not None and seq.routing is not None and not seq.finalized:
-            seq.routing.keep(self.experts, seq.pages, seq.consumed)
+            seq.routing.keep(self.experts, seq.kv.pages, seq.consumed)
         if self.offload_books is None or not self.offload_books.take(seq):
-            for page in seq.pages:
+            for page in seq.kv.pages:
                 self.pool.release(page)
-        seq.pages = []
-        seq.kv_capacity = seq.kv_len = seq.kv_uniform = 0
-        seq.prefill_tokens = seq.keys = None
+        seq.kv.give_up_pages()
 
     def cancel_restores(self, seq: Sequence) -> bool:
         """Copy no more KV back for a sequence that leaves its row; True while copies under way write to its pages."""
-        return self.offload_books is not None and seq.offloaded is not None and self.offload_books.cancel_restores(seq)
+        books = self.offload_books
+        return books is not None and seq.kv.offloaded is not None and books.cancel_restores(seq)
 
-    def forget_offloaded(self, seq: Sequence) -> None:
+    def drop_offloaded(self, seq: Sequence) -> None:
         """The KV that a preempted sequence has offloaded, or would offload now, is of no use."""
-        seq.wants_offload = False
-        if self.offload_books is not None and seq.offloaded is not None and not seq.pages:
+        seq.kv.wants_offload = False
+        if self.offload_books is not None and seq.kv.offloaded is not None and not seq.kv.pages:
             self.offload_books.drop(seq)
 
     # --- group shares ------------------------------------------------------------------------------------------------
 
     def open_share(self, seq: Sequence, version: int) -> bool:
         """Retain the prompt pages of a prefilled leader for its group; False if its KV is not all of `version`."""
-        if seq.kv_version != version or seq.kv_uniform < seq.prompt_len:
+        if seq.kv.version != version or seq.kv.uniform < seq.prompt_len:
             return False
-        pages = seq.pages[: pages_for(seq.prompt_len, self.page_size)]
+        pages = seq.kv.pages[: pages_for(seq.prompt_len, self.page_size)]
         for page in pages:
             self.pool.retain(page)
-        seq.group.share = PromptShare(pages, version, seq.keys)
+        seq.group.share = PromptShare(pages, version, seq.kv.keys)
         self.sharing.append(seq.group)
         return True
 
@@ -351,8 +354,8 @@ class PageAllocator:
             self.close_share(group)
         self.sessions.drop_all()
 
-    def weights_changed(self) -> None:
-        """Drop cache, shares and sessions: their KV has an old version."""
+    def forget_all(self) -> None:
+        """Drop cache, shares and sessions: their KV is of no use any more."""
         self.end_sharing()
         self.pool.forget_all()
 

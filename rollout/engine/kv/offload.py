@@ -40,9 +40,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from rollout.engine.kv.offloaded import OffloadedKV, OffloadedPage, Restore
 from rollout.engine.kv.page_mover import PageMover, Piece
 from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.sequence_kv import OffloadedKV, OffloadedPage, Restore
 from rollout.engine.messages import OffloadStatus
 from rollout.engine.schedule.sequence import Sequence
 from rollout.engine.step.expert_trace import ExpertPages
@@ -101,16 +101,17 @@ class OffloadBooks:
 
         A sequence that was being restored has its offloaded pages already; one that has ended needs none.
         """
-        wanted, seq.wants_offload = seq.wants_offload and not seq.finalized, False
-        if seq.offloaded is None:
+        wanted, seq.kv.wants_offload = seq.kv.wants_offload and not seq.finalized, False
+        if seq.kv.offloaded is None:
             return wanted and self._take(seq)
         if not wanted:
             self.drop(seq)
         return False
 
     def _take(self, seq: Sequence) -> bool:
-        count = -(-seq.kv_len // self._page_size)
-        with_kv, rest = seq.pages[:count], seq.pages[count:]
+        kv = seq.kv
+        count = -(-kv.length // self._page_size)
+        with_kv, rest = kv.pages[:count], kv.pages[count:]
         if self.closed or not with_kv:
             return False
         if sum(page not in self._in_pool for page in with_kv) > len(self._free_host_pages):
@@ -122,7 +123,7 @@ class OffloadBooks:
         for offloaded in reversed(pages):  # the last pages of a prefix go first: the first ones are useful longest
             if not offloaded.outgoing:
                 self._send_or_share(offloaded)
-        seq.offloaded = OffloadedKV(pages, seq.kv_len, seq.kv_uniform, seq.kv_version, seq.kv_generation, seq.keys)
+        kv.offloaded = OffloadedKV(kv.length, kv.uniform, kv.version, kv.adapter_edition, kv.keys, pages)
         self.counts.offloaded += 1
         self._sequences += 1
         return True
@@ -149,7 +150,7 @@ class OffloadBooks:
 
     def restore(self, seq: Sequence, targets: list[tuple[int, int]]) -> None:
         """Copy pages back for a sequence that is admitted again; `targets` are (index of the page, its pool page)."""
-        kv = seq.offloaded
+        kv = seq.kv.offloaded
         assert kv is not None and not kv.restores
         for i, pool_page in targets:
             restore = kv.pages[i].restore = Restore(kv.pages[i], pool_page)
@@ -158,12 +159,12 @@ class OffloadBooks:
         kv.restores = [page.restore for page in kv.pages if page.restore is not None]
         for restore in kv.restores:
             self._waiting[restore].append(seq)
-        pages = zip(kv.pages, seq.pages, strict=False)
+        pages = zip(kv.pages, seq.kv.pages, strict=False)
         kv.restored = [(page.host_page, own) for page, own in pages if page.restore is not None or page.also_on_host]
 
     def cancel_restores(self, seq: Sequence) -> bool:
         """Copy nothing more for this sequence alone; True while copies under way write to pages that only it has."""
-        kv = seq.offloaded
+        kv = seq.kv.offloaded
         assert kv is not None
         needed: list[Restore] = []
         others: list[Restore] = []
@@ -181,7 +182,7 @@ class OffloadBooks:
 
     def drop(self, seq: Sequence) -> None:
         """The sequence needs its offloaded pages no more."""
-        kv, seq.offloaded = seq.offloaded, None
+        kv, seq.kv.offloaded = seq.kv.offloaded, None
         assert kv is not None and not kv.restores, "a copy may still read a host page"
         self._sequences -= 1
         for page in kv.pages:
@@ -294,9 +295,10 @@ class OffloadBooks:
             if page.owners > len(waiting) and not failed:
                 self._share_again(page, restore.pool_page)
             for seq in waiting:
-                assert seq.offloaded is not None
-                seq.offloaded.restores.remove(restore)
-                if not seq.offloaded.restores:
+                offloaded = seq.kv.offloaded
+                assert offloaded is not None
+                offloaded.restores.remove(restore)
+                if not offloaded.restores:
                     ready.append(seq)
         if not failed:
             self.counts.pages_in += len(restores)
@@ -336,7 +338,7 @@ class OffloadBooks:
 
 
 class Waiters(Protocol):
-    """The scheduler, as `Offload` sees it."""
+    """The roster, as `Offload` sees it."""
 
     def restores_ended(self, seqs: list[Sequence]) -> None:
         """No copy writes to the pages of these sequences any more."""
@@ -361,12 +363,12 @@ class Offload:
     advance:  account for complete copies --> pages are free, rows can be planned again;  then begin the next copies
     """
 
-    def __init__(self, scheduler: Waiters, books: OffloadBooks, mover: PageMover) -> None:
+    def __init__(self, roster: Waiters, books: OffloadBooks, mover: PageMover) -> None:
         self.books = books
         self.mover = mover
         self.failure = ""  # why nothing is offloaded any more
         self.recent: deque[MoveRecord] = deque(maxlen=_RECENT_MOVES)
-        self._scheduler = scheduler
+        self._roster = roster
 
     @property
     def moving(self) -> bool:
@@ -393,7 +395,7 @@ class Offload:
         for piece in self.mover.back.finished():
             self._note("in", piece)
             restores: list[Restore] = piece.entries
-            self._scheduler.restores_ended(self.books.copied_in(restores, bool(piece.failure)))
+            self._roster.restores_ended(self.books.copied_in(restores, bool(piece.failure)))
 
     def _note(self, direction: Literal["out", "in"], piece: Piece) -> None:
         if not piece.failure:
@@ -402,7 +404,7 @@ class Offload:
             self.failure = f"KV is no longer offloaded, and preempted completions are computed again: {piece.failure}"
             log.error("%s", self.failure)
             self.books.closed = True
-            self._scheduler.forget_offloaded()
+            self._roster.forget_offloaded()
 
     def _begin(self) -> None:
         out, back = self.mover.out, self.mover.back

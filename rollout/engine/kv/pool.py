@@ -10,7 +10,7 @@ Page 0 is the dump page: padding rows write there, and it fills a page table pas
 allocated.
 
 A prefix is known by a chain of digests, one for each full page: digest_i = H(digest_{i-1}, content of page i), and
-digest_{-1} is the weights version and, with an adapter, the generation of its weights. The content is what the items of
+digest_{-1} is the weights version and, with an adapter, the edition of its weights. The content is what the items of
 the prompt say about the page's positions (`messages.Prompt.content`), and for generated tokens their ids. So a key
 states which content, at which positions, under which weights.
 """
@@ -120,11 +120,11 @@ class PagePool:
 class PrefixKeys:
     """The digests of one sequence's full pages, made page by page as its tokens become known."""
 
-    def __init__(self, version: int, page_size: int, generation: int = 0) -> None:
-        self.version, self._generation = version, generation
+    def __init__(self, version: int, page_size: int, adapter_edition: int = 0) -> None:
+        self.version, self._adapter_edition = version, adapter_edition
         self._page_size = page_size
         self._keys: list[bytes] = []
-        adapter = generation.to_bytes(8, "little") if generation else b""
+        adapter = adapter_edition.to_bytes(8, "little") if adapter_edition else b""
         self._last = blake2b(version.to_bytes(8, "little") + adapter, digest_size=16).digest()
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class PrefixKeys:
 
     def fork(self, pages: int) -> PrefixKeys:
         """A copy with the keys of the first `pages` pages, to go on with another content."""
-        keys = PrefixKeys(self.version, self._page_size, self._generation)
+        keys = PrefixKeys(self.version, self._page_size, self._adapter_edition)
         keys._keys = self._keys[:pages]
         keys._last = keys._keys[-1] if keys._keys else keys._last
         return keys

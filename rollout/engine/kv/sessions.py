@@ -42,7 +42,7 @@ class SessionKV:
     pages: list[int]  # the last one may be half full
     version: int  # weights version of the KV
     keys: PrefixKeys | None  # of all full pages at least; None without a prefix cache
-    generation: int = 0  # of the adapter's weights, 0 for none
+    adapter_edition: int = 0  # 0 without an adapter
 
 
 @dataclass(eq=False, slots=True)
@@ -122,11 +122,11 @@ class Sessions:
         return session
 
     def match(
-        self, session: Session, tokens: np.ndarray, version: int, generation: int = 0
+        self, session: Session, tokens: np.ndarray, version: int, adapter_edition: int = 0
     ) -> tuple[SessionKV | None, int]:
         """The session's KV, and how many of `tokens` (int32) have it: never the last one."""
         kv = session.kv
-        if kv is None or kv.version != version or kv.generation != generation:
+        if kv is None or kv.version != version or kv.adapter_edition != adapter_edition:
             return None, 0
         most = min(len(kv.tokens), len(tokens) - 1)
         differing = np.flatnonzero(kv.tokens[:most] != tokens[:most])
@@ -215,7 +215,7 @@ class Sessions:
             self._refs[page] = self._refs.get(page, 0) + 1
         self._refs_sum += len(pages)
         # A copy: a view would keep the tokens of a whole prompt of which little was computed.
-        session.kv = SessionKV(left.tokens[:count].copy(), pages, left.version, left.keys, left.generation)
+        session.kv = SessionKV(left.tokens[:count].copy(), pages, left.version, left.keys, left.adapter_edition)
         self._with_kv[session.key] = session
         while self._too_many:
             self.evict_one()  # never this one: it is the newest, and by itself within the limits

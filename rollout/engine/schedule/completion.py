@@ -28,30 +28,31 @@ class Counters:
 
 
 def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
-    """The tokens of `seq` that no delta has carried yet; advances `seq.flushed`. `experts` holds their experts."""
-    start, end = seq.flushed, len(seq.tokens)
-    top_ids, top_logprobs = (None, None) if seq.tops is None else seq.tops.between(start, end)
+    """The tokens of `seq` that no delta has carried yet, with their experts if kept; counts them as flushed."""
+    drawn, kv = seq.drawn, seq.kv
+    start, end, versions = drawn.flushed, len(drawn.tokens), drawn.versions
+    top_ids, top_logprobs = (None, None) if drawn.tops is None else drawn.tops.between(start, end)
     delta = Delta(
         key=seq.group.key,
         index=seq.index,
         offset=start,
-        token_ids=_slice(seq.tokens, start, end),
-        logprobs=_slice(seq.logprobs, start, end),
-        raw_logprobs=_slice(seq.raw_logprobs, start, end),
-        drawn_logprobs=_slice(seq.drawn_logprobs, start, end) if seq.drawn_logprobs is not None else None,
-        versions=last_runs(seq.versions, end - start),
+        token_ids=_slice(drawn.tokens, start, end),
+        logprobs=_slice(drawn.logprobs, start, end),
+        raw_logprobs=_slice(drawn.raw_logprobs, start, end),
+        drawn_logprobs=_slice(drawn.drawn_logprobs, start, end) if drawn.drawn_logprobs is not None else None,
+        versions=last_runs(versions, end - start),
         seed=seq.seed,
         finish=seq.finish,
-        recomputed=seq.recomputed,
-        version_span=seq.versions[-1][0] - seq.versions[0][0] if seq.finish and seq.versions else 0,
+        recomputed=kv.recomputed,
+        version_span=versions[-1][0] - versions[0][0] if seq.finish and versions else 0,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
-        prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == seq.known else None,
-        adapter_versions=tuple(seq.adapter_marks),
+        prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == drawn.known else None,
+        adapter_versions=tuple(seq.adapter_use.marks),
         # Moves its own mark, so nothing that may fail comes after it.
-        routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, seq.pages, seq.consumed),
+        routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, kv.pages, seq.consumed),
     )
-    seq.flushed = end  # last: a fault before this loses no token
+    drawn.flushed = end  # last: a fault before this loses no token
     return delta
 
 

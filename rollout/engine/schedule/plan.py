@@ -96,7 +96,7 @@ def make_plan(spans: list[Span], version: int, page_size: int) -> Plan:
         if start + tokens_in > longest:
             longest = start + tokens_in
         if not start % page_size:
-            opens.append((place, seq.pages[start // page_size]))
+            opens.append((place, seq.kv.pages[start // page_size]))
     return Plan(spans, version, Feature(features), longest, tokens, draws, opens)
 
 
@@ -105,7 +105,7 @@ _new_tuple = tuple.__new__  # takes half the time of Span(...)
 
 def decode_spans(seqs: list[Sequence]) -> list[Span]:
     """One token for each of these rows."""
-    return [_new_tuple(Span, (seq, seq.kv_len, 1, 1, None)) for seq in seqs]
+    return [_new_tuple(Span, (seq, seq.kv.length, 1, 1, None)) for seq in seqs]
 
 
 def prompt_spans(
@@ -117,10 +117,11 @@ def prompt_spans(
     """
     spans: list[Span] = []
     for seq in seqs:
-        assert seq.prefill_tokens is not None
-        if seq.offloaded is not None and seq.offloaded.restores:
+        kv = seq.kv
+        assert kv.prefill_tokens is not None
+        if kv.offloaded is not None and kv.offloaded.restores:
             continue
-        length = min(len(seq.prefill_tokens) - seq.kv_len, tokens)
+        length = min(len(kv.prefill_tokens) - kv.length, tokens)
         needed = upload_words(seq, length)
         if length == 0 or (spans and needed > words):
             break
@@ -131,9 +132,10 @@ def prompt_spans(
 
 def prompt_span(seq: Sequence, length: int, page_size: int) -> Span:
     """The next `length` tokens of a sequence that is being prefilled."""
-    assert seq.prefill_tokens is not None
-    start, end = seq.kv_len, seq.kv_len + length
+    kv = seq.kv
+    assert kv.prefill_tokens is not None
+    start, end = kv.length, kv.length + length
     scored = max(0, min(length, seq.prompt_len - 1 - start)) if seq.scores_prompt else 0
-    copy = None if seq.copy_source is None else (seq.copy_source, seq.pages[start // page_size])
-    draws = int(end == len(seq.prefill_tokens))
-    return Span(seq, start, length, draws, PromptPart(seq.prefill_tokens[start:end], scored, copy))
+    copy = None if kv.copy_source is None else (kv.copy_source, kv.pages[start // page_size])
+    draws = int(end == len(kv.prefill_tokens))
+    return Span(seq, start, length, draws, PromptPart(kv.prefill_tokens[start:end], scored, copy))

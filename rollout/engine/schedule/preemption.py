@@ -16,7 +16,6 @@ half-prefilled prompt too.
 
 from __future__ import annotations
 
-from rollout.engine.adapter_table import AdapterError
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.sequence import Sequence, State
@@ -65,8 +64,8 @@ def _last(roster: Roster) -> Sequence:
 
 
 def _grows_soon(seq: Sequence) -> bool:
-    has_all = seq.kv_capacity >= seq.prompt_len + seq.max_tokens - 1
-    return seq.kv_capacity - seq.kv_len < _SOON and not has_all
+    has_all = seq.kv.capacity >= seq.prompt_len + seq.max_tokens - 1
+    return seq.kv.capacity - seq.kv.length < _SOON and not has_all
 
 
 # --- weights or an adapter change ------------------------------------------------------------------------------------
@@ -75,11 +74,12 @@ def _grows_soon(seq: Sequence) -> bool:
 def change_weights(roster: Roster, version: int, recompute: bool) -> None:
     """Steps planned from now on run under `version`."""
     roster.version = version
-    roster.feed.weights_changed(version)
-    roster.allocator.weights_changed()
+    roster.feed.queue_early(version)
+    roster.feed.close_shares()
+    roster.allocator.forget_all()
     for seq in roster.unfinished():
         first = max(version, seq.group.request.min_version)  # that it can have a token of
-        if seq.launched == len(seq.tokens) and seq.too_old_for(first):  # tokens in flight have the old version
+        if seq.launched == len(seq.tokens) and seq.drawn.too_old_for(first):  # tokens in flight have the old version
             roster.finish(seq, Finish("stale"))
     _begin_again(roster, roster.unfinished(), recompute)
 
@@ -94,30 +94,19 @@ def put_adapter(roster: Roster, name: str, version: int | None, weights: Adapter
     roster.feed.adapter_changed(adapter)
     users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
     for seq in _begin_again(roster, users, recompute):
-        seq.kv_version = -1  # its KV has several generations: no other sequence may use it
-        seq.note_adapter()
-
-
-def drop_adapter(roster: Roster, name: str) -> None:
-    """Forget an adapter. Raises AdapterError if it is not loaded, or if a request names it."""
-    table = roster.allocator.adapters
-    if table is None or name not in table.known:
-        raise AdapterError(f"adapter {name!r:.200} is not loaded")
-    users = sum(group.adapter is table.known[name] for group in roster.groups.values())
-    if users:
-        raise AdapterError(f"{users} unfinished requests name adapter {name!r:.200}: cancel them, or wait")
-    table.drop(name)
+        seq.kv.version = -1  # its KV has several adapter editions
+        seq.adapter_use.note_version(seq.launched)
 
 
 def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> list[Sequence]:
     """Of the sequences that a change concerns, take off the rows that have to be computed again; returns the others."""
     for seq in seqs:
-        if recompute or not seq.versions:
-            roster.allocator.forget_offloaded(seq)
+        if recompute or not seq.drawn.versions:
+            roster.allocator.drop_offloaded(seq)
     changed, rows = set(seqs), []
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
         # A row that launched nothing takes no old KV along but its own, and all log-probs of a prompt have one version.
-        own = seq.row_ready or (seq.offloaded is not None and bool(seq.versions))
+        own = seq.row_ready or (seq.kv.offloaded is not None and bool(seq.drawn.versions))
         if recompute or not own or seq.scores_prompt:
             roster.take_off(seq)
         else:
@@ -137,11 +126,3 @@ def leave_pool(roster: Roster, keep: bool) -> None:
         return
     for seq in sorted(roster.prefilling + roster.decoding, key=lambda seq: seq.rank):
         roster.take_off(seq, offload=True)
-
-
-def forget_offloaded(roster: Roster) -> None:
-    """Offloaded KV is of no use: its sequences are computed again."""
-    for seq in roster.unfinished():
-        roster.allocator.forget_offloaded(seq)
-    for seq in [seq for seq in roster.prefilling if seq.offloaded is not None]:
-        roster.take_off(seq)

@@ -62,6 +62,8 @@ class QueueFeed:
         self.queue = WaitingQueue()
         self.early: dict[RequestKey, Group] = {}  # wait for a newer weights version
         self._allocator = allocator
+        # The sequence that did not fit last, with the rows that ran and the pages that were available then.
+        self._misfit: tuple[Sequence, int, int] | None = None
 
     def enter(self, group: Group, version: int) -> None:
         """Enter a new request; `version` is the version of the weights."""
@@ -71,21 +73,38 @@ class QueueFeed:
         else:
             self.queue.push(group.leader)
 
-    def weights_changed(self, version: int) -> None:
-        """Queue the requests that waited for these weights, and close the shares: they hold KV of older weights."""
+    def queue_early(self, version: int) -> None:
+        """Queue the requests that waited for weights of this version."""
         for group in [group for group in self.early.values() if group.request.min_version <= version]:
             assert group.leader is not None
             del self.early[group.key]
             self.queue.push(group.leader)
-        self.close_shares()
+
+    def take(self, seq: Sequence) -> None:
+        """Remove the first sequence of the queue: it gets a row."""
+        self._misfit = None
+        self.queue.pop(seq)
+        self._started(seq)
+
+    def note_misfit(self, seq: Sequence, running: int, available: int) -> None:
+        """The first sequence did not fit beside `running` rows, with so many pages available."""
+        self._misfit = seq, running, available
+
+    def still_misfits(self, seq: Sequence, running: int, available: int) -> bool:
+        """True if this sequence did not fit, and nothing has come free since."""
+        if self._misfit is None or self._misfit[0] is not seq:
+            return False
+        return running >= self._misfit[1] and available <= self._misfit[2]
 
     def close_shares(self) -> None:
         """Close all shares: in each group, one member that has not started prefills the prompt again."""
+        self._misfit = None
         for group in list(self._allocator.sharing):
             self._lead_again(group)
 
     def adapter_changed(self, adapter: Adapter) -> None:
         """Close the shares whose KV was computed with the former weights of this adapter."""
+        self._misfit = None
         for group in list(self._allocator.sharing):
             if group.adapter is adapter:
                 self._lead_again(group)
@@ -110,9 +129,9 @@ class QueueFeed:
             self._next_leader(group)
         elif seq in group.followers:
             group.followers.remove(seq)
-        self.started(seq)
+        self._started(seq)
 
-    def started(self, seq: Sequence) -> None:
+    def _started(self, seq: Sequence) -> None:
         """A sequence got a row, or ended: it no longer needs the share."""
         if seq.may_share:
             seq.may_share = False
@@ -130,6 +149,6 @@ class QueueFeed:
         unstarted = [seq for seq in group.sequences if seq.may_share]
         self.queue.remove(unstarted)
         for seq in unstarted:
-            self.started(seq)
+            self._started(seq)
         group.leader, group.followers = unstarted[0], unstarted[1:]
         self.queue.push(group.leader)

@@ -5,11 +5,13 @@
     decoding    has a row; a token of it is drawn at every step
     leaving     preempted; its tokens in flight still commit, then it waits again
 
+    start       waiting          --> prefilling
     finish      any state        --> finalized: no plan names it, its last delta is an event
     take_off    prefilling, decoding --> leaving --> waiting
     settle      finalized or leaving, and no step in flight names it: row, pages and adapter slot are free again
 
-`inflight_refs` rises and falls in the scheduler; `settle` is the only code that gives back what a sequence has.
+`preemption` chooses the rows to take off. `inflight_refs` rises and falls in the scheduler. `settle` is the only code
+that gives back what a sequence has.
 """
 
 from __future__ import annotations
@@ -54,6 +56,11 @@ class Roster:
         return not self.groups
 
     @property
+    def resting(self) -> bool:
+        """True when there is nothing to do before the weights change or a command comes."""
+        return len(self.feed.early) == len(self.groups)
+
+    @property
     def running(self) -> int:
         """Sequences that hold a row."""
         return self.max_rows - len(self.free_rows)
@@ -61,6 +68,29 @@ class Roster:
     def unfinished(self) -> list[Sequence]:
         """All sequences that are not finalized."""
         return [seq for group in self.groups.values() for seq in group.sequences if not seq.finalized]
+
+    # --- beginnings --------------------------------------------------------------------------------------------------
+
+    def enter(self, group: Group) -> None:
+        """A request was taken: its sequences wait."""
+        self.groups[group.key] = group
+        self.waiting += len(group.sequences)
+        self.feed.enter(group, self.version)
+
+    def start(self, seq: Sequence) -> None:
+        """The first sequence of the queue has got pages: it gets a row."""
+        self.feed.take(seq)
+        seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, State.PREFILL
+        self.prefilling.append(seq)
+        self.waiting -= 1
+        seq.adapter_use.note_version(seq.launched)
+        group, cached_tokens = seq.group, min(seq.kv.length, seq.prompt_len)
+        if seq.kv.offloaded is None:
+            seq.kv.begin_prefill(len(seq.tokens))
+            self.counters.prompt_tokens += seq.prompt_len
+            self.counters.cached_tokens += cached_tokens
+        if group.admitted_s is None:
+            group.admitted_s, group.cached_tokens = self.clock(), cached_tokens
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
@@ -81,6 +111,12 @@ class Roster:
         for key in list(self.feed.early):
             self.end(key, reason, error)
 
+    def stop_at(self, key: RequestKey, index: int, string: str) -> None:
+        """A stop string was found in a completion's text."""
+        group = self.groups.get(key)
+        if group is not None and not group.sequences[index].finalized:
+            self.finish(group.sequences[index], Finish("stop", string))
+
     def fail(self, seq: Sequence, error: str) -> None:
         """End one completion as an error, with what it has."""
         self.finish(seq, Finish("error", error=error))
@@ -95,7 +131,7 @@ class Roster:
         seq.finish = finish
         self.events.append(make_delta(seq, self.allocator.experts))
         seq.finalized = True  # after its last delta: `rescue` relies on it
-        seq.tops = None  # they are sent; its group may go on for long
+        seq.drawn.tops = None  # they are sent; its group may go on for long
         group = seq.group
         group.unfinished -= 1
         group.complete += finish.complete
@@ -123,7 +159,7 @@ class Roster:
         for group in groups.values():
             for seq in group.sequences:
                 if not seq.finalized:
-                    seq.drop_torn_token()
+                    seq.drawn.drop_torn_token()
                     seq.finish = Finish("error", error=message)
                     events.append(make_delta(seq, self.allocator.experts))
                     seq.finalized = True
@@ -141,7 +177,7 @@ class Roster:
     def take_off(self, seq: Sequence, offload: bool = False) -> None:
         """No plan names the sequence any more; it waits for a row again once its tokens in flight are committed."""
         if offload:
-            seq.wants_offload = seq.row_ready or seq.offloaded is not None
+            seq.kv.wants_offload = seq.row_ready or seq.kv.offloaded is not None
         self._running_list(seq).remove(seq)
         seq.state = State.LEAVING
         self.leaving.append(seq)
@@ -150,7 +186,7 @@ class Roster:
     def settle(self, seq: Sequence) -> None:
         """Give row and pages back if nothing needs them; the only place that does."""
         assert 0 <= seq.inflight_refs <= 2
-        if seq.inflight_refs > 0 or (seq.offloaded is not None and self.allocator.cancel_restores(seq)):
+        if seq.inflight_refs > 0 or self.allocator.cancel_restores(seq):
             return
         if seq.row:
             self.free_rows.append(seq.row)
@@ -170,6 +206,13 @@ class Roster:
         for seq in seqs:
             if seq.finalized or seq.state is State.LEAVING:
                 self.settle(seq)
+
+    def forget_offloaded(self) -> None:
+        """Offloaded KV is of no use: its sequences are computed again."""
+        for seq in self.unfinished():
+            self.allocator.drop_offloaded(seq)
+        for seq in [seq for seq in self.prefilling if seq.kv.offloaded is not None]:
+            self.take_off(seq)
 
     def _running_list(self, seq: Sequence) -> list[Sequence]:
         return self.decoding if seq.state is State.DECODE else self.prefilling

@@ -1,9 +1,12 @@
 """Who runs next, and what became of what ran.
 
-    submit/cancel/...   commands change the host's state only
+    submit(request)     a request enters the roster, or is refused
     plan()              the next step as plain data
     launched(plan)      the step is in flight: refs go up, positions advance
     commit(plan, out)   the step's tokens have arrived: refs go down, tokens are kept or, for zombies, dropped
+
+The sequences are in the roster. Commands that end sequences go there directly; changes of the weights and sleep go to
+`preemption`.
 
 Rules that keep it right (tests/engine/test_invariants.py breaks each):
 - `inflight_refs` rises in `launched` and falls in `commit`, nowhere else.
@@ -20,100 +23,65 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout.engine.kv.allocator import PageAllocator
-from rollout.engine.messages import Finish, Request, RequestKey
+from rollout.engine.kv.sequence_kv import Prefill
+from rollout.engine.messages import Finish, Request
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
-from rollout.engine.schedule.completion import NOT_FINITE, Counters, make_delta
+from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, prompt_spans
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.sequence import Group, Sequence, State
 from rollout.engine.step.scores import Scores
 from rollout.engine.step.slot import StepOutput
-from rollout.models.lora_slots import AdapterWeights
 
 
-class Scheduler(Roster):
-    """The roster, with the commands that change it, the plans that it makes, and the steps that come back to it."""
+class Scheduler:
+    """Takes requests into the roster, makes the plans, and takes the steps that come back."""
 
     def __init__(
         self,
         limits: SchedulerLimits,
-        allocator: PageAllocator,
-        version: int,
-        clock: Callable[[], float],
+        roster: Roster,
         upload_words: Callable[[Sequence, int], int] = lambda seq, length: 0,
-        counters: Counters | None = None,
     ) -> None:
-        super().__init__(allocator, limits.max_rows, version, clock, counters)
         self.limits = limits
+        self.roster = roster
+        self._page_size = roster.allocator.page_size
         self._deadlines = Deadlines()
         self._arrivals = 0
         self._last_kind = "decode"
         self._upload_words = upload_words
-        self._refused: Sequence | None = None  # did not fit, with the counts of `_refused_at`
-        self._refused_at = (0, 0)  # (sequences running, pages available)
 
-    # --- commands ----------------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request, or emit `Rejected`."""
-        assert request.key not in self.groups, "the service keeps keys unique"
-        pool_tokens = self.allocator.pool.total * self.allocator.page_size
-        busy = self.allocator.sessions.turn_of(request) in self.groups
-        known = {} if self.allocator.adapters is None else self.allocator.adapters.known
-        if (rejected := refusal(request, self.limits, pool_tokens, self.waiting, known, busy)) is not None:
-            self.events.append(rejected)
+        roster, allocator = self.roster, self.roster.allocator
+        assert request.key not in roster.groups, "the service keeps keys unique"
+        pool_tokens = allocator.pool.total * self._page_size
+        busy = allocator.sessions.turn_of(request) in roster.groups
+        known = {} if allocator.adapters is None else allocator.adapters.known
+        if (rejected := refusal(request, self.limits, pool_tokens, roster.waiting, known, busy)) is not None:
+            roster.events.append(rejected)
             return
         adapter = None if request.adapter is None else known[request.adapter]
-        now = self.clock()
-        session = self.allocator.sessions.begin(request)
+        now = roster.clock()
+        session = allocator.sessions.begin(request)
         group = Group(request, arrived_s=now, unfinished=request.n, session=session, adapter=adapter)
         group.expect_prompt_logprobs()
         for index in range(request.n):
             self._arrivals += 1
             group.sequences.append(Sequence(group, index, self._arrivals))
-        self.groups[request.key] = group
-        self.waiting += request.n
-        self.feed.enter(group, self.version)
+        roster.enter(group)
         if request.deadline_s is not None:
             self._deadlines.add(now + request.deadline_s, group)
 
-    def stop_at(self, key: RequestKey, index: int, string: str) -> None:
-        """A stop string was found in a completion's text."""
-        group = self.groups.get(key)
-        if group is not None and not group.sequences[index].finalized:
-            self.finish(group.sequences[index], Finish("stop", string))
-
     def end_overdue(self) -> None:
         """End requests whose deadline has passed, and sessions whose lease is over."""
-        now = self.clock()
+        now = self.roster.clock()
         for group in self._deadlines.take_overdue(now):
-            self.end(group.key, "deadline")
-        self.allocator.sessions.expire(now)
-
-    def weights_changed(self, version: int, recompute: bool) -> None:
-        """Steps planned from now on run under `version`; with `recompute` running rows start again."""
-        self._refused = None
-        preemption.change_weights(self, version, recompute)
-
-    def put_adapter(self, name: str, version: int | None, weights: AdapterWeights, recompute: bool) -> None:
-        """Take an adapter; steps planned from now on run with it. Raises AdapterError where it cannot be taken."""
-        self._refused = None
-        preemption.put_adapter(self, name, version, weights, recompute)
-
-    def drop_adapter(self, name: str) -> None:
-        """Forget an adapter. Raises AdapterError if it is not loaded, or if a request names it."""
-        preemption.drop_adapter(self, name)
-
-    def forget_offloaded(self) -> None:
-        """Offloaded KV is of no use: its sequences are computed again."""
-        preemption.forget_offloaded(self)
-
-    def leave_pool(self, keep: bool) -> None:
-        """All KV leaves the pool: rows wait for a row again, with `keep` to go on with KV that the host holds."""
-        self._refused = None
-        preemption.leave_pool(self, keep)
+            self.roster.end(group.key, "deadline")
+        self.roster.allocator.sessions.expire(now)
 
     # --- plan --------------------------------------------------------------------------------------------------------
 
@@ -128,60 +96,40 @@ class Scheduler(Roster):
             self._last_kind = plan.kind
         return plan
 
-    @property
-    def resting(self) -> bool:
-        """True when there is nothing to do before the weights change or a command comes."""
-        return len(self.feed.early) == len(self.groups)
-
     def _admit(self) -> None:
-        queue, ready = self.feed.queue, self.allocator.adapter_ready
-        while self.free_rows and not self.leaving and (seq := queue.first(ready)) is not None:
-            if seq.group.session is not None and seq.group.session.turns > 1:
-                return  # the turn before is in flight as a zombie
+        roster, allocator, feed = self.roster, self.roster.allocator, self.roster.feed
+        while roster.free_rows and not roster.leaving:
+            seq = feed.queue.first(allocator.adapter_ready)
+            if seq is None or (seq.group.session is not None and seq.group.session.turns > 1):
+                return  # a turn waits while the one before is in flight as a zombie
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
-            running, available = len(self.decoding) + len(self.prefilling), self.allocator.available
-            if self._refused is seq and running >= self._refused_at[0] and available <= self._refused_at[1]:
-                return  # nothing came free since it did not fit
-            if not self.allocator.try_admit(seq, self.version, spare=running):
-                self._refused = seq
-                self._refused_at = running, self.allocator.available  # sessions may have lost their pages
-                if running or not self.allocator.sharing:
-                    return
-                self.allocator.close_share(self.allocator.sharing[0])  # nothing runs that could give pages back
-                self._refused = None
-                continue
-            self._refused = None
-            queue.pop(seq)
-            seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, State.PREFILL
-            self.prefilling.append(seq)
-            self.waiting -= 1
-            self._note_admitted(seq)
-
-    def _note_admitted(self, seq: Sequence) -> None:
-        group = seq.group
-        seq.note_adapter()
-        if seq.offloaded is None:
-            seq.begin_prefill()
-            self.counters.prompt_tokens += seq.prompt_len
-            self.counters.cached_tokens += min(seq.kv_len, seq.prompt_len)
-        if group.admitted_s is None:
-            group.admitted_s, group.cached_tokens = self.clock(), min(seq.kv_len, seq.prompt_len)
-        self.feed.started(seq)
+            running = len(roster.decoding) + len(roster.prefilling)
+            if feed.still_misfits(seq, running, allocator.available):
+                return
+            if allocator.try_admit(seq, roster.version, spare=running):
+                roster.start(seq)
+            elif running or not allocator.sharing:
+                feed.note_misfit(seq, running, allocator.available)  # now: sessions may have lost their pages
+                return
+            else:
+                allocator.close_share(allocator.sharing[0])  # nothing runs that could give pages back
 
     def _plan_prompts(self) -> Plan | None:
-        if not self.prefilling:
+        roster, limits = self.roster, self.limits
+        if not roster.prefilling:
             return None
-        most = self.limits.chunk_tokens, self.limits.upload_words
-        spans = prompt_spans(self.prefilling, *most, self._upload_words, self.allocator.page_size)
-        return make_plan(spans, self.version, self.allocator.page_size) if spans else None
+        most = limits.chunk_tokens, limits.upload_words
+        spans = prompt_spans(roster.prefilling, *most, self._upload_words, self._page_size)
+        return make_plan(spans, roster.version, self._page_size) if spans else None
 
     def _plan_decode(self) -> Plan | None:
-        seqs = [seq for seq in self.decoding if seq.launched < seq.max_tokens]
-        full = [seq for seq in seqs if seq.kv_len == seq.kv_capacity]
+        roster = self.roster
+        seqs = [seq for seq in roster.decoding if seq.launched < seq.max_tokens]
+        full = [seq for seq in seqs if (kv := seq.kv).length == kv.capacity]
         if full:
-            preemption.grow(self, full)
-            seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv_len < seq.kv_capacity]
-        return make_plan(decode_spans(seqs), self.version, self.allocator.page_size) if seqs else None
+            preemption.grow(roster, full)
+            seqs = [seq for seq in seqs if seq.state is State.DECODE and seq.kv.length < seq.kv.capacity]
+        return make_plan(decode_spans(seqs), roster.version, self._page_size) if seqs else None
 
     # --- launch and commit -------------------------------------------------------------------------------------------
 
@@ -192,91 +140,98 @@ class Scheduler(Roster):
             end = start + tokens_in
             seq.inflight_refs += 1
             seq.launched += draws
-            if start == seq.kv_uniform and version == seq.kv_version:
-                seq.kv_uniform = end
-            seq.kv_len = end
+            kv = seq.kv
+            if start == kv.uniform and version == kv.version:
+                kv.uniform = end
+            kv.length = end
             if prompt is not None:
                 self._prompt_launched(seq, start, end, draws, version)
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
+        roster = self.roster
         seq.row_ready = True
-        seq.note_prefill(start, end, version)
-        self.allocator.chunk_launched(seq, version)
+        seq.kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
+        roster.allocator.chunk_launched(seq, version)
         if not draws:
             return
-        seq.prefill_tokens = None
+        seq.kv.prefill_tokens = None
         seq.state = State.DECODE
         seq.check_at = 0
-        self.prefilling.remove(seq)
-        self.decoding.append(seq)
+        roster.prefilling.remove(seq)
+        roster.decoding.append(seq)
         if seq is seq.group.leader:
             seq.group.prompt_due = False
-            self.feed.leader_launched(seq, self.version)
+            roster.feed.leader_launched(seq, roster.version)
 
     def commit(self, plan: Plan, output: StepOutput) -> None:
         """Take a step's tokens; steps are committed in the order of their launch."""
         if output.scores is not None:
             note_scores(plan, output.scores)
+        roster = self.roster
         if output.experts is not None:
-            self.allocator.note_experts(plan, output.experts)
+            roster.allocator.note_experts(plan, output.experts)
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
-        version, counters, leaving = plan.version, self.counters, State.LEAVING
+        version, counters, leaving = plan.version, roster.counters, State.LEAVING
         at = -1  # place of a row's token in the output
         for seq, _, _, draws, _ in plan.spans:
             at += draws
             seq.inflight_refs -= 1
             if seq.finalized:
                 counters.zombie_rows += draws
-                self.settle(seq)
+                roster.settle(seq)
                 continue
             if not draws:
                 pass
             elif (logprob := logprobs[at]) != logprob:
-                self.fail(seq, NOT_FINITE)
+                roster.fail(seq, NOT_FINITE)
             else:
-                token, versions = tokens[at], seq.versions
-                same_version = bool(versions) and versions[-1][0] == version
-                if not same_version and seq.too_old_for(version):
-                    self.finish(seq, Finish("stale"))
-                    continue
-                seq.tokens.append(token)
-                seq.logprobs.append(logprob)
-                seq.raw_logprobs.append(raw_logprobs[at])
-                if seq.drawn_logprobs is not None:
-                    seq.drawn_logprobs.append(output.drawn_logprobs[at])
-                if same_version:  # last: `rescue` tells by the runs whether a token is whole
-                    versions[-1][1] += 1
+                token, drawn = tokens[at], seq.drawn
+                so_far, runs = drawn.tokens, drawn.versions
+                run = runs[-1] if runs else None
+                if run is None or run[0] != version:  # the token begins a run
+                    if drawn.too_old_for(version):
+                        roster.finish(seq, Finish("stale"))
+                        continue
+                    run = None
+                so_far.append(token)
+                drawn.logprobs.append(logprob)
+                drawn.raw_logprobs.append(raw_logprobs[at])
+                if drawn.drawn_logprobs is not None:
+                    drawn.drawn_logprobs.append(output.drawn_logprobs[at])
+                if run is not None:  # last: `rescue` tells by the runs whether a token is whole
+                    run[1] += 1
                 else:
-                    versions.append([version, 1])
-                    seq.note_version(version)
+                    runs.append([version, 1])
+                    drawn.note_version(version)
                 counters.tokens += 1
-                if token in seq.stop_ids or len(seq.tokens) >= seq.check_at:
+                if token in seq.stop_ids or len(so_far) >= seq.check_at:
                     self._examine(seq, token)
             if seq.state is leaving:
-                self.settle(seq)
+                roster.settle(seq)
         if plan.kind == "decode":
-            self.counters.decode_rows += plan.rows
+            counters.decode_rows += plan.rows
         else:
             self._note_first_tokens(plan)
 
     def _examine(self, seq: Sequence, token: int) -> None:
         """A token that may end its sequence, or after which something is due."""
-        count, request = len(seq.tokens), seq.group.request
+        roster, drawn, request = self.roster, seq.drawn, seq.group.request
+        count = len(drawn.tokens)
         if token in seq.stop_ids and count > request.stop.min_tokens:
-            self.finish(seq, Finish("stop", token))
+            roster.finish(seq, Finish("stop", token))
         elif count >= seq.max_tokens:
-            self.finish(seq, Finish("length"))
+            roster.finish(seq, Finish("length"))
         else:
-            if request.stream_every and count - seq.flushed >= request.stream_every:
-                self.events.append(make_delta(seq, self.allocator.experts))
+            if request.stream_every and count - drawn.flushed >= request.stream_every:
+                roster.events.append(make_delta(seq, roster.allocator.experts))
             known = seq.prompt_len + count - 1  # the KV of the newest token is not written yet
-            self.allocator.remember(seq, known, self.version)
-            next_page = count + self.allocator.page_size - known % self.allocator.page_size
-            next_delta = seq.flushed + request.stream_every if request.stream_every else seq.max_tokens
+            roster.allocator.remember(seq, known, roster.version)
+            next_page = count + self._page_size - known % self._page_size
+            next_delta = drawn.flushed + request.stream_every if request.stream_every else seq.max_tokens
             seq.check_at = min(seq.max_tokens, next_delta, next_page)
 
     def _note_first_tokens(self, plan: Plan) -> None:
-        now = self.clock()
+        now = self.roster.clock()
         for seq in plan.sampled:
             if seq.group.first_token_s is None:
                 seq.group.first_token_s = now
@@ -288,8 +243,9 @@ def note_scores(plan: Plan, scores: Scores) -> None:
     for place, ids_K, logprobs_K in zip(scores.places, scores.top_ids_CK, scores.top_logprobs_CK, strict=True):
         seq = sampled[place]
         if not seq.finalized:
-            assert seq.tops is not None and len(seq.tops) == len(seq.tokens), "a position has one entry"
-            seq.tops.add(ids_K, logprobs_K)
+            tops = seq.drawn.tops
+            assert tops is not None and len(tops) == len(seq.tokens), "a position has one entry"
+            tops.add(ids_K, logprobs_K)
     taken = 0
     for seq, start, _, _, prompt in plan.spans if len(scores.prompt_N) else ():
         logprobs = seq.group.prompt_logprobs

@@ -14,13 +14,18 @@ Three counters, all in tokens:
 
     len(tokens)   committed: the host has seen them
     launched      committed plus in flight
-    kv_len        positions whose KV is written once everything launched has run = prompt + launched - 1 while decoding
+    kv.length     positions whose KV is written once everything launched has run = prompt + launched - 1 while decoding
+
+What a sequence has is in a few objects of plain data:
+
+    drawn         its tokens and their log-probs and versions           `drawn_tokens`
+    kv            its KV: pages, length, versions, offloaded pages      `kv/sequence_kv`
+    adapter_use   its adapter slot, and the adapter's versions          `adapter_table`
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
@@ -28,14 +33,14 @@ from hashlib import blake2b
 import numpy as np
 
 from rollout.constraints.matcher import Matcher
-from rollout.engine.adapter_table import Adapter, AdapterSlot
-from rollout.engine.kv.offloaded import OffloadedKV
+from rollout.engine.adapter_table import Adapter, AdapterUse
 from rollout.engine.kv.pool import PrefixKeys
+from rollout.engine.kv.sequence_kv import SequenceKV
 from rollout.engine.kv.sessions import Session
 from rollout.engine.messages import Finish, Request, RequestKey
+from rollout.engine.schedule.drawn_tokens import DrawnTokens
 from rollout.engine.step.expert_trace import SequenceExperts
 from rollout.engine.step.features import features_of
-from rollout.engine.step.scores import TopTokens
 
 SEED_MASK = (1 << 63) - 1
 
@@ -102,51 +107,31 @@ class Sequence:
     """One completion in the making."""
 
     __slots__ = (
-        "adapter_marks",
-        "adapter_slot",
+        "adapter_use",
         "arrival",
         "check_at",
-        "copy_source",
-        "drawn_logprobs",
+        "drawn",
         "feature_bits",
         "features",
         "finalized",
         "finish",
-        "flushed",
         "group",
         "index",
         "inflight_refs",
-        "keys",
-        "kv_capacity",
-        "kv_generation",
-        "kv_len",
-        "kv_uniform",
-        "kv_version",
+        "kv",
         "launched",
-        "logprobs",
         "matched",
         "matcher",
         "max_tokens",
         "may_share",
-        "newest_version",
-        "offloaded",
-        "oldest_version",
-        "pages",
-        "prefill_tokens",
-        "prefills",
         "priority",
         "prompt_len",
-        "raw_logprobs",
         "routing",
         "row",
         "row_ready",
         "seed",
         "state",
         "stop_ids",
-        "tokens",
-        "tops",
-        "versions",
-        "wants_offload",
     )
 
     def __init__(self, group: Group, index: int, arrival: int) -> None:
@@ -162,54 +147,27 @@ class Sequence:
         self.max_tokens = request.max_tokens
         self.prompt_len = len(request.prompt)
 
-        self.tokens = array(
-            "i", request.prior.token_ids.astype(np.int32).tobytes() if request.prior is not None else b""
-        )
-        known = len(self.tokens)
-        self.logprobs = array("f", bytes(4 * known))
-        self.raw_logprobs = array("f", bytes(4 * known))
-        self.drawn_logprobs = array("f", bytes(4 * known)) if self.features.reshapes else None
-        self.tops = TopTokens(request.top_logprobs, known) if request.top_logprobs else None
+        self.drawn = DrawnTokens(request, self.features.reshapes)
+        self.kv = SequenceKV()
+        self.adapter_use = AdapterUse(group.adapter)
         self.routing = SequenceExperts(request.routing_from) if request.routing_from is not None else None
-        self.versions: list[list[int]] = []  # runs of [version, tokens], of the tokens generated here
-        self.oldest_version = request.prior.oldest_version if request.prior is not None else None
-        self.newest_version = request.prior.newest_version if request.prior is not None else None
-        self.flushed = known
-
         self.matcher: Matcher | None = None  # begun with the first mask, by the thread that writes it
-        self.matched = known  # tokens that the matcher has seen
+        self.matched = self.drawn.known  # tokens that the matcher has seen
 
         self.state = State.WAITING
         self.finalized = False
         self.finish: Finish | None = None
         self.inflight_refs = 0
-        self.launched = known
-        self.check_at = 0
-
+        self.launched = self.drawn.known
+        self.check_at = 0  # tokens at which something is due again, if none of them stops it
         self.row = 0
         self.row_ready = False  # a launched step has set up the row's device state
         self.may_share = False  # counted in group.unstarted
-        self.copy_source: int | None = None  # page to copy in the first chunk; referenced until that is launched
-        self.pages: list[int] = []
-        self.kv_capacity = 0  # tokens that fit in `pages`
-        self.kv_len = 0
-        self.prefill_tokens: np.ndarray | None = None
-        self.adapter_slot: AdapterSlot | None = None
-        self.adapter_marks: list[tuple[int, int]] = []  # (token, version): that token is the first by this version
-        self.keys: PrefixKeys | None = None
-        self.kv_version = -1
-        self.kv_generation = 0  # generation of its adapter's weights at admission
-        self.kv_uniform = 0  # leading positions whose KV is all of kv_version
-        self.wants_offload = False  # preempted, with KV that is worth keeping
-        self.offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
-        #: (tokens, weights version, generation) of each prefill: it computed the KV of the prompt and of these tokens.
-        self.prefills: list[tuple[int, int, int]] = []
 
     @property
-    def known(self) -> int:
-        """Tokens of `prior`, which another worker drew."""
-        prior = self.group.request.prior
-        return 0 if prior is None else len(prior.token_ids)
+    def tokens(self) -> array:
+        """The committed tokens. A loop over all rows reads `drawn.tokens`, which is faster."""
+        return self.drawn.tokens
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -217,45 +175,14 @@ class Sequence:
         return (-self.priority, self.arrival)
 
     @property
-    def generation(self) -> int:
-        """Generation of its adapter's weights, 0 without an adapter; KV depends on it."""
-        return 0 if self.group.adapter is None else self.group.adapter.generation
-
-    def note_adapter(self) -> None:
-        """Steps launched from now on run with its adapter's present version."""
-        if self.group.adapter is None:
-            return
-        marks, version = self.adapter_marks, self.group.adapter.version
-        if marks and marks[-1][0] == self.launched:
-            marks.pop()
-        if not marks or marks[-1][1] != version:
-            marks.append((self.launched, version))
-
-    @property
     def scores_prompt(self) -> bool:
         """True while its prefill is to compute the log-probs of its group's prompt."""
         return self.group.prompt_due and self.group.leader is self
 
-    def too_old_for(self, version: int) -> bool:
-        """True if a token of this weights version would make its span larger than asked for.
-
-        The version may also be older than those of a completion that another worker began.
-        """
-        most = self.group.request.max_version_span
-        if most is None or self.oldest_version is None:
-            return False
-        newest = self.oldest_version if self.newest_version is None else self.newest_version
-        return max(newest, version) - min(self.oldest_version, version) > most
-
-    def note_version(self, version: int) -> None:
-        """Note that a token of this weights version was added."""
-        self.oldest_version = version if self.oldest_version is None else min(self.oldest_version, version)
-        self.newest_version = version if self.newest_version is None else max(self.newest_version, version)
-
     @property
     def consumed(self) -> int:
         """Positions whose KV the tokens generated here depend on; 0 before the first such token."""
-        return self.prompt_len + len(self.tokens) - 1 if self.versions else 0
+        return self.prompt_len + len(self.tokens) - 1 if self.drawn.versions else 0
 
     def history(self) -> np.ndarray:
         """Prompt and all committed tokens, int32."""
@@ -272,35 +199,3 @@ class Sequence:
         tokens = np.array(self.tokens[max(start - prompt_len, 0) : end - prompt_len], dtype="<i4")
         generated = tokens.tobytes()
         return self.group.request.prompt.content(start, prompt_len) + generated if start < prompt_len else generated
-
-    def begin_prefill(self) -> None:
-        """The prompt and tokens are computed from the start: drop the marks of a prefill that was broken off."""
-        while self.prefills and self.prefills[-1][0] == len(self.tokens):
-            self.prefills.pop()
-
-    @property
-    def recomputed(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, version) of each prefill of more than the prompt, and of the prompt if it had several."""
-        one_of_prompt = [tokens for tokens, *_ in self.prefills].count(0) == 1
-        return tuple((tokens, version) for tokens, version, _ in self.prefills[one_of_prompt:])
-
-    def note_prefill(self, start: int, end: int, version: int) -> None:
-        """A prefill under `version` is writing the KV of positions start..end-1."""
-        mark = (len(self.tokens), version, self.generation)
-        whole = self.offloaded is not None and start == self.consumed  # the restored KV lacks its last token only
-        if not whole and mark not in self.prefills[-1:]:
-            self.prefills.append(mark)
-        if start == 0:
-            self.kv_version, self.kv_uniform = version, end
-
-    def drop_torn_token(self) -> None:
-        """Cut the columns to the tokens that all of them have: a fault may come between two of them."""
-        whole = self.known + sum(count for _, count in self.versions)
-        for column in (self.tokens, self.logprobs, self.raw_logprobs, self.drawn_logprobs):
-            if column is not None:
-                del column[whole:]
-
-    def add_pages(self, pages: Iterable[int], page_size: int) -> None:
-        """Append pages to the sequence's table."""
-        self.pages.extend(pages)
-        self.kv_capacity = len(self.pages) * page_size

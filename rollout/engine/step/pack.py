@@ -68,7 +68,7 @@ class Packer:
             scored = self._put_scored(plan.spans, staging)
         tops: tuple[int, ...] = ()
         if plan.features.value & _TOP:
-            tops = put_tops(staging, [i for i, seq in enumerate(plan.sampled) if seq.tops is not None])
+            tops = put_tops(staging, [i for i, seq in enumerate(plan.sampled) if seq.drawn.tops is not None])
         return staging.upload(
             plan.rows,
             plan.tokens,
@@ -153,7 +153,7 @@ def _ints(seq: Sequence) -> list[float]:
 
 
 def _adapter(seq: Sequence) -> int:
-    return 0 if seq.adapter_slot is None else seq.adapter_slot.number
+    return 0 if seq.adapter_use.slot is None else seq.adapter_use.slot.number
 
 
 def _floats(seq: Sequence) -> list[float]:
@@ -163,10 +163,11 @@ def _floats(seq: Sequence) -> list[float]:
 
 
 def _page_updates(seq: Sequence) -> np.ndarray:
-    updates = np.empty((len(seq.pages), 3), dtype=np.int32)
+    pages = seq.kv.pages
+    updates = np.empty((len(pages), 3), dtype=np.int32)
     updates[:, 0] = seq.row
-    updates[:, 1] = np.arange(len(seq.pages))
-    updates[:, 2] = seq.pages
+    updates[:, 1] = np.arange(len(pages))
+    updates[:, 2] = pages
     return updates
 
 
@@ -175,8 +176,9 @@ def _repeated(ids: tuple[int, ...]) -> list[int]:
 
 
 def _count_updates(seq: Sequence) -> np.ndarray:
-    assert seq.prefill_tokens is not None
-    prompt, generated = seq.prefill_tokens[: seq.prompt_len], seq.prefill_tokens[seq.prompt_len :]
+    history = seq.kv.prefill_tokens
+    assert history is not None
+    prompt, generated = history[: seq.prompt_len], history[seq.prompt_len :]
     tokens = np.concatenate([np.unique(prompt), generated])
     updates = np.ones((len(tokens), 3), dtype=np.int32)
     updates[:, 0] = seq.row
@@ -192,8 +194,9 @@ def upload_words(seq: Sequence, length: int) -> int:
     """Upper bound on the int32 words that the next `length` tokens of a prompt adds to an upload."""
     words = (_TOKEN_WORDS + _SCORED_WORDS * seq.scores_prompt) * length + _SPAN_WORDS
     if not seq.row_ready:
-        assert seq.prefill_tokens is not None
-        words += _setup_words(len(seq.pages), len(seq.prefill_tokens), seq.features) + 2
+        kv = seq.kv
+        assert kv.prefill_tokens is not None
+        words += _setup_words(len(kv.pages), len(kv.prefill_tokens), seq.features) + 2
     return words
 
 

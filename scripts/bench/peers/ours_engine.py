@@ -75,7 +75,7 @@ class OursEngine:
             weights = random_adapter(loaded.spec, ADAPTER_RANK, loaded.model.embed.dtype, i)
             links.inbox.put(PutAdapter(f"adapter{i}", weights))
         ready_s = time.perf_counter()
-        self.capacity_tokens = self._engine.scheduler.allocator.pool.total * settings.engine.page_size
+        self.capacity_tokens = self._engine.roster.allocator.pool.total * settings.engine.page_size
         self._facts = {
             "depth": depth,
             "load_s": loaded_s - began_s,

@@ -111,7 +111,7 @@ def test_logprobs_are_those_of_transformers_with_the_same_rounding(family, pages
     for i, (name, prompt) in enumerate(prompts.items()):
         bench.submit(name, prompt, 60 + 5 * i, n=2 if i == 1 else 1, routing_from=0 if sparse else None)
     bench.run()
-    assert (bench.engine.scheduler.counters.preemptions > 0) == (pages == 75)
+    assert (bench.engine.roster.counters.preemptions > 0) == (pages == 75)
     off = []
     for name, prompt in prompts.items():
         with with_experts_of(bench.completions[name, 0], coded) if sparse else nullcontext():

@@ -8,6 +8,7 @@ from rollout.engine.build import longest_sequence
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.kv.pool import PagePool
 from rollout.engine.messages import Rejected
+from rollout.engine.schedule.preemption import change_weights
 from tests.support.engine.harness import Bench, watch_prefills
 
 SAMPLED = {"temperature": 1.0, "seed": 5}
@@ -98,8 +99,8 @@ def test_admission_takes_the_prompt_and_one_page_never_max_tokens(model, prompt_
     for i in range(8):
         bench.submit(f"r{i}", prompt_of(8, i), 150)
     bench.engine.tick()
-    assert bench.engine.scheduler.running == 8, "eight times max_tokens would need 316 pages"
-    assert all(len(seq.pages) == 3 for seq in bench.engine.scheduler.prefilling + bench.engine.scheduler.decoding)
+    assert bench.engine.roster.running == 8, "eight times max_tokens would need 316 pages"
+    assert all(len(seq.kv.pages) == 3 for seq in bench.engine.roster.prefilling + bench.engine.roster.decoding)
     bench.run()
     bench.close()
 
@@ -111,8 +112,8 @@ def test_preempted_completions_have_the_tokens_of_an_undisturbed_run(model, prom
             bench.submit(f"r{i}", prompt_of(10, i), 60, sampling={"temperature": 1.0, "seed": i})
         bench.run()
         bench.close()
-    assert tight.engine.scheduler.counters.preemptions > 0 == roomy.engine.scheduler.counters.preemptions
-    assert sum(done.preemptions for done in tight.done.values()) == tight.engine.scheduler.counters.preemptions
+    assert tight.engine.roster.counters.preemptions > 0 == roomy.engine.roster.counters.preemptions
+    assert sum(done.preemptions for done in tight.done.values()) == tight.engine.roster.counters.preemptions
     for i in range(6):
         assert tight.tokens(f"r{i}") == roomy.tokens(f"r{i}")
         assert tight.completions[f"r{i}", 0].logprobs == pytest.approx(roomy.completions[f"r{i}", 0].logprobs, abs=1e-4)
@@ -121,8 +122,8 @@ def test_preempted_completions_have_the_tokens_of_an_undisturbed_run(model, prom
 def test_the_lowest_priority_then_the_youngest_is_preempted_first(model, prompt_of):
     bench = Bench(model, kv_pages=31)
     order = []
-    preempt = bench.engine.scheduler.preempt
-    bench.engine.scheduler.preempt = lambda seq: (order.append(seq.group.key[1]), preempt(seq))
+    preempt = bench.engine.roster.preempt
+    bench.engine.roster.preempt = lambda seq: (order.append(seq.group.key[1]), preempt(seq))
     for name, priority in (("low", -1), ("old", 0), ("young", 0), ("high", 1)):
         bench.submit(name, prompt_of(8, ord(name[0])), 60, priority=priority)
     bench.run()
@@ -162,7 +163,7 @@ def test_a_long_prompt_never_holds_up_decoding_for_more_than_one_chunk(model, pr
         bench.engine.tick()
     del kinds[:]
     bench.submit("long", prompt_of(800), 4)
-    while bench.engine.scheduler.groups.get(("c", "r0")):
+    while bench.engine.roster.groups.get(("c", "r0")):
         bench.engine.tick()
     steps = [kind for kind, _ in kinds]
     assert steps.count("prefill") == 800 // 16
@@ -200,30 +201,30 @@ def test_pages_with_mixed_versions_are_not_remembered(model, prompt_of):
     bench.submit("a", prompt_of(10), 40)
     for _ in range(12):
         bench.engine.tick()
-    bench.engine.scheduler.weights_changed(1, recompute=False)
+    change_weights(bench.engine.roster, 1, recompute=False)
     bench.run()
-    assert bench.engine.scheduler.allocator.pool.cached == 0
+    assert bench.engine.roster.allocator.pool.cached == 0
     bench.submit("b", prompt_of(10), 40)
     bench.run()
-    assert bench.done["b"].cached_tokens == 0 and bench.engine.scheduler.allocator.pool.cached > 0
+    assert bench.done["b"].cached_tokens == 0 and bench.engine.roster.allocator.pool.cached > 0
     bench.close()
 
 
 def test_the_tests_see_keys_without_the_version(model, prompt_of, monkeypatch):
-    monkeypatch.setattr(PageAllocator, "weights_changed", lambda self: None)
+    monkeypatch.setattr(PageAllocator, "forget_all", lambda self: None)
     monkeypatch.setattr("rollout.engine.kv.pool.PrefixKeys.__init__", _versionless_init)
     bench = Bench(model)
     bench.submit("a", prompt_of(10), 4)
     bench.run()
-    bench.engine.scheduler.weights_changed(1, recompute=False)
+    change_weights(bench.engine.roster, 1, recompute=False)
     bench.submit("b", prompt_of(10), 4)
     bench.run()
     assert bench.done["b"].cached_tokens == 8, "old KV was reused: this is what the version in the key prevents"
     bench.close()
 
 
-def _versionless_init(self, version: int, page_size: int, generation: int = 0) -> None:
-    self._generation = generation
+def _versionless_init(self, version: int, page_size: int, adapter_edition: int = 0) -> None:
+    self._adapter_edition = adapter_edition
     self.version, self._page_size, self._keys, self._last = version, page_size, [], b"same"
 
 

@@ -20,10 +20,10 @@ def test_an_offloaded_sequence_resumes_without_recomputation(model, prompt_of, d
     prefills = watch_prefills(bench)
     submit_six(bench, prompt_of)
     bench.run()
-    preemptions = bench.engine.scheduler.counters.preemptions
+    preemptions = bench.engine.roster.counters.preemptions
     assert preemptions > 0 and counts(bench).restored == counts(bench).offloaded == preemptions
     assert counts(bench).pages_out > 0 and counts(bench).pages_in > 0
-    assert bench.engine.scheduler.counters.prompt_tokens == 6 * 10, "a return is no admission"
+    assert bench.engine.roster.counters.prompt_tokens == 6 * 10, "a return is no admission"
     assert sum(prefills) == 6 * 10 + preemptions, "each prompt once, and after a return the token that was drawn last"
     assert all(bench.completions[f"r{i}", 0].recomputed == () for i in range(6))
     bench.close()
@@ -130,7 +130,7 @@ def test_a_sequence_that_finds_no_room_is_recomputed(model, prompt_of, host_page
     prefills = watch_prefills(bench)
     submit_six(bench, prompt_of)
     bench.run()
-    preemptions = bench.engine.scheduler.counters.preemptions
+    preemptions = bench.engine.roster.counters.preemptions
     assert counts(bench).refused > 0 and counts(bench).offloaded + counts(bench).refused == preemptions
     assert counts(bench).restored == counts(bench).offloaded and (counts(bench).offloaded > 0) == (host_pages > 1)
     assert sum(prefills) > 60 + preemptions
@@ -144,11 +144,9 @@ def test_without_the_setting_nothing_is_offloaded(model, prompt_of):
     bench.run()
     engine = bench.engine
     assert (
-        engine.parts.offload is None
-        and engine.executor.mover is None
-        and engine.scheduler.allocator.offload_books is None
+        engine.parts.offload is None and engine.executor.mover is None and engine.roster.allocator.offload_books is None
     )
-    assert engine.scheduler.counters.preemptions > 0 and bench.status().offload.pages_total == 0
+    assert engine.roster.counters.preemptions > 0 and bench.status().offload.pages_total == 0
     bench.close()
 
 
@@ -171,7 +169,7 @@ def test_status_and_gauges_count_moved_sequences(model, prompt_of):
     bench.run()
     status, page_bytes = bench.status().offload, bench.engine.executor.mover.host_memory.page_bytes
     assert (status.sequences, status.pages) == (0, 0)
-    assert status.parked == status.restored == bench.engine.scheduler.counters.preemptions and status.refused == 0
+    assert status.parked == status.restored == bench.engine.roster.counters.preemptions and status.refused == 0
     assert status.bytes_out == counts(bench).pages_out * page_bytes >= status.bytes_in > 0
     recent = bench.engine.parts.offload.recent
     assert sum(move.pages for move in recent if move.direction == "out") == counts(bench).pages_out

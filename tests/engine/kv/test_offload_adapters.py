@@ -45,8 +45,8 @@ def change(bench: Bench, adapters: Adapters, which: int = 1) -> None:
 
 def offloaded(bench: Bench) -> list:
     """Sequences that wait with KV and have at least one token."""
-    groups = bench.engine.scheduler.groups.values()
-    return [seq for group in groups for seq in group.sequences if seq.offloaded is not None and seq.versions]
+    groups = bench.engine.roster.groups.values()
+    return [seq for group in groups for seq in group.sequences if seq.kv.offloaded is not None and seq.drawn.versions]
 
 
 def until(bench: Bench, condition: Callable[[], object], ticks: int = 2000) -> None:
@@ -76,11 +76,11 @@ def test_preempted_rows_come_back_with_their_adapter_into_whatever_slot_it_has(m
     """Others take the slots meanwhile; the adapter is loaded again, into another slot."""
     bench = bench_of(model, adapters, 3, prefix_cache=False)
     slots: dict[str, list[int]] = {}
-    allocator = bench.engine.scheduler.allocator
+    allocator = bench.engine.roster.allocator
     take = allocator._take_adapter_slot
     allocator._take_adapter_slot = lambda seq: (
         take(seq),
-        slots.setdefault(seq.group.key[1], []).append(seq.adapter_slot.number),
+        slots.setdefault(seq.group.key[1], []).append(seq.adapter_use.slot.number),
     )
     prompts = six(bench, ["a0"])
     until(bench, lambda: offloaded(bench))
@@ -103,8 +103,8 @@ def test_a_parked_sequence_holds_no_slot(model, adapters):
     prompts = six(bench, ["a0"])
     until(bench, lambda: offloaded(bench))
     table, waiting = table_of(bench), offloaded(bench)
-    running = bench.engine.scheduler.running
-    assert all(seq.adapter_slot is None for seq in waiting)
+    running = bench.engine.roster.running
+    assert all(seq.adapter_use.slot is None for seq in waiting)
     assert table.known["a0"].slot.refs == running - sum(seq.row > 0 for seq in waiting)
     bench.submit("other", prompt_of(9, 8), 5, adapter="a1", priority=1)
     bench.run()
@@ -161,7 +161,7 @@ def test_a_sequence_parked_with_another_adapter_is_unaffected(model, adapters):
 @pytest.mark.parametrize("kv_on_swap", ["keep", "recompute"])
 def test_an_adapter_changes_while_kv_comes_back(model, adapters, kv_on_swap):
     bench = bench_of(model, adapters, device=LateDevice({"kv_in": lambda: 0.05}), kv_on_swap=kv_on_swap)
-    prompts, prefilling = six(bench, ["a0"]), bench.engine.scheduler.prefilling
+    prompts, prefilling = six(bench, ["a0"]), bench.engine.roster.prefilling
     until(bench, lambda: any(restoring(seq) for seq in prefilling))
     coming = [seq for seq in prefilling if restoring(seq)]
     change(bench, adapters)
@@ -186,8 +186,8 @@ def test_a_prompt_whose_adapter_changes_before_it_has_a_token_is_computed_anew(m
         bench.submit(f"r{i}", prompt_of(8, i), 60)
     bench.submit("long", prompt_of(150, 9), 20, adapter="a0")
     until(bench, lambda: counts(bench).offloaded)
-    (seq,) = bench.engine.scheduler.groups["c", "long"].sequences
-    assert seq.offloaded is not None and 0 < seq.offloaded.kv_len < 150 and not seq.tokens
+    (seq,) = bench.engine.roster.groups["c", "long"].sequences
+    assert seq.kv.offloaded is not None and 0 < seq.kv.offloaded.length < 150 and not seq.tokens
     change(bench, adapters)
     bench.run()
     assert versions_of(bench, "long") == [1] * 20
@@ -220,15 +220,15 @@ def test_kv_of_two_versions_of_an_adapter_is_not_cached(model, adapters):
     bench = bench_of(model, adapters)
     six(bench, ["a0"])
     until(bench, lambda: offloaded(bench))
-    across, pool, remembered = offloaded(bench), bench.engine.scheduler.allocator.pool, []
+    across, pool, remembered = offloaded(bench), bench.engine.roster.allocator.pool, []
     change(bench, adapters)
     bench.engine.tick()
     remember = pool.remember
     pool.remember = lambda key, page: (remembered.append(page), remember(key, page))
-    until(bench, lambda: all(seq.offloaded is None for seq in across))
-    theirs = [page for seq in across for page in seq.pages]
-    while bench.engine.scheduler.groups.keys() & {seq.group.key for seq in across}:
-        theirs += [page for seq in across for page in seq.pages]
+    until(bench, lambda: all(seq.kv.offloaded is None for seq in across))
+    theirs = [page for seq in across for page in seq.kv.pages]
+    while bench.engine.roster.groups.keys() & {seq.group.key for seq in across}:
+        theirs += [page for seq in across for page in seq.kv.pages]
         bench.engine.tick()
     assert theirs and not set(theirs) & set(remembered)
     bench.run()
@@ -242,8 +242,8 @@ def test_an_adapter_is_unloaded_after_its_last_parked_sequence(model, adapters):
     until(bench, lambda: counts(bench).pages_out and offloaded(bench))
     for name in prompts.keys() - {seq.group.key[1] for seq in offloaded(bench)}:
         bench.engine.inbox.put(Cancel(("c", name)))
-    waiting = {name: bench.engine.scheduler.groups["c", name].sequences[0] for name in prompts}
-    waiting = {name: seq for name, seq in waiting.items() if seq.offloaded is not None}
+    waiting = {name: bench.engine.roster.groups["c", name].sequences[0] for name in prompts}
+    waiting = {name: seq for name, seq in waiting.items() if seq.kv.offloaded is not None}
     bench.engine.inbox.put(DropAdapter("a0", 1))
     for name in waiting:
         bench.engine.inbox.put(Cancel(("c", name)))

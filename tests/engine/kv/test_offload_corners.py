@@ -21,9 +21,9 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
         bench.submit(f"r{i}", prompt, 60)
     while not counts(bench).offloaded:
         bench.engine.tick()
-    (seq,) = bench.engine.scheduler.groups["c", "r3"].sequences
-    assert seq.offloaded is not None and seq.offloaded.kv_len % 8, "its last page is not half full"
-    half_full = seq.offloaded.pages[-1].pool_page
+    (seq,) = bench.engine.roster.groups["c", "r3"].sequences
+    assert seq.kv.offloaded is not None and seq.kv.offloaded.length % 8, "its last page is not half full"
+    half_full = seq.kv.offloaded.pages[-1].pool_page
     for name in ("r0", "r1"):
         bench.engine.inbox.put(Cancel(("c", name)))
     bench.engine.tick()
@@ -36,7 +36,7 @@ def test_a_copy_of_a_page_that_was_written_to_since_is_never_used(model, prompt_
         bench.submit(f"h{i}", prompt_of(4, i), 30, priority=1)
     while counts(bench).offloaded == 1:
         bench.engine.tick()
-    assert seq.offloaded is not None and out.under_way[0].entries[0].pool_page == half_full, (
+    assert seq.kv.offloaded is not None and out.under_way[0].entries[0].pool_page == half_full, (
         "it was not preempted again during the copy"
     )
     over.set()
@@ -50,13 +50,13 @@ def test_pages_shared_by_a_session_and_a_parked_sequence_can_be_freed(model, pro
     """Nothing runs, and the first needs nearly the whole pool: the session lets go, then the pages are copied."""
     bench = offloading(model)
     bench.submit("turn", prompt_of(40), 58, session=("c", "talk"), session_lease_s=1e6)
-    while not bench.engine.scheduler.decoding:
+    while not bench.engine.roster.decoding:
         bench.engine.tick()
     bench.submit("other", prompt_of(40), 70)
     while not counts(bench).offloaded:
         bench.engine.tick()
-    (other,) = bench.engine.scheduler.groups["c", "other"].sequences
-    assert other.offloaded is not None and not any(page.outgoing for page in other.offloaded.pages[:9]), (
+    (other,) = bench.engine.roster.groups["c", "other"].sequences
+    assert other.kv.offloaded is not None and not any(page.outgoing for page in other.kv.offloaded.pages[:9]), (
         "nothing is shared"
     )
     bench.submit("high", prompt_of(130, 1), 4, priority=1)
@@ -78,7 +78,7 @@ def test_a_pause_does_not_show_as_waiting_for_pages(model, prompt_of):
         bench.engine.tick()
     for i in range(3):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
-    mover, books = bench.engine.executor.mover, bench.engine.scheduler.allocator.offload_books
+    mover, books = bench.engine.executor.mover, bench.engine.roster.allocator.offload_books
     while not counts(bench).pages_in:
         if mover.back.under_way or books._to_copy_in:
             pieces.release()

@@ -49,7 +49,7 @@ def test_a_copy_that_fails_ends_in_computing_again(model, prompt_of, direction, 
     submit_six(bench, prompt_of)
     bench.run()
     assert "the bus is broken" in bench.engine.parts.offload.failure
-    assert counts(bench).restored < bench.engine.scheduler.counters.preemptions
+    assert counts(bench).restored < bench.engine.roster.counters.preemptions
     bench.close()
     assert_as_if_undisturbed(bench, model, prompt_of)
 
@@ -80,7 +80,7 @@ def test_the_check_sees_a_leaked_host_page(model, prompt_of):
     bench = offloading(model)
     submit_six(bench, prompt_of)
     bench.run()
-    bench.engine.scheduler.allocator.offload_books._free_host_pages.pop()
+    bench.engine.roster.allocator.offload_books._free_host_pages.pop()
     with pytest.raises(AssertionError, match="host page"):
         bench.engine.check_integrity()
     bench.close(check=False)

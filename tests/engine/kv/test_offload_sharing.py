@@ -25,7 +25,7 @@ def test_a_row_is_preempted_before_pages_run_out(model, prompt_of, monkeypatch, 
     def watched(plan):
         nonlocal went_without
         if plan.kind == "decode":
-            due = [seq for seq in scheduler.decoding if seq.launched < seq.max_tokens]
+            due = [seq for seq in scheduler.roster.decoding if seq.launched < seq.max_tokens]
             went_without += len(due) - plan.rows
         launched(plan)
 
@@ -43,12 +43,12 @@ def test_a_row_is_preempted_before_pages_run_out(model, prompt_of, monkeypatch, 
 
 def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy):
     bench = offloading(model, kv_pages=46)
-    books, sent = bench.engine.scheduler.allocator.offload_books, []
+    books, sent = bench.engine.roster.allocator.offload_books, []
     begin = books.next_out
 
     def watched(most):
         pages = begin(most)
-        assert all(bench.engine.scheduler.allocator.pool.refs[page.pool_page] == 1 for page in pages)
+        assert all(bench.engine.roster.allocator.pool.refs[page.pool_page] == 1 for page in pages)
         sent.extend(pages)
         return pages
 
@@ -56,8 +56,8 @@ def test_shared_pages_stay_while_another_row_uses_them(model, prompt_of, greedy)
     bench.submit("g", prompt_of(33), 50, n=4)
     while not books.counts.offloaded:
         bench.engine.tick()
-    victim = next(seq for seq in bench.engine.scheduler.groups["c", "g"].sequences if seq.offloaded is not None)
-    assert all(page.pool_page is not None and not page.outgoing for page in victim.offloaded.pages[:8]), (
+    victim = next(seq for seq in bench.engine.roster.groups["c", "g"].sequences if seq.kv.offloaded is not None)
+    assert all(page.pool_page is not None and not page.outgoing for page in victim.kv.offloaded.pages[:8]), (
         "the prompt's pages"
     )
     bench.run()
@@ -70,7 +70,7 @@ def test_pages_that_only_offloaded_sequences_share_are_copied_once_when_others_n
     """All rows of a group are preempted for a row that needs nearly the whole pool."""
     bench = offloading(model)
     prefills = watch_prefills(bench)
-    books, sent = bench.engine.scheduler.allocator.offload_books, []
+    books, sent = bench.engine.roster.allocator.offload_books, []
     begin = books.next_out
     books.next_out = lambda most: (pages := begin(most), sent.extend((page, page.owners) for page in pages))[0]
     bench.submit("g", prompt_of(32), 90, n=3)
@@ -91,7 +91,7 @@ def test_pages_that_parked_sequences_are_left_alone_with_go_when_pages_are_short
     running = []
     while len(running) != 1:
         bench.engine.tick()
-        running = [seq for seq in bench.engine.scheduler.groups["c", "g"].sequences if seq.offloaded is None]
+        running = [seq for seq in bench.engine.roster.groups["c", "g"].sequences if seq.kv.offloaded is None]
     (last,) = running
     bench.engine.inbox.put(StopAt(("c", "g"), last.index, len(last.tokens), "enough"))
     bench.submit("next", prompt_of(68, 2), 2, priority=2)
@@ -178,7 +178,7 @@ def test_a_turn_that_ends_while_its_kv_comes_back_leaves_nothing(model, prompt_o
     seq = None
     while seq is None or not restoring(seq):
         bench.engine.tick()
-        (seq,) = bench.engine.scheduler.groups["c", "t2"].sequences
+        (seq,) = bench.engine.roster.groups["c", "t2"].sequences
     bench.engine.inbox.put(Cancel(("c", "t2")))
     bench.run()
     said = prompt_of(8, 2) + bench.tokens("t2") + prompt_of(5, 7)

@@ -51,7 +51,7 @@ def test_an_update_while_kv_comes_back_loses_nothing_of_it(model, other, prompt_
     coming = []
     while not coming:
         bench.engine.tick()
-        coming = [seq for seq in bench.engine.scheduler.prefilling if restoring(seq)]
+        coming = [seq for seq in bench.engine.roster.prefilling if restoring(seq)]
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert counts(bench).restored == counts(bench).offloaded
@@ -91,8 +91,8 @@ def test_an_interrupted_prefill_goes_on_or_starts_again_under_new_weights(model,
             bench.submit(name, prompt, 20 if name == "long" else 60)
         while not counts(bench).offloaded:
             bench.engine.tick()
-        (seq,) = bench.engine.scheduler.groups["c", "long"].sequences
-        assert seq.offloaded is not None and 0 < seq.offloaded.kv_len < 150 and not seq.tokens
+        (seq,) = bench.engine.roster.groups["c", "long"].sequences
+        assert seq.kv.offloaded is not None and 0 < seq.kv.offloaded.length < 150 and not seq.tokens
         if update:
             mailbox.ready = Update(1, other, model)
         bench.run()

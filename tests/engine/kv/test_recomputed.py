@@ -41,7 +41,7 @@ def test_kv_that_a_preemption_lost_is_reported_with_its_position_and_version(mod
         bench.engine.tick()
     mailbox.ready = Update(1, other, model)
     bench.run()
-    assert bench.engine.scheduler.counters.preemptions > 0
+    assert bench.engine.roster.counters.preemptions > 0
     needed = 0
     for i, prompt in enumerate(prompts):
         completion = bench.completions[f"r{i}", 0]
@@ -105,7 +105,7 @@ def test_an_interrupted_prefill_is_not_reported(model, other, prompt_of, hf_mode
     bench.submit("again", prompt_of(4), 40, prior=Prior(np.array(prompt_of(30, 1), np.int32)))
     for _ in range(9):
         bench.engine.tick()
-    assert [seq.group.key[1] for seq in bench.engine.scheduler.prefilling] == ["again"]
+    assert [seq.group.key[1] for seq in bench.engine.roster.prefilling] == ["again"]
     mailbox.ready = Update(1, other, model)
     bench.run()
     first, again = bench.completions["first", 0], bench.completions["again", 0]

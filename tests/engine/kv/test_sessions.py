@@ -24,7 +24,7 @@ SAMPLED = {"temperature": 1.0, "seed": 3}
 
 
 def pages_of(bench: Bench) -> int:
-    return bench.engine.scheduler.allocator.sessions.pages
+    return bench.engine.roster.allocator.sessions.pages
 
 
 def stop_at(greedy, prompt: list[int], least: int) -> int:
@@ -160,7 +160,7 @@ def test_a_turn_waits_until_no_step_in_flight_names_the_one_before(model, prompt
     bench.submit("neighbour", prompt_of(5), 40)
     talk.submit(10, 50, stop=stop)
     bench.engine.tick()
-    seq, key = bench.engine.scheduler.groups["c", talk.turn].sequences[0], ("c", talk.turn)
+    seq, key = bench.engine.roster.groups["c", talk.turn].sequences[0], ("c", talk.turn)
     while not (seq.finalized if reason == "stop" else len(seq.tokens) == 12):
         bench.engine.tick()
     assert seq.inflight_refs == 1, "it ends with a step in flight"
@@ -219,8 +219,8 @@ def test_a_page_that_a_turn_never_came_to_copy_is_not_left_to_its_session(model,
     bench.submit("long", prompt_of(60), 5)
     talk.submit(1)
     bench.engine.tick()
-    (seq,) = bench.engine.scheduler.prefilling[1:]
-    assert seq.copy_source is not None and seq.kv_len == 22
+    (seq,) = bench.engine.roster.prefilling[1:]
+    assert seq.kv.copy_source is not None and seq.kv.length == 22
     bench.engine.inbox.put(Cancel(("c", talk.turn)))
     bench.run()
     talk.said = said
@@ -260,7 +260,7 @@ def test_a_turn_that_failed_leaves_nothing(model, prompt_of):
     talk.submit(10, 50)
     for _ in range(6):
         bench.engine.tick()
-    bench.engine.scheduler.end(("c", talk.turn), "error", "its logits are not finite")
+    bench.engine.roster.end(("c", talk.turn), "error", "its logits are not finite")
     bench.run()
     assert bench.status().pages_used == 0
     bench.close()
@@ -272,7 +272,7 @@ def test_a_turn_that_failed_leaves_nothing(model, prompt_of):
 def test_a_lease_counts_from_the_end_of_the_last_turn(model, prompt_of):
     bench = Bench(model)
     now = [0.0]
-    bench.engine.scheduler.clock = lambda: now[0]
+    bench.engine.roster.clock = lambda: now[0]
     talks = {name: Conversation(bench, name, prompt_of) for name in ("a", "bb", "ccc")}
     for name, lease_s in (("a", 5.0), ("bb", 50.0), ("ccc", 5.0)):
         talks[name]._fields["session_lease_s"] = lease_s
@@ -366,10 +366,10 @@ def test_rows_take_idle_sessions_pages_and_run_as_if_there_were_none(model, prom
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(20, i), 38)
     bench.engine.tick()
-    assert bench.engine.scheduler.running == 4
+    assert bench.engine.roster.running == 4
     bench.run()
     assert [bench.tokens(f"r{i}") for i in range(4)] == [greedy(prompt_of(20, i), 38) for i in range(4)]
-    assert bench.engine.scheduler.counters.preemptions == 0
+    assert bench.engine.roster.counters.preemptions == 0
     evicted = bench.status().sessions.evicted
     assert evicted == (4 if session_share else 0) and pages_of(bench) == 0
     assert talks[3].say(1) == greedy(talks[3].said[:-9], 9), "what was lost is computed again"
@@ -385,7 +385,7 @@ def test_a_prompt_that_does_not_fit_anyway_costs_no_session_its_pages(model, pro
     bench.submit("large", prompt_of(112, 1), 5)  # 29 pages and one to spare; 17 are free, and the session's 12
     for _ in range(3):
         bench.engine.tick()
-    assert (pages_of(bench), bench.engine.scheduler.waiting) == (12, 1)
+    assert (pages_of(bench), bench.engine.roster.waiting) == (12, 1)
     bench.run()
     assert len(bench.tokens("large")) == 5
     bench.close()
@@ -400,7 +400,7 @@ def test_a_turn_that_cannot_come_in_yet_costs_other_sessions_nothing(model, prom
     bench.engine.tick()
     talk.submit(60)  # 17 pages more and one to spare; 14 are free, 3 are the other session's and 12 its own
     bench.engine.tick()
-    assert (pages_of(bench), bench.engine.scheduler.waiting) == (15, 1)
+    assert (pages_of(bench), bench.engine.roster.waiting) == (15, 1)
     bench.run()
     assert talk.ended() == greedy(talk.said[:-9], 9) and talk.reused == 48
     other.say(1)
@@ -451,7 +451,7 @@ def test_turns_are_right_while_rows_are_preempted(model, prompt_of, greedy):
         for talk in talks:
             tokens = talk.ended()
             assert tokens == greedy(talk.said[:-16], 16)
-    assert bench.engine.scheduler.counters.preemptions > 0
+    assert bench.engine.roster.counters.preemptions > 0
     bench.close()
 
 
@@ -551,7 +551,7 @@ def test_random_conversations_have_the_right_tokens_and_lose_no_page(model, prom
             bench.submit(f"r{step}", prompt_of(rng.randrange(1, 30), step), rng.randrange(1, 30))
         for _ in range(rng.randrange(1, 6)):
             bench.engine.tick()
-        sessions = bench.engine.scheduler.allocator.sessions
+        sessions = bench.engine.roster.allocator.sessions
         sessions.check()
         for talk in [talk for talk in busy if bench.completions[talk.turn, 0].finish]:
             prompt, tokens = busy.pop(talk), talk.ended()

@@ -83,7 +83,7 @@ def test_one_that_waits_when_it_becomes_too_old_takes_no_row_again(folders, mode
     bench.run()
     assert bench.completions["old", 0].finish.reason == "stale" and bench.tokens("old") == []
     assert bench.completions["unknown", 0].finish.reason == "length", "what is not known does not count"
-    assert bench.engine.scheduler.counters.prompt_tokens == 18, "nothing was prefilled for it"
+    assert bench.engine.roster.counters.prompt_tokens == 18, "nothing was prefilled for it"
     bench.close()
 
 

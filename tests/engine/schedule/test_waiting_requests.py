@@ -51,7 +51,7 @@ def test_the_prefix_of_a_request_that_waits_for_pages_is_not_hashed_at_each_step
         bench.engine.tick()
     bench.submit("waits", prompt_of(200) + prompt_of(180, 5), 8)
     bench.engine.tick()
-    assert bench.engine.scheduler.waiting == 1
+    assert bench.engine.roster.waiting == 1
     del hashed[:]
     for _ in range(20):
         bench.engine.tick()

@@ -97,7 +97,7 @@ def test_a_preempted_row_goes_on_in_its_constraint(model, prompt_of):
     for i in range(4):
         bench.submit(f"r{i}", prompt_of(8, i), 40, sampling={**SAMPLED, "seed": i}, constraint=Cycle([X, Y, SIZE]))
     bench.run()
-    assert bench.engine.scheduler.counters.preemptions > 0
+    assert bench.engine.roster.counters.preemptions > 0
     for i in range(4):
         assert letters(bench.completions[f"r{i}", 0].token_ids).startswith("xysxys" * 6)
     bench.close()

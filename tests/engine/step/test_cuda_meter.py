@@ -25,7 +25,7 @@ def test_the_meter_and_the_profiler_see_the_same_activity(depth, shape):
     bench = Bench(model, device, max_rows=8, page_size=16, kv_pages=400, pipeline_depth=depth)
     for i in range(8):
         bench.submit(f"r{i}", range(5, 25), 400, sampling={"temperature": 1.0, "seed": i})
-    while len(bench.engine.scheduler.decoding) < 8 or bench.engine.meter.steps < 40:
+    while len(bench.engine.roster.decoding) < 8 or bench.engine.meter.steps < 40:
         bench.engine.tick()
 
     gate, meter = bench.engine.gate, bench.engine.meter

@@ -65,7 +65,7 @@ def test_an_executor_needs_nothing_but_the_bytes_of_an_upload(model, prompt_of, 
     bench.submit("scored", prompt_of(30, 9), 5, prompt_logprobs=True)
     bench.run()
     assert follower.compared > 40 and follower.prefills > 8
-    assert (bench.engine.scheduler.counters.preemptions > 0) == (pages == 40)
+    assert (bench.engine.roster.counters.preemptions > 0) == (pages == 40)
     bench.close()
     other.engine.executor.close()
 
@@ -87,11 +87,11 @@ def test_the_kind_and_the_totals_of_a_plan_follow_from_its_spans(model, prompt_o
     bench.submit("a", prompt_of(9), 4)
     bench.submit("b", prompt_of(7, 1), 4, top_logprobs=1)
     bench.engine.tick()
-    seqs = [group.sequences[0] for group in bench.engine.scheduler.groups.values()]
+    seqs = [group.sequences[0] for group in bench.engine.roster.groups.values()]
     part = PromptPart(np.arange(5, dtype=np.int32))
     chunks = make_plan([Span(seqs[0], 4, 5, 1, part), Span(seqs[1], 0, 5, 0, part)], 3, 4)
     assert (chunks.kind, chunks.tokens, chunks.draws, chunks.max_context) == ("prefill", 10, 1, 9)
-    assert chunks.opens == [(0, seqs[0].pages[1]), (1, seqs[1].pages[0])], "spans that begin with a page"
+    assert chunks.opens == [(0, seqs[0].kv.pages[1]), (1, seqs[1].kv.pages[0])], "spans that begin with a page"
     assert chunks.features == seqs[0].features, "a row that draws nothing needs nothing of the draw"
     assert chunks.sampled == seqs[:1] and not chunks.one_token_each
     single = make_plan([Span(seqs[0], 8, 1, 1, PromptPart(part.tokens[:1]))], 3, 4)

@@ -63,7 +63,7 @@ def test_routing_is_that_of_transformers(family, pages, host_kv_gib):
         for _ in range(3):
             bench.engine.tick()  # the batch changes as they come and go
     bench.run()
-    assert (bench.engine.scheduler.counters.preemptions > 0) == (pages == 75)
+    assert (bench.engine.roster.counters.preemptions > 0) == (pages == 75)
     assert (bench.status().offload.restored > 0) == (host_kv_gib > 0)
     for i, (name, prompt) in enumerate(prompts.items()):
         for index in range(2 if i == 1 else 1):
@@ -233,8 +233,8 @@ def test_a_rescued_completion_has_the_experts_of_its_tokens(family, pages):
         bench.submit(name, prompt, 90, routing_from=0)
     for _ in range(60):
         bench.engine.tick()
-    assert (bench.engine.scheduler.counters.preemptions > 0) == (pages == 40)
-    bench._emit(bench.engine.scheduler.rescue("a fault"))
+    assert (bench.engine.roster.counters.preemptions > 0) == (pages == 40)
+    bench._emit(bench.engine.roster.rescue("a fault"))
     for name, prompt in prompts.items():
         done = bench.completions[name, 0]
         assert done.finish.reason == "error" and done.token_ids
@@ -253,13 +253,13 @@ def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
     bench.submit("a", prompt, 30, routing_from=0)
     for _ in range(12):
         bench.engine.tick()
-    scheduler = bench.engine.scheduler
-    (seq,) = scheduler.decoding
+    roster = bench.engine.roster
+    (seq,) = roster.decoding
     seq.group.prompt_logprobs = Full()
     with pytest.raises(MemoryError):
-        make_delta(seq, scheduler.allocator.experts)
+        make_delta(seq, roster.allocator.experts)
     seq.group.prompt_logprobs = None
-    bench._emit(scheduler.rescue("a fault"))
+    bench._emit(roster.rescue("a fault"))
     assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
     bench.close(check=False)
 
@@ -301,7 +301,7 @@ def test_a_completion_without_a_token_has_no_entries(family):
     bench.submit("a", prompt_of(60, 1), 5, routing_from=0)
     for _ in range(3):
         bench.engine.tick()
-    bench.engine.scheduler.end(("c", "a"), "cancelled")
+    bench.engine.roster.end(("c", "a"), "cancelled")
     bench.run()
     assert bench.tokens("a") == [] and len(routing_of(bench, "a")) == 0
     bench.close()
@@ -310,7 +310,7 @@ def test_a_completion_without_a_token_has_no_entries(family):
 def test_without_the_setting_nothing_is_recorded(family):
     model, _ = family
     bench = Bench(model)
-    assert bench.engine.scheduler.allocator.experts is None
+    assert bench.engine.roster.allocator.experts is None
     bench.submit("a", prompt_of(9, 0), 5)
     bench.run()
     assert bench.completions["a", 0].routing == []

@@ -25,7 +25,7 @@ def test_a_repetition_penalty_sees_the_prompt_and_every_token_so_far(model, prom
     for i in range(3):
         bench.submit(f"r{i}", prompt_of(10, i), 40, sampling={"temperature": 0.0, "repetition_penalty": 1.4})
     bench.run()
-    assert (bench.engine.scheduler.counters.preemptions > 0) == tight
+    assert (bench.engine.roster.counters.preemptions > 0) == tight
     for i in range(3):
         expected = reference(hf_models[0], prompt_of(10, i), 40, RepetitionPenaltyLogitsProcessor(1.4))
         assert bench.tokens(f"r{i}") == expected
@@ -84,7 +84,7 @@ def test_stop_tokens_are_not_drawn_before_min_tokens(model, prompt_of):
 def test_a_deadline_ends_a_request_with_its_tokens_so_far(model, prompt_of):
     bench = Bench(model)
     now = [0.0]
-    bench.engine.scheduler.clock = lambda: now[0]
+    bench.engine.roster.clock = lambda: now[0]
     bench.submit("a", prompt_of(9), 200, deadline_s=5.0)
     bench.submit("b", prompt_of(9), 30, deadline_s=50.0)
     for _ in range(10):

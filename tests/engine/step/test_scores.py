@@ -139,7 +139,7 @@ def test_tops_and_prompts_survive_preemption_without_repetition(model, prompt_of
     for i in range(6):
         bench.submit(f"r{i}", prompt_of(20, i), 60, sampling=SAMPLED, top_logprobs=4, prompt_logprobs=True)
     bench.run()
-    assert bench.engine.scheduler.counters.preemptions > 3
+    assert bench.engine.roster.counters.preemptions > 3
     for i in range(6):
         done = bench.completions[f"r{i}", 0]
         assert len(done.token_ids) == 60
@@ -154,9 +154,9 @@ def test_a_prefill_that_is_preempted_half_way_scores_its_prompt_again(model, pro
     bench.submit("a", prompt, 5, prompt_logprobs=True)
     for _ in range(4):
         bench.engine.tick()
-    (seq,) = bench.engine.scheduler.prefilling
-    assert 0 < seq.kv_len < 60 and seq.scores_prompt
-    bench.engine.scheduler.preempt(seq)
+    (seq,) = bench.engine.roster.prefilling
+    assert 0 < seq.kv.length < 60 and seq.scores_prompt
+    bench.engine.roster.preempt(seq)
     bench.run()
     check_prompt(bench.completions["a", 0].prompt_logprobs, prompt, hf_models[0])
     assert bench.done["a"].preemptions == 1
@@ -235,7 +235,7 @@ def test_who_prefills_after_a_leader_that_ended_scores_the_prompt(model, prompt_
     bench.submit("g", prompt, 9, n=n, sampling=SAMPLED, prompt_logprobs=True, top_logprobs=2)
     for _ in range(3):
         bench.engine.tick()
-    assert 0 < bench.engine.scheduler.prefilling[0].kv_len < 40
+    assert 0 < bench.engine.roster.prefilling[0].kv.length < 40
     bench.engine.inbox.put(StopAt(("c", "g"), 0, 0, "x"))
     bench.run()
     told = bench.completions["g", 0].prompt_logprobs
@@ -304,7 +304,7 @@ def test_prompt_logprobs_are_of_the_version_of_the_first_token(model, other, pro
     bench.submit("a", prompt, 5, prompt_logprobs=True)
     for _ in range(4):
         bench.engine.tick()
-    assert 0 < bench.engine.scheduler.prefilling[0].kv_len < 60
+    assert 0 < bench.engine.roster.prefilling[0].kv.length < 60
     mailbox.ready = Update(1, other, model)
     bench.run()
     assert bench.completions["a", 0].versions[0] == 1
@@ -334,9 +334,9 @@ def test_a_prompt_that_is_scored_again_and_not_to_the_end_tells_of_one_version(m
     bench.submit("a", prompt, 5, prompt_logprobs=True)
     for _ in range(6):
         bench.engine.tick()
-    before = bench.engine.scheduler.prefilling[0].kv_len
+    before = bench.engine.roster.prefilling[0].kv.length
     mailbox.ready = Update(1, other, model)
-    while not (running := bench.engine.scheduler.prefilling) or not 16 <= running[0].kv_len < before:
+    while not (running := bench.engine.roster.prefilling) or not 16 <= running[0].kv.length < before:
         bench.engine.tick()
     bench.engine.inbox.put(Cancel(("c", "a")))
     bench.run()
@@ -377,7 +377,7 @@ def test_completions_that_end_early_have_as_many_tops_as_tokens(model, prompt_of
         done = bench.completions[name, 0]
         assert 0 < len(done.token_ids) == len(done.top_ids) == len(done.top_logprobs) < 40
     assert len(bench.tokens("a")) == first + 1
-    assert bench.engine.scheduler.counters.zombie_rows > 0
+    assert bench.engine.roster.counters.zombie_rows > 0
     bench.close()
 
 
@@ -385,10 +385,10 @@ def test_a_completion_that_has_ended_keeps_no_tops_while_its_group_goes_on(model
     bench = Bench(model, max_rows=1)
     bench.submit("g", prompt_of(9), 5, n=3, sampling=SAMPLED, top_logprobs=20)
     bench.engine.tick()
-    group = bench.engine.scheduler.groups["c", "g"]
+    group = bench.engine.roster.groups["c", "g"]
     while not group.sequences[1].finalized:
         bench.engine.tick()
-    assert [seq.tops is None for seq in group.sequences] == [True, True, False]
+    assert [seq.drawn.tops is None for seq in group.sequences] == [True, True, False]
     bench.run()
     assert all(len(bench.completions["g", index].top_ids) == 5 for index in range(3))
     bench.close()
@@ -413,8 +413,8 @@ def test_after_a_fault_tokens_are_handed_back_with_their_tops(model, prompt_of, 
     bench.submit("a", prompt, 50, sampling=SAMPLED, top_logprobs=3, prompt_logprobs=True)
     for _ in range(9):
         bench.engine.tick()
-    seq = bench.engine.scheduler.decoding[0]
-    seq.tops.add(np.zeros(3, np.int32), np.zeros(3, np.float32))  # of a token that was not taken any more
+    seq = bench.engine.roster.decoding[0]
+    seq.drawn.tops.add(np.zeros(3, np.int32), np.zeros(3, np.float32))  # of a token that was not taken any more
     bench.engine.fail("broken")
     done = bench.completions["a", 0]
     assert done.finish.reason == "error" and 0 < len(done.token_ids) < 50

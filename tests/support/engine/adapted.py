@@ -46,7 +46,7 @@ def bench_of(model, adapters, count: int = 0, slots: int = 8, **engine) -> Bench
 
 
 def table_of(bench: Bench):
-    return bench.engine.scheduler.allocator.adapters
+    return bench.engine.roster.allocator.adapters
 
 
 def versions_of(bench: Bench, name: str, index: int = 0) -> list[int]:

@@ -50,7 +50,8 @@ class Conversation:
 
 def admissions(bench: Bench) -> list[tuple[str, int]]:
     """A list that gets (request, zombies in flight) at every admission from now on."""
-    seen, admit, scheduler = [], bench.engine.scheduler.allocator.try_admit, bench.engine.scheduler
+    allocator = bench.engine.roster.allocator
+    seen, admit = [], allocator.try_admit
     known: list[Sequence] = []
 
     def watched(seq: Sequence, version: int, spare: int) -> bool:
@@ -61,5 +62,5 @@ def admissions(bench: Bench) -> list[tuple[str, int]]:
             known.append(seq)
         return taken
 
-    scheduler.allocator.try_admit = watched
+    allocator.try_admit = watched
     return seen

@@ -26,12 +26,12 @@ def submit_six(bench: Bench, prompt_of) -> None:
 
 
 def counts(bench: Bench):
-    return bench.engine.scheduler.allocator.offload_books.counts
+    return bench.engine.roster.allocator.offload_books.counts
 
 
 def restoring(seq: Sequence) -> bool:
     """True while a copy from the host writes to a page of the sequence."""
-    return seq.offloaded is not None and any(restore.copying for restore in seq.offloaded.restores)
+    return seq.kv.offloaded is not None and any(restore.copying for restore in seq.kv.offloaded.restores)
 
 
 _undisturbed: dict[str, Completion] = {}  # of the first checkpoint, whose weights `model` has; made once

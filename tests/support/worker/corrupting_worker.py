@@ -29,8 +29,8 @@ def corrupt_one_page() -> None:
         page_size = self.executor.step.kv.page_size
         if not corrupted and plan.kind == "decode":
             for seq in plan.sampled:
-                if seq.kv_len >= AFTER_TOKENS and seq.kv_len % page_size == page_size - 1:
-                    page = seq.pages[seq.kv_len // page_size]
+                if seq.kv.length >= AFTER_TOKENS and seq.kv.length % page_size == page_size - 1:
+                    page = seq.kv.pages[seq.kv.length // page_size]
                     corrupted.append(page)
                     self.executor.compute.run(functools.partial(overwrite, self.executor.step.kv, page))
                     break

@@ -83,9 +83,9 @@ def hang(*args: Any) -> None:
 
 def tear(self: Scheduler, *args: Any) -> None:
     """The second row of the step gets its token, but not all of its log-probs."""
-    if len(self.decoding) > 1 and ordered("torn"):
-        seq = self.decoding[1]
-        seq.raw_logprobs = TornColumn("f", seq.raw_logprobs)
+    if len(self.roster.decoding) > 1 and ordered("torn"):
+        seq = self.roster.decoding[1]
+        seq.drawn.raw_logprobs = TornColumn("f", seq.drawn.raw_logprobs)
 
 
 before(

@@ -177,7 +177,7 @@ def test_many_long_rows_give_everything_back(correctness, monkeypatch, tmp_path)
 
 def test_a_page_that_does_not_come_back_fails(correctness, monkeypatch, tmp_path):
     def leaking(driver) -> None:
-        driver.engine.scheduler.allocator.pool.allocate()
+        driver.engine.roster.allocator.pool.allocate()
         plain(driver)
 
     plain = correctness.Driver.close

@@ -166,7 +166,7 @@ def test_long_contexts_are_prefilled_once():
     job = toy(experiments=["contexts"], rows=[2], contexts=[160])
     engine = OursEngine(job, depth=2)
     (row,) = run_job(engine, job)
-    counters = engine._engine.scheduler.counters
+    counters = engine._engine.roster.counters
     engine.close()
     assert row["context"] == 160
     # Four runs of two rows: each except the first finds nine of ten pages; the last page is always computed again.

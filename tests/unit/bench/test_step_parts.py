@@ -37,8 +37,8 @@ def test_rows_draw_the_same_tokens_whether_their_step_is_measured_or_not(model):
     alone.finish()
     measured = driver_of(model)
     submit(measured)
-    scheduler = measured.engine.scheduler
-    measured.tick_until(lambda: len(scheduler.decoding) == 3 and scheduler.decoding[0].kv_len > 40)
+    roster = measured.engine.roster
+    measured.tick_until(lambda: len(roster.decoding) == 3 and roster.decoding[0].kv.length > 40)
     measured.pause()
     parts = measure_device_parts(measured.engine)
     measured.resume()
@@ -63,10 +63,10 @@ def test_a_sleeping_device_takes_as_long_as_it_is_told_and_gives_the_model_back(
 def test_dropped_rows_leave_an_engine_that_is_whole(model, tmp_path: Path):
     driver = driver_of(model)
     submit(driver)
-    driver.tick_until(lambda: len(driver.engine.scheduler.decoding) == 3)
+    driver.tick_until(lambda: len(driver.engine.roster.decoding) == 3)
     driver.pause()
     driver.drop_all()
-    assert not driver.completions and driver.engine.scheduler.idle
+    assert not driver.completions and driver.engine.roster.idle
     driver.close()
 
 

@@ -1,0 +1,111 @@
+"""The KV of one sequence: plain data. `allocator` gives it pages, `offload` copies it to the host and back.
+
+While a sequence is offloaded, its KV is in `SequenceKV.offloaded`, and it has no pages of its own. When it is admitted
+again it gets pages, and it needs the offloaded ones until its next step is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout.engine.kv.pool import PrefixKeys
+
+
+@dataclass(eq=False, slots=True)
+class KVContent:
+    """KV of a sequence's first positions, and what it depends on."""
+
+    length: int = 0  # positions
+    uniform: int = 0  # leading positions whose KV is all of `version`
+    version: int = -1  # of the weights; -1 for several adapter editions: no other sequence may use it
+    adapter_edition: int = 0  # 0 without an adapter
+    keys: PrefixKeys | None = None  # of its full pages
+
+
+class Prefill(NamedTuple):
+    """A prefill: it computed the KV of the prompt and of these tokens."""
+
+    tokens: int
+    version: int  # of the weights
+    adapter_edition: int
+
+
+@dataclass(eq=False, slots=True)
+class SequenceKV(KVContent):
+    """The KV of a sequence in the pool, once everything launched has run; empty while it has no row."""
+
+    pages: list[int] = field(default_factory=list)
+    capacity: int = 0  # tokens that fit in `pages`
+    prefill_tokens: np.ndarray | None = None  # all tokens that the prefill under way goes through
+    copy_source: int | None = None  # page to copy in the first chunk; referenced until that is launched
+    wants_offload: bool = False  # preempted, with KV that is worth keeping
+    offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
+    prefills: list[Prefill] = field(default_factory=list)
+
+    def add_pages(self, pages: Iterable[int], page_size: int) -> None:
+        """Append pages to the sequence's table."""
+        self.pages.extend(pages)
+        self.capacity = len(self.pages) * page_size
+
+    def give_up_pages(self) -> None:
+        """The pages belong to others now: nothing is in the pool."""
+        self.pages = []
+        self.capacity = self.length = self.uniform = 0
+        self.prefill_tokens = self.keys = None
+
+    def begin_prefill(self, tokens: int) -> None:
+        """The prompt and this many tokens are computed from the start: drop the marks of a prefill broken off."""
+        while self.prefills and self.prefills[-1].tokens == tokens:
+            self.prefills.pop()
+
+    def note_prefill(self, start: int, end: int, prefill: Prefill, consumed: int) -> None:
+        """`prefill` is writing the KV of positions start..end-1; the drawn tokens depend on `consumed` positions."""
+        whole = self.offloaded is not None and start == consumed  # the restored KV lacks its last token only
+        if not whole and prefill not in self.prefills[-1:]:
+            self.prefills.append(prefill)
+        if start == 0:
+            self.version, self.uniform = prefill.version, end
+
+    @property
+    def recomputed(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, version) of each prefill of more than the prompt, and of the prompt if it had several."""
+        one_of_prompt = [prefill.tokens for prefill in self.prefills].count(0) == 1
+        return tuple((prefill.tokens, prefill.version) for prefill in self.prefills[one_of_prompt:])
+
+
+# --- on the host -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class OffloadedPage:
+    """The KV of one page, and where it is. A host page is set aside for it in every state."""
+
+    pool_page: int | None  # None while it is on the host only
+    host_page: int
+    owners: int = 1  # offloaded sequences that need it
+    outgoing: bool = False  # its copy to the host is queued or under way
+    copying: bool = False  # that copy is under way
+    restore: Restore | None = None  # its copy from the host, queued or under way
+    also_on_host: bool = False  # what is in `pool_page` is on the host, too
+
+
+@dataclass(eq=False, slots=True)
+class Restore:
+    """The copy of one page from the host to the pool."""
+
+    page: OffloadedPage
+    pool_page: int  # the target
+    copying: bool = False  # the copy is under way
+
+
+@dataclass(eq=False, slots=True)
+class OffloadedKV(KVContent):
+    """The KV of one offloaded sequence. `offload` keeps the books of it and says what the states of a page are."""
+
+    pages: list[OffloadedPage] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)  # not complete: the sequence waits for them
+    restored: list[tuple[int, int]] = field(default_factory=list)  # (host page, pool page): all that came from the host

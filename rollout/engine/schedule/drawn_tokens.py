@@ -1,0 +1,70 @@
+"""The tokens of a completion and what the service gets with each: a column for each value.
+
+Tokens that another worker drew (`known`) come first in all columns. The tokens drawn here follow; `versions` counts
+only these. A commit writes to `versions` last: a token is whole once it is counted there.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from rollout.engine.messages import Request
+from rollout.engine.step.scores import TopTokens
+
+
+class DrawnTokens:
+    """What was drawn for one completion. A commit appends to the columns, a delta reads them."""
+
+    __slots__ = (
+        "drawn_logprobs",
+        "flushed",
+        "known",
+        "logprobs",
+        "max_version_span",
+        "newest_version",
+        "oldest_version",
+        "raw_logprobs",
+        "tokens",
+        "tops",
+        "versions",
+    )
+
+    def __init__(self, request: Request, reshapes: bool) -> None:
+        """With `reshapes` the sampling rules change the distribution: the log-prob in that one has a column, too."""
+        prior = request.prior
+        self.tokens = array("i", b"" if prior is None else prior.token_ids.astype(np.int32).tobytes())
+        self.known = known = len(self.tokens)
+        self.logprobs = array("f", bytes(4 * known))
+        self.raw_logprobs = array("f", bytes(4 * known))
+        self.drawn_logprobs = array("f", bytes(4 * known)) if reshapes else None
+        self.tops = TopTokens(request.top_logprobs, known) if request.top_logprobs else None
+        self.versions: list[list[int]] = []  # runs of [weights version, tokens]
+        self.oldest_version = None if prior is None else prior.oldest_version
+        self.newest_version = None if prior is None else prior.newest_version
+        self.max_version_span = request.max_version_span
+        self.flushed = known  # tokens that deltas have carried
+
+    def too_old_for(self, version: int) -> bool:
+        """True if a token of this weights version would make the span of versions larger than asked for.
+
+        The version may also be older than those of a completion that another worker began.
+        """
+        most = self.max_version_span
+        if most is None or self.oldest_version is None:
+            return False
+        newest = self.oldest_version if self.newest_version is None else self.newest_version
+        return max(newest, version) - min(self.oldest_version, version) > most
+
+    def note_version(self, version: int) -> None:
+        """Note that a token of this weights version was added."""
+        self.oldest_version = version if self.oldest_version is None else min(self.oldest_version, version)
+        self.newest_version = version if self.newest_version is None else max(self.newest_version, version)
+
+    def drop_torn_token(self) -> None:
+        """Cut the columns to the tokens that all of them have: a fault may come between two of them."""
+        whole = self.known + sum(count for _, count in self.versions)
+        for column in (self.tokens, self.logprobs, self.raw_logprobs, self.drawn_logprobs):
+            if column is not None:
+                del column[whole:]
