@@ -108,8 +108,17 @@ def test_logits_do_not_depend_on_batch_chunks_or_recomputation(name, fp8, tmp_pa
     assert differing(model, range(2), kv_dtype) == 0
 
 
-def test_without_deterministic_a_decoded_token_differs_from_a_prefilled_one(tmp_path):
+def attention_of_a_library(q, k, v, bias, scale):
+    """Attention that rounds the softmax weights of prompts to bf16, as a library's kernel for prompts may."""
+    weights = (q.float() @ k.float().transpose(-1, -2) * scale + bias.float()).softmax(-1)
+    if bias.dim() == 2:  # one row's queries
+        weights = weights.bfloat16().float()
+    return (weights @ v.float()).to(q.dtype)
+
+
+def test_without_deterministic_a_decoded_token_differs_from_a_prefilled_one(tmp_path, monkeypatch):
     """So the comparison above can fail. Two orders of a sum may round alike, so several prompts are tried."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention_of_a_library)
     model = load("qwen3", tmp_path)
     for in_one_order, seeds in ((True, (1,)), (False, (1, 2, 3))):
         equal = []
