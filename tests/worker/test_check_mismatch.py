@@ -24,6 +24,7 @@ def run(model: Path, worker: WorkerProcess, out: Path) -> tuple[int, dict]:
     return done.returncode, json.loads(out.read_text())
 
 
+@pytest.mark.nightly
 def test_the_same_weights_agree_and_others_do_not(worker: WorkerProcess, tmp_path: Path) -> None:
     runs = ((ONES, tmp_path / "same.json"), (TWOS, tmp_path / "other.json"))
     with ThreadPoolExecutor(2) as pool:

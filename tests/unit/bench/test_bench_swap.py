@@ -122,6 +122,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[in
     return script.main(), json.loads(out.read_text())["rows"]
 
 
+@pytest.mark.nightly
 def test_updates_are_measured_beside_rows_that_decode_and_then_come_many_in_a_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -173,6 +174,7 @@ def test_an_update_of_several_ranks_is_applied_when_all_workers_use_it(
         run(monkeypatch, tmp_path / "swap.json", *places, "--updates", "5")
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_begin_is_reported_and_leaves_no_other_waiting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

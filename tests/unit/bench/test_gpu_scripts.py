@@ -125,6 +125,7 @@ def test_the_stop_token_is_new_to_every_row(pipeline):
     assert pipeline.stop_tokens([[1] * 10]) is None
 
 
+@pytest.mark.nightly
 def test_a_right_engine_passes(correctness, monkeypatch, tmp_path):
     arguments = ("--size", "toy", "--dtype", "float32")
     status, found = run(correctness, monkeypatch, tmp_path / "c.json", *arguments)

@@ -189,6 +189,7 @@ def test_a_completion_that_ends_early_is_an_error():
     engine.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["service", "transformers"])
 def test_other_engines_do_the_same_work(engine: str):
     job = toy(engine=engine, experiments=["decode", "short"])
