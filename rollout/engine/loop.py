@@ -145,7 +145,7 @@ class Engine:
         self.gate.grant_hold()
 
     def _wait_for_copies(self, nothing_else: bool, idle: bool) -> None:
-        """Wait for a copy of KV if there is nothing else to do. With work that waits it counts as a bubble."""
+        """Wait for a copy of KV if there is nothing else to do. If requests wait meanwhile, it is a bubble."""
         offload = self.parts.offload
         if not nothing_else or offload is None or not offload.moving:
             self._waiting_since_s = None

@@ -1,4 +1,4 @@
-"""The invariants of docs/architecture.md, each seen to hold and each seen to be missed when it is broken."""
+"""Invariants of docs/architecture.md, seen to hold, and seen to be caught when they are broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The allocator: which pages a sequence gets, which it shares, who has them after it. The scheduler decides who runs.
+"""Which pages a sequence gets, which it shares, and who gets them afterwards. The scheduler decides who runs.
 
 A sequence gets its pages from these sources, in `try_admit` and afterwards in `try_grow`:
 

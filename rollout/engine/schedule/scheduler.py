@@ -8,7 +8,7 @@
 The sequences are in the roster. Commands that end sequences go there directly; changes of the weights and sleep go to
 `preemption`.
 
-Rules that keep it right (tests/engine/test_invariants.py breaks each):
+Rules that keep it right:
 - `inflight_refs` rises in `launched` and falls in `commit`, nowhere else.
 - `Roster.settle` is the one place where row and pages of a sequence go back: finalized or LEAVING, and refs 0.
 - A row whose last allowed token is in flight is not planned again.

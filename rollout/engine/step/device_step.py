@@ -34,8 +34,9 @@ def make_forward(model: Decoder, fused_experts: bool, deterministic: bool) -> De
 
 
 class DeviceStep:
-    """The model, its KV and the state of the rows. `forward` runs `model`; with `exact_sums` no score of a row depends
-    on the other rows.
+    """The model, its KV and the state of the rows. `forward` executes `model`.
+
+    With `exact_sums` a row's scores are the same whatever the other rows are.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A slot: the buffers and events of one step in flight.
 
                  host                     device
-    input   [words] int32, pinned  -H2D->  [words] int32      one packed upload a step
+    input   [words] int32, pinned  -H2D->  [words] int32      one packed upload
     output  [4, rows] int32        <-D2H-  [4, rows] int32    token ids, and three log-probs as float bits
     experts [tokens, words] int32  <-D2H-  the same           of its tokens, after the output; where they are kept
 
