@@ -45,6 +45,8 @@ from trainer_bridge.wire.weight_messages import read_token
 __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 
 _ABORT_S = 1.0
+#: For the answer of a worker whose group broke: without it the worker is not tried again, and it may be busy.
+_STILL_THERE_S = 5.0
 _BEGIN_S = 30.0
 _GRACE_S = 5.0  # for the answer to `begin` after a close: its token is needed to abort the update
 _WATCH_S = 1.0  # between two checks for restarted workers
@@ -336,7 +338,7 @@ class WeightPublisher:
             (self._links[recipient.endpoint], {"action": "abort", "token": recipient.token.hex()})
             for recipient in recipients
         ]
-        answers = ask_all(messages, "abort", _ABORT_S, self._closing)
+        answers = ask_all(messages, "abort", _STILL_THERE_S, self._closing)
         alive = []
         for recipient, answer in zip(recipients, answers, strict=True):
             if not isinstance(answer, UNANSWERED):
