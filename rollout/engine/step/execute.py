@@ -15,7 +15,8 @@ and words, and has the same model, KV and row state, computes the same tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from rollout.engine.device.streams import Device, Event, Stream
@@ -89,7 +90,7 @@ class Executor:
         else:
             self._finish(header, slot)
 
-    def draw(self, header: Header, slot: Slot, at: Sequence[int]) -> None:
+    def draw(self, header: Header, slot: Slot, at: Seq[int]) -> None:
         """Enqueue the draw of a step that waits for masks; mask i belongs to the drawing row `at[i]`."""
         slot.masks.set_rows(at)
         self.h2d.run(slot.masks.copy)
