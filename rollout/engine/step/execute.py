@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.kv.page_mover import PageMover
+from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.device_step import DeviceStep
-from rollout.engine.step.features import PLAIN, Feature
 from rollout.engine.step.graphs import DecodeGraphs
-from rollout.engine.step.slot import Slot, StepOutput
+from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, StepInput, Upload
+from rollout.engine.step_output import StepOutput
 
 # Flags of an enum are slow to test.
 _CONSTRAIN = Feature.CONSTRAIN.value
