@@ -25,9 +25,9 @@ from rollout.engine.parts import EngineParts, Links
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.sequence.features import Feature
 from rollout.engine.sleep import Sleeper
 from rollout.engine.step.execute import Executor
-from rollout.engine.step.features import Feature
 from rollout.engine.step.masks import MaskBuilder, usual_threads
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
 from rollout.engine.swap import Swapper

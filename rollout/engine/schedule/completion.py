@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollout.engine.messages import Delta, RequestDone, VersionRuns
-from rollout.engine.schedule.sequence import Group, Sequence
-from rollout.engine.step.expert_trace import ExpertPages
+from rollout.engine.sequence.experts import ExpertPages
+from rollout.engine.sequence.sequence import Group, Sequence
 
 #: Error of a completion whose next token could not be drawn.
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): look at the weights of this version"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.schedule.sequence import Sequence, State
+from rollout.engine.sequence.sequence import Sequence, State
 from rollout.models.lora_slots import AdapterWeights
 
 #: Tokens before a page is needed at which a row is preempted for it, where the page has to be copied first.

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from rollout_kernels.step import begin_step
 
+from rollout.engine.sequence.features import Feature
 from rollout.engine.step.expert_trace import StepExperts
-from rollout.engine.step.features import Feature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.step.scores import StepScores

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from rollout.engine.device.streams import Stream
+from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.expert_trace import StepExperts
-from rollout.engine.step.features import PLAIN, Feature
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import StepInput, Upload, put_decode
 from rollout.models.decoder import Decoder

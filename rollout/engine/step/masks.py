@@ -27,7 +27,7 @@ import torch
 
 from rollout.constraints.matcher import mask_words
 from rollout.engine.device.streams import Device
-from rollout.engine.schedule.sequence import Sequence
+from rollout.engine.sequence.sequence import Sequence
 from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
 
 #: Matchers that may hang, each with a thread and a core; after that every constrained completion ends.

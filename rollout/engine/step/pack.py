@@ -17,8 +17,8 @@ from rollout_kernels import PROMPT_BIT
 
 from rollout.engine.messages import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.schedule.sequence import Sequence
-from rollout.engine.step.features import Feature
+from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
 from rollout.engine.step.scores import SCORED_AT_ONCE

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.engine.kv.pool import PrefixKeys
+from rollout.engine.sequence.prefix_keys import PrefixKeys
 
 
 @dataclass(eq=False, slots=True)
