@@ -32,7 +32,7 @@ from rollout.models.registry import (
     spec_from_config,
     windows_by_type,
 )
-from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
+from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames, RouterSpec
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
 from tests.support.peft_adapters import make_adapter, merged
@@ -216,11 +216,11 @@ def test_experts_and_their_router_may_have_other_names(tmp_path: Path, monkeypat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 def test_a_router_may_score_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function from logits to weights and experts, and its name in the declaration; experts are not fused then."""
+    """A function from logits and the router's spec, and its name in the declaration; experts are not fused then."""
 
-    def by_sigmoid(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        weights_TK, experts_TK = logits_TE.float().sigmoid().topk(top_k, dim=-1)
-        assert not renormalize
+    def by_sigmoid(logits_TE: torch.Tensor, router: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        weights_TK, experts_TK = logits_TE.float().sigmoid().topk(router.top_k, dim=-1)
+        assert not router.renormalize
         return weights_TK, experts_TK
 
     moe = MoEFamily(
@@ -233,12 +233,13 @@ def test_a_router_may_score_in_another_way(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(FAMILIES, "SigmoidForCausalLM", Family(model_type="qwen3_moe", qk_norm="head", moe=moe))
     reference = make_checkpoint("qwen3_moe", tmp_path, **QWEN3_MOE_SIZES, mlp_only_layers=[])
     rename_family(tmp_path, "SigmoidForCausalLM")
+    router = RouterSpec("softmax", 2, renormalize=False)
     for layer in reference.model.layers:
         gate = layer.mlp.gate
 
         def route(x: torch.Tensor, weight: torch.Tensor = gate.weight) -> tuple[torch.Tensor, ...]:
             logits_TE = x.reshape(-1, weight.shape[1]) @ weight.T
-            return logits_TE, *by_sigmoid(logits_TE, 2, False)
+            return logits_TE, *by_sigmoid(logits_TE, router)
 
         monkeypatch.setattr(gate, "forward", route)
     check(load_model(ModelSettings(path=str(tmp_path)), CPU), reference)
