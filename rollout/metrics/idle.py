@@ -77,7 +77,7 @@ class IdleCauses:
         if self._no_work_since_s is not None and planned_s >= self._no_work_since_s:
             self._no_work_since_s = None
 
-    def settle(self, now_s: float) -> None:
+    def count_until(self, now_s: float) -> None:
         """Count a stretch without work that still lasts, up to `now_s`."""
         if self._no_work_since_s is None or now_s <= self._counted_until_s:
             return

@@ -221,7 +221,7 @@ class Meter:
 
     def idle_seconds(self, now: float | None = None) -> dict[str, float]:
         """Seconds since the start in which the compute stream ran nothing, by cause."""
-        self._idle.settle(self._clock() if now is None else now)
+        self._idle.count_until(self._clock() if now is None else now)
         return dict(self._idle.seconds)
 
     # --- parts of readings --------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ class WeightReceiver:
                 self._run_commands()
                 busy = intake.advance()
                 self._answer_messages()
-                intake.settle()
+                intake.follow_up()
             except RolloutError as error:
                 intake.reject(error)
             except Exception as error:  # a fault must not end the thread: the old weights stay in use
