@@ -26,7 +26,7 @@ import zmq
 from rollout.config import SecuritySettings, ServiceSettings
 from rollout.engine.messages import Command, Done, EndSession, EngineStatus, Failed
 from rollout.metrics.mismatch import MismatchBox
-from rollout.process.access import Access
+from rollout.network.access import Access
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
 from rollout.service.connections import Connections, ReplyAddress

@@ -17,7 +17,7 @@ import pytest
 import torch
 import zmq
 
-from rollout.process.access import Access
+from rollout.network.access import Access
 from rollout.weights.destination import StagedDestination
 from rollout.weights.receiver import WeightSocket
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
