@@ -161,7 +161,7 @@ class Engine:
         roster = self.parts.roster
         if self.gate.drain_overdue:
             roster.end_all("cancelled", WORKER_ENDS)
-        roster.events += self.gate.settle(self.parts.pipeline.in_flight, len(roster.groups))
+        roster.events += self.gate.take_answers(self.parts.pipeline.in_flight, len(roster.groups))
         events, roster.events = roster.events, []
         self._send(events)
 

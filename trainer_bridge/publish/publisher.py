@@ -211,7 +211,7 @@ class WeightPublisher:
                     kept.fill(payload)
                 self._publish(payload, handle, self.endpoints)
                 if kept is not None:
-                    kept.settle(payload, handle, self._closing)
+                    kept.keep_finished(payload, handle, self._closing)
             except RolloutError as caught:
                 error = caught
             except Exception as caught:  # the handle reports every error

@@ -208,7 +208,7 @@ class CudaIpcReceiver(TransportReceiver):
         self._taken.append((index, check, fingerprint(data)))
         return False
 
-    def settle(self, incoming: IncomingUpdate) -> None:
+    def wait_copied(self, incoming: IncomingUpdate) -> None:
         """Wait for the copies in progress. Raises `WeightsRejected` for a damaged bucket."""
         taken, self._taken = self._taken, []
         for (index, check, _), found in zip(taken, _low_words([found for *_, found in taken]), strict=True):
