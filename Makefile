@@ -38,7 +38,7 @@ test: $(DEV_READY) ## unit, engine, service and robustness tests; those that nee
 	@gpu=$$($(BIN)/python -c 'import torch; print("" if torch.cuda.is_available() else "not gpu and ")') && \
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$$gpu not nightly" $(ARGS)
 
-test-nightly: $(DEV_READY) ## soak, benchmark scripts, full grids of kernel shapes
+test-nightly: $(DEV_READY) ## soak, benchmark scripts, full grids of kernel shapes, full counts of hostile messages
 	$(BIN)/python -m pytest -m 'nightly and not gpu' --timeout 3000 $(ARGS)
 
 # Needs no network and leaves the machine's own torch as it is: only what WHEELS holds beside torch is added, in a

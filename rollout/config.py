@@ -1,7 +1,7 @@
 """The settings of a worker: name, type, default, unit and meaning of each.
 
 A setting comes from a TOML file, then the environment, then the command line; the later one wins (see
-`rollout.process.settings_sources`). A key that is not declared here is an error.
+`rollout.settings_sources`). A key that is not declared here is an error.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ requests back and ends the worker with status HUNG.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 import logging
@@ -54,13 +53,12 @@ from rollout.models.decoder import Decoder
 from rollout.models.loader import fetch
 from rollout.models.lora_slots import AdapterWeights
 from rollout.models.peft_tensors import load_peft_folder
-from rollout.process.access import Access
+from rollout.network.access import Access
+from rollout.network.ports import check_free
 from rollout.process.announce import say, write_whole
-from rollout.process.libraries import freeze_heap
+from rollout.process.garbage_collection import collect_and_freeze
 from rollout.process.logs import set_up, worker_name
-from rollout.process.ports import check_free
 from rollout.process.progress import stage
-from rollout.process.settings_sources import SettingsError
 from rollout.process.watchdog import Watchdog
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.outbox import Outbox
@@ -70,6 +68,7 @@ from rollout.service.server import ServedEngine, ServedText, Server
 from rollout.service.text.codec import load_text_codec
 from rollout.service.text.process import TextProcess
 from rollout.service.vitals import Vitals
+from rollout.settings_sources import SettingsError
 from rollout.weights.adapter_target import AdapterTarget
 from rollout.weights.receiver import WeightReceiver
 
@@ -333,7 +332,7 @@ def serve(settings: Settings, restarts: int = 0) -> int:
     with stage("loading weights") as advance:
         loaded = load_model(settings.model, device.torch_device, advance, folder, settings.engine.expert_format)
     worker = Worker(settings, loaded, sinks, health, restarts)
-    settle_heap()
+    collect_and_freeze()
     worker.start()
     status = FAILED
     try:
@@ -341,16 +340,6 @@ def serve(settings: Settings, restarts: int = 0) -> int:
         return status
     finally:
         worker.close(status)
-
-
-def settle_heap() -> None:
-    """Exclude the objects that exist after start-up from later garbage collections.
-
-    The libraries create half a million objects that live as long as the process. Each full collection would visit all
-    of them while the loop waits.
-    """
-    gc.collect()
-    freeze_heap()
 
 
 def check_settings(settings: Settings) -> Device:

@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args, get_origin
 import trainer_bridge
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.metrics.prometheus import prometheus_name
-from rollout.process.settings_sources import SettingKey, setting_keys
 from rollout.service.errors import ErrorCode
+from rollout.settings_sources import SettingKey, setting_keys
 from trainer_bridge.wire.errors import RolloutError
 from trainer_bridge.wire.sampling_rules import RULES, SamplingRule
 

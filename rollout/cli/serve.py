@@ -1,7 +1,7 @@
 """`rollout serve`: runs a worker, with a flag for every setting.
 
 The flags are made from the declarations in `rollout.config`. Their values are text here, and
-`rollout.process.settings_sources` parses them like values of the environment.
+`rollout.settings_sources` parses them like values of the environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout.cli.parser import CommandError, Parser, UsageError
 from rollout.config import Settings
 from rollout.process.announce import withdraw
 from rollout.process.logs import set_up, worker_name
-from rollout.process.settings_sources import POSITIONAL, SettingKey, SettingsError, load_settings, setting_keys
+from rollout.settings_sources import POSITIONAL, SettingKey, SettingsError, load_settings, setting_keys
 
 DESCRIPTION = (
     "Serve a checkpoint over ZeroMQ. Settings come from --config, then ROLLOUT_<SECTION>__<KEY> environment variables, "
@@ -154,7 +154,7 @@ def command_line(config: str | None, flags: Mapping[str, Any]) -> list[str]:
 
 def _supervise(settings: Settings, command: list[str]) -> int:
     from rollout.metrics.wandb_mode import wandb_mode
-    from rollout.process.access import Access
+    from rollout.network.access import Access
     from rollout.supervisor import Supervisor, assign_devices
 
     set_up(settings.log_level, settings.log_format, worker_name())
@@ -177,7 +177,7 @@ def _serve(settings: Settings, restarts: int) -> int:
     for name in os.environ.keys() - worker_environment(os.environ, {}).keys():
         del os.environ[name]  # set by a launcher of ranks; W&B would log into the trainer's run
     set_up(settings.log_level, settings.log_format, worker_name())  # before the imports, which may warn
-    from rollout.process.libraries import loading_libraries
+    from rollout.process.garbage_collection import loading_libraries
     from rollout.process.progress import stage
 
     with stage("loading libraries", quiet=True), loading_libraries():

@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.steps <= _MAX_STEPS:
         raise UsageError(f"--steps must be from 1 to {_MAX_STEPS}; got {args.steps}")
     from rollout.metrics.chrome_trace import TRACKS, chrome_trace
-    from rollout.metrics.overlap import COLOURS, clipped, device_spans, host_spans, overlap, shares
+    from rollout.metrics.overlap import COLOURS, clipped, device_intervals, host_intervals, overlap, shares
 
     reply, recording = _fetch(args)
     model = str(reply.get("model")).rstrip("/").rpartition("/")[2]
     name = f"{model} on {reply.get('worker')}"
-    device = device_spans(recording.steps)
-    host = clipped(host_spans(recording.steps), device[0][0], device[-1][1])  # the recording has only these steps
+    device = device_intervals(recording.steps)
+    host = clipped(host_intervals(recording.steps), device[0][0], device[-1][1])  # the recording has only these steps
     stretches = overlap(device, host)
     caption = _caption(len(recording.steps), stretches[-1][0][1] - stretches[0][0][0], shares(stretches))
     try:

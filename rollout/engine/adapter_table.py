@@ -78,7 +78,8 @@ class AdapterUse:
 
     adapter: Adapter | None
     slot: AdapterSlot | None = None  # while the sequence has a row
-    marks: list[tuple[int, int]] = field(default_factory=list)  # (token, version): that token is the first by it
+    #: (token, version): that token is the first by it.
+    version_changes: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def edition(self) -> int:
@@ -89,11 +90,11 @@ class AdapterUse:
         """From `token` on, tokens are drawn with the adapter's present version."""
         if self.adapter is None:
             return
-        marks, version = self.marks, self.adapter.version
-        if marks and marks[-1][0] == token:
-            marks.pop()
-        if not marks or marks[-1][1] != version:
-            marks.append((token, version))
+        changes, version = self.version_changes, self.adapter.version
+        if changes and changes[-1][0] == token:
+            changes.pop()
+        if not changes or changes[-1][1] != version:
+            changes.append((token, version))
 
 
 class AdapterRegistry:

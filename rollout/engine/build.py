@@ -14,18 +14,6 @@ from rollout.config import EngineSettings, Settings
 from rollout.engine.adapter_table import AdapterRegistry, AdapterTable
 from rollout.engine.device.cuda_pages import CudaPages
 from rollout.engine.device.releasable import HostPages, ReleasableMemory
-from rollout.engine.device.sizing import (
-    DeviceMemory,
-    PoolSize,
-    adapter_host_bytes,
-    check_row_state,
-    host_kv_pages,
-    kv_dtype,
-    kv_pages,
-    no_room_for_steps,
-    staging_bytes,
-    weight_bytes,
-)
 from rollout.engine.device.streams import CpuDevice, Device, Stream
 from rollout.engine.gate import Gate
 from rollout.engine.kv.allocator import PageAllocator, pages_for
@@ -40,9 +28,22 @@ from rollout.engine.schedule.admission import SchedulerLimits
 from rollout.engine.schedule.completion import Counters
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.sequence.experts import ExpertPages
+from rollout.engine.sizing import (
+    DeviceMemory,
+    PoolSize,
+    adapter_host_bytes,
+    check_row_state,
+    host_kv_pages,
+    kv_dtype,
+    kv_pages,
+    no_room_for_steps,
+    staging_bytes,
+    weight_bytes,
+)
 from rollout.engine.step.device_step import DeviceStep, make_forward
 from rollout.engine.step.execute import Executor, Streams
-from rollout.engine.step.expert_trace import ExpertPages, routing_shape
+from rollout.engine.step.expert_trace import routing_shape
 from rollout.engine.step.graphs import DecodeGraphs, Progress, capturable
 from rollout.engine.step.pack import PADDING_WORDS, Packer, slot_words, upload_words
 from rollout.engine.step.pipeline import Pipeline

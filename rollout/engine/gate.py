@@ -3,7 +3,7 @@
 The loop, the weight receiver and the service all ask this one object. Its state has five parts. Each part changes on
 its own, and the answers follow from all five:
 
-    life     serving --drain--> draining --settle: no request, no step--> stopped
+    life     serving --drain--> draining --take_answers: no request, no step--> stopped
     pause    open --pause--> paused --resume, drain--> open
     sleep    awake --fall_asleep--> falling --slept--> asleep --wake_up--> awake
                                        '-------- wake_up (refused) --------^
@@ -27,8 +27,8 @@ its own, and the answers follow from all five:
 "As ordered" is `Sleep.requests`: requests wait, or are refused. A step that is launched during a swap runs after the
 copy, because both use the compute stream.
 
-Who waits: a `pause` and a `drain` wait with their tokens, and `settle` returns the answers. The receiver waits for the
-hold with a callback. A sleep waits for `update_inside` and `swapping` to become false (`sleep.py` polls them).
+Who waits: a `pause` and a `drain` wait with their tokens, and `take_answers` returns the answers. The receiver waits
+for the hold with a callback. A sleep waits for `update_inside` and `swapping` to become false (`sleep.py` polls them).
 
 Threads. Only the loop calls the methods of "the loop's changes". Any thread may ask the questions, and any thread may
 call the methods of "the weight receiver". A lock orders the changes of the hold, which both threads make, and the begin
@@ -172,7 +172,7 @@ class Gate:
         """True when a drain has taken longer than `drain_s`: end what is left."""
         return self.draining and time.perf_counter() >= self._drain_until_s
 
-    def settle(self, in_flight: int, unfinished: int) -> list[Done]:
+    def take_answers(self, in_flight: int, unfinished: int) -> list[Done]:
         """The answers that are now due, given the steps in flight and the unfinished requests; stop if drained."""
         if in_flight:
             return []

@@ -15,7 +15,7 @@ from typing import Any
 from rollout.engine.loop import Engine
 from rollout.engine.messages import EngineStatus, OffloadStatus, SequenceStatus, SwapStatus
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.schedule.sequence import Sequence, State
+from rollout.engine.sequence.sequence import Sequence, State
 from rollout.metrics.definitions import percent
 from rollout.metrics.recording import Recording
 from rollout.metrics.step_timing import StepTiming

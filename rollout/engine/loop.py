@@ -25,9 +25,9 @@ from rollout.engine.parts import EngineParts, Links
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
+from rollout.engine.sequence.features import Feature
 from rollout.engine.sleep import Sleeper
 from rollout.engine.step.execute import Executor
-from rollout.engine.step.features import Feature
 from rollout.engine.step.masks import MaskBuilder, usual_threads
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
 from rollout.engine.swap import Swapper
@@ -145,7 +145,7 @@ class Engine:
         self.gate.grant_hold()
 
     def _wait_for_copies(self, nothing_else: bool, idle: bool) -> None:
-        """Wait for a copy of KV if there is nothing else to do. With work that waits it counts as a bubble."""
+        """Wait for a copy of KV if there is nothing else to do. If requests wait meanwhile, it is a bubble."""
         offload = self.parts.offload
         if not nothing_else or offload is None or not offload.moving:
             self._waiting_since_s = None
@@ -161,7 +161,7 @@ class Engine:
         roster = self.parts.roster
         if self.gate.drain_overdue:
             roster.end_all("cancelled", WORKER_ENDS)
-        roster.events += self.gate.settle(self.parts.pipeline.in_flight, len(roster.groups))
+        roster.events += self.gate.take_answers(self.parts.pipeline.in_flight, len(roster.groups))
         events, roster.events = roster.events, []
         self._send(events)
 

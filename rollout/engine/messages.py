@@ -30,8 +30,8 @@ SessionKey = tuple[str, str]
 VERSION_END = 2**63
 #: Runs of (weights version, number of tokens); the numbers add up to all tokens.
 VersionRuns = list[tuple[int, int]]
-#: The most entries of a request's logit bias, and stop token ids (eos ids included): each row has room for them on
-#: the device.
+#: The most entries of a request's logit bias, and the most stop token ids (eos ids included) of a request with
+#: `min_tokens`: each row has room for them on the device. Without `min_tokens` only the host compares stop token ids.
 MAX_LOGIT_BIAS = 512
 MAX_STOP_IDS = 64
 #: The most top tokens that a request can ask for at each position: the slots' buffers have this size.

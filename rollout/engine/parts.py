@@ -1,4 +1,4 @@
-"""What an engine is made of: parts that a fault may leave half-way, and links to other threads that outlive it.
+"""What an engine is made of: parts that a fault may leave inconsistent, and links to other threads that outlive it.
 
     Links         made first, in the worker: inbox, emit, gate, receiver, adapter registry
     EngineParts   built from settings, model and links (`build.py`); built anew after a fault

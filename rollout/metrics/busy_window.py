@@ -13,7 +13,7 @@ class BusyWindow:
     SPAN_S = 10.0
     BUCKET_S = 0.1
     _KEPT = round(SPAN_S / BUCKET_S)
-    _RING = _KEPT + 28  # a report may come a little after the newest span, or before it
+    _RING = _KEPT + 28  # a report may come a little after the newest interval, or before it
 
     def __init__(self, start_s: float) -> None:
         self._start_s = start_s
@@ -25,7 +25,7 @@ class BusyWindow:
         self.total_busy_s = 0.0
 
     def add(self, start_s: float, end_s: float, tokens: int) -> None:
-        """Count one busy span; its tokens count at its end."""
+        """Count one busy interval; its tokens count at its end."""
         start_s = max(start_s, self._busy_until)
         if end_s > start_s:
             self.total_busy_s += end_s - start_s

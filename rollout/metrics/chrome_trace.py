@@ -85,9 +85,9 @@ def _step(number: int, step: StepTiming) -> Iterator[dict[str, Any]]:
         yield _slice("loop", "commit", committed, done, facts)
         if step.finalized_at_s is not None:
             yield _slice("loop", "finalize", done, step.finalized_at_s, facts)
-    for track, span in (("h2d", step.h2d), ("d2h", step.d2h)):
-        if span is not None:
-            yield _slice(track, track, *span, facts)
+    for track, interval in (("h2d", step.h2d), ("d2h", step.d2h)):
+        if interval is not None:
+            yield _slice(track, track, *interval, facts)
     for begin_s, end_s in step.busy:  # two if the step waited for masks: forward and draw
         yield _slice("compute", step.kind, begin_s, end_s, facts)
     for name, value in zip(_COUNTERS, (step.rows, step.zombie_rows), strict=True):

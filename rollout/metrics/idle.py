@@ -21,8 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-#: (begin, end), seconds.
-Span = tuple[float, float]
+from rollout.metrics.step_timing import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,8 @@ class IdleCauses:
         self.seconds = dict.fromkeys(IDLE_CAUSES, 0.0)
         self._counted_until_s = start_s
         self._no_work_since_s: float | None = start_s
-        self._holds: dict[str, Span] = {}  # the newest swap and the newest offload
-        self._last_rest: tuple[str, Span] | None = None  # the stretch from which a late report may take its part
+        self._holds: dict[str, Interval] = {}  # the newest swap and the newest offload
+        self._last_rest: tuple[str, Interval] | None = None  # the stretch from which a late report may take its part
 
     def no_work(self, since_s: float) -> None:
         """There is nothing to launch since `since_s`. Repeated calls are ignored until a step ends the stretch."""
@@ -61,10 +60,10 @@ class IdleCauses:
 
     def stream_held(self, cause: Literal["swap", "offload"], start_s: float, end_s: float) -> None:
         """A swap or an offload held the compute stream."""
-        self._holds[cause] = span = (start_s, end_s)
+        self._holds[cause] = held = (start_s, end_s)
         if self._last_rest is not None:
             rest_cause, rest = self._last_rest
-            taken_s = _overlap(rest, span)
+            taken_s = _overlap(rest, held)
             self.seconds[rest_cause] -= taken_s
             self.seconds[cause] += taken_s
 
@@ -78,7 +77,7 @@ class IdleCauses:
         if self._no_work_since_s is not None and planned_s >= self._no_work_since_s:
             self._no_work_since_s = None
 
-    def settle(self, now_s: float) -> None:
+    def count_until(self, now_s: float) -> None:
         """Count a stretch without work that still lasts, up to `now_s`."""
         if self._no_work_since_s is None or now_s <= self._counted_until_s:
             return
@@ -90,25 +89,25 @@ class IdleCauses:
             idle = (before[1][0], now_s)
         self._last_rest = ("no_work", (max(idle[0], self._no_work_since_s), now_s))
 
-    def _split(self, rest_cause: str, planned_s: float, idle: Span) -> None:
+    def _split(self, rest_cause: str, planned_s: float, idle: Interval) -> None:
         rest_s = idle[1] - idle[0]
-        waiting: Span | None = None
+        waiting: Interval | None = None
         if self._no_work_since_s is not None:
             waiting = max(idle[0], self._no_work_since_s), min(idle[1], max(self._no_work_since_s, planned_s))
         no_work_s = 0.0 if waiting is None else max(0.0, waiting[1] - waiting[0])
         held_s = 0.0
-        for cause, span in self._disjoint_holds():
-            taken_s = _overlap(idle, span)
+        for cause, held in self._disjoint_holds():
+            taken_s = _overlap(idle, held)
             self.seconds[cause] += taken_s
             held_s += taken_s
             if waiting is not None:
-                no_work_s -= _overlap(waiting, span)
+                no_work_s -= _overlap(waiting, held)
         self.seconds["no_work"] += no_work_s
         self.seconds[rest_cause] += rest_s - held_s - no_work_s
         if not held_s and not no_work_s:
             self._last_rest = (rest_cause, idle)
 
-    def _disjoint_holds(self) -> Iterator[tuple[str, Span]]:
+    def _disjoint_holds(self) -> Iterator[tuple[str, Interval]]:
         """The swap, and the parts of the offload outside it; some may be empty."""
         swap = self._holds.get("swap")
         for cause, (start_s, end_s) in self._holds.items():
@@ -153,5 +152,5 @@ def _interpolated(one: _Reading, other: _Reading, at_s: float) -> dict[str, floa
     return {cause: one[1][cause] + share * (other[1][cause] - one[1][cause]) for cause in IDLE_CAUSES}
 
 
-def _overlap(one: Span, other: Span) -> float:
+def _overlap(one: Interval, other: Interval) -> float:
     return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))

@@ -1,7 +1,7 @@
 """Counts what the loop did, at a cost of microseconds a step and in constant memory.
 
 Only the loop thread calls the meter, except for `recent_steps` and `recent_swaps`; nothing locks. Times are seconds of
-the meter's clock (`time.perf_counter`); the caller has converted spans on a CUDA device to that clock. A step counts
+the meter's clock (`time.perf_counter`); the caller has converted times of a CUDA device to it. A step counts
 when it is committed, so a report lags by the step in flight.
 """
 
@@ -80,9 +80,9 @@ class Meter:
     def step(self, record: StepTiming) -> None:
         """Count one committed step. Steps come in the order in which the compute stream ran them."""
         wait = record.mask_wait
-        span_s = record.end_s - record.start_s - (0.0 if wait is None else wait[1] - wait[0])
+        ran_s = record.end_s - record.start_s - (0.0 if wait is None else wait[1] - wait[0])
         host_s = record.plan_s + record.launch_s + record.commit_s
-        self._fresh.step(record.kind, span_s, host_s, record.rows, record.zombie_rows, record.tokens)
+        self._fresh.step(record.kind, ran_s, host_s, record.rows, record.zombie_rows, record.tokens)
         planned_s = record.start_s if record.planned_at_s is None else record.planned_at_s
         if wait is None:
             self._idle.step(record.kind, planned_s, record.start_s, record.end_s)
@@ -106,7 +106,7 @@ class Meter:
         self._idle.no_work(since_s)
 
     def swap(self, start_s: float, end_s: float, version: int, nbytes: int = 0) -> None:
-        """Count one swap of the weights: the span in which it held the compute stream, the new version, its bytes."""
+        """Count one swap of the weights: when it held the compute stream, the new version, its bytes."""
         self._idle.stream_held("swap", start_s, end_s)
         self._by_version.swapped(version, self._served(end_s), end_s - start_s)
         self._swaps += 1
@@ -221,7 +221,7 @@ class Meter:
 
     def idle_seconds(self, now: float | None = None) -> dict[str, float]:
         """Seconds since the start in which the compute stream ran nothing, by cause."""
-        self._idle.settle(self._clock() if now is None else now)
+        self._idle.count_until(self._clock() if now is None else now)
         return dict(self._idle.seconds)
 
     # --- parts of readings --------------------------------------------------------------------------------------------

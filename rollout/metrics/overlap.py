@@ -16,10 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.metrics.step_timing import StepTiming
-
-#: (begin, end), seconds.
-Span = tuple[float, float]
+from rollout.metrics.step_timing import Interval, StepTiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +37,13 @@ COLOURS: Mapping[str, Colour] = {
 }
 
 
-def device_spans(records: Sequence[StepTiming]) -> list[Span]:
-    """The spans in which the compute stream ran a step: disjoint and in order."""
-    return merged([span for record in records for span in record.busy])
+def device_intervals(records: Sequence[StepTiming]) -> list[Interval]:
+    """The intervals in which the compute stream ran a step: disjoint and in order."""
+    return merged([interval for record in records for interval in record.busy])
 
 
-def host_spans(records: Sequence[StepTiming]) -> list[Span]:
-    """The spans in which the host worked: disjoint and in order.
+def host_intervals(records: Sequence[StepTiming]) -> list[Interval]:
+    """The intervals in which the host worked: disjoint and in order.
 
     The records need `planned_at_s` and `committed_at_s`.
     """
@@ -63,24 +60,26 @@ def host_spans(records: Sequence[StepTiming]) -> list[Span]:
             masks.append(record.mask_wait)
         if record.idle_after:
             idle_from.add(record.committed_at_s)
-    spans = sorted(launches + commits)
+    intervals = sorted(launches + commits)
     began = {begin for begin, _ in launches}
     # The host works from a commit to the launch that follows it, unless there was nothing to launch.
     waiting = began | idle_from
-    turns = [(a[0], b[1]) for a, b in zip(spans, spans[1:], strict=False) if b[0] in began and a[0] not in waiting]
-    return merged(spans + turns + masks)
+    turns = [
+        (a[0], b[1]) for a, b in zip(intervals, intervals[1:], strict=False) if b[0] in began and a[0] not in waiting
+    ]
+    return merged(intervals + turns + masks)
 
 
 def active_share(records: Sequence[StepTiming]) -> float:
     """Share of the time from the first step's start to the last one's end in which the compute stream ran a step."""
-    spans = device_spans(records)
-    return sum(end - begin for begin, end in spans) / (spans[-1][1] - spans[0][0])
+    intervals = device_intervals(records)
+    return sum(end - begin for begin, end in intervals) / (intervals[-1][1] - intervals[0][0])
 
 
-def merged(spans: Sequence[Span]) -> list[Span]:
-    """The union of spans as disjoint spans in order."""
-    result: list[Span] = []
-    for begin, end in sorted(spans):
+def merged(intervals: Sequence[Interval]) -> list[Interval]:
+    """The union of intervals as disjoint intervals in order."""
+    result: list[Interval] = []
+    for begin, end in sorted(intervals):
         if result and begin <= result[-1][1]:
             result[-1] = (result[-1][0], max(result[-1][1], end))
         else:
@@ -88,20 +87,20 @@ def merged(spans: Sequence[Span]) -> list[Span]:
     return result
 
 
-def clipped(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
-    """The parts of the spans that lie between two moments."""
-    return [(max(a, begin), min(b, end)) for a, b in spans if b > begin and a < end]
+def clipped(intervals: Sequence[Interval], begin: float, end: float) -> list[Interval]:
+    """The parts of the intervals that lie between two moments."""
+    return [(max(a, begin), min(b, end)) for a, b in intervals if b > begin and a < end]
 
 
-def overlap(device: Sequence[Span], host: Sequence[Span]) -> list[tuple[Span, str]]:
-    """Adjacent stretches from the first span to the last, each with a key of `COLOURS`.
+def overlap(device: Sequence[Interval], host: Sequence[Interval]) -> list[tuple[Interval, str]]:
+    """Adjacent stretches from the first interval to the last, each with a key of `COLOURS`.
 
-    The spans of one side are disjoint.
+    The intervals of one side are disjoint.
     """
-    # Spans that were read from JSON are lists.
-    device, host = (sorted((begin, end) for begin, end in spans) for spans in (device, host))
-    moments = sorted({moment for span in (*device, *host) for moment in span})
-    stretches: list[tuple[Span, str]] = []
+    # Intervals that were read from JSON are lists.
+    device, host = (sorted((begin, end) for begin, end in intervals) for intervals in (device, host))
+    moments = sorted({moment for interval in (*device, *host) for moment in interval})
+    stretches: list[tuple[Interval, str]] = []
     for begin, end in zip(moments, moments[1:], strict=False):
         middle = (begin + end) / 2
         who = _WHO[_covers(device, middle), _covers(host, middle)]
@@ -115,13 +114,13 @@ def overlap(device: Sequence[Span], host: Sequence[Span]) -> list[tuple[Span, st
 _WHO = {(True, True): "both", (True, False): "device", (False, True): "host", (False, False): "neither"}
 
 
-def _covers(spans: Sequence[Span], moment: float) -> bool:
-    """True if the moment lies in one of the spans, which are in order."""
-    place = bisect_right(spans, (moment, math.inf)) - 1
-    return place >= 0 and moment < spans[place][1]
+def _covers(intervals: Sequence[Interval], moment: float) -> bool:
+    """True if the moment lies in one of the intervals, which are in order."""
+    place = bisect_right(intervals, (moment, math.inf)) - 1
+    return place >= 0 and moment < intervals[place][1]
 
 
-def shares(stretches: Sequence[tuple[Span, str]]) -> dict[str, float]:
+def shares(stretches: Sequence[tuple[Interval, str]]) -> dict[str, float]:
     """Percent of the whole time by key of `COLOURS`."""
     seconds = dict.fromkeys(COLOURS, 0.0)
     for (begin, end), who in stretches:
@@ -130,8 +129,10 @@ def shares(stretches: Sequence[tuple[Span, str]]) -> dict[str, float]:
     return {who: 100.0 * spent_s / wall_s if wall_s else 0.0 for who, spent_s in seconds.items()}
 
 
-def write_overlap(lanes: Mapping[str, tuple[Sequence[Span], Sequence[Span]]], path: str | Path, title: str) -> None:
-    """Draw lanes of (device spans, host spans) into a PNG, top to bottom; each begins at its own first span.
+def write_overlap(
+    lanes: Mapping[str, tuple[Sequence[Interval], Sequence[Interval]]], path: str | Path, title: str
+) -> None:
+    """Draw lanes of (device intervals, host intervals) into a PNG, top to bottom; each begins at its own first one.
 
     Raises:
         ValueError: a lane is empty, or matplotlib is not installed.

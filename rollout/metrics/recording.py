@@ -21,8 +21,8 @@ _KINDS = ("decode", "prefill")
 _COUNTS = ("rows", "zombie_rows", "tokens", "version", "idle_after")
 _DURATIONS = ("plan_s", "launch_s", "commit_s")
 _MOMENTS = ("start_s", "end_s", "planned_at_s", "committed_at_s")
-_SPANS = {"h2d": "h2d", "d2h": "d2h", "mask_wait": "held"}  # name in `StepTiming`: name in the reply
-_OPTIONAL = (*(f"{span}_{end}_s" for span in _SPANS.values() for end in ("start", "end")), "finalized_at_s")
+_INTERVALS = {"h2d": "h2d", "d2h": "d2h", "mask_wait": "held"}  # name in `StepTiming`: name in the reply
+_OPTIONAL = (*(f"{interval}_{end}_s" for interval in _INTERVALS.values() for end in ("start", "end")), "finalized_at_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Recording:
             steps[name] = np.array([getattr(step, name) for step in self.steps], dtype)
         for name in (*_DURATIONS, *_MOMENTS, "finalized_at_s"):
             steps[name] = _seconds([getattr(step, name) for step in self.steps])
-        for attribute, name in _SPANS.items():
-            spans = [getattr(step, attribute) or (None, None) for step in self.steps]
-            steps[f"{name}_start_s"] = _seconds([begin for begin, _ in spans])
-            steps[f"{name}_end_s"] = _seconds([end for _, end in spans])
+        for attribute, name in _INTERVALS.items():
+            intervals = [getattr(step, attribute) or (None, None) for step in self.steps]
+            steps[f"{name}_start_s"] = _seconds([begin for begin, _ in intervals])
+            steps[f"{name}_end_s"] = _seconds([end for _, end in intervals])
         swaps = {
             "version": np.array([swap.version for swap in self.swaps], np.int64),
             "start_s": _seconds([swap.start_s for swap in self.swaps]),
@@ -88,16 +88,16 @@ def _shifted(step: StepTiming, by_s: float) -> StepTiming:
     def moved(moment: float | None) -> float | None:
         return None if moment is None else moment - by_s
 
-    def span(pair: tuple[float, float] | None) -> tuple[float, float] | None:
+    def interval(pair: tuple[float, float] | None) -> tuple[float, float] | None:
         return None if pair is None else (pair[0] - by_s, pair[1] - by_s)
 
     return replace(
         step,
         start_s=step.start_s - by_s,
         end_s=step.end_s - by_s,
-        h2d=span(step.h2d),
-        d2h=span(step.d2h),
-        mask_wait=span(step.mask_wait),
+        h2d=interval(step.h2d),
+        d2h=interval(step.d2h),
+        mask_wait=interval(step.mask_wait),
         planned_at_s=moved(step.planned_at_s),
         committed_at_s=moved(step.committed_at_s),
         finalized_at_s=moved(step.finalized_at_s),
@@ -125,7 +125,7 @@ def _columns(
 
 
 def _step(row: Mapping[str, Any]) -> StepTiming:
-    def span(name: str) -> tuple[float, float] | None:
+    def interval(name: str) -> tuple[float, float] | None:
         begin, end = row[f"{name}_start_s"], row[f"{name}_end_s"]
         return None if math.isnan(begin) or math.isnan(end) else (begin, end)
 
@@ -134,9 +134,9 @@ def _step(row: Mapping[str, Any]) -> StepTiming:
     finalized = row["finalized_at_s"]
     return StepTiming(
         kind=_KINDS[row["kind"]],
-        h2d=span("h2d"),
-        d2h=span("d2h"),
-        mask_wait=span("held"),
+        h2d=interval("h2d"),
+        d2h=interval("d2h"),
+        mask_wait=interval("held"),
         finalized_at_s=None if math.isnan(finalized) else finalized,
         **kept,
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: (begin, end), seconds.
+Interval = tuple[float, float]
+
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
     """One committed step.
 
-    Phases of the host are durations in seconds. Everything on the device is a span of moments on the meter's clock.
+    Phases of the host are durations in seconds. Everything on the device is an interval on the meter's clock.
     """
 
     kind: str  # "decode" or "prefill"
@@ -22,19 +25,19 @@ class StepTiming:
     start_s: float  # the compute stream began the step
     end_s: float
     version: int  # weights version of the step
-    h2d: tuple[float, float] | None = None
-    d2h: tuple[float, float] | None = None
+    h2d: Interval | None = None
+    d2h: Interval | None = None
     planned_at_s: float | None = None  # the host began to plan
     committed_at_s: float | None = None  # the host began to commit
     finalized_at_s: float | None = None  # everything that the commit produced was handed over
     idle_after: bool = False  # at that moment there was nothing to launch
     input_tokens: int = 0
     max_context: int = 0  # longest context of a row, tokens
-    mask_wait: tuple[float, float] | None = None  # the device waited for masks between forward and draw
+    mask_wait: Interval | None = None  # the device waited for masks between forward and draw
 
     @property
-    def busy(self) -> tuple[tuple[float, float], ...]:
-        """The spans in which the compute stream ran the step: two if it waited for masks, otherwise one."""
+    def busy(self) -> tuple[Interval, ...]:
+        """The intervals in which the compute stream ran the step: two if it waited for masks, otherwise one."""
         if self.mask_wait is None:
             return ((self.start_s, self.end_s),)
         return (self.start_s, self.mask_wait[0]), (self.mask_wait[1], self.end_s)
@@ -42,7 +45,7 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class SwapTiming:
-    """One swap of the weights: the version that it brought, and the span in which it held the compute stream."""
+    """One swap of the weights: the version that it brought, and the interval in which it held the compute stream."""
 
     version: int
     start_s: float

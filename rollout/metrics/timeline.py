@@ -68,9 +68,9 @@ def bars(records: Sequence[StepTiming]) -> dict[str, list[Bar]]:
         result["plan"].append((planned, record.plan_s))
         result["launch"].append((planned + record.plan_s, record.launch_s))
         result["commit"].append((committed, record.commit_s))
-        for name, span in (("h2d", record.h2d), ("d2h", record.d2h)):
-            if span is not None:
-                result[name].append((span[0], span[1] - span[0]))
+        for name, interval in (("h2d", record.h2d), ("d2h", record.d2h)):
+            if interval is not None:
+                result[name].append((interval[0], interval[1] - interval[0]))
         for begin, end in record.busy:
             result["decode" if record.kind == "decode" else "prefill"].append((begin, end - begin))
             if busy_until is not None and begin > busy_until:
@@ -94,7 +94,7 @@ def write_timeline(records: Sequence[StepTiming], path: str | Path, title: str) 
     except ImportError as error:
         raise ValueError("a timeline needs matplotlib: pip install 'rollout-engine[plot]'") from error
     drawn = bars(records)
-    origin = min(begin for spans in drawn.values() for begin, _ in spans)
+    origin = min(begin for intervals in drawn.values() for begin, _ in intervals)
     figure = Figure(figsize=(14, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -115,7 +115,7 @@ def idle_pct(drawn: dict[str, list[Bar]]) -> float:
 
 
 def _draw(axes: Any, drawn: dict[str, list[Bar]], origin: float) -> None:
-    for name, spans in drawn.items():
+    for name, intervals in drawn.items():
         lane = LANES.index(LANE_OF[name])
         # The edge keeps bars visible that are shorter than a pixel.
         look: dict[str, Any] = {"facecolors": COLOURS[name], "edgecolors": COLOURS[name], "linewidth": 0.8}
@@ -123,7 +123,7 @@ def _draw(axes: Any, drawn: dict[str, list[Bar]], origin: float) -> None:
             look = {"facecolors": "none", "edgecolors": COLOURS[name], "hatch": "////", "linewidth": 0.5}
         elif name in ("decode", "prefill"):
             look |= {"edgecolors": "white", "linewidth": 0.6}
-        milliseconds = [(1e3 * (begin - origin), 1e3 * length) for begin, length in spans]
+        milliseconds = [(1e3 * (begin - origin), 1e3 * length) for begin, length in intervals]
         axes.broken_barh(milliseconds, (lane - 0.38, 0.76), label=MEANINGS[name], **look)
     axes.set_yticks(range(len(LANES)), LANES)
     axes.set_ylim(len(LANES) - 0.5, -0.5)

@@ -32,10 +32,18 @@ from rollout.models.batch import AttentionBatch, KVCache, LayerKV
 from rollout.models.coded_experts import CodedView
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.names import Region, one_name
-from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, Scoring
+from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, RouterSpec, Scoring
 
-#: From router logits to weights and experts of each token; takes (logits, experts a token, renormalise).
-ROUTES: dict[Scoring, Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]] = {"softmax": route}
+
+def route_by_softmax(logits_TE: torch.Tensor, router: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts with the largest logits, weighted by their softmax."""
+    return route(logits_TE, router.top_k, router.renormalize)
+
+
+#: From router logits [T, E] to weights and experts of each token, [T, K], by the router's spec.
+ROUTES: dict[Scoring, Callable[[torch.Tensor, RouterSpec], tuple[torch.Tensor, torch.Tensor]]] = {
+    "softmax": route_by_softmax
+}
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -314,7 +322,7 @@ class SparseFeedForward(Block):
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
         """The weighted outputs of each token's experts, whose numbers go to the step's record, if it has one."""
         router, record = self.spec.router, context.batch.experts
-        weights_TK, experts_TK = ROUTES[router.scoring](F.linear(x_TH, self.router), router.top_k, router.renormalize)
+        weights_TK, experts_TK = ROUTES[router.scoring](F.linear(x_TH, self.router), router)
         if record is not None:
             record.layer(self.sparse_index, len(x_TH)).copy_(experts_TK)
         gate_up: torch.Tensor = self.gate_up

@@ -127,6 +127,12 @@ def same_rope(config: Any) -> tuple[str, ...]:
     return ("",) * config.num_hidden_layers
 
 
+@by_layer(layer_types=layer_list(str))
+def ropes_by_type(config: Any) -> tuple[str, ...]:
+    """`rope_parameters` has a map for each kind of attention."""
+    return tuple(config.layer_types)
+
+
 @by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
@@ -140,6 +146,15 @@ def sparse_by_step(config: Any) -> tuple[bool, ...]:
         layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
     )
+
+
+@by_layer(mlp_layer_types=layer_list(str))
+def sparse_by_type(config: Any) -> tuple[bool, ...]:
+    """The config names the kind of feed-forward block of each layer."""
+    for kind in config.mlp_layer_types:
+        if kind not in ("sparse", "dense"):
+            raise ValueError(f"MLP layer type {kind!r:.80} is not supported; supported: sparse, dense")
+    return tuple(kind == "sparse" for kind in config.mlp_layer_types)
 
 
 # --- the declarations ------------------------------------------------------------------------------------------------

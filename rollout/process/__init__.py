@@ -1,1 +1,1 @@
-"""What concerns a process and not its work: settings, log lines, progress, signals, deadlines, files, and access."""
+"""What concerns a process and not its work: log lines, progress, signals, deadlines, files, garbage collection."""

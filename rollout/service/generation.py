@@ -6,8 +6,8 @@ Invariants:
 
 - A client's id names one request, in flight or in the store; the same message again is one more waiter for its result.
 - A request in flight ends: by itself, by a cancel, or when the lease of its client does. Its result is in the store
-  until the client acknowledges it, as far as the store's limits allow. An error is not kept, nor is the result of a
-  client that stayed away without a token in it: the id is free again.
+  until the client acknowledges it, as far as the store's limits allow. Errors are not kept, nor are results
+  without a token of clients that stayed away: their ids are free again.
 - The engine's key is never used twice, so events of a request that was given up cannot reach a later one.
 - After a stop string nothing more of its completion is sent, whatever deltas still come.
 """

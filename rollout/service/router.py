@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 
 from rollout.config import ServiceSettings
-from rollout.process.access import Access
+from rollout.network.access import Access
 
 SEND_HWM = 256  # messages in the pipe of one connection, before its backlog
 RECEIVE_HWM = 64  # unread messages of one connection; beyond that TCP stops its sender

@@ -26,7 +26,7 @@ import zmq
 from rollout.config import SecuritySettings, ServiceSettings
 from rollout.engine.messages import Command, Done, EndSession, EngineStatus, Failed
 from rollout.metrics.mismatch import MismatchBox
-from rollout.process.access import Access
+from rollout.network.access import Access
 from rollout.service.adapter_loading import AdapterFolders
 from rollout.service.capabilities import Views, WeightControl, default_capabilities
 from rollout.service.connections import Connections, ReplyAddress
@@ -310,7 +310,7 @@ class Server:
         self._generation.heard(client, peer.connection)
         match message:
             case requests.GenerateMessage():
-                self._generation.generate(peer, client, message, frames, _fingerprint(frames))
+                self._generation.generate(peer, client, message, frames, _digest(frames))
             case requests.EndSessionMessage():
                 end = EndSession(client, message.session, self._controls.token(peer))
                 # After the turns that were sent before it.
@@ -361,7 +361,7 @@ def _valid_id(header: dict[str, Any]) -> str:
     return found if isinstance(found, str) and 1 <= len(found) <= requests.MAX_ID_CHARS else ""
 
 
-def _fingerprint(frames: list[bytes]) -> bytes:
+def _digest(frames: list[bytes]) -> bytes:
     """Equal for messages with the same bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for frame in frames:

@@ -33,7 +33,7 @@ class StagedDestination:
 
     @property
     def stream(self) -> torch.Tensor:
-        """The memory of the complete update, once `settled`."""
+        """The memory of the complete update, once `copied`."""
         return self._host if self._shadow is None else self._shadow.memory
 
     def memory(self, start: int, end: int) -> np.ndarray:
@@ -52,9 +52,9 @@ class StagedDestination:
         else:
             self._host[start : start + data.numel()].copy_(data)
 
-    def settled(self) -> bool:
+    def copied(self) -> bool:
         """Whether all bytes that landed are in the memory that the swap reads."""
-        return self._shadow is None or self._shadow.settled()
+        return self._shadow is None or self._shadow.copied()
 
     def check_aliases(self, manifest: Manifest, fit: Fit, views: Mapping[str, torch.Tensor]) -> None:
         """Raise `WeightsRejected` when tensors that are one parameter differ."""
@@ -111,7 +111,7 @@ class InPlaceDestination:
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
 
-    def settled(self) -> bool:
+    def copied(self) -> bool:
         """Whether all copies are done: the next reader of the parameters is on another stream."""
         return self._copied is None or self._copied.query()
 

@@ -25,7 +25,7 @@ import zmq
 from rollout.config import SecuritySettings, WeightsSettings
 from rollout.engine.adapter_table import AdapterUpdate
 from rollout.engine.gate import Gate
-from rollout.process.access import Access
+from rollout.network.access import Access
 from rollout.weights.apply_mode import ApplyMode, Update
 from rollout.weights.parameter_map import ParameterMap
 from rollout.weights.staging import Allocate
@@ -196,7 +196,7 @@ class WeightReceiver:
                 self._run_commands()
                 busy = intake.advance()
                 self._answer_messages()
-                intake.settle()
+                intake.follow_up()
             except RolloutError as error:
                 intake.reject(error)
             except Exception as error:  # a fault must not end the thread: the old weights stay in use

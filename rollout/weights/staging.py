@@ -89,7 +89,7 @@ class DeviceShadow:
         self.memory = self._buffer[:nbytes]
 
     def upload(self, host: torch.Tensor, start: int, end: int) -> None:
-        """Enqueue the copy of these bytes of `host` (pinned), which must stay until `settled`."""
+        """Enqueue the copy of these bytes of `host` (pinned), which must stay until `copied`."""
         with torch.cuda.stream(self._stream):
             for lo in range(start, end, self.PIECE_BYTES):
                 hi = min(lo + self.PIECE_BYTES, end)
@@ -101,7 +101,7 @@ class DeviceShadow:
         self.memory[start : start + data.numel()].copy_(data, non_blocking=True)
         self._done.record(torch.cuda.current_stream(self._buffer.device))
 
-    def settled(self) -> bool:
+    def copied(self) -> bool:
         """Whether every copy so far is done."""
         return self._done.query()
 

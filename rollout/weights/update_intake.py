@@ -184,7 +184,7 @@ class UpdateIntake:
             busy |= receiver.advance(incoming if name == carrier else None)
         return busy
 
-    def settle(self) -> None:
+    def follow_up(self) -> None:
         """Make a complete update ready, begin one that waited, drop one without data. Raises `RolloutError`."""
         self._try_commit()
         self._retry_begin()
@@ -356,7 +356,7 @@ class UpdateIntake:
         if current is None or current.commit is None:
             return
         begin, destination, commit = current.begin, current.destination, current.commit
-        if not begin.receiver.finish(current.incoming, commit.options) or not destination.settled():
+        if not begin.receiver.finish(current.incoming, commit.options) or not destination.copied():
             return
         destination.check_aliases(begin.manifest, begin.fit, self._parameters.views)
         if begin.adapter is not None:

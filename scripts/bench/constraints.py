@@ -39,8 +39,8 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.loop import Engine
 from rollout.engine.messages import Prompt, Request, SamplingParams, StopParams, Submit
 from rollout.engine.schedule.plan import Plan
-from rollout.engine.schedule.sequence import Sequence
-from rollout.engine.step.features import Feature
+from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Staging, Upload
 from rollout.models import LoadedModel

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from rollout.engine.messages import SamplingParams
-from rollout.process.settings_sources import SettingsError
+from rollout.settings_sources import SettingsError
 from scripts.bench.cuda_timing import read_bandwidth
 from scripts.bench.output import write_results
 from scripts.bench.peers.experiments import Row

@@ -32,7 +32,7 @@ from rollout.config import EngineSettings, MetricsSettings, ModelSettings, Setti
 from rollout.engine.device.streams import make_device
 from rollout.engine.messages import SamplingParams
 from rollout.metrics.idle import IDLE_CAUSES
-from rollout.metrics.overlap import active_share, device_spans, host_spans, write_overlap
+from rollout.metrics.overlap import active_share, device_intervals, host_intervals, write_overlap
 from rollout.metrics.step_timing import StepTiming
 from rollout.models import load_model
 from scripts.bench.cost_model import StepParts, points, zombie_share
@@ -230,7 +230,7 @@ def pictured(runs: dict[int, Run], steps: int) -> dict[str, Any]:
         records = runs[depth].records
         first = max(0, len(records) // 2 - steps // 2)
         some = records[first : first + steps]
-        lanes[name] = (device_spans(some), host_spans(some))
+        lanes[name] = (device_intervals(some), host_intervals(some))
     return lanes
 
 

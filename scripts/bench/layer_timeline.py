@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.bench.profiled_steps import span_of
+from scripts.bench.profiled_steps import interval_of
 
 #: Layers at both ends of a step that are left out, since other kernels overlap with them.
 _ENDS = 2
@@ -33,7 +33,7 @@ def layer_timeline(events: Sequence[Mapping[str, Any]], steps: int, marker: str)
     `events` are kernels as of a Chrome trace. Raises ValueError if they are not those of so many equal steps, or if
     the layers differ.
     """
-    ordered = sorted(events, key=span_of)
+    ordered = sorted(events, key=interval_of)
     if not ordered or len(ordered) % steps:
         raise ValueError(f"{len(ordered)} kernels do not divide into {steps} equal steps")
     size = len(ordered) // steps
@@ -52,13 +52,13 @@ def _layers(step: Sequence[Mapping[str, Any]], marker: str) -> list[tuple[Sequen
     """The inner layers of a step, each with the end of all kernels before it."""
     starts = [i for i, event in enumerate(step) if event["name"] == marker][_ENDS:-_ENDS]
     pairs = zip(starts, starts[1:], strict=False)
-    return [(step[a:b], max(span_of(event)[1] for event in step[:a])) for a, b in pairs]
+    return [(step[a:b], max(interval_of(event)[1] for event in step[:a])) for a, b in pairs]
 
 
 def _times(layer: Sequence[Mapping[str, Any]], end: float) -> list[tuple[float, float, float]]:
     times = []
     for event in layer:
-        begin, finish = span_of(event)
+        begin, finish = interval_of(event)
         times.append((begin - end, finish - begin, max(0.0, finish - end)))
         end = max(end, finish)
     return times

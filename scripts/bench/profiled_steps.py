@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from rollout.metrics.overlap import Span, merged
+from rollout.metrics.overlap import merged
+from rollout.metrics.step_timing import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,35 +51,35 @@ def summarise(events: Sequence[Mapping[str, Any]], steps: int) -> ProfiledSteps:
     groups = _by_launch(events)
     if len(groups) != steps:
         groups = _in_equal_parts(events, steps)
-    spans = merged([(group[0][0], max(end for _, end in group)) for group in groups])
+    intervals = merged([(group[0][0], max(end for _, end in group)) for group in groups])
     kernels = merged([span for group in groups for span in group])
-    wall = spans[-1][1] - spans[0][0]
+    wall = intervals[-1][1] - intervals[0][0]
     return ProfiledSteps(
         steps,
-        sum(end - begin for begin, end in spans) / wall,
+        sum(end - begin for begin, end in intervals) / wall,
         sum(end - begin for begin, end in kernels) / wall,
         sum(map(len, groups)) / steps,
         sum(max(end for _, end in group) - group[0][0] for group in groups) / steps / 1e6,
     )
 
 
-def _by_launch(events: Sequence[Mapping[str, Any]]) -> list[list[Span]]:
-    groups: dict[Any, list[Span]] = defaultdict(list)
+def _by_launch(events: Sequence[Mapping[str, Any]]) -> list[list[Interval]]:
+    groups: dict[Any, list[Interval]] = defaultdict(list)
     for event in events:
-        groups[event["args"].get("correlation")].append(span_of(event))
+        groups[event["args"].get("correlation")].append(interval_of(event))
     most = max((len(group) for group in groups.values()), default=0)
     return sorted(sorted(group) for group in groups.values() if len(group) == most > 1)
 
 
-def _in_equal_parts(events: Sequence[Mapping[str, Any]], steps: int) -> list[list[Span]]:
+def _in_equal_parts(events: Sequence[Mapping[str, Any]], steps: int) -> list[list[Interval]]:
     """For a profiler that gives every kernel of a graph an id of its own."""
-    spans = sorted(map(span_of, events))
-    if not spans or len(spans) % steps:
-        raise ValueError(f"{len(spans)} kernels do not divide into {steps} equal steps")
-    size = len(spans) // steps
-    return [spans[i : i + size] for i in range(0, len(spans), size)]
+    intervals = sorted(map(interval_of, events))
+    if not intervals or len(intervals) % steps:
+        raise ValueError(f"{len(intervals)} kernels do not divide into {steps} equal steps")
+    size = len(intervals) // steps
+    return [intervals[i : i + size] for i in range(0, len(intervals), size)]
 
 
-def span_of(event: Mapping[str, Any]) -> Span:
+def interval_of(event: Mapping[str, Any]) -> Interval:
     """Begin and end of a kernel, microseconds."""
     return event["ts"], event["ts"] + event["dur"]

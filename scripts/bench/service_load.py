@@ -43,12 +43,13 @@ from rollout.metrics.meter import Meter
 from rollout.metrics.step_timing import StepTiming
 from rollout.models.decoder import Decoder
 from rollout.models.registry import spec_from_config
+from rollout.process.garbage_collection import collect_and_freeze
 from rollout.service.outbox import Outbox
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
-from rollout.worker import SWITCH_INTERVAL_S, settle_heap
+from rollout.worker import SWITCH_INTERVAL_S
 from scripts.bench.bookkeeping import TINY_SHAPE
 from scripts.bench.load_clients import PROMPT, TOKEN, ClientProcess, Load
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
@@ -238,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         _write_text_folder(Path(folder))
         bench = Bench(load, args.step_ms * 1e-3, Path(folder))
-        settle_heap()
+        collect_and_freeze()
         try:
             for turn in range(args.turns):
                 for name, measure in zip(_LOADS, (bench.quiet, bench.loaded, bench.templates), strict=True):

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from rollout.config import EngineSettings, ModelSettings, Settings
-from rollout.engine.device.sizing import weight_bytes
 from rollout.engine.device.streams import Device, make_device
 from rollout.engine.messages import Done, Event, Failed, SamplingParams, Sleep, Wake
+from rollout.engine.sizing import weight_bytes
 from rollout.models import LoadedModel, load_model
 from rollout.models.decoder import Decoder
 from rollout.models.random_init import fill_random

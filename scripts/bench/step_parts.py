@@ -24,8 +24,8 @@ import torch
 
 from rollout.engine.loop import Engine
 from rollout.engine.schedule.plan import Plan
+from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.execute import Executor
-from rollout.engine.step.features import PLAIN, Feature
 from rollout.engine.step.graphs import CapturedSizes, DecodeGraphs
 from rollout.engine.step.pipeline import Pipeline, StepInFlight
 from rollout.engine.step.slot import Slot

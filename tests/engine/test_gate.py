@@ -92,16 +92,16 @@ def test_a_pause_is_confirmed_once_no_step_is_in_flight():
     gate = Gate()
     gate.pause(1)
     gate.pause(2)
-    assert gate.settle(in_flight=1, unfinished=5) == []
-    assert gate.settle(in_flight=0, unfinished=5) == [Done(1), Done(2)]
-    assert gate.settle(in_flight=0, unfinished=5) == []
+    assert gate.take_answers(in_flight=1, unfinished=5) == []
+    assert gate.take_answers(in_flight=0, unfinished=5) == [Done(1), Done(2)]
+    assert gate.take_answers(in_flight=0, unfinished=5) == []
 
 
 def test_a_resume_confirms_the_pauses_that_wait():
     gate = Gate()
     gate.pause(1)
     assert gate.resume(2) == [Done(1), Done(2)]
-    assert gate.blocked is None and gate.settle(in_flight=0, unfinished=0) == []
+    assert gate.blocked is None and gate.take_answers(in_flight=0, unfinished=0) == []
 
 
 def test_a_drain_ends_a_pause_and_stops_when_nothing_is_left():
@@ -110,9 +110,9 @@ def test_a_drain_ends_a_pause_and_stops_when_nothing_is_left():
     gate.drain(2)
     gate.pause(3)
     assert gate.blocked is None, "a paused request could never finish"
-    assert gate.settle(in_flight=0, unfinished=1) == [Done(1), Done(3)] and not gate.stopped
-    assert gate.settle(in_flight=1, unfinished=0) == [] and not gate.stopped
-    assert gate.settle(in_flight=0, unfinished=0) == [Done(2)] and gate.stopped
+    assert gate.take_answers(in_flight=0, unfinished=1) == [Done(1), Done(3)] and not gate.stopped
+    assert gate.take_answers(in_flight=1, unfinished=0) == [] and not gate.stopped
+    assert gate.take_answers(in_flight=0, unfinished=0) == [Done(2)] and gate.stopped
 
 
 def test_the_drain_deadline_is_that_of_the_first_shutdown():

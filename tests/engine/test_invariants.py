@@ -1,4 +1,4 @@
-"""The invariants of docs/architecture.md, each seen to hold and each seen to be missed when it is broken."""
+"""Invariants of docs/architecture.md, seen to hold, and seen to be caught when they are broken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout.engine.messages import Cancel, Delta
 from rollout.engine.schedule.completion import make_delta
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
-from rollout.engine.schedule.sequence import State
+from rollout.engine.sequence.sequence import State
 from tests.support.engine.harness import Bench
 
 SAMPLED = {"temperature": 1.0, "seed": 7}

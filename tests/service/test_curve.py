@@ -18,7 +18,7 @@ from rollout.cli.main import main
 from rollout.config import SecuritySettings, ServiceSettings, Settings, WeightsSettings
 from rollout.engine.gate import Gate
 from rollout.engine.messages import EngineStatus
-from rollout.process.access import Access, ClientKeyList, is_loopback
+from rollout.network.access import Access, ClientKeyList, is_loopback
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, Server
 from rollout.weights.receiver import WeightReceiver
@@ -280,7 +280,7 @@ def test_nothing_of_a_stranger_reaches_the_service(server: Server, keys: Path) -
 
 
 def test_the_list_follows_its_folder(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.process.access._RELOAD_S", 0.0)
+    monkeypatch.setattr("rollout.network.access._RELOAD_S", 0.0)
     server = make_server(security(keys, tmp_path))
     server.start()
     stranger = curve(keys, "stranger")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from rollout.cli.main import parser_of
 from rollout.cli.serve import command_line
 from rollout.config import ModelSettings, ServiceSettings, Settings, SupervisorSettings
-from rollout.process.settings_sources import load_settings, setting_keys
+from rollout.settings_sources import load_settings, setting_keys
 from rollout.supervisor import Supervisor, assign_devices, nth_endpoint
 from tests.support.worker.harness import ONES, TWOS, check, is_gone, launch, subprocess_environment, until
 from trainer_bridge.client.blocking import RolloutClient

@@ -69,7 +69,7 @@ class ClientCall:
         self.started = time.monotonic()
         self.target: str | None = None  # of `attach`
         self.detached = False  # the worker goes on if this client goes
-        self.acknowledged_with_result = True  # by the core, where it acknowledges results at all
+        self.acknowledged_with_result = True  # false: its owner acknowledges it later
         self.assembler: Assembler | None = None  # of a stream
         self.chunks: deque[Chunk] = deque()  # of a stream, not yet taken
         self.result: GenerateResult | None = None  # of `generate` and `attach`

@@ -64,7 +64,7 @@ class Sample:
 
 
 class WeightTransfer:
-    """TRL's `weight_transfer`: an update by `WeightPublisher`, which generation goes on under.
+    """TRL's `weight_transfer`: an update by `WeightPublisher`; generation continues meanwhile.
 
     `options` are `WeightPublisher`'s (`transport`, deadlines). `keep` is on unless they say otherwise: a worker that is
     started again would draw samples that are all too old for the trainer, which then makes no step and no update.

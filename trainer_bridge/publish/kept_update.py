@@ -52,7 +52,7 @@ class KeptUpdate:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8)
             return self._buffer[:nbytes]
 
-    def settle(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
+    def keep_finished(self, payload: Payload, handle: PublishHandle, stop: threading.Event) -> None:
         """Keep all of a finished update, even if no worker got it, unless the workers refused it."""
         lost = any(isinstance(error, UNANSWERED) for error in handle.errors.values())
         if handle.refused or not (handle.begun or lost):

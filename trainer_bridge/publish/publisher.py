@@ -45,6 +45,8 @@ from trainer_bridge.wire.weight_messages import read_token
 __all__ = ["PublishHandle", "WeightPublisher", "WorkerReport"]
 
 _ABORT_S = 1.0
+#: For the answer of a worker whose group broke: without it the worker is not tried again, and it may be busy.
+_STILL_THERE_S = 5.0
 _BEGIN_S = 30.0
 _GRACE_S = 5.0  # for the answer to `begin` after a close: its token is needed to abort the update
 _WATCH_S = 1.0  # between two checks for restarted workers
@@ -56,8 +58,9 @@ class WeightPublisher:
     """Publishes weights to one or several workers.
 
     Closing ends unfinished updates, so wait for `applied` first. Workers keep the weights they serve. If a worker still
-    checks a manifest, `close` waits up to 5 s for its answer, to abort the update there. A publisher that is open when
-    Python ends is closed then, and waits up to `begin_s` for a rank that did not call `publish` as often as this one.
+    checks a manifest, `close` waits up to 5 s for its answer, to abort the update there. If it is still open
+    when Python exits, it is closed then; with `collective` that waits up to `begin_s` for ranks that called `publish`
+    less often.
 
     Args:
         endpoints: The workers' request sockets, as `RolloutClient` takes them.
@@ -208,7 +211,7 @@ class WeightPublisher:
                     kept.fill(payload)
                 self._publish(payload, handle, self.endpoints)
                 if kept is not None:
-                    kept.settle(payload, handle, self._closing)
+                    kept.keep_finished(payload, handle, self._closing)
             except RolloutError as caught:
                 error = caught
             except Exception as caught:  # the handle reports every error
@@ -335,7 +338,7 @@ class WeightPublisher:
             (self._links[recipient.endpoint], {"action": "abort", "token": recipient.token.hex()})
             for recipient in recipients
         ]
-        answers = ask_all(messages, "abort", _ABORT_S, self._closing)
+        answers = ask_all(messages, "abort", _STILL_THERE_S, self._closing)
         alive = []
         for recipient, answer in zip(recipients, answers, strict=True):
             if not isinstance(answer, UNANSWERED):

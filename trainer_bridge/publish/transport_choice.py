@@ -89,7 +89,7 @@ class TransportChoice:
         return again
 
     def avoid(self, recipients: Iterable[Recipient]) -> bool:
-        """Groups broke. Don't try again what never came about, where there is a choice; true if there is."""
+        """Groups broke: with `auto`, leave out a transport whose group never formed. True if one was left out."""
         other = False
         for recipient in recipients:
             if self._asked == "auto" and isinstance(recipient.error, GroupBroken) and not recipient.error.met:

@@ -10,8 +10,8 @@ A handle is 64 bytes that the driver makes and reads; never a pickle. The messag
 
 Invariants:
 
-- Processes that share a GPU take turns on it, which last milliseconds while the worker decodes. So a publisher waits
-  for its turn once for half of its slots, not for every bucket, and a worker once for all buckets that have arrived.
+- Processes on one GPU are time-sliced, for milliseconds while the worker decodes. So the publisher packs half its slots
+  for each wait, and the worker copies all buckets that have arrived.
 - Slots are allocated by CUDA directly, not from torch's pool: a handle stands for a whole allocation.
 - A slot is acknowledged when the worker's copies out of it have run, not when they are enqueued.
 - A worker closes the slots before it drops the update. CUDA does not define what happens to memory that is freed while
@@ -208,7 +208,7 @@ class CudaIpcReceiver(TransportReceiver):
         self._taken.append((index, check, fingerprint(data)))
         return False
 
-    def settle(self, incoming: IncomingUpdate) -> None:
+    def wait_copied(self, incoming: IncomingUpdate) -> None:
         """Wait for the copies in progress. Raises `WeightsRejected` for a damaged bucket."""
         taken, self._taken = self._taken, []
         for (index, check, _), found in zip(taken, _low_words([found for *_, found in taken]), strict=True):

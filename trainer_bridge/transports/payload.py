@@ -108,7 +108,7 @@ class Payload:
                 raise RolloutError("keep: the publisher was closed", code="closed")
             with self._packing:
                 self._fill(index, kept[self.manifest.bucket_span(index)[0] :])
-                self._settle()
+                self._synchronize()
 
     def pack_bucket(self, index: int, out: torch.Tensor) -> int:
         """Write bucket `index` to the start of `out` (uint8, on the host or `device`), complete on return.
@@ -116,7 +116,7 @@ class Payload:
         Returns the number of bytes. Raises `RolloutError` if the tensors were released meanwhile.
         """
         nbytes = self.start_bucket(index, out)
-        self._settle()
+        self._synchronize()
         return nbytes
 
     def start_bucket(self, index: int, out: torch.Tensor) -> int:
@@ -124,7 +124,7 @@ class Payload:
         with self._packing:
             start, end = self._fill(index, out)
             if (kept := self.kept) is not None:
-                self._settle()
+                self._synchronize()
                 kept[start:end].copy_(out[: end - start])
             return end - start
 
@@ -166,16 +166,16 @@ class Payload:
             written = hi - start
         out[written : end - start].zero_()
 
-    def settle(self) -> None:
+    def wait_packed(self) -> None:
         """Return when all packing that was started has finished."""
         with contextlib.suppress(RuntimeError):  # of a device that is gone
-            self._settle()
+            self._synchronize()
 
     def _check_there(self) -> None:
         if self._released.is_set():
             raise RolloutError("transfer: the tensors were released before they were sent", code="closed")
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -219,7 +219,7 @@ class Payload:
         with self._packing:
             if self._released.is_set():
                 return
-            self.settle()  # a sender that failed may have begun to copy
+            self.wait_packed()  # a sender that failed may have begun to copy
             self._tensors = []
             self._flat = self.shards = None
             self._released.set()

@@ -112,7 +112,7 @@ class ShmReceiver(TransportReceiver):
         incoming.arrived(start, end)
         return True
 
-    def settle(self, incoming: IncomingUpdate) -> None:
+    def wait_copied(self, incoming: IncomingUpdate) -> None:
         """Nothing to wait for."""
 
 

@@ -53,9 +53,9 @@ class SharedBuckets(Protocol):
     """Copies buckets from shared memory to their destination. Raises `RolloutError` for a damaged one."""
 
     def take(self, incoming: IncomingUpdate, index: int, check: int) -> bool:
-        """Copy one bucket; false if it is complete and verified only after `settle`."""
+        """Copy one bucket; false if it is complete and verified only after `wait_copied`."""
 
-    def settle(self, incoming: IncomingUpdate) -> None:
+    def wait_copied(self, incoming: IncomingUpdate) -> None:
         """Wait for all copies in progress."""
 
 
@@ -92,7 +92,7 @@ class ZmqReceiver(TransportReceiver):
         self._sender: bytes | None = None
         self._shared: SharedBuckets | None = None
         self._early: deque[tuple[bytes, list[memoryview]]] = deque()  # buckets that may not land yet
-        self._unsettled: list[int] = []  # buckets that are not acknowledged yet
+        self._unacknowledged: list[int] = []
 
     def begin(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> dict[str, Any]:
         """Expect the buckets of an update; the grant says where to send them and how many at once."""
@@ -108,17 +108,17 @@ class ZmqReceiver(TransportReceiver):
         return {"endpoint": self._socket.endpoint, "window": window}
 
     def advance(self, incoming: IncomingUpdate | None) -> bool:
-        """Take one message; without one, settle the buckets that came."""
+        """Take one message; without one, acknowledge the buckets that came."""
         if incoming is not None and self._early and incoming.open.is_set():
             self._take_bucket(incoming, *self._early.popleft())
             return True
         message = self._socket.receive()
         if message is None:
-            return incoming is not None and incoming.open.is_set() and self._settle(incoming)
+            return incoming is not None and incoming.open.is_set() and self._acknowledge(incoming)
         sender, frames = message
         if not is_bucket(frames):
             if incoming is not None:
-                self._settle(incoming)  # a flood of other messages must not delay acknowledgements
+                self._acknowledge(incoming)  # a flood of other messages must not delay acknowledgements
             self._socket.put_aside(sender, frames)
             return True
         token = BUCKET.unpack(frames[0])[1]
@@ -134,7 +134,7 @@ class ZmqReceiver(TransportReceiver):
 
     def finish(self, incoming: IncomingUpdate, options: Mapping[str, Any]) -> bool:
         """Verify that every bucket has arrived and is the one that was sent."""
-        self._settle(incoming)
+        self._acknowledge(incoming)
         missing = [i for i, check in enumerate(self._checksums) if check is None]
         if missing:
             raise WeightsRejected(
@@ -152,7 +152,7 @@ class ZmqReceiver(TransportReceiver):
         self._forget()
 
     def _forget(self) -> None:
-        self._checksums, self._sender, self._shared, self._unsettled = [], None, None, []
+        self._checksums, self._sender, self._shared, self._unacknowledged = [], None, None, []
         self._early.clear()
 
     def _take_bucket(self, incoming: IncomingUpdate, sender: bytes, frames: list[memoryview]) -> None:
@@ -163,21 +163,21 @@ class ZmqReceiver(TransportReceiver):
         if self._take(incoming, index, check, frames[1] if len(frames) == 2 else None):
             self._socket.send(sender, ACK.pack(ACK_MAGIC, token, index))
         else:
-            self._unsettled.append(index)
+            self._unacknowledged.append(index)
 
-    def _settle(self, incoming: IncomingUpdate) -> bool:
+    def _acknowledge(self, incoming: IncomingUpdate) -> bool:
         """Acknowledge buckets from shared memory once they are copied; False if none is."""
-        if not self._unsettled:
+        if not self._unacknowledged:
             return False
         assert self._shared is not None and self._sender is not None
-        self._shared.settle(incoming)
-        for index in self._unsettled:
+        self._shared.wait_copied(incoming)
+        for index in self._unacknowledged:
             self._socket.send(self._sender, ACK.pack(ACK_MAGIC, incoming.token, index))
-        self._unsettled = []
+        self._unacknowledged = []
         return True
 
     def _take(self, incoming: IncomingUpdate, index: int, check: int, payload: memoryview | None) -> bool:
-        """Take a bucket; false if it is complete only after `_settle`."""
+        """Take a bucket; false if it is complete only after `_acknowledge`."""
         manifest = incoming.manifest
         if index >= manifest.bucket_count:
             raise WeightsRejected(f"bucket {index} was sent, but the manifest has {manifest.bucket_count}")
@@ -190,7 +190,7 @@ class ZmqReceiver(TransportReceiver):
         if payload is not None:
             check_bucket(index, payload, check)
         if known is not None:
-            return index not in self._unsettled
+            return index not in self._unacknowledged
         here = True
         if payload is not None:
             np.copyto(incoming.memory(start, end), np.frombuffer(payload, np.uint8))
@@ -207,7 +207,7 @@ class ZmqReceiver(TransportReceiver):
     def _refuse_bucket(self, sender: bytes, token: bytes, incoming: IncomingUpdate | None) -> None:
         """Refuse a bucket of another update, so that its publisher learns at once that a newer one replaced it."""
         if incoming is not None:
-            self._settle(incoming)
+            self._acknowledge(incoming)
         self._refused_buckets += 1
         if self._refused_buckets.bit_count() == 1:  # 1, 2, 4, 8, ...: a flood of messages is not one of log lines
             _log.warning("refused a bucket that belongs to no current update (%d so far)", self._refused_buckets)

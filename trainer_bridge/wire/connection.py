@@ -52,9 +52,9 @@ _BROKEN_OFF = "; something answers there, but breaks off: is the worker's public
 class Connection:
     """A socket, its monitor, and whether the worker is there.
 
-    `connected` and `ending` are as of the last `drain`. `gone` is true from a loss, also one that is `ending`, or from
-    when a caller gave up waiting and set it, until the worker is back. `heartbeat_s` is the interval of
-    heartbeats in seconds; a worker that leaves one without an answer for three of them is lost.
+    `connected` and `ending` are as of the last `drain`. `gone`: the connection was lost or is `ending`, or a caller
+    gave up and set it; it stays true until the worker is back. `heartbeat_s` is the interval of heartbeats in seconds;
+    a worker that leaves one without an answer for three of them is lost.
     """
 
     def __init__(

@@ -6,11 +6,13 @@ A field of `SamplingRules` is the declaration of a rule. These are made from it:
     flag of `rollout generate`                               `rollout/cli/generate.py`
     field of the message, its default and its range          `rollout/service/requests/schema.py`
     field of the engine's `SamplingParams`                   `rollout/engine/messages.py`
-    part of the step that a row with this rule needs         `rollout/engine/step/features.py`
+    part of the step that a row with this rule needs         `rollout/engine/sequence/features.py`
     column of the row state, and what a row writes there     `rollout/engine/step/row_state.py`, `pack.py`
     field `<name>_S` of `rollout_kernels.SamplingRows`       `rollout/engine/step/sampler.py`
 
-The torch twin and the Triton kernels read that field. They are the only code that knows what a rule does.
+The torch twin and the Triton kernels read that field: only they apply a rule. `top_k` alone has a special case outside
+them: the client takes -1 for off, the service bounds it by the vocabulary, and the sampler asks its column whether any
+row of a step truncates.
 
 `seed` and `logit_bias` are no rules. A seed belongs to a completion and has no value that means off. A logit bias is a
 list with its own limits and its own tensors in the row state. `stop.min_tokens` and its list of stop tokens belong to

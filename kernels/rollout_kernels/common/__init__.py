@@ -1,4 +1,4 @@
-"""What several rooms share.
+"""What several folders share.
 
 fp8          e4m3 codes and scales, in torch
 triton_fp8   the same codes, inside kernels

@@ -19,7 +19,7 @@ the same time as the product:
     consumer   the kernel that reads the product: prefetches B (weights), waits for the shrink and so for both, and adds
                the correction (`expand_row`)
 
-There every row reads B for itself, so it pays for few rows only (`adds_later`).
+Every row then reads B itself, which is worth it for few rows only (`adds_later`).
 
 Legend: see `buffers`.
 """

@@ -4,6 +4,6 @@ begin         `begin_step`: the op and its torch twin
 triton_begin  the same on a GPU
 """
 
-from rollout_kernels.step.begin import StepInput, begin_step
+from rollout_kernels.step.begin import DecodeInput, begin_step
 
-__all__ = ["StepInput", "begin_step"]
+__all__ = ["DecodeInput", "begin_step"]

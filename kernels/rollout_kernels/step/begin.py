@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 
-class StepInput(NamedTuple):
+class DecodeInput(NamedTuple):
     """The input of a decode step; int64 unless noted."""
 
     token_ids_B: torch.Tensor
@@ -35,7 +35,7 @@ def begin_step(
     page_size: int,
     columns: int,
     table_BP: torch.Tensor | None = None,
-) -> StepInput:
+) -> DecodeInput:
     """The input of a decode step; also adds opened pages to `pages_RP`.
 
     Args:
@@ -56,13 +56,13 @@ def begin_step(
         if table_BP is None:
             table_BP = torch.zeros(len(rows_B), columns, dtype=torch.int32, device=rows_B.device)
         options = {"last": last, "length": length, "page_size": page_size, "columns": columns}
-        return StepInput(*on_gpu(rows_B, new_pages_B, ints_RI, pages_RP, table_BP, **options))
+        return DecodeInput(*on_gpu(rows_B, new_pages_B, ints_RI, pages_RP, table_BP, **options))
     ints_BI = ints_RI.index_select(0, rows_B)
     positions_B = ints_BI[:, length]
     columns_B = positions_B // page_size
     pages_B = torch.where(new_pages_B > 0, new_pages_B, pages_RP[rows_B, columns_B])
     pages_RP[rows_B, columns_B] = pages_B
-    return StepInput(
+    return DecodeInput(
         token_ids_B=ints_BI[:, last],
         positions_B=positions_B,
         kv_slots_B=pages_B * page_size + positions_B % page_size,

@@ -1,1 +1,1 @@
-"""The device: streams and events, releasable memory, the size of the KV pool."""
+"""The device: streams and events, releasable memory."""

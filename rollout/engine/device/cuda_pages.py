@@ -90,7 +90,7 @@ class _Driver:
         torch.cuda.synchronize(self._device)
 
 
-class _Span:
+class _AddressRange:
     """Reserved addresses, and the handle of the memory there, if there is any."""
 
     def __init__(self, driver: Driver, address: int, nbytes: int) -> None:
@@ -115,11 +115,11 @@ class _Span:
 
 
 class _Array:
-    """An array interface for torch; it keeps the span alive as long as the tensor lives."""
+    """An array interface for torch; it keeps the addresses alive as long as the tensor lives."""
 
-    def __init__(self, span: _Span, start: int, nbytes: int) -> None:
-        self._span = span
-        pointer = (span.address + start, False)
+    def __init__(self, addresses: _AddressRange, start: int, nbytes: int) -> None:
+        self._addresses = addresses
+        pointer = (addresses.address + start, False)
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": pointer, "version": 3}
 
 
@@ -152,51 +152,51 @@ class CudaPages:
         )
         self._granularity = granularity.value
 
-    def reserve(self, nbytes: int) -> _Span:
+    def reserve(self, nbytes: int) -> _AddressRange:
         """Reserve addresses for `nbytes`, rounded up to the driver's granularity."""
         rounded = -(-nbytes // self._granularity) * self._granularity
         address, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
         self._driver.call(
             "cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(rounded), ctypes.c_size_t(0), zero, zero
         )
-        return _Span(self._driver, address.value, rounded)
+        return _AddressRange(self._driver, address.value, rounded)
 
-    def back(self, span: _Span) -> None:
+    def back(self, addresses: _AddressRange) -> None:
         """Put memory of this GPU there, readable and writable. After an error (MemoryShortError) it has no memory."""
-        assert span.handle is None
-        handle, nbytes, zero = ctypes.c_uint64(), ctypes.c_size_t(span.nbytes), ctypes.c_uint64(0)
+        assert addresses.handle is None
+        handle, nbytes, zero = ctypes.c_uint64(), ctypes.c_size_t(addresses.nbytes), ctypes.c_uint64(0)
         try:
             self._driver.call("cuMemCreate", ctypes.byref(handle), nbytes, ctypes.byref(self._properties), zero)
         except DriverError as error:
             if error.status != _OUT_OF_MEMORY:
                 raise
             raise MemoryShortError(
-                f"{span.nbytes / _GIB:.2f} GiB more are needed and {self.free_bytes() / _GIB:.2f} GiB are free: "
+                f"{addresses.nbytes / _GIB:.2f} GiB more are needed and {self.free_bytes() / _GIB:.2f} GiB are free: "
                 "free some memory of this GPU, then try again"
             ) from error
-        address, access = ctypes.c_uint64(span.address), _Access(_Location(_DEVICE, self._index), _READ_WRITE)
+        address, access = ctypes.c_uint64(addresses.address), _Access(_Location(_DEVICE, self._index), _READ_WRITE)
         try:
             self._driver.call("cuMemMap", address, nbytes, ctypes.c_size_t(0), handle, zero)
         except DriverError:
             self._driver.call("cuMemRelease", handle)
             raise
-        span.handle = handle.value
+        addresses.handle = handle.value
         try:
             self._driver.call("cuMemSetAccess", address, nbytes, ctypes.byref(access), ctypes.c_size_t(1))
         except DriverError:
-            span.unmap()
+            addresses.unmap()
             raise
 
-    def give_back(self, span: _Span) -> None:
+    def give_back(self, addresses: _AddressRange) -> None:
         """Give the memory back; the device is idle."""
-        span.unmap()
+        addresses.unmap()
 
-    def tensor(self, span: _Span, start: int, nbytes: int) -> torch.Tensor:
+    def tensor(self, addresses: _AddressRange, start: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] at byte `start`."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
-        tensor = torch.as_tensor(_Array(span, start, nbytes), device=self._device)
-        assert tensor.data_ptr() == span.address + start, "torch made a copy"
+        tensor = torch.as_tensor(_Array(addresses, start, nbytes), device=self._device)
+        assert tensor.data_ptr() == addresses.address + start, "torch made a copy"
         return tensor
 
     def free_bytes(self) -> int:

@@ -47,13 +47,13 @@ class Backing(Protocol):
     def reserve(self, nbytes: int) -> Any:
         """Reserve addresses for at least `nbytes`, without memory."""
 
-    def back(self, span: Any) -> None:
+    def back(self, addresses: Any) -> None:
         """Put memory at the addresses of a reservation. After MemoryShortError it has no memory."""
 
-    def give_back(self, span: Any) -> None:
+    def give_back(self, addresses: Any) -> None:
         """Give the memory back; nothing on the device uses it any more."""
 
-    def tensor(self, span: Any, start: int, nbytes: int) -> torch.Tensor:
+    def tensor(self, addresses: Any, start: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] at byte `start` of a reservation with memory, as a storage of its own."""
 
     def free_bytes(self) -> int:
@@ -67,7 +67,7 @@ class Backing(Protocol):
 class _Block:
     """One reservation; tensors use its first `nbytes`."""
 
-    span: Any
+    addresses: Any
     nbytes: int
     kept: bool  # its content outlives a sleep of level 1
     host: list[torch.Tensor] = field(default_factory=list)  # its content in a sleep, in pieces; reused
@@ -106,7 +106,7 @@ class ReleasableMemory:
         nbytes = prod(shape) * dtype.itemsize
         block = self._add(nbytes, kept=False)
         self._clear(block)
-        return self._backing.tensor(block.span, 0, nbytes).view(dtype).view(shape)
+        return self._backing.tensor(block.addresses, 0, nbytes).view(dtype).view(shape)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], zeroed; its content is not kept."""
@@ -123,21 +123,23 @@ class ReleasableMemory:
                 end += -(-tensor.nbytes // _ALIGN) * _ALIGN
             block = self._add(end, kept)
             for tensor, start in zip(group, starts, strict=True):
-                there = self._backing.tensor(block.span, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+                there = (
+                    self._backing.tensor(block.addresses, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+                )
                 there.copy_(tensor)
                 tensor.data = there
             self._backing.trim()  # so that only one group at a time takes memory twice
 
     def _add(self, nbytes: int, kept: bool) -> _Block:
         assert not self.released
-        span = self._backing.reserve(max(nbytes, 1))
+        addresses = self._backing.reserve(max(nbytes, 1))
         try:
-            self._backing.back(span)
+            self._backing.back(addresses)
         except MemoryShortError:
             if not self._backing.trim():
                 raise
-            self._backing.back(span)
-        block = _Block(span, nbytes, kept)
+            self._backing.back(addresses)
+        block = _Block(addresses, nbytes, kept)
         self._blocks.append(block)
         return block
 
@@ -177,7 +179,7 @@ class ReleasableMemory:
         before = self._backing.free_bytes()
         self.released = True  # first: if this fails half-way, no memory can be relied on
         for block in self._blocks:
-            self._backing.give_back(block.span)
+            self._backing.give_back(block.addresses)
         self._headroom = self._backing.trim()
         return max(self._backing.free_bytes() - before, 0)
 
@@ -208,8 +210,8 @@ class ReleasableMemory:
     def _back_all(self) -> None:
         with contextlib.ExitStack() as undo:
             for block in self._blocks:
-                self._backing.back(block.span)
-                undo.callback(self._backing.give_back, block.span)
+                self._backing.back(block.addresses)
+                undo.callback(self._backing.give_back, block.addresses)
             undo.pop_all()
 
     def _too_little(self) -> MemoryShortError:
@@ -229,7 +231,7 @@ class ReleasableMemory:
         return zip(block.host, self._whole(block).split([len(piece) for piece in block.host]), strict=True)
 
     def _whole(self, block: _Block) -> torch.Tensor:
-        return self._backing.tensor(block.span, 0, block.nbytes)
+        return self._backing.tensor(block.addresses, 0, block.nbytes)
 
 
 def _grouped(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -265,18 +267,18 @@ class HostPages:
         # Private: shared pages would only be unmapped, and stay in memory.
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    def back(self, span: mmap.mmap) -> None:
+    def back(self, addresses: mmap.mmap) -> None:
         """No-op: the kernel adds memory page by page."""
 
-    def give_back(self, span: mmap.mmap) -> None:
+    def give_back(self, addresses: mmap.mmap) -> None:
         """Give the pages back to the kernel."""
-        span.madvise(mmap.MADV_DONTNEED)
+        addresses.madvise(mmap.MADV_DONTNEED)
 
-    def tensor(self, span: mmap.mmap, start: int, nbytes: int) -> torch.Tensor:
+    def tensor(self, addresses: mmap.mmap, start: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] at byte `start`."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(span, dtype=torch.uint8, offset=start, count=nbytes)
+        return torch.frombuffer(addresses, dtype=torch.uint8, offset=start, count=nbytes)
 
     def free_bytes(self) -> int:
         """Memory that is available without swapping, as the kernel reports it, bytes."""

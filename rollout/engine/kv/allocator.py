@@ -1,4 +1,4 @@
-"""The allocator: which pages a sequence gets, which it shares, who has them after it. The scheduler decides who runs.
+"""Which pages a sequence gets, which it shares, and who gets them afterwards. The scheduler decides who runs.
 
 A sequence gets its pages from these sources, in `try_admit` and afterwards in `try_grow`:
 
@@ -25,12 +25,13 @@ import numpy as np
 
 from rollout.engine.adapter_table import AdapterTable
 from rollout.engine.kv.offload import OffloadBooks
-from rollout.engine.kv.pool import PagePool, PrefixKeys
-from rollout.engine.kv.sequence_kv import OffloadedKV
-from rollout.engine.kv.sessions import SessionKV, Sessions
-from rollout.engine.schedule.plan import Plan
-from rollout.engine.schedule.sequence import Group, PromptShare, Sequence
-from rollout.engine.step.expert_trace import ExpertPages
+from rollout.engine.kv.pool import PagePool
+from rollout.engine.kv.sessions import Sessions
+from rollout.engine.sequence.experts import ExpertPages
+from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.sequence import Group, PromptShare, Sequence
+from rollout.engine.sequence.sequence_kv import OffloadedKV
+from rollout.engine.sequence.session import SessionKV
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -338,14 +339,17 @@ class PageAllocator:
             kv.keys.append(key)
             self.pool.remember(key, kv.pages[index])
 
-    def note_experts(self, plan: Plan, record: np.ndarray) -> None:
-        """A step is committed: `record` has the experts of its tokens."""
+    def note_experts(self, prompts: list[tuple[Sequence, tuple[int, int] | None]], record: np.ndarray) -> None:
+        """A step is committed: `record` has the experts of its tokens.
+
+        `prompts` are the sequences whose prompts it computed, each with the page that it copied: (source, target).
+        """
         assert self.experts is not None, "a slot has a record only where experts are kept"
-        for span in plan.spans if plan.kind == "prefill" else ():
-            if span.prompt is not None and span.prompt.copy is not None:
-                self.experts.copy(*span.prompt.copy)
-            if span.seq in self._restored_experts:
-                self.experts.put(*self._restored_experts.pop(span.seq))
+        for seq, copied in prompts:
+            if copied is not None:
+                self.experts.copy(*copied)
+            if seq in self._restored_experts:
+                self.experts.put(*self._restored_experts.pop(seq))
         self.experts.take(record)
 
     # --- when the sequence leaves its row ----------------------------------------------------------------------------

@@ -42,10 +42,10 @@ from typing import Literal, Protocol
 
 from rollout.engine.kv.page_mover import PageMover, Piece
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.sequence_kv import OffloadedKV, OffloadedPage, Restore
 from rollout.engine.messages import OffloadStatus
-from rollout.engine.schedule.sequence import Sequence
-from rollout.engine.step.expert_trace import ExpertPages
+from rollout.engine.sequence.experts import ExpertPages
+from rollout.engine.sequence.sequence import Sequence
+from rollout.engine.sequence.sequence_kv import OffloadedKV, OffloadedPage, Restore
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ class Piece:
     after: Event  # the end of the steps that were in flight when the piece was started
     start: Event
     end: Event
-    host_pages: Sequence[int] = ()
+    host_pages: Seq[int] = ()
     entries: Any = None  # the caller's own objects for these pages
     failure: str = ""
 
@@ -97,9 +98,7 @@ class CopyQueue:
         """Pages that can be started now: a whole piece, or 0 while all pieces are under way."""
         return len(self.staging_NW) if self._spare else 0
 
-    def start(
-        self, pages: Sequence[int], host_pages: Sequence[int], entries: Any, compute: Stream | None = None
-    ) -> None:
+    def start(self, pages: Seq[int], host_pages: Seq[int], entries: Any, compute: Stream | None = None) -> None:
         """Begin to copy these pages of the pool to or from these host pages; after the steps of `compute` if given."""
         piece = self._spare.pop()
         piece.host_pages, piece.entries, piece.failure = host_pages, entries, ""

@@ -25,37 +25,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.engine.kv.pool import PagePool, PrefixKeys
+from rollout.engine.kv.pool import PagePool
 from rollout.engine.messages import Request, RequestKey, SessionKey, SessionStatus
+from rollout.engine.sequence.session import Session, SessionKV
 
 #: The heap of leases is cleaned when it has more entries than this plus twice those in use.
 _SLACK = 16
 #: The most sessions that a page may belong to, on average.
 _SHARING = 64
-
-
-@dataclass(frozen=True, slots=True)
-class SessionKV:
-    """The KV of a session."""
-
-    tokens: np.ndarray  # int32 [tokens]: the pages have the KV of these
-    pages: list[int]  # the last one may be half full
-    version: int  # weights version of the KV
-    keys: PrefixKeys | None  # of all full pages at least; None without a prefix cache
-    adapter_edition: int = 0  # 0 without an adapter
-
-
-@dataclass(eq=False, slots=True)
-class Session:
-    """One conversation."""
-
-    key: SessionKey
-    lease_s: float
-    turns: int = 0  # submitted and not settled: the last one, and earlier ones with steps still in flight
-    turn: RequestKey | None = None  # the last one
-    over: bool = False  # it was ended: it keeps no KV
-    kv: SessionKV | None = None
-    until_s: float = 0.0  # end of its lease, while it has no turn
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""Who runs next: requests, sequences, the queue, preemption, the plan of a step."""
+"""Who runs next: the queue, rows, preemption, the plan of a step, its commit."""

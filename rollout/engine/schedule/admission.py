@@ -6,8 +6,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from rollout.engine.messages import Rejected, Request
-from rollout.engine.schedule.sequence import Group
 from rollout.engine.schedule.swept_heap import SweptHeap
+from rollout.engine.sequence.sequence import Group
 
 
 @dataclass(frozen=True, slots=True)

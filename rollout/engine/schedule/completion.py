@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollout.engine.messages import Delta, RequestDone, VersionRuns
-from rollout.engine.schedule.sequence import Group, Sequence
-from rollout.engine.step.expert_trace import ExpertPages
+from rollout.engine.sequence.experts import ExpertPages
+from rollout.engine.sequence.sequence import Group, Sequence
 
 #: Error of a completion whose next token could not be drawn.
 NOT_FINITE = "the model's logits are not finite (NaN or infinity): look at the weights of this version"
@@ -48,8 +48,8 @@ def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         prompt_logprobs=_prompt_logprobs(seq.group) if seq.index == 0 and start == drawn.known else None,
-        adapter_versions=tuple(seq.adapter_use.marks),
-        # Moves its own mark, so nothing that may fail comes after it.
+        adapter_versions=tuple(seq.adapter_use.version_changes),
+        # Notes how far it has told, so nothing that may fail comes after it.
         routing=None if experts is None or seq.routing is None else seq.routing.tell(experts, kv.pages, seq.consumed),
     )
     drawn.flushed = end  # last: a fault before this loses no token

@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from rollout.engine.schedule.sequence import Sequence
-from rollout.engine.step.features import Feature
+from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.sequence import Sequence
 
 _ADAPTER = Feature.ADAPTER.value
 
@@ -72,6 +72,13 @@ class Plan:
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the output."""
         return [span.seq for span in self.spans if span.draws]
+
+    @property
+    def prompt_copies(self) -> list[tuple[Sequence, tuple[int, int] | None]]:
+        """The sequences whose prompts it computes, each with the page that its span copies: (source, target)."""
+        if self.kind == "decode":
+            return []
+        return [(span.seq, span.prompt.copy) for span in self.spans if span.prompt is not None]
 
     @property
     def one_token_each(self) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.schedule.sequence import Sequence, State
+from rollout.engine.sequence.sequence import Sequence, State
 from rollout.models.lora_slots import AdapterWeights
 
 #: Tokens before a page is needed at which a row is preempted for it, where the page has to be copied first.
@@ -108,7 +108,8 @@ def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> list[
             roster.allocator.drop_offloaded(seq)
     changed, rows = set(seqs), []
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
-        # A row that launched nothing takes no old KV along but its own, and all log-probs of a prompt have one version.
+        # A row that launched nothing may keep only its own offloaded KV: its cached pages are of the old weights. All
+        # log-probs of a prompt must be of one version.
         own = seq.row_ready or (seq.kv.offloaded is not None and bool(seq.drawn.versions))
         if recompute or not own or seq.scores_prompt:
             roster.take_off(seq)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from rollout.engine.adapter_table import Adapter
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import RequestKey
-from rollout.engine.schedule.sequence import Group, Sequence
 from rollout.engine.schedule.swept_heap import SweptHeap
+from rollout.engine.sequence.sequence import Group, Sequence
 
 
 class WaitingQueue:

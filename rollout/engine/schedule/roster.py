@@ -22,7 +22,7 @@ from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import Event, Finish, FinishReason, RequestKey
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
 from rollout.engine.schedule.queue import QueueFeed
-from rollout.engine.schedule.sequence import Group, Sequence, State
+from rollout.engine.sequence.sequence import Group, Sequence, State
 
 
 class Roster:

@@ -8,7 +8,7 @@
 The sequences are in the roster. Commands that end sequences go there directly; changes of the weights and sleep go to
 `preemption`.
 
-Rules that keep it right (tests/engine/test_invariants.py breaks each):
+Rules that keep it right:
 - `inflight_refs` rises in `launched` and falls in `commit`, nowhere else.
 - `Roster.settle` is the one place where row and pages of a sequence go back: finalized or LEAVING, and refs 0.
 - A row whose last allowed token is in flight is not planned again.
@@ -23,16 +23,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rollout.engine.kv.sequence_kv import Prefill
 from rollout.engine.messages import Finish, Request
 from rollout.engine.schedule import preemption
 from rollout.engine.schedule.admission import Deadlines, SchedulerLimits, refusal
 from rollout.engine.schedule.completion import NOT_FINITE, make_delta
 from rollout.engine.schedule.plan import Plan, decode_spans, make_plan, prompt_spans
 from rollout.engine.schedule.roster import Roster
-from rollout.engine.schedule.sequence import Group, Sequence, State
-from rollout.engine.step.scores import Scores
-from rollout.engine.step.slot import StepOutput
+from rollout.engine.sequence.sequence import Group, Sequence, State
+from rollout.engine.sequence.sequence_kv import Prefill
+from rollout.engine.step_output import Scores, StepOutput
 
 
 class Scheduler:
@@ -173,7 +172,7 @@ class Scheduler:
             note_scores(plan, output.scores)
         roster = self.roster
         if output.experts is not None:
-            roster.allocator.note_experts(plan, output.experts)
+            roster.allocator.note_experts(plan.prompt_copies, output.experts)
         tokens, logprobs, raw_logprobs = output.tokens, output.logprobs, output.raw_logprobs
         version, counters, leaving = plan.version, roster.counters, State.LEAVING
         at = -1  # place of a row's token in the output

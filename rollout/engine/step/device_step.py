@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from rollout_kernels.step import begin_step
 
+from rollout.engine.sequence.features import Feature
 from rollout.engine.step.expert_trace import StepExperts
-from rollout.engine.step.features import Feature
 from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.step.scores import StepScores
@@ -34,8 +34,9 @@ def make_forward(model: Decoder, fused_experts: bool, deterministic: bool) -> De
 
 
 class DeviceStep:
-    """The model, its KV and the state of the rows. `forward` runs `model`; with `exact_sums` no score of a row depends
-    on the other rows.
+    """The model, its KV and the state of the rows. `forward` executes `model`.
+
+    With `exact_sums` a row's scores are the same whatever the other rows are.
     """
 
     def __init__(

@@ -15,16 +15,18 @@ and words, and has the same model, KV and row state, computes the same tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from rollout.engine.device.streams import Device, Event, Stream
 from rollout.engine.kv.page_mover import PageMover
+from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.device_step import DeviceStep
-from rollout.engine.step.features import PLAIN, Feature
 from rollout.engine.step.graphs import DecodeGraphs
-from rollout.engine.step.slot import Slot, StepOutput
+from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Header, StepInput, Upload
+from rollout.engine.step_output import StepOutput
 
 # Flags of an enum are slow to test.
 _CONSTRAIN = Feature.CONSTRAIN.value
@@ -89,7 +91,7 @@ class Executor:
         else:
             self._finish(header, slot)
 
-    def draw(self, header: Header, slot: Slot, at: Sequence[int]) -> None:
+    def draw(self, header: Header, slot: Slot, at: Seq[int]) -> None:
         """Enqueue the draw of a step that waits for masks; mask i belongs to the drawing row `at[i]`."""
         slot.masks.set_rows(at)
         self.h2d.run(slot.masks.copy)

@@ -1,4 +1,4 @@
-"""Which experts each token took: recorded by the step, kept by the host with the KV.
+"""Which experts each token took: recorded by the step, kept by the host with the KV (`sequence/experts`).
 
     routers of a step --> StepExperts [tokens, 1 + words] int32 --D2H, with the step's outputs--> commit --> ExpertPages
                           KV slot | experts, packed                                                        [KV slot]
@@ -6,27 +6,15 @@
 Packed: the numbers of a token's experts in all sparse layers, layer by layer, likeliest first, in 8 or 16 bits, padded
 to a whole word.
 
-An entry lies where the KV of its token lies: same page, same place in the page. Steps are committed in the order of
-their launch, so `ExpertPages` mirrors the KV pages, one commit late: a sequence that shares, copies, caches or evicts a
-page has the entries of its tokens with it.
-
-Entries of KV that is on the host (`offload`) lie beside it, by its page number there. They return to the pages of the
-pool at the commit of the first step that is launched with these pages: until then, an earlier step that copied from one
-of them may still be committed.
-
-A preempted sequence takes its entries along (`SequenceExperts.keep`): they belong to the forwards that made its tokens.
-Its pages will hold the entries of the forwards that compute its KV again.
-
-Legend: N tokens, T those of a step, L sparse layers, K experts a token, P pages, S places in a page, W words of an
-entry.
+Legend: N tokens, T those of a step, L sparse layers, K experts a token, W words of an entry.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from rollout.engine.messages import RoutingShape
+from rollout.engine.sequence.experts import entry_words
 from rollout.models.batch import AttentionBatch, ExpertRecord
 from rollout.models.spec import ModelSpec
 
@@ -35,11 +23,6 @@ def routing_shape(spec: ModelSpec) -> RoutingShape | None:
     """The shape of an entry; None for a model without experts."""
     moe = spec.moe
     return None if moe is None else RoutingShape(len(spec.sparse_layers), moe.router.top_k, moe.experts)
-
-
-def entry_words(shape: RoutingShape) -> int:
-    """int32 words of an entry."""
-    return -(-shape.bytes_per_token // 4)
 
 
 def record_words(shape: RoutingShape | None, tokens: int) -> int:
@@ -72,86 +55,3 @@ class StepExperts:
     def copy_from(self, other: StepExperts, tokens: int) -> None:
         """Take the first `tokens` entries of another record. On the compute stream."""
         self._rows_NW[:tokens].copy_(other._rows_NW[:tokens])
-
-
-class ExpertPages:
-    """The entries of all tokens whose KV is in the pool, by page. The host maps memory when a page is first used."""
-
-    def __init__(self, shape: RoutingShape, pages: int, page_size: int, host_pages: int = 0) -> None:
-        self.shape = shape
-        self._stowed_HSW = np.zeros((host_pages, page_size, entry_words(shape)), np.int32)
-        self._page_size = page_size
-        self._words_PSW = np.zeros((pages, page_size, entry_words(shape)), np.int32)
-        self._by_slot = self._words_PSW.reshape(pages * page_size, -1)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all entries."""
-        return self._words_PSW.nbytes + self._stowed_HSW.nbytes
-
-    def take(self, record_NW: np.ndarray) -> None:
-        """Store the entries of a step that is being committed. Padding goes to the dump page."""
-        self._by_slot[record_NW[:, 0]] = record_NW[:, 1:]
-
-    def copy(self, source: int, target: int) -> None:
-        """A page's KV was copied to another one."""
-        self._words_PSW[target] = self._words_PSW[source]
-
-    def stow(self, pages: list[int], hosts: list[int]) -> None:
-        """Copy the entries of pages whose KV is on the host: the pages are about to be given up."""
-        self._stowed_HSW[hosts] = self._words_PSW[pages]
-
-    def stowed(self, hosts: list[int]) -> np.ndarray:
-        """A copy of the entries that lie beside KV on the host, by page."""
-        return self._stowed_HSW[hosts]
-
-    def put(self, pages: list[int], entries_NSW: np.ndarray) -> None:
-        """Store the entries of pages whose KV came back from the host."""
-        self._words_PSW[pages] = entries_NSW
-
-    def read(self, pages: list[int], start: int, end: int) -> np.ndarray:
-        """Entries of positions start..end-1 of a sequence with these pages: uint8 or uint16 [end - start, L, K]."""
-        first = start // self._page_size
-        block = self._words_PSW[pages[first : -(-end // self._page_size)]].reshape(-1, self._words_PSW.shape[2])
-        offset = first * self._page_size
-        words_NW = block[start - offset : end - offset]
-        assert len(words_NW) == end - start, "a sequence has the pages of all its tokens"
-        return self._unpacked(words_NW)
-
-    def nothing(self) -> np.ndarray:
-        """No entries."""
-        return self._unpacked(self._by_slot[:0])
-
-    def _unpacked(self, words_NW: np.ndarray) -> np.ndarray:
-        shape = self.shape
-        entries_NE = words_NW.view(shape.dtype)[:, : shape.layers * shape.top_k]
-        return np.ascontiguousarray(entries_NE).reshape(-1, shape.layers, shape.top_k)
-
-
-class SequenceExperts:
-    """The entries of one sequence that were not sent yet. Positions count from the first of the prompt."""
-
-    __slots__ = ("_kept", "_told")
-
-    def __init__(self, first: int) -> None:
-        self._told = first  # entries of earlier positions were sent, or are not wanted
-        self._kept: np.ndarray | None = None  # entries from `_told` on, of KV that was given up
-
-    def keep(self, experts: ExpertPages, pages: list[int], end: int) -> None:
-        """The pages are about to be given up: keep the entries of positions before `end` that were not sent."""
-        self._kept = self._between(experts, pages, end)
-
-    def tell(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
-        """The entries of positions before `end` that were not sent yet."""
-        entries = self._between(experts, pages, end)
-        if self._kept is not None:
-            self._kept = self._kept[len(entries) :]
-        self._told += len(entries)
-        return entries
-
-    def _between(self, experts: ExpertPages, pages: list[int], end: int) -> np.ndarray:
-        count = max(0, end - self._told)
-        kept = experts.nothing() if self._kept is None else self._kept[:count]
-        if len(kept) == count:
-            return kept
-        return np.concatenate([kept, experts.read(pages, self._told + len(kept), end)])

@@ -2,9 +2,9 @@
 
     whole     forward, draw, advance of the rows    one for each slot and size, against the slot's buffers: a step is
                                                     one upload, one replay, one download
-    forward   forward only, up to the logits        one for each size of a coarser set, with an input of its own; steps
-                                                    that change the logits sample outside of the graph, which costs
-                                                    more than the larger padding; once more for steps with adapters
+    forward   forward only, up to the logits        one for each size of a coarser set, with an input of its own, for
+                                                    steps that change the logits; once more for steps with adapters.
+                                                    They draw outside the graph, which costs more than the padding
 
 A step of n rows takes the smallest captured size that holds them; the rest is padding on row 0. Nothing is compiled
 while serving.
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from rollout.engine.device.streams import Stream
+from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.expert_trace import StepExperts
-from rollout.engine.step.features import PLAIN, Feature
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import StepInput, Upload, put_decode
 from rollout.models.decoder import Decoder

@@ -7,8 +7,8 @@ A row's mask depends on its last token, so it is made after the commit of the st
 step runs. The draw waits for the masks; the rows of the step that have no constraint are drawn with it.
 
 A matcher runs over a constraint that a client sent, and some never return. So matchers run in threads that can be
-abandoned, and the completion whose matcher hangs ends as an error. A completion whose masks take too long in sum ends
-too: it may use a part of the time for a step at each token, and beyond these the time for one step in all.
+abandoned, and the completion whose matcher hangs ends as an error. A completion also ends when its masks take too long
+in sum: each token earns it a tenth of `mask_s`, and it may overdraw by one `mask_s`.
 
 Legend: R rows, C constrained rows of a step, W words of a mask.
 """
@@ -27,14 +27,14 @@ import torch
 
 from rollout.constraints.matcher import mask_words
 from rollout.engine.device.streams import Device
-from rollout.engine.schedule.sequence import Sequence
+from rollout.engine.sequence.sequence import Sequence
 from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
 
 #: Matchers that may hang, each with a thread and a core; after that every constrained completion ends.
 MOST_LEFT_BEHIND = 4
 
-_FAIR_PARTS = 8  # of the time for a step: a completion that used less is not blamed when the time runs out
-_TOKEN_PARTS = 10  # of the time for a step: what a completion may use at each token
+_FAIR_PARTS = 8  # of `mask_s`: when the time runs out, a completion that used less is not the one that fails
+_TOKEN_PARTS = 10  # of `mask_s`: each token earns a completion one of them
 _thread_s = time.thread_time  # CPU time of the calling thread, so that other threads do not count
 _SLOW = "the constraint takes too long to follow from here; make it simpler"
 _GIVEN_UP = "too many constraints have hung this worker; send it to another one"

@@ -3,9 +3,9 @@
     Plan of spans of one token that all draw     --> a decode: rows and the pages that they open
     any other                                    --> a prefill: tokens, positions, and what each span does
 
-Either also carries what its rows need that have not run yet: a row is set up by the first step of its sequence.
+Both also set up the rows whose sequence runs its first step.
 
-How large an upload can become is bounded here too, beside what is put: the scheduler plans by it.
+The bound on the size of an upload stands here too, next to what fills it; the scheduler plans by it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rollout_kernels import PROMPT_BIT
 
 from rollout.engine.messages import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from rollout.engine.schedule.plan import Plan, Span
-from rollout.engine.schedule.sequence import Sequence
-from rollout.engine.step.features import Feature
+from rollout.engine.sequence.features import Feature
+from rollout.engine.sequence.sequence import Sequence
 from rollout.engine.step.graphs import CapturedSizes
 from rollout.engine.step.row_state import FLOAT_RULES, FLOATS, INT_RULES, INTS
 from rollout.engine.step.scores import SCORED_AT_ONCE

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.execute import Executor
-from rollout.engine.step.features import PLAIN, Feature
 from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot

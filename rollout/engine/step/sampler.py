@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from rollout_kernels import Sampled, SamplingRows, change_logits, sample
 
-from rollout.engine.step.features import FEATURES, Feature
+from rollout.engine.sequence.features import FEATURES, Feature
 from rollout.engine.step.masks import StepMasks
 from rollout.engine.step.row_state import (
     FIRST_FLOAT_RULE,

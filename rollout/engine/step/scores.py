@@ -8,24 +8,19 @@ All are log-softmax of the model's own logits: before temperature, penalties, bi
 says which rows and positions these are; a step without any enqueues nothing of this. Each copy is one contiguous piece:
 CUDA takes a copy with gaps through memory that is not pinned, and the host would wait for it.
 
-The host keeps the likeliest tokens of each completion in `TopTokens`. They are added before the tokens of the same
-step, so a completion that ends without its newest token may have one entry too many; a reader asks for the entries of
-the tokens that exist.
-
 Legend: S rows that sample, C of them with tops, K tops, N scored positions, P of them at a time, V vocabulary.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rollout.engine.device.streams import Device
 from rollout.engine.messages import MAX_TOP_LOGPROBS
+from rollout.engine.step_output import Scores
 
 #: Prompt positions that go through the output layer at a time; only their logits exist at once. On a GPU every piece
 #: has this size: another size may need another kernel, and nothing is compiled while serving.
@@ -35,39 +30,6 @@ SCORED_AT_ONCE = 128
 def scored_multiple(device: torch.device) -> int:
     """An upload pads its scored positions to a multiple of this."""
     return SCORED_AT_ONCE if device.type == "cuda" else 1
-
-
-class TopTokens:
-    """The `k` likeliest tokens at each position of one completion; zeros at the first `known` positions."""
-
-    def __init__(self, k: int, known: int) -> None:
-        self.k = k
-        self._ids = array("i", bytes(4 * k * known))
-        self._logprobs = array("f", bytes(4 * k * known))
-
-    def __len__(self) -> int:
-        return len(self._ids) // self.k
-
-    def add(self, ids_K: np.ndarray, logprobs_K: np.ndarray) -> None:
-        """Add the next position: int32 and float32, likeliest first, at least k of each."""
-        self._ids.frombytes(ids_K[: self.k].tobytes())
-        self._logprobs.frombytes(logprobs_K[: self.k].tobytes())
-
-    def between(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions start..end-1: ids int32 and log-probs float32, [end - start, k] each."""
-        part, shape = slice(start * self.k, end * self.k), (end - start, self.k)
-        ids, logprobs = np.frombuffer(self._ids, np.int32), np.frombuffer(self._logprobs, np.float32)
-        return ids[part].reshape(shape).copy(), logprobs[part].reshape(shape).copy()
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The scores of one step, on the host."""
-
-    places: tuple[int, ...]  # of the rows with tops, among those that sample
-    top_ids_CK: np.ndarray  # int32, likeliest first; K is MAX_TOP_LOGPROBS, or the vocabulary if that is smaller
-    top_logprobs_CK: np.ndarray  # float32
-    prompt_N: np.ndarray  # float32, of the prompt tokens that the step's spans score, in their order
 
 
 class StepScores:

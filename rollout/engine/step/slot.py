@@ -1,7 +1,7 @@
 """A slot: the buffers and events of one step in flight.
 
                  host                     device
-    input   [words] int32, pinned  -H2D->  [words] int32      one packed upload a step
+    input   [words] int32, pinned  -H2D->  [words] int32      one packed upload
     output  [4, rows] int32        <-D2H-  [4, rows] int32    token ids, and three log-probs as float bits
     experts [tokens, words] int32  <-D2H-  the same           of its tokens, after the output; where they are kept
 
@@ -17,8 +17,6 @@ buffers in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -26,22 +24,11 @@ from rollout.engine.device.streams import Device
 from rollout.engine.messages import RoutingShape
 from rollout.engine.step.expert_trace import StepExperts, record_words
 from rollout.engine.step.masks import StepMasks
-from rollout.engine.step.scores import Scores, StepScores
+from rollout.engine.step.scores import StepScores
 from rollout.engine.step.upload import Header, Staging, StepInput, Upload
+from rollout.engine.step_output import StepOutput
 
 OUTPUT_FIELDS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step sampled, one entry for each row that drew a token, in the order of the plan."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    raw_logprobs: list[float]
-    drawn_logprobs: list[float]
-    scores: Scores | None = None  # where the step has any
-    experts: np.ndarray | None = None  # int32 [tokens, words], of every token that went in; see `expert_trace`
 
 
 class Slot:

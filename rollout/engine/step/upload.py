@@ -29,7 +29,7 @@ that has a copy of the model, of the KV and of the row state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -142,7 +142,7 @@ class Staging:
         return Upload(header, self.words[: self.used])
 
 
-def put_decode(staging: Staging, rows: Sequence[int], opens: Sequence[tuple[int, int]], size: int) -> None:
+def put_decode(staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], size: int) -> None:
     """Put the rows of a decode forward and the pages that they open, (place, page), padded to `size` with row 0."""
     rows_B = np.zeros(size, dtype=np.int64)
     rows_B[: len(rows)] = rows
@@ -154,7 +154,7 @@ def put_decode(staging: Staging, rows: Sequence[int], opens: Sequence[tuple[int,
 
 
 def put_prefill(
-    staging: Staging, spans: Sequence[tuple[int, int, int, int]], tokens: np.ndarray
+    staging: Staging, spans: Seq[tuple[int, int, int, int]], tokens: np.ndarray
 ) -> tuple[tuple[int, int, int], ...]:
     """Put a prefill: for each span (row, start, tokens, draws), and all token ids (int64). Returns the layout."""
     rows, starts, lengths, draws = (np.array(column, dtype=np.int64) for column in zip(*spans, strict=True))
@@ -173,7 +173,7 @@ def put_prefill(
     return tuple(zip(bounds[:-1].tolist(), lengths.tolist(), ends.tolist(), strict=True))
 
 
-def put_tops(staging: Staging, places: Sequence[int]) -> tuple[int, ...]:
+def put_tops(staging: Staging, places: Seq[int]) -> tuple[int, ...]:
     """Have the drawing rows at these places report their likeliest tokens. Returns the header's `tops`."""
     staging.put("top_at", np.array(places, dtype=np.int64))
     return tuple(places)

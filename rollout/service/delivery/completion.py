@@ -103,7 +103,7 @@ class CompletionDelivery:
         if self._routing is not None:
             fields |= self._routing.fields(0, self._columns.count)
         if with_text and self._text is not None:
-            fields["text"] = self._text.settled
+            fields["text"] = self._text.sendable
         fields |= self._mark_fields(0)
         return fields | self._finish_fields()
 

@@ -2,8 +2,8 @@
 
     message --check--> executor --compare--> service thread --> reply, and into the box that the loop empties
 
-The comparison runs on a background thread; neither the loop nor the service thread waits for it. A report with one
-wrong completion counts for none.
+The comparison runs on a background thread; neither the loop nor the service thread waits for it. If one
+completion of a report is wrong, the whole report is refused.
 """
 
 from __future__ import annotations

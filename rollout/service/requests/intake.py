@@ -124,7 +124,7 @@ class Intake:
         )
 
     def completion(self, message: GenerateMessage, request: Request, index: int) -> CompletionDelivery:
-        """CompletionDelivery `index` at its start: empty, or with the tokens of `continue_from`."""
+        """Completion `index` at its start: empty, or with the tokens of `continue_from`."""
         text, known = None, message.continue_from
         prior, taken = (known.token_ids.tolist(), known.text_chars) if known else ((), None)
         if self._text is not None and (message.return_text or request.stop.strings):

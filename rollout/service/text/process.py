@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from rollout.config import ServiceSettings
-from rollout.process.libraries import loading_libraries
+from rollout.process.garbage_collection import loading_libraries
 from rollout.process.logs import LogFormat, set_up, worker_name
 from rollout.process.parent_watch import exit_with_parent
 from rollout.service.errors import ServiceError

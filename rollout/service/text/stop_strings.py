@@ -94,15 +94,15 @@ class StopText:
         return "".join(self._pieces)
 
     @property
-    def settled(self) -> str:
+    def sendable(self) -> str:
         """The text without an end that may become part of a stop string."""
         text = self.text
         return text[: len(text) - self._possible_match()]
 
     def take(self) -> str:
-        """The settled text that was not taken before."""
-        settled = max(0, len(self._pending) - self._possible_match())
-        ready, self._pending = self._pending[:settled], self._pending[settled:]
+        """The sendable text that was not taken before."""
+        count = max(0, len(self._pending) - self._possible_match())
+        ready, self._pending = self._pending[:count], self._pending[count:]
         skipped = min(self._skip, len(ready))
         self._skip -= skipped
         return ready[skipped:]

@@ -23,7 +23,7 @@ from rollout.metrics.step_timing import StepTiming
 from rollout.models import LoadedModel, load_model
 from rollout.models.lora_slots import random_adapter
 from rollout.process.progress import stage
-from rollout.process.settings_sources import load_settings
+from rollout.settings_sources import load_settings
 from scripts.bench.peers.experiments import Finished, Row
 from scripts.bench.peers.job import Job
 from scripts.bench.peers.workloads import Work

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.engine.schedule.sequence import row_seed
+from rollout.engine.sequence.sequence import row_seed
 from tests.support.bridge.client_script import Connect, Serve
 from tests.support.bridge.model_script import Model, check, columns, letters, refuse, silent, vanish
 from tests.support.bridge.scripted_worker import ScriptedWorker

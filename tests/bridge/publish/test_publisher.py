@@ -266,7 +266,7 @@ def test_status_shows_version_and_last_update(worker: Worker) -> None:
         publisher.publish(tensors, 4).applied(20)
         (after,) = publisher.status()
     assert after["version"] == 4 and after["last"]["bytes"] == sum(t.nbytes for t in tensors.values())
-    assert after["transports"] == ["zmq", "shm", "disk", "nccl"] and after["endpoint"] == worker.receiver.endpoint
+    assert {"zmq", "shm", "disk", "nccl"} <= set(after["transports"]) and after["endpoint"] == worker.receiver.endpoint
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch
 import zmq
 
-from rollout.process.access import OPEN_ON_LOOPBACK
+from rollout.network.access import Access
 from rollout.weights.destination import StagedDestination
 from rollout.weights.receiver import WeightSocket
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves
@@ -159,7 +159,7 @@ class ByHand:
         self.count = self.payload.manifest.bucket_count
         self.sender = CudaIpcSender(None, self.memory)
         options = self.sender.prepare(self.payload)
-        self.socket = WeightSocket("tcp://127.0.0.1:*", 1 << 20, OPEN_ON_LOOPBACK)
+        self.socket = WeightSocket("tcp://127.0.0.1:*", 1 << 20, Access(None, None, insecure=False))
         self.zmq = ZmqReceiver(self.socket)
         self.receiver = CudaIpcReceiver(self.zmq, self.memory)
         self.stream = torch.zeros(self.payload.manifest.total_bytes, dtype=torch.uint8)

@@ -214,7 +214,7 @@ def test_an_update_that_was_dropped_takes_no_group_from_the_next(
 def test_buffers_of_an_update_that_failed_live_until_nothing_is_packed_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref] = []
     alive: list[bool] = []
-    buffer, settle, start = BroadcastGroup.buffer, Payload.settle, Payload.start_bucket
+    buffer, wait_packed, start = BroadcastGroup.buffer, Payload.wait_packed, Payload.start_bucket
 
     def noted(self: BroadcastGroup, nbytes: int) -> torch.Tensor:
         data = buffer(self, nbytes)
@@ -222,10 +222,10 @@ def test_buffers_of_an_update_that_failed_live_until_nothing_is_packed_to_them(m
             made.append(weakref.ref(data))
         return data
 
-    def settled(self: Payload) -> None:
+    def packed(self: Payload) -> None:
         if threading.current_thread().name == "weights-group":
             alive.extend(data() is not None for data in made)
-        settle(self)
+        wait_packed(self)
 
     def fails(self: Payload, index: int, out: torch.Tensor) -> int:
         if index == 3:
@@ -233,7 +233,7 @@ def test_buffers_of_an_update_that_failed_live_until_nothing_is_packed_to_them(m
         return start(self, index, out)
 
     monkeypatch.setattr(BroadcastGroup, "buffer", noted)
-    monkeypatch.setattr(Payload, "settle", settled)
+    monkeypatch.setattr(Payload, "wait_packed", packed)
     monkeypatch.setattr(Payload, "start_bucket", fails)
     with Worker() as worker, WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=SMALL) as publisher:
         with pytest.raises(RolloutError, match="the device is gone"):

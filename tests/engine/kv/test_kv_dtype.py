@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from rollout.config import EngineSettings
 from rollout.demo.counting import Counter
-from rollout.engine.device.sizing import DeviceMemory, kv_dtype, kv_pages
+from rollout.engine.sizing import DeviceMemory, kv_dtype, kv_pages
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.models.batch import KVCache
 from tests.support.engine.harness import Bench, Completion, load

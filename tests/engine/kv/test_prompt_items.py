@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout.engine.kv.pool import PrefixKeys
 from rollout.engine.messages import Prompt, Request, SamplingParams, Submit, TokenIds
+from rollout.engine.sequence.prefix_keys import PrefixKeys
 from tests.support.engine.harness import Bench
 
 PAGE = 4

@@ -10,8 +10,9 @@ import pytest
 
 from rollout.engine.build import rebuild_engine
 from rollout.engine.kv.pool import PagePool
-from rollout.engine.kv.sessions import Session, SessionKV, Sessions
+from rollout.engine.kv.sessions import Sessions
 from rollout.engine.messages import Cancel, Done, EndSession, Prompt, Rejected, Request, StopAt
+from rollout.engine.sequence.session import Session, SessionKV
 from tests.support.engine.conversation import Conversation, admissions
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills

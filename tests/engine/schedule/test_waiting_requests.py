@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 
-from rollout.engine.kv.pool import PrefixKeys
 from rollout.engine.messages import Cancel
-from rollout.engine.schedule.sequence import Sequence
+from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.sequence import Sequence
 from tests.support.engine.harness import Bench
 
 

@@ -7,7 +7,7 @@ import torch
 from rollout_kernels.moe.quantize import quantize
 
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.device.sizing import weight_bytes
+from rollout.engine.sizing import weight_bytes
 from rollout.models import load_model
 from rollout.models.layers import SparseFeedForward
 from tests.support.engine.harness import Bench

@@ -16,8 +16,8 @@ import torch
 
 from rollout.engine import build
 from rollout.engine.messages import PutAdapter
+from rollout.engine.sequence.features import Feature
 from rollout.engine.step import graphs
-from rollout.engine.step.features import Feature
 from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
 from rollout.models.lora_slots import random_adapter
 from rollout.models.spec import MoESpec, RouterSpec

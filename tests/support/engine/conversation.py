@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollout.engine.kv.allocator import Reusable
-from rollout.engine.schedule.sequence import Sequence
+from rollout.engine.sequence.sequence import Sequence
 from tests.support.engine.harness import Bench
 
 LEASE_S = 1e6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.engine.schedule.sequence import Sequence
+from rollout.engine.sequence.sequence import Sequence
 from tests.support.engine.harness import Bench, Completion
 
 PAGE = 4

@@ -17,6 +17,7 @@ import torch
 from rollout_kernels import route
 
 from rollout.models import fused_experts, layers
+from rollout.models.spec import RouterSpec
 
 #: By how much the logit of an expert that was left out may exceed that of one that was taken; logits spread over 1.
 NEARLY_EQUAL = 0.1
@@ -51,16 +52,16 @@ class ExpertChoices:
         regrets: list[float] = []
         left = iter(self.chosen)
 
-        def take(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        def take(logits_TE: torch.Tensor, router: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
             experts_TK = next(left)
-            assert experts_TK.shape == (len(logits_TE), top_k)
+            assert experts_TK.shape == (len(logits_TE), router.top_k)
             wide_TE = logits_TE.float()
             others_TE = wide_TE.scatter(1, experts_TK, -torch.inf)
             regrets.append((others_TE.amax(1) - wide_TE.gather(1, experts_TK).amin(1)).amax().clamp(min=0).item())
             # All experts, in the order of their number, with the weights that they would have if they were chosen.
             weights_TE, order_TE = route(logits_TE, logits_TE.shape[1], False)
             weights_TK = torch.zeros_like(weights_TE).scatter(1, order_TE, weights_TE).gather(1, experts_TK)
-            return weights_TK / weights_TK.sum(1, keepdim=True) if renormalize else weights_TK, experts_TK
+            return weights_TK / weights_TK.sum(1, keepdim=True) if router.renormalize else weights_TK, experts_TK
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(layers.ROUTES, "softmax", take)

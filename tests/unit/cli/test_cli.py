@@ -23,7 +23,7 @@ import zmq
 from rollout.cli.main import main
 from rollout.cli.serve import SYNONYMS
 from rollout.process.announce import say
-from rollout.process.settings_sources import setting_keys
+from rollout.settings_sources import setting_keys
 from trainer_bridge.wire import codec as wire
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from rollout_kernels import rope_cos_sin, step
 from rollout_kernels.norm_rope.triton_elementwise import embed_rope
-from rollout_kernels.step import StepInput
+from rollout_kernels.step import DecodeInput
 from rollout_kernels.step.triton_begin import begin_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +43,7 @@ def test_begin_step_is_its_twin_bit_for_bit(page_size, lengths):
     expected = step.begin_step(rows, new_pages, ints, twin_pages, **options)
     gpu_pages = pages.to(DEVICE)
     table = torch.full((len(rows) + 2, most), STALE, dtype=torch.int32, device=DEVICE)
-    got = StepInput(*begin_step(rows.to(DEVICE), new_pages.to(DEVICE), ints.to(DEVICE), gpu_pages, table, **options))
+    got = DecodeInput(*begin_step(rows.to(DEVICE), new_pages.to(DEVICE), ints.to(DEVICE), gpu_pages, table, **options))
     for name in ("token_ids_B", "positions_B", "kv_slots_B", "context_lens_B"):
         mine, theirs = getattr(got, name).cpu(), getattr(expected, name)
         assert mine.dtype == theirs.dtype == torch.int64 and torch.equal(mine, theirs), name

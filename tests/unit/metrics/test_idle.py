@@ -82,9 +82,9 @@ def test_a_swap_while_there_is_no_work_counts_once():
 def test_idle_time_is_reported_while_it_lasts():
     idle = running()
     idle.no_work(10.0)
-    idle.settle(13.0)
+    idle.count_until(13.0)
     assert causes(idle) == {"no_work": 3.0}
-    idle.settle(13.0)
+    idle.count_until(13.0)
     idle.step("decode", 14.0, 14.5, 15.0)
     assert causes(idle) == {"no_work": 4.0, "bubble": 0.5}
 
@@ -96,7 +96,7 @@ def test_a_swap_of_an_idle_worker_counts_once_however_often_it_is_read(told_at):
     for moment in (10.5, 11.5, 12.0, 12.5, 13.0):
         if moment == told_at:
             idle.stream_held("swap", 11.0, 12.0)
-        idle.settle(moment)
+        idle.count_until(moment)
     assert causes(idle) == {"no_work": 2.0, "swap": 1.0}
     idle.step("decode", 14.0, 14.0, 15.0)
     assert causes(idle) == {"no_work": 3.0, "swap": 1.0}
@@ -106,7 +106,7 @@ def test_the_time_until_it_was_clear_that_there_is_no_work_is_the_hosts():
     """What the host did with the last step, or a fault that was recovered from."""
     idle = running()
     idle.no_work(10.75)
-    idle.settle(13.0)
+    idle.count_until(13.0)
     assert causes(idle) == {"no_work": 2.25, "bubble": 0.75}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.metrics.overlap import active_share, device_spans, host_spans, merged, overlap, write_overlap
+from rollout.metrics.overlap import active_share, device_intervals, host_intervals, merged, overlap, write_overlap
 from rollout.metrics.step_timing import StepTiming
 
 
@@ -18,12 +18,12 @@ PIPELINED = [step(0.0, 0.03, 1.0, 1.1), step(0.04, 1.0, 2.0, 2.1), step(1.16, 2.
 
 
 def test_the_blocking_host_works_from_a_steps_outputs_to_the_next_launch():
-    spans = [(round(begin, 6), round(end, 6)) for begin, end in host_spans(BLOCKING)]
+    spans = [(round(begin, 6), round(end, 6)) for begin, end in host_intervals(BLOCKING)]
     assert spans == [(0.0, 0.03), (1.1, 1.23), (2.3, 2.35)]
 
 
 def test_the_pipelines_host_waits_between_a_launch_and_the_next_commit():
-    spans = host_spans(PIPELINED)
+    spans = host_intervals(PIPELINED)
     assert [round(begin, 3) for begin, _ in spans] == [0.0, 0.04, 1.1, 2.1, 3.1]
     assert [round(end, 3) for _, end in spans] == [0.03, 0.07, 1.19, 2.15, 3.15]
 
@@ -50,7 +50,9 @@ def test_touching_spans_are_one():
 
 def test_the_picture_is_a_png_and_a_lane_without_steps_an_error(tmp_path):
     pytest.importorskip("matplotlib")
-    lanes = {name: (device_spans(steps), host_spans(steps)) for name, steps in (("a", BLOCKING), ("b", PIPELINED))}
+    lanes = {
+        name: (device_intervals(steps), host_intervals(steps)) for name, steps in (("a", BLOCKING), ("b", PIPELINED))
+    }
     write_overlap(lanes, tmp_path / "x" / "overlap.png", "two lanes")
     assert (tmp_path / "x" / "overlap.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(ValueError, match="at least one step"):

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.metrics.chrome_trace import TRACKS, chrome_trace
 from rollout.metrics.meter import Meter
-from rollout.metrics.overlap import clipped, device_spans, host_spans, overlap, shares
+from rollout.metrics.overlap import clipped, device_intervals, host_intervals, overlap, shares
 from rollout.metrics.recording import Recording
 from rollout.metrics.step_timing import StepTiming, SwapTiming
 from tests.support.chrome_format import check_chrome_trace
@@ -43,9 +43,9 @@ def test_the_wait_for_masks_is_the_hosts_in_the_trace():
     assert received.steps[0].mask_wait == pytest.approx((0.002, 0.0035)) and received.steps[1].mask_wait is None
     compute = [e for e in chrome_trace(received, "w")["traceEvents"] if e.get("cat") == "compute"]
     assert [event["dur"] for event in compute] == pytest.approx([1000, 500, 3000])
-    host = [(begin, end) for begin, end in host_spans(received.steps) if begin < 0.003 < end]
+    host = [(begin, end) for begin, end in host_intervals(received.steps) if begin < 0.003 < end]
     assert host == [pytest.approx((0.002, 0.0035))]
-    assert [span for span in device_spans(received.steps) if span[0] < 0.003 < span[1]] == []
+    assert [span for span in device_intervals(received.steps) if span[0] < 0.003 < span[1]] == []
 
 
 def sent_times(swap: SwapTiming) -> tuple[float, float]:
@@ -119,10 +119,10 @@ def test_rows_and_zombies_are_counters():
 
 def test_the_host_waits_while_there_is_nothing_to_launch():
     busy = [step(0.0), step(0.01)]
-    assert [end for _, end in host_spans(busy)][-1] == pytest.approx(0.017)
-    assert any(begin < 0.009 < end for begin, end in host_spans(busy))  # from a commit to the next launch
+    assert [end for _, end in host_intervals(busy)][-1] == pytest.approx(0.017)
+    assert any(begin < 0.009 < end for begin, end in host_intervals(busy))  # from a commit to the next launch
     idle = [replace(busy[0], idle_after=True), busy[1]]
-    assert not any(begin < 0.009 < end for begin, end in host_spans(idle))
+    assert not any(begin < 0.009 < end for begin, end in host_intervals(idle))
 
 
 def test_shares_are_of_the_whole_time():

@@ -26,11 +26,13 @@ from rollout.models.registry import (
     MoEFamily,
     by_layer,
     config_rules,
+    ropes_by_type,
     same_window,
+    sparse_by_type,
     spec_from_config,
     windows_by_type,
 )
-from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
+from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames, RouterSpec
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
 from tests.support.peft_adapters import make_adapter, merged
@@ -41,16 +43,6 @@ SIZES: dict[str, Any] = {
     "head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
 PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23, 60, 2, 41, 5, 16]
-
-
-@by_layer(mlp_layer_types=layer_list(str))
-def sparse_by_type(config: Any) -> tuple[bool, ...]:
-    return tuple(kind == "sparse" for kind in config.mlp_layer_types)
-
-
-@by_layer(layer_types=layer_list(str))
-def ropes_by_type(config: Any) -> tuple[str, ...]:
-    return tuple(config.layer_types)
 
 
 MELLUM = Family(
@@ -78,10 +70,10 @@ MELLUM_SIZES: dict[str, Any] = {
     },
 }  # fmt: skip
 
-#: Families that transformers has and the registry has not: (declaration, stem of transformers' classes, config).
+#: By made-up architectures, which no real family takes: (declaration, stem of transformers' classes, config).
 DECLARED: dict[str, tuple[Family, str, dict[str, Any]]] = {
-    "MistralForCausalLM": (Family(model_type="mistral", windows=same_window), "Mistral", {"sliding_window": 6}),
-    "SeedOssForCausalLM": (
+    "MadeUpMistralForCausalLM": (Family(model_type="mistral", windows=same_window), "Mistral", {"sliding_window": 6}),
+    "MadeUpSeedOssForCausalLM": (
         Family(
             model_type="seed_oss",
             qkv_bias=Key("attention_bias"),
@@ -91,7 +83,7 @@ DECLARED: dict[str, tuple[Family, str, dict[str, Any]]] = {
         "SeedOss",
         {"attention_bias": True, "attention_out_bias": False, "mlp_bias": True},
     ),
-    "MellumForCausalLM": (MELLUM, "Mellum", MELLUM_SIZES),
+    "MadeUpMellumForCausalLM": (MELLUM, "Mellum", MELLUM_SIZES),
 }
 #: Qwen3 under other names.
 RENAMED = Family(
@@ -171,6 +163,7 @@ def test_one_declaration_adds_a_family(architecture: str, tmp_path: Path, monkey
     family, stem, options = DECLARED[architecture]
     skip_if_lacking(stem)
     reference = make_checkpoint(stem, tmp_path, **(SIZES | options))
+    rename_family(tmp_path, architecture)
     with pytest.raises(ValueError, match=architecture):
         load_model(ModelSettings(path=str(tmp_path)), CPU)
     monkeypatch.setitem(FAMILIES, architecture, family)
@@ -223,11 +216,11 @@ def test_experts_and_their_router_may_have_other_names(tmp_path: Path, monkeypat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 def test_a_router_may_score_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function from logits to weights and experts, and its name in the declaration; experts are not fused then."""
+    """A function from logits and the router's spec, and its name in the declaration; experts are not fused then."""
 
-    def by_sigmoid(logits_TE: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        weights_TK, experts_TK = logits_TE.float().sigmoid().topk(top_k, dim=-1)
-        assert not renormalize
+    def by_sigmoid(logits_TE: torch.Tensor, router: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        weights_TK, experts_TK = logits_TE.float().sigmoid().topk(router.top_k, dim=-1)
+        assert not router.renormalize
         return weights_TK, experts_TK
 
     moe = MoEFamily(
@@ -240,12 +233,13 @@ def test_a_router_may_score_in_another_way(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(FAMILIES, "SigmoidForCausalLM", Family(model_type="qwen3_moe", qk_norm="head", moe=moe))
     reference = make_checkpoint("qwen3_moe", tmp_path, **QWEN3_MOE_SIZES, mlp_only_layers=[])
     rename_family(tmp_path, "SigmoidForCausalLM")
+    router = RouterSpec("softmax", 2, renormalize=False)
     for layer in reference.model.layers:
         gate = layer.mlp.gate
 
         def route(x: torch.Tensor, weight: torch.Tensor = gate.weight) -> tuple[torch.Tensor, ...]:
             logits_TE = x.reshape(-1, weight.shape[1]) @ weight.T
-            return logits_TE, *by_sigmoid(logits_TE, 2, False)
+            return logits_TE, *by_sigmoid(logits_TE, router)
 
         monkeypatch.setattr(gate, "forward", route)
     check(load_model(ModelSettings(path=str(tmp_path)), CPU), reference)
@@ -286,8 +280,9 @@ def test_a_family_reads_no_key_without_a_rule(architecture: str, monkeypatch: py
 def test_the_keys_of_a_new_family_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of constants, of experts, of functions, and of one layer type's rotary embedding."""
     skip_if_lacking("Mellum")
-    monkeypatch.setitem(FAMILIES, "MellumForCausalLM", MELLUM)
+    monkeypatch.setitem(FAMILIES, "MadeUpMellumForCausalLM", MELLUM)
     make_checkpoint("Mellum", tmp_path, **(SIZES | MELLUM_SIZES))
+    rename_family(tmp_path, "MadeUpMellumForCausalLM")
     good = json.loads((tmp_path / "config.json").read_text())
     rope = good["rope_parameters"] | {"full_attention": {"rope_type": "default", "rope_theta": "1e4"}}
     experts = "num_experts" if "num_experts" in good else "num_local_experts"

@@ -110,7 +110,7 @@ class Broadcasts:
         except Exception as error:
             give_up(self._store, f"{self._member} gave up: {error!s:.200}")
             self._kept.leave_broken(group)
-            self._payload.settle()  # before the buffers are freed: the trainer may reuse their memory at once
+            self._payload.wait_packed()  # before the buffers are freed: the trainer may reuse their memory at once
             raise
 
     def _join(self) -> BroadcastGroup:

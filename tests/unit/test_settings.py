@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rollout.config import Settings
-from rollout.process.settings_sources import SettingsError, load_settings, setting_keys
+from rollout.settings_sources import SettingsError, load_settings, setting_keys
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 

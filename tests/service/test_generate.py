@@ -268,7 +268,7 @@ def test_rejection_by_the_engine_is_an_error_with_all_its_fields(bench):
     assert client.ask("cancel", "c", target="x")["code"] == "not_found"
 
 
-@pytest.mark.parametrize("state", ["draining", "stale"])  # asleep: test_service_sleep.py
+@pytest.mark.parametrize("state", ["draining", "stale"])  # asleep: test_sleep.py
 def test_new_requests_are_refused_while_the_worker_cannot_serve(bench, state):
     bench.status[0] = EngineStatus(state=state)
     assert bench.client().ask("generate", prompt=[1])["code"] == "unavailable"

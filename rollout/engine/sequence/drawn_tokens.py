@@ -2,6 +2,9 @@
 
 Tokens that another worker drew (`known`) come first in all columns. The tokens drawn here follow; `versions` counts
 only these. A commit writes to `versions` last: a token is whole once it is counted there.
+
+Likeliest tokens (`TopTokens`) are added before the tokens of the same step, so a completion that ends without its
+newest token may have one entry too many; a reader asks for the entries of the tokens that exist.
 """
 
 from __future__ import annotations
@@ -11,7 +14,29 @@ from array import array
 import numpy as np
 
 from rollout.engine.messages import Request
-from rollout.engine.step.scores import TopTokens
+
+
+class TopTokens:
+    """The `k` likeliest tokens at each position of one completion; zeros at the first `known` positions."""
+
+    def __init__(self, k: int, known: int) -> None:
+        self.k = k
+        self._ids = array("i", bytes(4 * k * known))
+        self._logprobs = array("f", bytes(4 * k * known))
+
+    def __len__(self) -> int:
+        return len(self._ids) // self.k
+
+    def add(self, ids_K: np.ndarray, logprobs_K: np.ndarray) -> None:
+        """Add the next position: int32 and float32, likeliest first, at least k of each."""
+        self._ids.frombytes(ids_K[: self.k].tobytes())
+        self._logprobs.frombytes(logprobs_K[: self.k].tobytes())
+
+    def between(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Positions start..end-1: ids int32 and log-probs float32, [end - start, k] each."""
+        part, shape = slice(start * self.k, end * self.k), (end - start, self.k)
+        ids, logprobs = np.frombuffer(self._ids, np.int32), np.frombuffer(self._logprobs, np.float32)
+        return ids[part].reshape(shape).copy(), logprobs[part].reshape(shape).copy()
 
 
 class DrawnTokens:

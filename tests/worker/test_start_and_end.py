@@ -50,9 +50,9 @@ def test_sigterm_finishes_running_completions_and_leaves_all_records(tmp_path: P
         assert ready["event"] == "ready" and ready["pid"] == process.pid and ready["model"] == str(ONES)
         assert ready["weights_version"] == 0 and not ready["endpoint"].endswith(":0")
         assert list(tmp_path.glob("ready.json*")) == [ready_file]
-        with RolloutClient(ready["endpoint"], timeout_s=60.0) as client:
+        with RolloutClient(ready["endpoint"], timeout_s=240.0) as client:
             assert client.status()["weights_endpoint"] == ready["weights_endpoint"] != ready["endpoint"]
-            with client.generate("17:", n=2, max_tokens=1500, stream="tokens", stream_every=8) as stream:
+            with client.generate("17:", n=2, max_tokens=600, stream="tokens", stream_every=8) as stream:
                 next(stream)
                 process.send_signal(signal.SIGTERM)
                 until(lambda: client.status()["state"] == "draining", "the drain")

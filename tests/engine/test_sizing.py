@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.config import EngineSettings, ModelSettings
-from rollout.engine.device.sizing import DeviceMemory, PoolSize, check_row_state, kv_pages
 from rollout.engine.device.streams import CpuDevice
+from rollout.engine.sequence.features import Feature
+from rollout.engine.sizing import DeviceMemory, PoolSize, check_row_state, kv_pages
 from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.execute import Executor
-from rollout.engine.step.features import Feature
 from rollout.engine.step.graphs import forward_sizes, graph_sizes
 from rollout.engine.step.rehearsal import ALL_FEATURES, StepNeeds, largest_prompts, rehearse, steps_to_rehearse
 from rollout.engine.step.row_state import RowState

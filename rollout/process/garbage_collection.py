@@ -1,4 +1,4 @@
-"""Garbage collection around the import of large libraries such as torch and transformers."""
+"""Garbage collection: none while large libraries such as torch load, and later not of the objects they leave."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ def freeze_heap() -> None:
     """Exclude all objects that exist now from later garbage collections."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # some libraries report leaks at exit if their objects are still frozen
+
+
+def collect_and_freeze() -> None:
+    """Exclude the objects that exist after start-up from later garbage collections.
+
+    The libraries create half a million objects that live as long as the process. Each full collection would visit all
+    of them while the loop waits.
+    """
+    gc.collect()
+    freeze_heap()
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import torch
 from rollout_kernels.linear.table import MOST_ROWS
 
 from rollout.engine import build
-from rollout.engine.device.sizing import kv_pages
 from rollout.engine.device.streams import make_device
+from rollout.engine.sizing import kv_pages
 from rollout.engine.step.graphs import DecodeGraphs, capturable
 from tests.support.engine.cuda_harness import assert_steady, load_bf16, watch_compilation
 from tests.support.engine.harness import Bench

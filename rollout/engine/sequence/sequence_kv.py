@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.engine.kv.pool import PrefixKeys
+from rollout.engine.sequence.prefix_keys import PrefixKeys
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +59,7 @@ class SequenceKV(KVContent):
         self.prefill_tokens = self.keys = None
 
     def begin_prefill(self, tokens: int) -> None:
-        """The prompt and this many tokens are computed from the start: drop the marks of a prefill broken off."""
+        """A prefill starts at position 0: forget the record of an unfinished one of the same tokens."""
         while self.prefills and self.prefills[-1].tokens == tokens:
             self.prefills.pop()
 

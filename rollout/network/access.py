@@ -104,10 +104,6 @@ class Access:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-#: The default: no CURVE, loopback addresses only.
-OPEN_ON_LOOPBACK = Access(None, None, insecure=False)
-
-
 class ClientKeyList:
     """The public keys in a folder. The folder is read again every second while clients connect: a new key may connect,
     a removed key may not; existing connections stay.

@@ -19,7 +19,7 @@ Three counters, all in tokens:
 What a sequence has is in a few objects of plain data:
 
     drawn         its tokens and their log-probs and versions           `drawn_tokens`
-    kv            its KV: pages, length, versions, offloaded pages      `kv/sequence_kv`
+    kv            its KV: pages, length, versions, offloaded pages      `sequence_kv`
     adapter_use   its adapter slot, and the adapter's versions          `adapter_table`
 """
 
@@ -34,13 +34,13 @@ import numpy as np
 
 from rollout.constraints.matcher import Matcher
 from rollout.engine.adapter_table import Adapter, AdapterUse
-from rollout.engine.kv.pool import PrefixKeys
-from rollout.engine.kv.sequence_kv import SequenceKV
-from rollout.engine.kv.sessions import Session
 from rollout.engine.messages import Finish, Request, RequestKey
-from rollout.engine.schedule.drawn_tokens import DrawnTokens
-from rollout.engine.step.expert_trace import SequenceExperts
-from rollout.engine.step.features import features_of
+from rollout.engine.sequence.drawn_tokens import DrawnTokens
+from rollout.engine.sequence.experts import SequenceExperts
+from rollout.engine.sequence.features import features_of
+from rollout.engine.sequence.prefix_keys import PrefixKeys
+from rollout.engine.sequence.sequence_kv import SequenceKV
+from rollout.engine.sequence.session import Session
 
 SEED_MASK = (1 << 63) - 1
 

@@ -1,0 +1,1 @@
+"""What the host knows of one sequence: its tokens, KV, experts, group and session, as plain data."""

@@ -1,0 +1,32 @@
+"""What a step gives back, on the host: plain data. `step` reads it from its slot, the scheduler commits it.
+
+Legend: C rows with tops, K tops, N scored positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of one step, on the host."""
+
+    places: tuple[int, ...]  # of the rows with tops, among those that sample
+    top_ids_CK: np.ndarray  # int32, likeliest first; K is MAX_TOP_LOGPROBS, or the vocabulary if that is smaller
+    top_logprobs_CK: np.ndarray  # float32
+    prompt_N: np.ndarray  # float32, of the prompt tokens that the step's spans score, in their order
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step sampled, one entry for each row that drew a token, in the order of the plan."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+    drawn_logprobs: list[float]
+    scores: Scores | None = None  # where the step has any
+    experts: np.ndarray | None = None  # int32 [tokens, words], of every token that went in; see `step/expert_trace`
