@@ -59,7 +59,7 @@ def test_sigterm_finishes_running_completions_and_leaves_all_records(tmp_path: P
                 with pytest.raises(Unavailable):
                     client.generate("17:", max_tokens=4)
                 completions = stream.wait().completions
-        assert [(len(completion), completion.finish_reason) for completion in completions] == [(1500, "length")] * 2
+        assert [(len(completion), completion.finish_reason) for completion in completions] == [(600, "length")] * 2
         ended, nothing = process.stdout.readline(), process.stdout.read()
         assert process.wait(60) == 0 and nothing == "" and not ready_file.exists()
     _check_records(json.loads(ended), jsonl, timeline, tmp_path)
@@ -69,7 +69,7 @@ def _check_records(ended: dict, jsonl: Path, timeline: Path, folder: Path) -> No
     assert ended["event"] == "ended"
     totals = ended["totals"]
     assert totals["total/tokens"] == 3000 and totals["total/completions"] == 2
-    assert 0 < totals["gpu/active_pct"] <= 100 and totals["completion/length_mean"] == 1500
+    assert 0 < totals["gpu/active_pct"] <= 100 and totals["completion/length_mean"] == 600
     lines = [json.loads(line) for line in jsonl.read_text().splitlines()]
     assert len(lines) >= 2 and [line.get("final", False) for line in lines] == [False] * (len(lines) - 1) + [True]
     assert all("gpu/active_pct" in line and "queue/waiting" in line for line in lines)
