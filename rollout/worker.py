@@ -1,7 +1,7 @@
 """The worker: a model, an engine, a service and a weight receiver, and the loop that drives them.
 
     serve(settings)    check, load --> Worker --> loop --> close
-      build            links between threads first, then receiver, engine, service      `Worker.__init__`
+      build            receiver and other links between threads first, then engine, service      `Worker.__init__`
       serve            tick while there is work; wait on the inbox while there is none  `loop`, `_tick`
       recover          after a fault: hand requests back, build the engine anew         `_recover`
       close            answer the clients that wait, end the threads, write the last report   `close`

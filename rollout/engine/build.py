@@ -1,4 +1,4 @@
-"""Puts an engine together from settings and a loaded model; sizes the KV pool."""
+"""Puts an engine together from settings and a loaded model."""
 
 from __future__ import annotations
 
