@@ -68,7 +68,7 @@ def test_sigterm_finishes_running_completions_and_leaves_all_records(tmp_path: P
 def _check_records(ended: dict, jsonl: Path, timeline: Path, folder: Path) -> None:
     assert ended["event"] == "ended"
     totals = ended["totals"]
-    assert totals["total/tokens"] == 3000 and totals["total/completions"] == 2
+    assert totals["total/tokens"] == 1200 and totals["total/completions"] == 2
     assert 0 < totals["gpu/active_pct"] <= 100 and totals["completion/length_mean"] == 600
     lines = [json.loads(line) for line in jsonl.read_text().splitlines()]
     assert len(lines) >= 2 and [line.get("final", False) for line in lines] == [False] * (len(lines) - 1) + [True]
