@@ -14,6 +14,7 @@ from rollout.models.fused import FusedDecoder
 from tests.support.engine.cuda_harness import assert_steady, load_bf16, watch_compilation
 from tests.support.engine.harness import Bench
 from tests.support.engine.updates import Mailbox, Update, boundary
+from tests.support.models import sigmoid_router
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:no measured plan")]
 ROWS = 6
@@ -44,6 +45,10 @@ CONFIGS = {
         },
     ),
     "mixtral": ("Mixtral", {"head_dim": 64, "num_local_experts": EXPERTS, "intermediate_size": 160}),
+    "sigmoid": (
+        "Qwen3Moe",
+        {"head_dim": 64, "num_experts": EXPERTS, "moe_intermediate_size": 128, "intermediate_size": 640},
+    ),
     "olmoe": ("Olmoe", {"num_experts": EXPERTS, "intermediate_size": 128, "norm_topk_prob": False, "clip_qkv": 1.5}),
 }
 
@@ -66,13 +71,18 @@ def save(kind: str, folder, seed: int):
     read = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager"
     )
-    return read.to("cuda").eval()
+    read = read.to("cuda").eval()
+    if kind == "sigmoid":
+        sigmoid_router.give_biases(folder, read)
+    return read
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, save(request.param, folder, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        sigmoid_router.declare(patch)
+        yield folder, save(request.param, folder, 3)
 
 
 @pytest.fixture(scope="module")
