@@ -63,7 +63,7 @@ class DecoderLayer(Block):
 class Decoder(Block):
     """A language model over a paged KV cache. Its parameters are uninitialised until a loader has filled them.
 
-    `experts` is the format of the experts' weights; everything else is of `dtype`.
+    `experts` is the format of the experts' weights; everything else is of `dtype`, save routers' biases (float32).
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, experts: Format = "plain") -> None:

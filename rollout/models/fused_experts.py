@@ -1,7 +1,8 @@
 """The sparse feed-forward blocks of `FusedDecoder`: norm, router and experts, nothing read on the host.
 
-    few tokens    norm_route -> experts                  one launch before the experts
-    more          add_rms_norm -> moe_route -> experts   the router's weights are read once
+    few tokens      norm_route -> experts                             one launch before the experts
+    more            add_rms_norm -> moe_route -> experts              the router's weights are read once
+    other routers   add_rms_norm -> logits -> `ROUTES` -> experts     by torch: a bias, or not softmax
 
 The experts read the router's results before the kernels between the two have ended. So every kernel launched there must
 wait for the one before it. The kernels read the parameters themselves: the next step sees whatever is copied into them.
@@ -20,7 +21,7 @@ from rollout_kernels.moe.dispatch import MoEShape, Plan, moe_plan, run_experts, 
 from rollout_kernels.moe.formats import ExpertWeights
 from rollout_kernels.moe.triton_group_pairs import last_pairs
 from rollout_kernels.moe.triton_norm_router import MOST_TOKENS, norm_route, router_scratch
-from rollout_kernels.moe.triton_router import Record, moe_route
+from rollout_kernels.moe.triton_router import Record, Routing, moe_route, router_logits, sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from rollout.models.batch import ExpertRecord
@@ -43,9 +44,8 @@ def experts_of(block: SparseFeedForward) -> LayerExperts:
 
 
 def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
-    """True if the kernels can run these experts: softmax over logits, 16 bits, and even widths."""
-    even = spec.hidden % 2 == 0 and spec.intermediate % 2 == 0
-    return spec.router.scoring == "softmax" and dtype in (torch.bfloat16, torch.float16) and even
+    """True if the kernels can run these experts: 16 bits, and even widths."""
+    return dtype in (torch.bfloat16, torch.float16) and spec.hidden % 2 == 0 and spec.intermediate % 2 == 0
 
 
 class FusedExperts:
@@ -55,6 +55,7 @@ class FusedExperts:
         spec = model.spec.moe
         assert spec is not None
         self._router, self._eps, self._dtype = spec.router, model.spec.eps, model.embed.dtype
+        self._by_torch = spec.router.scoring != "softmax" or spec.router.bias
         self._shape = MoEShape(spec.experts, spec.router.top_k, spec.hidden, spec.intermediate)
         blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
         self._experts = {block: experts_of(block) for block in blocks if isinstance(block, SparseFeedForward)}
@@ -97,7 +98,12 @@ class FusedExperts:
         record = None if kept is None else Record(kept.layer(block.sparse_index, tokens), kept.rows_T[:tokens])
         norm_H, router_EH = layer.feed_forward_norm.weight, block.router
         how = (self._router.top_k, self._router.renormalize)
-        if tokens <= MOST_TOKENS and not self._deterministic:
+        if self._by_torch:
+            x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps)
+            logits_TE = sum_of_parts(router_logits(x_TH, router_EH, self._deterministic), x_TH.dtype)
+            weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
+            routing = Routing(experts_TK.int(), weights_TK.float())
+        elif tokens <= MOST_TOKENS and not self._deterministic:
             found = norm_route(residual_TH, parts_STH, norm_H, self._eps, router_EH, *how, self._scratch, record)
             residual_TH, x_TH, routing = found.residual_TH, found.x_TH, found.routing
         else:

@@ -28,22 +28,26 @@ from rollout_kernels import (
 from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
 from torch import nn
 
-from rollout.models.batch import AttentionBatch, KVCache, LayerKV
+from rollout.models.batch import AttentionBatch, ExpertRecord, KVCache, LayerKV
 from rollout.models.coded_experts import CodedView
 from rollout.models.lora_slots import Product, StepAdapters
 from rollout.models.names import Region, one_name
 from rollout.models.spec import AttentionSpec, DenseSpec, LinearSpec, MoESpec, RouterSpec, Scoring
 
+#: From router logits [T, E] and the router's bias [E], float32 or None, to weights and experts of each token, [T, K].
+Route = Callable[[torch.Tensor, torch.Tensor | None, RouterSpec], tuple[torch.Tensor, torch.Tensor]]
 
-def route_by_softmax(logits_TE: torch.Tensor, router: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
+
+def route_by_softmax(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts with the largest logits, weighted by their softmax."""
+    assert bias_E is None, "no family has a softmax router with a bias"
     return route(logits_TE, router.top_k, router.renormalize)
 
 
-#: From router logits [T, E] to weights and experts of each token, [T, K], by the router's spec.
-ROUTES: dict[Scoring, Callable[[torch.Tensor, RouterSpec], tuple[torch.Tensor, torch.Tensor]]] = {
-    "softmax": route_by_softmax
-}
+#: By the router's spec. These functions read nothing on the host, so that steps can be captured.
+ROUTES: dict[Scoring, Route] = {"softmax": route_by_softmax}
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -298,6 +302,9 @@ class SparseFeedForward(Block):
         super().__init__()
         self.spec, self.sparse_index, self.format = spec, sparse_index, format
         self.router = empty_parameter(spec.experts, spec.hidden, dtype=dtype, device=device)
+        self.router_bias: nn.Parameter | None = None
+        if spec.router.bias:
+            self.router_bias = empty_parameter(spec.experts, dtype=torch.float32, device=device)
         self.gate_up, self.gate_up_scales = self._empty(2 * spec.intermediate, spec.hidden, 2, dtype, device)
         self.down, self.down_scales = self._empty(spec.hidden, spec.intermediate, 1, dtype, device)
 
@@ -319,12 +326,17 @@ class SparseFeedForward(Block):
         values, scales = (self.gate_up, self.gate_up_scales) if wide else (self.down, self.down_scales)
         return ExpertWeights(values.data, None if scales is None else scales.data, self.format, 2 if wide else 1)
 
-    def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
-        """The weighted outputs of each token's experts, whose numbers go to the step's record, if it has one."""
-        router, record = self.spec.router, context.batch.experts
-        weights_TK, experts_TK = ROUTES[router.scoring](F.linear(x_TH, self.router), router)
+    def choose_experts(self, logits_TE: torch.Tensor, record: ExpertRecord | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts of each token, [T, K]; the experts also go to the step's record, if it has one."""
+        router = self.spec.router
+        weights_TK, experts_TK = ROUTES[router.scoring](logits_TE, self.router_bias, router)
         if record is not None:
-            record.layer(self.sparse_index, len(x_TH)).copy_(experts_TK)
+            record.layer(self.sparse_index, len(logits_TE)).copy_(experts_TK)
+        return weights_TK, experts_TK
+
+    def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
+        """The weighted outputs of each token's experts."""
+        weights_TK, experts_TK = self.choose_experts(F.linear(x_TH, self.router), context.batch.experts)
         gate_up: torch.Tensor = self.gate_up
         down: torch.Tensor = self.down
         if self.format != "plain":  # decodes all experts in each step: for comparison on a CPU
@@ -340,8 +352,10 @@ class SparseFeedForward(Block):
             gate_up[f"{prefix}{names.gate.format(expert)}.weight"] = self._view("gate_up", expert, 0)
             gate_up[f"{prefix}{names.up.format(expert)}.weight"] = self._view("gate_up", expert, 1)
             down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
+        bias = [] if self.router_bias is None else [one_name(f"{prefix}{names.router_bias}", self.router_bias)]
         return [
             Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router)),
+            *bias,
             Region((gate_up, {f"{prefix}{names.stacked_gate_up}": self._view("gate_up")})),
             Region((down, {f"{prefix}{names.stacked_down}": self._view("down")})),
         ]

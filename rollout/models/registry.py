@@ -174,6 +174,7 @@ class MoEFamily:
     top_k: Key = declared(integer(1, 4096), Key("num_experts_per_tok"))
     renormalize: bool | Key = declared(FLAG)
     scoring: Scoring = "softmax"
+    router_bias: bool = False
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
 
@@ -382,7 +383,12 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
         hidden=config.hidden_size,
         experts=_value(config, family.experts),
         intermediate=_value(config, family.intermediate),
-        router=RouterSpec(family.scoring, _value(config, family.top_k), _value(config, family.renormalize)),
+        router=RouterSpec(
+            scoring=family.scoring,
+            top_k=_value(config, family.top_k),
+            renormalize=_value(config, family.renormalize),
+            bias=family.router_bias,
+        ),
         names=family.names,
     )
     layers = config.num_hidden_layers

@@ -151,12 +151,14 @@ class RouterSpec:
     scoring: Scoring
     top_k: int
     renormalize: bool  # the weights of the chosen experts add up to 1
+    bias: bool = False  # the router has a tensor that is added to the scores of its experts, float32 [E]
 
 
 class MoENames(NamedTuple):
     """Modules of a mixture of experts; `{}` stands for the number of an expert."""
 
     router: tuple[str, ...] = ("mlp.gate",)  # alternatives; the first is what files usually have
+    router_bias: str = "mlp.gate.e_score_correction_bias"  # a tensor
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"

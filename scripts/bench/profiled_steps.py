@@ -52,7 +52,7 @@ def summarise(events: Sequence[Mapping[str, Any]], steps: int) -> ProfiledSteps:
     if len(groups) != steps:
         groups = _in_equal_parts(events, steps)
     intervals = merged([(group[0][0], max(end for _, end in group)) for group in groups])
-    kernels = merged([span for group in groups for span in group])
+    kernels = merged([interval for group in groups for interval in group])
     wall = intervals[-1][1] - intervals[0][0]
     return ProfiledSteps(
         steps,

@@ -15,7 +15,7 @@ from rollout.engine.device.streams import make_device
 from rollout.engine.messages import Done, Failed
 from rollout.models.fused import FusedDecoder
 from rollout.weights.staging import DeviceShadow
-from tests.support.engine.cuda_harness import assert_steady, load_bf16
+from tests.support.engine.cuda_harness import FUSED_SIZES, assert_steady, load_bf16
 from tests.support.engine.harness import load
 from tests.support.engine.sleeping import Sleeping
 from tests.support.engine.updates import Mailbox, Update
@@ -48,17 +48,7 @@ def some_tokens(bench: Sleeping, prompt_of, name: str) -> list[list[int]]:
 def fused(tmp_path_factory) -> Path:
     """A checkpoint of sizes that the fused kernels take."""
     torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=1031,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
+    config = Qwen3Config(vocab_size=1031, tie_word_embeddings=False, **FUSED_SIZES)
     folder = tmp_path_factory.mktemp("fused")
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder

@@ -12,7 +12,7 @@ from rollout.engine import build
 from rollout.engine.device.streams import make_device
 from rollout.engine.sizing import kv_pages
 from rollout.engine.step.graphs import DecodeGraphs, capturable
-from tests.support.engine.cuda_harness import assert_steady, load_bf16, watch_compilation
+from tests.support.engine.cuda_harness import FUSED_SIZES, assert_steady, load_bf16, watch_compilation
 from tests.support.engine.harness import Bench
 
 pytestmark = pytest.mark.gpu
@@ -34,17 +34,7 @@ def folder(tmp_path_factory):
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
+    config = Qwen3Config(vocab_size=VOCAB, tie_word_embeddings=True, **FUSED_SIZES)
     path = tmp_path_factory.mktemp("start")
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(path)
     return path

@@ -58,9 +58,9 @@ class WeightPublisher:
     """Publishes weights to one or several workers.
 
     Closing ends unfinished updates, so wait for `applied` first. Workers keep the weights they serve. If a worker still
-    checks a manifest, `close` waits up to 5 s for its answer, to abort the update there. If it is still open
-    when Python exits, it is closed then; with `collective` that waits up to `begin_s` for ranks that called `publish`
-    less often.
+    checks a manifest, `close` waits up to 5 s for its answer, to abort the update there. A publisher
+    that is still open when Python exits is closed then; with `collective` that waits up to `begin_s` for ranks that
+    called `publish` less often.
 
     Args:
         endpoints: The workers' request sockets, as `RolloutClient` takes them.

@@ -187,10 +187,23 @@ def moe_route(
         deterministic: add the products of a logit in one order for every number of tokens, if `linear_config` has a
             configuration for this router.
     """
+    parts_STE = router_logits(x_TH, router_EH, deterministic)
+    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out)
+
+
+def router_logits(x_TH: torch.Tensor, router_EH: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
+    """Logits as partial sums [S, T, E], float32 where there are several. For `deterministic` see `moe_route`."""
     experts, hidden = router_EH.shape
     config = linear_config(experts, hidden, "parts", len(x_TH), deterministic)
-    parts_STE = F.linear(x_TH, router_EH)[None] if config is None else linear_parts(x_TH, router_EH, config)
-    return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out)
+    return F.linear(x_TH, router_EH)[None] if config is None else linear_parts(x_TH, router_EH, config)
+
+
+def sum_of_parts(parts_STE: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum over S, [T, E], in ascending order and rounded to `dtype`: what `moe_choose` chooses by."""
+    first, *others = parts_STE.unbind()
+    for part in others:
+        first = first + part
+    return first.to(dtype)
 
 
 def moe_choose(

@@ -117,7 +117,7 @@ class QueueFeed:
                 self.queue.push(waiting)
 
     def note_misfit(self, seq: Sequence, running: int, available: int) -> None:
-        """The first sequence did not fit beside `running` rows, with so many pages available."""
+        """The first sequence did not fit beside `running` rows when `available` pages could be allocated."""
         self._misfit = seq, running, available
 
     def still_misfits(self, seq: Sequence, running: int, available: int) -> bool:

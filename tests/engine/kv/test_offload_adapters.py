@@ -266,10 +266,10 @@ def test_a_rebuilt_engine_has_its_adapters_and_its_host_memory(model, adapters):
     bench = bench_of(model, adapters, 2)
     six(bench, ["a0", "a1"])
     until(bench, lambda: offloaded(bench))
-    slots, room = bench.engine.executor.step.adapters, bench.engine.executor.mover.host_memory
+    slots, memory = bench.engine.executor.step.adapters, bench.engine.executor.mover.host_memory
     bench.engine.fail("a fault")
     rebuild_engine(bench.engine, bench.settings)
-    assert bench.engine.executor.step.adapters is slots and bench.engine.executor.mover.host_memory is room
+    assert bench.engine.executor.step.adapters is slots and bench.engine.executor.mover.host_memory is memory
     before = counts(bench).restored
     for i in range(6):
         bench.submit(f"again{i}", prompt_of(10, i), 60, adapter=f"a{i % 2}")

@@ -61,12 +61,12 @@ def test_a_rebuilt_engine_offloads_again_to_the_same_host_memory(model, prompt_o
     submit_six(bench, prompt_of)
     while not counts(bench).offloaded:
         bench.engine.tick()
-    message, room, offloaded = fail_a_step(bench), bench.engine.executor.mover.host_memory, counts(bench).offloaded
+    message, memory, offloaded = fail_a_step(bench), bench.engine.executor.mover.host_memory, counts(bench).offloaded
     for i in range(6):
         completion = bench.completions[f"r{i}", 0]
         assert completion.finish is not None and completion.finish.error in (message, None)
     rebuild_engine(bench.engine, bench.settings)
-    assert bench.engine.executor.mover.host_memory is room and counts(bench).offloaded == offloaded
+    assert bench.engine.executor.mover.host_memory is memory and counts(bench).offloaded == offloaded
     for i in range(6):
         bench.submit(f"again{i}", prompt_of(10, i), 60)
     bench.run()

@@ -9,7 +9,7 @@ import torch
 
 from rollout.engine.device.streams import make_device
 from rollout.engine.step.graphs import graph_sizes
-from tests.support.engine.cuda_harness import assert_one_launch_a_step, assert_steady, load_bf16
+from tests.support.engine.cuda_harness import FUSED_SIZES, assert_one_launch_a_step, assert_steady, load_bf16
 from tests.support.engine.harness import Bench
 
 pytestmark = pytest.mark.gpu
@@ -23,17 +23,7 @@ def checkpoint(request, tmp_path_factory):
 
     kind = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen2": Qwen2Config}[request.param]
     torch.manual_seed(3)
-    config = kind(
-        vocab_size=1031,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-    )
+    config = kind(vocab_size=1031, tie_word_embeddings=False, **FUSED_SIZES)
     hf_model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in hf_model.parameters():

@@ -15,6 +15,17 @@ from rollout.models.decoder import Decoder
 from tests.support.engine.harness import Bench
 from tests.support.models.families import make_checkpoint
 
+#: Sizes of a small model, for a config of transformers: the fused kernels take them.
+FUSED_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+
 TokensAndLogprobs = dict[str, tuple[list[int], list[float]]]
 
 

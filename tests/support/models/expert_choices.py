@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from rollout_kernels import route
 
 from rollout.models import fused_experts, layers
 from rollout.models.spec import RouterSpec
@@ -46,24 +47,27 @@ class ExpertChoices:
     def taken(self) -> Iterator[list[float]]:
         """Let the same steps, run within by the torch modules, take these experts, with weights of their own logits.
 
-        The list that it gives holds, after each router, by how much the logit of an expert that was left out exceeds
-        that of one that was taken: 0 if the router would have chosen the same.
+        The list that it gives holds, after each router, by how much the logit (of a router with a bias: sigmoid plus
+        bias) of an expert that was left out exceeds that of one that was taken: 0 if it would have chosen the same.
         """
         regrets: list[float] = []
         left = iter(self.chosen)
 
-        def take(logits_TE: torch.Tensor, router: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        def take(
+            rule: layers.Route, logits_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             experts_TK = next(left)
             assert experts_TK.shape == (len(logits_TE), router.top_k)
-            wide_TE = logits_TE.float()
-            others_TE = wide_TE.scatter(1, experts_TK, -torch.inf)
-            regrets.append((others_TE.amax(1) - wide_TE.gather(1, experts_TK).amin(1)).amax().clamp(min=0).item())
+            scores_TE = logits_TE.float() if bias_E is None else logits_TE.float().sigmoid() + bias_E
+            others_TE = scores_TE.scatter(1, experts_TK, -torch.inf)
+            regrets.append((others_TE.amax(1) - scores_TE.gather(1, experts_TK).amin(1)).amax().clamp(min=0).item())
             # All experts, in the order of their number, with the weights that they would have if they were chosen.
-            weights_TE, order_TE = route(logits_TE, logits_TE.shape[1], False)
+            weights_TE, order_TE = rule(logits_TE, bias_E, replace(router, top_k=logits_TE.shape[1]))
             weights_TK = torch.zeros_like(weights_TE).scatter(1, order_TE, weights_TE).gather(1, experts_TK)
             return weights_TK / weights_TK.sum(1, keepdim=True) if router.renormalize else weights_TK, experts_TK
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(layers.ROUTES, "softmax", take)
+            for scoring, rule in layers.ROUTES.items():
+                patch.setitem(layers.ROUTES, scoring, partial(take, rule))
             yield regrets
         assert next(left, None) is None, "these are not the same steps"

@@ -24,6 +24,7 @@ from rollout.models import Decoder, deterministic, fused_experts, load_model
 from rollout.models.deterministic import check_deterministic, head_product, layer_products
 from rollout.models.fused import FusedDecoder
 from rollout.models.fused_experts import FusedExperts
+from tests.support.models import sigmoid_router
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
 from tests.support.models.side_by_side import MODELS, tokens
@@ -106,6 +107,15 @@ def test_logits_do_not_depend_on_batch_chunks_or_recomputation(name, fp8, tmp_pa
     model = load(name, tmp_path)
     kv_dtype = torch.float8_e4m3fn if fp8 else None
     assert differing(model, range(2), kv_dtype) == 0
+
+
+def test_a_router_that_the_kernels_do_not_have_adds_in_one_order_too(tmp_path, monkeypatch):
+    sigmoid_router.declare(monkeypatch)
+    sizes = {**SIZES, "moe_intermediate_size": 32, "num_hidden_layers": 2, "attention_bias": False}
+    reference = make_checkpoint("qwen3_moe", tmp_path, **sizes)
+    sigmoid_router.give_biases(tmp_path, reference)
+    model = load_model(ModelSettings(path=str(tmp_path), dtype="bfloat16"), torch.device("cpu")).model
+    assert differing(model, range(2)) == 0
 
 
 def attention_of_a_library(q, k, v, bias, scale):

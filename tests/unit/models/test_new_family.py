@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
-from rollout.models import LoadedModel, layers, load_model
+from rollout.models import LoadedModel, fused_experts, load_model
 from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.config_rules import layer_list
 from rollout.models.fused import FusedDecoder
@@ -32,9 +32,21 @@ from rollout.models.registry import (
     spec_from_config,
     windows_by_type,
 )
-from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames, RouterSpec
+from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
+from tests.support.models import sigmoid_router
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
+from tests.support.models.side_by_side import (
+    LONG,
+    SEEDS,
+    coarse,
+    errors,
+    expected,
+    load,
+    save_rounded,
+    side_by_side,
+    steps,
+)
 from tests.support.peft_adapters import make_adapter, merged
 
 CPU = torch.device("cpu")
@@ -215,34 +227,31 @@ def test_experts_and_their_router_may_have_other_names(tmp_path: Path, monkeypat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-def test_a_router_may_score_in_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function from logits and the router's spec, and its name in the declaration; experts are not fused then."""
-
-    def by_sigmoid(logits_TE: torch.Tensor, router: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        weights_TK, experts_TK = logits_TE.float().sigmoid().topk(router.top_k, dim=-1)
-        assert not router.renormalize
-        return weights_TK, experts_TK
-
-    moe = MoEFamily(
-        experts=Key("num_experts"),
-        intermediate=Key("moe_intermediate_size"),
-        renormalize=False,
-        scoring="sigmoid",  # type: ignore[arg-type]
-    )
-    monkeypatch.setitem(layers.ROUTES, "sigmoid", by_sigmoid)
-    monkeypatch.setitem(FAMILIES, "SigmoidForCausalLM", Family(model_type="qwen3_moe", qk_norm="head", moe=moe))
+def test_a_router_may_have_a_rule_and_a_bias_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sigmoid_router.declare(monkeypatch)
     reference = make_checkpoint("qwen3_moe", tmp_path, **QWEN3_MOE_SIZES, mlp_only_layers=[])
-    rename_family(tmp_path, "SigmoidForCausalLM")
-    router = RouterSpec("softmax", 2, renormalize=False)
-    for layer in reference.model.layers:
-        gate = layer.mlp.gate
-
-        def route(x: torch.Tensor, weight: torch.Tensor = gate.weight) -> tuple[torch.Tensor, ...]:
-            logits_TE = x.reshape(-1, weight.shape[1]) @ weight.T
-            return logits_TE, *by_sigmoid(logits_TE, router)
-
-        monkeypatch.setattr(gate, "forward", route)
+    sigmoid_router.give_biases(tmp_path, reference)
     check(load_model(ModelSettings(path=str(tmp_path)), CPU), reference)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.filterwarnings("ignore:no measured plan")
+def test_the_kernels_run_the_experts_of_a_router_that_they_do_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sigmoid_router.declare(monkeypatch)
+    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
+    runs = []
+    for seed in SEEDS:
+        folder = tmp_path / str(seed)
+        reference = save_rounded("qwen3_moe", folder, seed)
+        sigmoid_router.give_biases(folder, reference)
+        wide = load(folder, "float32")
+        runs.append(side_by_side(load(folder, "bfloat16"), wide))
+        exact, _, ids = steps(wide, wide, LONG)
+        assert (exact - expected(reference, ids)).abs().max() < 1e-4
+    by_kernels, by_modules = errors(runs)
+    assert by_kernels < 1.25 * by_modules + 1e-4
 
 
 # --- keys of config.json ----------------------------------------------------------------------------------------------
