@@ -10,7 +10,7 @@ The host reads nothing, and the grid depends only on the plan's shapes, so a cap
 grow. Hidden positions are never loaded, so data that other sequences left there does not matter.
 
 Legend: B rows, H query heads, G KV heads, D head dimension, P pages (of the cache, or of a row of the page table),
-S page size.
+S page size, L slots for parts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COMBINED_VALUES, _COMBINED_PARTS = 3072, 8
 _FEW_ROWS = 4
 
 
-@triton.jit(do_not_specialize=["window", "stride_table"])
+@triton.jit(do_not_specialize=["rows", "window", "stride_table"])
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -43,7 +43,10 @@ def _decode_kernel(
     lse_ptr,
     items_ptr,
     first_ptr,
+    slots_ptr,
     arrivals_ptr,
+    lens_ptr,
+    rows,
     scale_log2,
     window,
     stride_q_row,
@@ -69,16 +72,22 @@ def _decode_kernel(
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP
-    is_q = (m[:, None] < GROUP) & (d[None, :] < D)
+    shared_row = m // BLOCK_G
+    is_head = (m % BLOCK_G)[:, None] < GROUP
     k_base = k_ptr + kv_head.to(tl.int64) * stride_kv_head
     v_base = v_ptr + kv_head.to(tl.int64) * stride_kv_head
     follow()
     first = tl.load(first_ptr + share)
     last = tl.load(first_ptr + share + 1)
     for i in range(first, last):
-        row, begin, end, first_item, count, length = read_item(items_ptr, i)
-        q_at = row.to(tl.int64) * stride_q_row + (head + m[:, None]) * stride_q_head + d[None, :]
+        row, begin, end, first_slot, count, length, sharing, place = read_item(items_ptr, i)
+        q_row = (row + shared_row)[:, None]
+        q_at = q_row.to(tl.int64) * stride_q_row + (head + m % BLOCK_G)[:, None] * stride_q_head + d[None, :]
+        is_q = is_head & (shared_row < sharing)[:, None] & (d[None, :] < D)
         q = tl.load(q_ptr + q_at, mask=is_q, other=0.0)
+        if HAS_WINDOW:  # which begins at another position in each row
+            context = tl.load(lens_ptr + row + shared_row, mask=shared_row < sharing, other=2147483647).to(tl.int32)
+            oldest = tl.min(context, 0)
         table = table_ptr + row.to(tl.int64) * stride_table
         peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -90,7 +99,7 @@ def _decode_kernel(
             at = page.to(tl.int64) * stride_page + (n % PAGE_SIZE) * stride_slot
             live = (n < length)[:, None]
             if HAS_WINDOW:
-                live = live & (n >= length - window)[:, None]
+                live = live & (n >= oldest - window)[:, None]
             if BLOCK_D != D:
                 live = live & (d[None, :] < D)
             k = tl.load(k_base + at[:, None] + d[None, :], mask=live, other=0.0)
@@ -99,17 +108,17 @@ def _decode_kernel(
             next_n = n + BLOCK_N
             page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
             score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
-            visible = n < length
+            visible = (n < length)[None, :]
             if HAS_WINDOW:
-                visible = visible & (n >= length - window)
-            score = tl.where(visible[None, :], score, HIDDEN)
+                visible = visible & (n[None, :] >= context[:, None] - window)
+            score = tl.where(visible, score, HIDDEN)
             weight, keep, total, peak = weigh(score, peak, total)
             acc = dot(narrow(weight, v.dtype), v, acc * keep[:, None])
         sum_M = tl.sum(total, 1)
         result = acc / sum_M[:, None]
         store_item(
-            out_ptr, part_ptr, lse_ptr, arrivals_ptr, i, row, kv_head, first_item, count, result, peak + tl.log2(sum_M),
-            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
+            out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows, row, kv_head, first_slot, count, sharing, place,
+            result, peak + tl.log2(sum_M), H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
         )  # fmt: skip
 
 
@@ -167,11 +176,11 @@ def decode_attention(
         work = plan_decode_work(context_lens_B, kv_heads, group=heads // kv_heads, window=window, config=config)
     assert work.window == window and work.arrivals_BG.shape == (rows, kv_heads)
     config, group = work.config, heads // kv_heads
-    items, shares = work.items.shape[0], work.first.shape[0] - 1
+    shares = work.first.shape[0] - 1
     device = q_BHD.device
     out_BHD = torch.empty(rows, heads, dim, dtype=q_BHD.dtype, device=device)
-    part_IHD = torch.empty(items, heads, dim, dtype=torch.float32, device=device)
-    lse_IH = torch.empty(items, heads, dtype=torch.float32, device=device)
+    part_LHD = torch.empty(work.slots, heads, dim, dtype=torch.float32, device=device)
+    lse_LH = torch.empty(work.slots, heads, dtype=torch.float32, device=device)
     coded = scales_P2GS is not None
     block_g, block_d = triton.next_power_of_2(group), max(64 if coded else 16, triton.next_power_of_2(dim))
     sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
@@ -185,11 +194,14 @@ def decode_attention(
         *caches,
         page_table_BP,
         out_BHD,
-        part_IHD,
-        lse_IH,
+        part_LHD,
+        lse_LH,
         work.items,
         work.first,
+        work.slots_2B,
         work.arrivals_BG,
+        context_lens_B,
+        rows,
         scale * math.log2(math.e),
         window or 0,
         q_BHD.stride(0),
@@ -199,7 +211,7 @@ def decode_attention(
         PAGE_SIZE=page_size,
         HAS_WINDOW=window is not None,
         FUSED=config.fused,
-        BLOCK_M=max(16, block_g),
+        BLOCK_M=max(config.block_m, block_g),
         BLOCK_N=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -208,7 +220,7 @@ def decode_attention(
         **sizes,
     )
     if not config.fused:
-        combine_kernel[(kv_heads, items)](
-            part_IHD, lse_IH, out_BHD, work.items, work.first, shares, **follow_options(device), **sizes
+        combine_kernel[(kv_heads, rows)](
+            part_LHD, lse_LH, out_BHD, work.slots_2B, rows, **follow_options(device), **sizes
         )
     return out_BHD

@@ -1,10 +1,11 @@
 """Items of decode attention: reading an item, its running softmax, and combining the partial results of a row.
 
-A row with one item is written directly. Otherwise each item stores its normalised result (a part) and the logarithm of
-its sum. The last program of the row to arrive, or a second kernel, combines the parts in a fixed order, so results
-never depend on timing.
+A row with one part is written directly. Otherwise each item stores its normalised result and the logarithm of its sum
+as a part of each of its rows, in the slot that the plan gives. The last program of a row to arrive, or a second kernel,
+combines the parts in a fixed order, so results never depend on timing.
 
-Legend: H query heads, D head dimension, M query heads of a KV head, padded; N positions of a tile.
+Legend: H query heads, D head dimension, M query heads of a KV head, of all rows of an item, padded; N positions of a
+tile.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _WORDS = tl.constexpr(ITEM_WORDS)
 
 @triton.jit
 def read_item(items_ptr, i):
-    """Item `i`: row, first tile, end of its tiles, first item of the row, items of the row, context length."""
+    """Item `i`: its words, see `ITEM_WORDS`."""
     item = items_ptr + i * _WORDS
     return (
-        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5),
+        tl.load(item + 6), tl.load(item + 7),
     )  # fmt: skip
 
 
@@ -48,7 +50,7 @@ def _combine(
     out_ptr,
     row,
     head,
-    first_item,
+    first_slot,
     count,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -73,10 +75,10 @@ def _combine(
         parts: tl.tuple = ()
         # Other programs wrote these while this one ran, so the loads bypass the L1 cache.
         for i in tl.static_range(BLOCK_I):
-            item = tl.cast(first_item + start + i, tl.int64)
+            slot = tl.cast(first_slot + start + i, tl.int64)
             live = (tl.full([BLOCK_G], i, tl.int32) + start < count) & (g < GROUP)
-            sums += (tl.load(lse_ptr + item * H + head + g, live, HIDDEN, cache_modifier=".cg"),)
-            parts += (tl.load(part_ptr + item * (H * D) + at, live[:, None] & here, 0.0, cache_modifier=".cg"),)
+            sums += (tl.load(lse_ptr + slot * H + head + g, live, HIDDEN, cache_modifier=".cg"),)
+            parts += (tl.load(part_ptr + slot * (H * D) + at, live[:, None] & here, 0.0, cache_modifier=".cg"),)
         new_peak = peak
         for i in tl.static_range(BLOCK_I):
             new_peak = tl.maximum(new_peak, sums[i])
@@ -97,12 +99,15 @@ def store_item(
     out_ptr,
     part_ptr,
     lse_ptr,
+    slots_ptr,
     arrivals_ptr,
-    i,
+    rows,
     row,
     kv_head,
-    first_item,
+    first_slot,
     count,
+    sharing,
+    place,
     result_MD,
     lse_M,
     H: tl.constexpr,
@@ -114,40 +119,49 @@ def store_item(
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Write item `i`'s normalised result: to the output, or as a part. The last item of a row combines its parts."""
+    """Write an item's normalised result: to the output, or as a part. The last item of a row combines its parts."""
     head = kv_head * GROUP
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    here = (m[:, None] < GROUP) & (d[None, :] < D)
-    at = (head + m[:, None]) * D + d[None, :]
+    shared_row = m // BLOCK_G
+    head_M = head + m % BLOCK_G
+    live = (m % BLOCK_G < GROUP) & (shared_row < sharing)
+    here = live[:, None] & (d[None, :] < D)
+    at = head_M[:, None] * D + d[None, :]
     if count == 1:
         out = narrow(result_MD, out_ptr.dtype.element_ty)
         tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
     else:
-        tl.store(part_ptr + tl.cast(i, tl.int64) * (H * D) + at, result_MD, mask=here)
-        tl.store(lse_ptr + i * H + head + m, lse_M, mask=m < GROUP)
+        slot = (first_slot + place + tl.zeros([BLOCK_M], tl.int32)).to(tl.int64)
+        if sharing > 1:
+            slot = (tl.load(slots_ptr + row + shared_row, mask=live, other=0) + place).to(tl.int64)
+        tl.store(part_ptr + slot[:, None] * (H * D) + at, result_MD, mask=here)
+        tl.store(lse_ptr + slot * H + head_M, lse_M, mask=live)
         if FUSED:
-            arrival = arrivals_ptr + row * (H // GROUP) + kv_head
             # All threads have written before one of them counts this part; it then sees the other programs' parts.
             tl.debug_barrier()
-            arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
-            if arrived == count - 1:
-                tl.debug_barrier()
-                _combine(
-                    part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
-                    H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
-                )  # fmt: skip
-                tl.store(arrival, 0)
+            for r in range(sharing):
+                if sharing > 1:
+                    first_slot = tl.load(slots_ptr + row + r)
+                    count = tl.load(slots_ptr + rows + row + r)
+                arrival = arrivals_ptr + (row + r) * (H // GROUP) + kv_head
+                arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
+                if arrived == count - 1:
+                    tl.debug_barrier()
+                    _combine(
+                        part_ptr, lse_ptr, out_ptr, row + r, head, first_slot, count,
+                        H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+                    )  # fmt: skip
+                    tl.store(arrival, 0)
 
 
-@triton.jit(do_not_specialize=["shares"])
+@triton.jit(do_not_specialize=["rows"])
 def combine_kernel(
     part_ptr,
     lse_ptr,
     out_ptr,
-    items_ptr,
-    first_ptr,
-    shares,
+    slots_ptr,
+    rows,
     H: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,
@@ -155,14 +169,13 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """One program for each item and KV head. The program of a row's first item combines the row's parts."""
-    i = tl.program_id(1)
+    """One program for each row and KV head combines the row's parts, if it has several."""
+    row = tl.program_id(1)
     follow()
-    if i < tl.load(first_ptr + shares):
-        row, _, _, first_item, count, _ = read_item(items_ptr, i)
-        if (first_item == i) & (count > 1):
-            head = tl.program_id(0) * GROUP
-            _combine(
-                part_ptr, lse_ptr, out_ptr, row, head, first_item, count,
-                H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
-            )  # fmt: skip
+    count = tl.load(slots_ptr + rows + row)
+    if count > 1:
+        head = tl.program_id(0) * GROUP
+        _combine(
+            part_ptr, lse_ptr, out_ptr, row, head, tl.load(slots_ptr + row), count,
+            H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+        )  # fmt: skip
