@@ -123,33 +123,52 @@ def store_item(
     head = kv_head * GROUP
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    shared_row = m // BLOCK_G
-    head_M = head + m % BLOCK_G
-    live = (m % BLOCK_G < GROUP) & (shared_row < sharing)
-    here = live[:, None] & (d[None, :] < D)
-    at = head_M[:, None] * D + d[None, :]
-    if count == 1:
-        out = narrow(result_MD, out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
-    else:
-        slot = (first_slot + place + tl.zeros([BLOCK_M], tl.int32)).to(tl.int64)
-        if sharing > 1:
-            slot = (tl.load(slots_ptr + row + shared_row, mask=live, other=0) + place).to(tl.int64)
-        tl.store(part_ptr + slot[:, None] * (H * D) + at, result_MD, mask=here)
+    if sharing > 1:
+        # The rows of the item arrive together; their slots and numbers of parts are the plan's.
+        block_row = m // BLOCK_G
+        head_M = head + m % BLOCK_G
+        live = (m % BLOCK_G < GROUP) & (block_row < sharing)
+        slot = (tl.load(slots_ptr + row + block_row, mask=live, other=0) + place).to(tl.int64)
+        at = slot[:, None] * (H * D) + head_M[:, None] * D + d[None, :]
+        tl.store(part_ptr + at, result_MD, mask=live[:, None] & (d[None, :] < D))
         tl.store(lse_ptr + slot * H + head_M, lse_M, mask=live)
         if FUSED:
-            # All threads have written before one of them counts this part; it then sees the other programs' parts.
+            BLOCK_R: tl.constexpr = BLOCK_M // BLOCK_G
+            r = tl.arange(0, BLOCK_R)
+            there = r < sharing
+            arrivals = arrivals_ptr + (row + r) * (H // GROUP) + kv_head
+            counts = tl.load(slots_ptr + rows + row + r, mask=there, other=0)
             tl.debug_barrier()
-            for r in range(sharing):
-                if sharing > 1:
-                    first_slot = tl.load(slots_ptr + row + r)
-                    count = tl.load(slots_ptr + rows + row + r)
-                arrival = arrivals_ptr + (row + r) * (H // GROUP) + kv_head
+            arrived = tl.atomic_add(arrivals, 1, mask=there, sem="acq_rel")
+            complete = there & (arrived == counts - 1)
+            tl.debug_barrier()
+            for k in range(sharing):
+                if tl.max(((r == k) & complete).to(tl.int32), 0) == 1:
+                    _combine(
+                        part_ptr, lse_ptr, out_ptr, row + k, head,
+                        tl.load(slots_ptr + row + k), tl.load(slots_ptr + rows + row + k),
+                        H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+                    )  # fmt: skip
+            tl.store(arrivals, tl.zeros([BLOCK_R], tl.int32), mask=complete)
+    else:
+        here = (m[:, None] < GROUP) & (d[None, :] < D)
+        at = (head + m[:, None]) * D + d[None, :]
+        if count == 1:
+            out = narrow(result_MD, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
+        else:
+            slot = tl.cast(first_slot + place, tl.int64)
+            tl.store(part_ptr + slot * (H * D) + at, result_MD, mask=here)
+            tl.store(lse_ptr + slot * H + head + m, lse_M, mask=m < GROUP)
+            if FUSED:
+                arrival = arrivals_ptr + row * (H // GROUP) + kv_head
+                # All threads have written before one of them counts this part; it then sees the other programs' parts.
+                tl.debug_barrier()
                 arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
                 if arrived == count - 1:
                     tl.debug_barrier()
                     _combine(
-                        part_ptr, lse_ptr, out_ptr, row + r, head, first_slot, count,
+                        part_ptr, lse_ptr, out_ptr, row, head, first_slot, count,
                         H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
                     )  # fmt: skip
                     tl.store(arrival, 0)

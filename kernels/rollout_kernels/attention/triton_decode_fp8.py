@@ -121,7 +121,9 @@ def decode_codes_kernel(
     for i in range(first, last):
         row, begin, end, first_slot, count, length, sharing, place = read_item(items_ptr, i)
         q_row = (row + shared_row)[:, None]
-        q_at = q_ptr + q_row.to(tl.int64) * stride_q_row + (head + m % BLOCK_G)[:, None] * stride_q_head + 4 * w[None, :]
+        q_at = (
+            q_ptr + q_row.to(tl.int64) * stride_q_row + (head + m % BLOCK_G)[:, None] * stride_q_head + 4 * w[None, :]
+        )
         is_q = is_head & (shared_row < sharing)[:, None] & (w[None, :] < D // 4)
         unit = _unit(q_at, is_q, BLOCK_M)
         q_0 = _queries(q_at, is_q, unit[:, None], dtype)
