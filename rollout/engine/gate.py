@@ -1,7 +1,7 @@
 """The gate: may a step be launched, an update be applied, a request be admitted? If not, why, and who waits for it.
 
-The loop, the weight receiver and the service all ask this one object. Its state has five parts. Each part changes on
-its own, and the answers follow from all five:
+The loop, the weight receiver and the service all ask this one object. Its state has six parts. Each part changes on
+its own, and the answers follow from all six:
 
     life     serving --drain--> draining --take_answers: no request, no step--> stopped
     pause    open --pause--> paused --resume, drain--> open
@@ -9,9 +9,8 @@ its own, and the answers follow from all five:
                                        '-------- wake_up (refused) --------^
     hold     free --request_hold--> wanted --grant_hold: no step in flight--> granted --clear_hold--> free
                                        '---------- clear_hold (given up) ------------------------------^
-             granted --fail_hold--> stale         an update in place failed half-way: the weights have no version
-             free --lose_weights--> stale         a sleep of level 2 dropped the weights
-             stale --clear_hold--> free           only a whole update does this
+    weights  known --fail_hold: an update in place failed half-way--> stale --clear_hold: a whole update--> known
+             known --lose_weights: a sleep of level 2 dropped them--> stale
     swap     none --swap_begins--> swapping --swap_ends--> none
 
     state       launch a step   apply an update   admit a request   begin an update

@@ -1,9 +1,10 @@
-"""Weights change here, between two steps, and nowhere else.
+"""Published weights come into use here, between two steps.
 
     take_ready --> copy on the compute stream, between two events --> end event reached --> applied
                    later steps run after the copy, in stream order
 
-An adapter is applied at once: its copy is part of the adapter table.
+An adapter is applied at once: its copy is part of the adapter table. Two things change elsewhere: adapters that a
+client loads, by its command, and weights that an update writes in place while generation is held.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ class Meter:
 
     def add(self, name: str, amount: float = 1) -> None:
         """Raise a counter."""
+        assert name in self._values, f"no entry without `read` in METRICS has the name {name}"
         self._values[name] += amount
 
     def observe(self, name: str, value: float) -> None:

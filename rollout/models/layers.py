@@ -61,6 +61,9 @@ class Block(nn.Module):
     That call looks for hooks. There are none here, and the search costs as much as a small model's matrix product.
     """
 
+    #: True if `forward` reads a value from the device on the host: a step with it cannot be captured.
+    reads_host = False
+
     def __call__(self, *args: Any) -> Any:
         """Run `forward`."""
         return self.forward(*args)
@@ -295,6 +298,8 @@ class SparseFeedForward(Block):
 
     `sparse_index` counts the sparse layers: the record of a step has one entry for each of them.
     """
+
+    reads_host = True
 
     def __init__(
         self, spec: MoESpec, sparse_index: int, dtype: torch.dtype, device: torch.device, format: Format = "plain"

@@ -75,10 +75,14 @@ def test_reports_are_on_the_page_for_prometheus(worker: WorkerProcess, reporter:
             lines = [line.rsplit(" ", 1) for line in reply.read().decode().splitlines() if line[0] != "#"]
         return {name: float(value) for name, value in lines}
 
+    def largest_now() -> dict[str, float] | None:
+        """Reports again each time: the first interval may also have what the test before has reported."""
+        reporter.report(result, rows(result, SHIFT - 5.0))
+        now = page()
+        return now if now.get("rollout_mismatch_max_abs") == pytest.approx(4.9, rel=1e-5) else None
+
     result = generate(reporter, "page")
-    reporter.report(result, rows(result, SHIFT - 5.0))  # by as much as no other test
-    expected = pytest.approx(4.9, rel=1e-5)
-    shown = until(lambda: (now := page()).get("rollout_mismatch_max_abs") == expected and now, "the next report")
+    shown = until(largest_now, "an interval with these reports alone")
     assert shown["rollout_mismatch_tokens_total"] >= 150
     assert shown["rollout_mismatch_k3_kl"] > 0.5 and shown["rollout_mismatch_mean_abs"] > 0.5
     assert shown['rollout_completion_length_bucket{le="64.0"}'] >= 3 and shown["rollout_completion_length_sum"] >= 150

@@ -8,7 +8,8 @@ A plan is a list of spans, one for each row of the step:
 
 Both differ in two facts only. The token that goes into a decode row was drawn on the device and is there; those of a
 prompt come from the host (`Span.prompt`). And a step whose spans are all of one token takes the decode forward,
-whatever its tokens are: a prompt whose KV is there but for its last token is a decode row that the upload sets up.
+whatever its tokens are. A prompt of which only the last token has no KV is planned as a decode row; the upload sets it
+up.
 
 A step of hundreds of rows loops over its spans four times at every token, so these loops are kept short.
 """

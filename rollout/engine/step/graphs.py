@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,8 +28,8 @@ from rollout.engine.step.device_step import DeviceStep
 from rollout.engine.step.expert_trace import StepExperts
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import StepInput, Upload, put_decode
-from rollout.models.decoder import Decoder
-from rollout.models.fused import FusedDecoder, supports
+from rollout.models.decoder import Decoder, DecoderLayer
+from rollout.models.fused import FusedDecoder, supports, takes_feed_forward
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,15 @@ Progress = Callable[[int, int], None]
 
 
 def capturable(model: Decoder, fused_experts: bool) -> bool:
-    """True if a decode step of this model needs no value from the device on the host: on a GPU, dense or fused experts.
+    """True if a decode step of this model needs no value from the device on the host, and there is a GPU.
 
-    The generic experts ask the device how many tokens each expert has.
+    A block that reads such a value (`Block.reads_host`) must be fused: the generic experts ask the device how many
+    tokens each expert has.
     """
-    return model.embed.is_cuda and (model.spec.moe is None or supports(model, fused_experts))
+    fused, dtype = supports(model, fused_experts), model.embed.dtype
+    blocks = [cast(DecoderLayer, layer).feed_forward for layer in model.layers]
+    read = [block for block in blocks if block.reads_host and not (fused and takes_feed_forward(block.spec, dtype))]
+    return model.embed.is_cuda and not read
 
 
 def graph_sizes(most: int) -> list[int]:

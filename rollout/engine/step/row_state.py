@@ -80,7 +80,7 @@ class RowState:
             self.adapters.index_copy_(0, rows, step["init_adapters"])
         row, column, page = step["page_updates"].long().unbind(1)
         self.pages.index_put_((row, column), page.int())
-        self.bias.index_fill_(0, rows, 0.0)  # a step that biases one row gathers the bias of all
+        self.bias.index_fill_(0, rows, 0.0)  # if a step biases one row, it reads the bias of all its rows
         if "banned" in step:
             self.banned.index_copy_(0, step["banned_rows"], step["banned"])
         if "bias_ids" in step:

@@ -19,8 +19,9 @@ from rollout.engine.messages import PutAdapter
 from rollout.engine.sequence.features import Feature
 from rollout.engine.step import graphs
 from rollout.engine.step.graphs import DecodeGraphs, capturable, forward_sizes, graph_sizes
+from rollout.models.layers import SparseFeedForward
 from rollout.models.lora_slots import random_adapter
-from rollout.models.spec import MoESpec, RouterSpec
+from rollout.models.spec import DenseSpec, MoESpec, RouterSpec
 from tests.support.engine.harness import Bench, load
 from tests.support.models.families import make_checkpoint
 
@@ -201,10 +202,26 @@ def test_a_capture_that_fails_is_ended_and_says_why(replays):
     assert Recording.under_way is None
 
 
+def model_of(feed_forward, on_gpu, dtype):
+    """What `capturable` asks of a model of one layer."""
+    moe = feed_forward if isinstance(feed_forward, MoESpec) else None
+    block = SimpleNamespace(spec=feed_forward, reads_host=SparseFeedForward.reads_host and moe is not None)
+    layer = SimpleNamespace(feed_forward=block)
+    spec = SimpleNamespace(moe=moe, layers=[SimpleNamespace(mixer=None, feed_forward=feed_forward)])
+    return SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=spec, layers=[layer])
+
+
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_dense_models_on_a_gpu_are_captured(on_gpu):
-    model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu), spec=SimpleNamespace(moe=None))
+    model = model_of(DenseSpec(64, 32, bias=False), on_gpu, torch.float32)
     assert capturable(model, False) == on_gpu
+
+
+def test_a_new_block_that_reads_on_the_host_is_not_captured():
+    model = model_of(DenseSpec(64, 32, bias=True), True, torch.bfloat16)
+    assert capturable(model, True)
+    model.layers[0].feed_forward.reads_host = True
+    assert not capturable(model, True)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +236,6 @@ def test_dense_models_on_a_gpu_are_captured(on_gpu):
 )
 def test_experts_are_captured_where_the_fused_kernels_run_them(on_gpu, dtype, width, captured):
     moe = MoESpec(hidden=64, experts=4, intermediate=width, router=RouterSpec("softmax", 2, renormalize=True))
-    model = SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=SimpleNamespace(moe=moe))
+    model = model_of(moe, on_gpu, dtype)
     assert capturable(model, True) == captured
     assert not capturable(model, False)

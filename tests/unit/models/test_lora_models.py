@@ -27,6 +27,8 @@ EVEN: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "num_hidden_layers": 2,
 }  # fmt: skip
+#: What float32 rounds in logits of up to 15, by the order in which a CPU adds: 2e-4 was seen. Adapters differ by 0.05.
+ROUNDING = 1e-3
 #: Without biases, which the fused path does not take.
 PLAIN = {"llama": {"attention_bias": False, "mlp_bias": False}}
 VARIANTS: list[dict[str, Any]] = [
@@ -82,7 +84,7 @@ def test_each_row_of_a_batch_equals_the_model_that_peft_merges(
     adapter_of = [2, 0, 1, 3, 1]
     forward = FusedDecoder(model) if fused else model
     for slot, got in zip(adapter_of, logits_of(model, forward, slots, adapter_of), strict=True):
-        assert (got - exact[slot]).abs().max() < 2e-4
+        assert (got - exact[slot]).abs().max() < ROUNDING
 
 
 def test_in_16_bits_slots_are_as_accurate_as_merged_weights(tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_attention_before_experts_is_corrected_too(
         merged_logits.append(exact_logits(merged(reference, folder)))
     adapter_of, choices = [2, 0, 1], ExpertChoices()
     for slot, got in zip(adapter_of, logits_of(wide, wide, wide_slots, adapter_of), strict=True):
-        assert (got - merged_logits[slot]).abs().max() < 2e-4
+        assert (got - merged_logits[slot]).abs().max() < ROUNDING
     with choices.noted():
         fused = logits_of(model, FusedDecoder(model), slots, adapter_of)
     with choices.taken() as regrets:
