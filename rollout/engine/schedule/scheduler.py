@@ -152,6 +152,7 @@ class Scheduler:
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
         roster = self.roster
         seq.row_ready = True
+        roster.counters.prefilled_tokens += end - start
         seq.kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
         roster.allocator.chunk_launched(seq, version)
         roster.feed.prefill_launched(seq)
