@@ -78,6 +78,8 @@ class Inspector:
                 "kv/used_pct": percent(pool.used, pool.total),
                 "kv/session_pct": percent(roster.allocator.sessions.pages, pool.total),
                 "kv/prefix_hit_pct": percent(counters.cached_tokens, counters.prompt_tokens),
+                "prefill/tokens_computed": counters.prefilled_tokens,
+                "prefill/tokens_shared": counters.cached_tokens,
                 "kv/preemptions": counters.preemptions,
                 "kv/host_used_pct": percent(offload.pages, offload.pages_total),
                 "kv/restores": offload.restored,

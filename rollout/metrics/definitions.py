@@ -108,6 +108,7 @@ _SPEEDUP = Panel("GPU", "Pipeline speed-up")
 _ROWS = Panel("Rollout", "Rows and queue")
 _DECODE_STEP = Panel("Steps and memory", "Decode step")
 _KV = Panel("Steps and memory", "KV")
+_PREFILL = Panel("Steps and memory", "Prompt tokens")
 _COMPLETION_LENGTH = Panel("Completions", "Length of those that finished")
 _PREEMPTED = Panel("Completions", "Taken away")
 _COPIED = Panel("KV on the host", "Copied")
@@ -218,6 +219,16 @@ METRICS: tuple[Metric[Stretch], ...] = (
         "kv/prefix_hit_pct", "gauge", "%",
         "share of admitted prompt tokens whose KV was already there, cached or shared, since start",
         _KV, top="prefix hits",
+    ),
+    Metric(
+        "prefill/tokens_computed", "counter", "tokens",
+        "tokens that prefills computed, those computed again after a preemption or a swap included, since start",
+        _PREFILL, top="prefilled",
+    ),
+    Metric(
+        "prefill/tokens_shared", "counter", "tokens",
+        "prompt tokens of admitted sequences whose KV was already there, cached or shared, since start",
+        _PREFILL, top="shared",
     ),
     Metric(
         "completion/length_mean", "gauge", "tokens", "length of the completions that finished, mean",

@@ -6,9 +6,13 @@ A sequence gets its pages from these sources, in `try_admit` and afterwards in `
                      of the last token is copied, because the sequence writes there; only that token is computed again
     session          what the turn before has left, as far as its tokens are the same: the full pages are shared; the
                      page in which the tokens begin to differ is copied
-    prefix cache     full pages that are found by their key; shared
+    prefix cache     full pages that are found by their key; shared. If the whole prompt is there, its last page is
+                     copied, too
     own pages        new ones for the rest of its tokens, and one more; after that one at a time
     offloaded KV     what it had before it was preempted, instead of all the above (`offload`)
+
+A page that another prefill computes next is not computed twice: that prefill's frontier is found by the page's key, and
+the sequence waits without a page until the tokens that both have are launched (`Reusable.awaited`).
 
 When it is settled, its pages go to its session (`keep_turn`), to the offload books or back to the pool (`release`).
 """
@@ -44,6 +48,7 @@ class Reusable:
     tokens: int = 0  # whose KV the sequence can use
     session_tokens: int = 0  # whose KV the session has
     keys: PrefixKeys | None = None  # of the shared pages
+    awaited: tuple[Sequence, int] | None = None  # computes more of it: up to this number of tokens
 
     @property
     def pages(self) -> list[int]:
@@ -77,6 +82,7 @@ class PageAllocator:
         self.adapters = adapters
         self.offload_books = offload_books  # KV of preempted sequences, where it is kept
         self.sharing: list[Group] = []  # groups that hold a share, oldest first
+        self._frontiers: dict[bytes, Sequence] = {}  # prefills under way, by the key of the page that comes next
         # Restored pages and the experts of their tokens, until the first step of the sequence is committed.
         self._restored_experts: dict[Sequence, tuple[list[int], np.ndarray]] = {}
 
@@ -99,17 +105,21 @@ class PageAllocator:
         adapter = seq.group.adapter
         return adapter is None or (self.adapters is not None and self.adapters.ready(adapter))
 
-    def try_admit(self, seq: Sequence, version: int, spare: int) -> bool:
+    def find_reusable(self, seq: Sequence, version: int) -> Reusable | None:
+        """KV that `seq` need not compute, now or once another prefill has; None if it has KV of its own to restore."""
+        return None if seq.kv.offloaded is not None else self._find_reusable(seq, seq.history(), version)
+
+    def try_admit(self, seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
         """Give `seq` the pages of its tokens and one more, if `spare` pages stay available after that.
 
-        On success its `kv` has its pages, their keys, the page to copy, and the number of tokens whose KV is in its
-        pages, or is being copied there.
+        `reusable` was just found for it. On success its `kv` has its pages, their keys, the page to copy, and the
+        number of tokens whose KV is in its pages, or is being copied there.
         """
-        if seq.kv.offloaded is not None:
+        if reusable is None:
+            assert seq.kv.offloaded is not None
             return self._try_restore(seq, seq.kv.offloaded, spare)
         tokens = seq.history()
         wanted = self._pages_wanted(seq, len(tokens))
-        reusable = self._find_reusable(seq, tokens, version)
         new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
         if new is None and reusable.session_tokens and reusable.copied is not None:
             reusable = reusable.without_copy(self.page_size)  # the page to copy may be the one that is short
@@ -126,6 +136,7 @@ class PageAllocator:
         self._take_adapter_slot(seq)
         if seq.group.session is not None:
             self.sessions.hand_over(seq.group.session, reusable.session_tokens)
+        self._move_frontier(seq, version)
         return True
 
     def _try_restore(self, seq: Sequence, offloaded: OffloadedKV, spare: int) -> bool:
@@ -211,7 +222,37 @@ class PageAllocator:
             found.shared.append(page)
             keys.append(key)
             found.copied, found.tokens = None, len(found.shared) * self.page_size
+        else:
+            key, page = self._find_last(keys, seq.content_between(full * self.page_size, len(tokens)), len(tokens))
+            if page is not None and found.tokens < len(tokens) - 1:
+                found.copied, found.tokens = page, len(tokens) - 1
+        if found.tokens < len(tokens) - 1 and (other := self._frontiers.get(key)) is not None:
+            found.awaited = self._awaited(seq, tokens, other, found.tokens)
         return found
+
+    def _find_last(self, keys: PrefixKeys, content: bytes, tokens: int) -> tuple[bytes, int | None]:
+        """The key of the page that holds the last token, and the page with it; a full one has the key of a full one."""
+        if tokens % self.page_size == 0:
+            key = keys.next_key(content)
+            return key, self.pool.find(key)
+        key = keys.tail_key(content)
+        return key, self.pool.find_tail(key)
+
+    def _awaited(self, seq: Sequence, tokens: np.ndarray, other: Sequence, found: int) -> tuple[Sequence, int] | None:
+        """The prefill of `other` and the tokens of it that `seq` can use, if these are more than it has `found`.
+
+        A sequence does not wait for one of lower priority, which may itself wait for long.
+        """
+        theirs = other.kv.prefill_tokens
+        if theirs is None or other.priority < seq.priority:
+            return None
+        most = min(len(theirs), len(tokens))
+        differ = np.flatnonzero(theirs[:most] != tokens[:most])
+        same = int(differ[0]) if len(differ) else most
+        if same == len(theirs) == len(tokens):
+            return other, same
+        usable = min(same, len(tokens) - 1) // self.page_size * self.page_size
+        return (other, usable) if usable > max(found, other.kv.length) else None
 
     def _no_keys(self, seq: Sequence, version: int) -> PrefixKeys:
         return PrefixKeys(version, self.page_size, seq.adapter_use.edition)
@@ -243,6 +284,30 @@ class PageAllocator:
         if seq.kv.offloaded is not None:
             self._restored(seq, seq.kv.offloaded, version)
         self.remember(seq, seq.kv.length, version)
+        self._move_frontier(seq, version)
+
+    def _move_frontier(self, seq: Sequence, version: int) -> None:
+        """Its prefill computes another page next, or is all launched: then the tail of the prompt can be found."""
+        self.drop_frontier(seq)
+        kv, page_size = seq.kv, self.page_size
+        if kv.keys is None or kv.prefill_tokens is None or kv.version != version or kv.uniform < kv.length:
+            return
+        start, end = len(kv.keys) * page_size, len(kv.prefill_tokens)
+        if start == end:
+            return
+        key = kv.keys.next_key if start + page_size <= end else kv.keys.tail_key
+        page_key = key(seq.content_between(start, min(start + page_size, end)))
+        if kv.length == end:
+            self.pool.remember_tail(page_key, kv.pages[start // page_size])
+        else:
+            kv.frontier = page_key
+            self._frontiers.setdefault(page_key, seq)
+
+    def drop_frontier(self, seq: Sequence) -> None:
+        """Nobody waits for this prefill any more: it has gone on, or it stops."""
+        key, seq.kv.frontier = seq.kv.frontier, None
+        if key is not None and self._frontiers.get(key) is seq:
+            del self._frontiers[key]
 
     def _release_copy_source(self, seq: Sequence) -> None:
         """The copy is enqueued, or not needed any more: later writes to the source come after it."""
@@ -361,6 +426,7 @@ class PageAllocator:
     def forget_all(self) -> None:
         """Drop cache, shares and sessions: their KV is of no use any more."""
         self.end_sharing()
+        self._frontiers.clear()
         self.pool.forget_all()
 
     def check(self) -> None:
@@ -369,6 +435,7 @@ class PageAllocator:
         self.sessions.check()
         if self.adapters is not None:
             self.adapters.check_unused()
+        assert not self._frontiers, "a prefill is waited for"
         assert not self._restored_experts, "experts of restored pages wait for a commit"
         if self.offload_books is not None:
             self.offload_books.check()

@@ -13,6 +13,9 @@ A prefix is known by a chain of digests, one for each full page: digest_i = H(di
 digest_{-1} is the weights version and, with an adapter, the edition of its weights. The content is what the items of
 the prompt say about the page's positions (`messages.Prompt.content`), and for generated tokens their ids. So a key
 states which content, at which positions, under which weights.
+
+The last page of a prompt is seldom full. Its first positions have a key of their own, the tail key, as long as the page
+is used or cached: whoever has an equal prompt copies the page, because the first sequence goes on writing there.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ class PagePool:
         self._free = list(range(total - 1, 0, -1))
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._tail_page_of: dict[bytes, int] = {}
+        self._tail_key_of: dict[int, bytes] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached pages, oldest use first
 
     @property
@@ -82,6 +87,7 @@ class PagePool:
                 self._evictable[page] = None
             else:
                 self._free.append(page)
+                self._forget_tail(page)
 
     def remember(self, key: bytes, page: int) -> None:
         """Make a used page findable by `key`; no-op if the key or the page is known already."""
@@ -94,13 +100,24 @@ class PagePool:
         """The page with this key, or None. The caller has to retain it before the next `allocate`."""
         return self._page_of.get(key)
 
+    def remember_tail(self, key: bytes, page: int) -> None:
+        """Make the first positions of a used page findable by `key`; no-op if the key or the page is known already."""
+        assert self.refs[page] > 0, "only a page in use can be remembered"
+        if key not in self._tail_page_of and page not in self._tail_key_of:
+            self._tail_page_of[key] = page
+            self._tail_key_of[page] = key
+
+    def find_tail(self, key: bytes) -> int | None:
+        """The page whose first positions have this key, or None: to be retained and copied."""
+        return self._tail_page_of.get(key)
+
     def forget_all(self) -> None:
         """Forget all prefixes: cached pages become free, used pages can no longer be found."""
         for page in self._evictable:
             self._free.append(page)
         self._evictable.clear()
-        self._page_of.clear()
-        self._key_of.clear()
+        for index in (self._page_of, self._key_of, self._tail_page_of, self._tail_key_of):
+            index.clear()
 
     def check(self) -> None:
         """Assert that every page is in exactly one state."""
@@ -111,6 +128,13 @@ class PagePool:
             in_pool = page in free or page in cached
             assert (self.refs[page] == 0) == in_pool, f"page {page}: {self.refs[page]} refs, in pool: {in_pool}"
         assert all(self._page_of[key] == page for page, key in self._key_of.items()), "the prefix index disagrees"
+        assert all(self._tail_page_of[key] == page for page, key in self._tail_key_of.items()), "the tails disagree"
+        assert not free & self._tail_key_of.keys(), "a free page has a tail"
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]
+        self._forget_tail(page)
+
+    def _forget_tail(self, page: int) -> None:
+        if page in self._tail_key_of:
+            del self._tail_page_of[self._tail_key_of.pop(page)]

@@ -77,6 +77,8 @@ def change_weights(roster: Roster, version: int, recompute: bool) -> None:
     roster.feed.queue_early(version)
     roster.feed.close_shares()
     roster.allocator.forget_all()
+    for seq in roster.prefilling:
+        roster.feed.prefill_stopped(seq)
     for seq in roster.unfinished():
         first = max(version, seq.group.request.min_version)  # that it can have a token of
         if seq.launched == len(seq.tokens) and seq.drawn.too_old_for(first):  # tokens in flight have the old version
@@ -95,6 +97,7 @@ def put_adapter(roster: Roster, name: str, version: int | None, weights: Adapter
     users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
     for seq in _begin_again(roster, users, recompute):
         seq.kv.version = -1  # its KV has several adapter editions
+        roster.feed.prefill_stopped(seq)
         seq.adapter_use.note_version(seq.launched)
 
 

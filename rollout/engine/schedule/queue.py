@@ -1,8 +1,11 @@
-"""Sequences without a row: the queue, groups that wait for their leader, requests that wait for newer weights.
+"""Sequences without a row: the queue, and what waits for a leader, for another prefill or for newer weights.
 
 One member of a group, the leader, is queued first. The followers are queued when its prefill is launched, and take the
 prompt's pages from the share that opens then. A request with a `min_version` enters the queue when the weights have
 that version.
+
+A sequence whose tokens another one is prefilling leaves the queue until these are launched, or until that prefill
+stops. Then the first that waited computes them, and the others wait for that one.
 """
 
 from __future__ import annotations
@@ -56,11 +59,12 @@ def _finalized(seq: Sequence) -> bool:
 
 
 class QueueFeed:
-    """The queue, and what enters it later: followers after their leader, requests with the weights that they need."""
+    """The queue, and what enters it later: followers, sequences that wait for a prefill, requests for newer weights."""
 
     def __init__(self, allocator: PageAllocator) -> None:
         self.queue = WaitingQueue()
         self.early: dict[RequestKey, Group] = {}  # wait for a newer weights version
+        self._joined: dict[Sequence, list[tuple[int, Sequence]]] = {}  # wait for a prefill to launch this many tokens
         self._allocator = allocator
         # The sequence that did not fit last, with the rows that ran and the pages that were available then.
         self._misfit: tuple[Sequence, int, int] | None = None
@@ -85,6 +89,32 @@ class QueueFeed:
         self._misfit = None
         self.queue.pop(seq)
         self._started(seq)
+
+    @property
+    def joined(self) -> bool:
+        """True if a sequence waits for another one's prefill."""
+        return bool(self._joined)
+
+    def join(self, seq: Sequence, other: Sequence, tokens: int) -> None:
+        """The first sequence of the queue waits until the prefill of `other` has launched this number of tokens."""
+        self.queue.pop(seq)
+        self._joined.setdefault(other, []).append((tokens, seq))
+
+    def prefill_launched(self, seq: Sequence) -> None:
+        """A chunk of a prefill is launched: queue the sequences that waited for its tokens."""
+        joined = self._joined.pop(seq, [])
+        for tokens, waiting in joined:
+            if tokens <= seq.kv.length and not waiting.finalized:
+                self.queue.push(waiting)
+        if later := [(tokens, waiting) for tokens, waiting in joined if tokens > seq.kv.length]:
+            self._joined[seq] = later
+
+    def prefill_stopped(self, seq: Sequence) -> None:
+        """A prefill stops, or its KV is of no use to others: queue the sequences that waited for it."""
+        self._allocator.drop_frontier(seq)
+        for _, waiting in self._joined.pop(seq, []):
+            if not waiting.finalized:
+                self.queue.push(waiting)
 
     def note_misfit(self, seq: Sequence, running: int, available: int) -> None:
         """The first sequence did not fit beside `running` rows when `available` pages could be allocated."""

@@ -127,7 +127,7 @@ class Roster:
         if seq.state is State.WAITING:
             self.waiting -= 1
         elif seq.state is not State.LEAVING:
-            self._running_list(seq).remove(seq)
+            self._stop_running(seq)
         seq.finish = finish
         self.events.append(make_delta(seq, self.allocator.experts))
         seq.finalized = True  # after its last delta: `rescue` relies on it
@@ -178,7 +178,7 @@ class Roster:
         """No plan names the sequence any more; it waits for a row again once its tokens in flight are committed."""
         if offload:
             seq.kv.wants_offload = seq.row_ready or seq.kv.offloaded is not None
-        self._running_list(seq).remove(seq)
+        self._stop_running(seq)
         seq.state = State.LEAVING
         self.leaving.append(seq)
         self.settle(seq)
@@ -214,8 +214,9 @@ class Roster:
         for seq in [seq for seq in self.prefilling if seq.kv.offloaded is not None]:
             self.take_off(seq)
 
-    def _running_list(self, seq: Sequence) -> list[Sequence]:
-        return self.decoding if seq.state is State.DECODE else self.prefilling
+    def _stop_running(self, seq: Sequence) -> None:
+        (self.decoding if seq.state is State.DECODE else self.prefilling).remove(seq)
+        self.feed.prefill_stopped(seq)
 
     def check_integrity(self) -> None:
         """Assert that nothing leaked. Call it when no step is in flight and no request is left."""
@@ -223,3 +224,4 @@ class Roster:
         assert self.idle and not (self.prefilling or self.decoding or self.leaving), "sequences are left"
         assert sorted(self.free_rows) == list(range(1, self.max_rows + 1)), "a row is in use"
         assert self.waiting == 0 and not self.allocator.sharing, "a queue or a share is left"
+        assert not self.feed.joined, "a sequence waits for a prefill"

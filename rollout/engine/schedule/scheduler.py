@@ -105,7 +105,10 @@ class Scheduler:
             running = len(roster.decoding) + len(roster.prefilling)
             if feed.still_misfits(seq, running, allocator.available):
                 return
-            if allocator.try_admit(seq, roster.version, spare=running):
+            reusable = allocator.find_reusable(seq, roster.version)
+            if reusable is not None and reusable.awaited is not None:
+                feed.join(seq, *reusable.awaited)
+            elif allocator.try_admit(seq, reusable, roster.version, spare=running):
                 roster.start(seq)
             elif running or not allocator.sharing:
                 feed.note_misfit(seq, running, allocator.available)  # now: sessions may have lost their pages
@@ -149,8 +152,10 @@ class Scheduler:
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
         roster = self.roster
         seq.row_ready = True
+        roster.counters.prefilled_tokens += end - start
         seq.kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
         roster.allocator.chunk_launched(seq, version)
+        roster.feed.prefill_launched(seq)
         if not draws:
             return
         seq.kv.prefill_tokens = None

@@ -32,6 +32,10 @@ class PrefixKeys:
         """The key of the next page if it has this content (of `page_size` positions)."""
         return blake2b(content, key=self._last, digest_size=16).digest()
 
+    def tail_key(self, content: bytes) -> bytes:
+        """The key of the first positions of the next page, which have this content."""
+        return blake2b(content, key=self._last, digest_size=16, person=b"tail").digest()
+
     def append(self, key: bytes) -> None:
         """Add the key of the next page."""
         self._last = key

@@ -45,6 +45,7 @@ class SequenceKV(KVContent):
     wants_offload: bool = False  # preempted, with KV that is worth keeping
     offloaded: OffloadedKV | None = None  # its KV before it was preempted, until its next step is launched
     prefills: list[Prefill] = field(default_factory=list)
+    frontier: bytes | None = None  # key of the page that its prefill computes next, where others may wait for it
 
     def add_pages(self, pages: Iterable[int], page_size: int) -> None:
         """Append pages to the sequence's table."""

@@ -129,7 +129,7 @@ def test_a_restored_prompt_is_found_by_other_requests(model, prompt_of):
     assert counts(bench).pages_in > 0
     bench.submit("again", prompt_of(10, 5) + bench.tokens("r5")[:22], 4)
     bench.run()
-    assert bench.done["r5"].preemptions > 0 and bench.done["again"].cached_tokens == 28
+    assert bench.done["r5"].preemptions > 0 and bench.done["again"].cached_tokens == 31
     bench.close()
 
 

@@ -54,7 +54,7 @@ def test_a_completion_ends_before_its_versions_span_too_much(folders, model, pro
     bench = Bench(model, None, mailbox, pipeline_depth=depth)
     other = load(folders[1])
     bench.submit("r", prompt_of(9), 60, max_version_span=span)
-    bench.submit("free", prompt_of(8), 60)
+    bench.submit("free", prompt_of(8, 1), 60)
     for version in (1, 2):
         for _ in range(12):
             bench.engine.tick()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rollout.engine.kv.allocator import Reusable
 from rollout.engine.sequence.sequence import Sequence
 from tests.support.engine.harness import Bench
 
@@ -54,8 +55,8 @@ def admissions(bench: Bench) -> list[tuple[str, int]]:
     seen, admit = [], allocator.try_admit
     known: list[Sequence] = []
 
-    def watched(seq: Sequence, version: int, spare: int) -> bool:
-        taken = admit(seq, version, spare)
+    def watched(seq: Sequence, reusable: Reusable | None, version: int, spare: int) -> bool:
+        taken = admit(seq, reusable, version, spare)
         if taken:
             zombies = [other for other in known if other.finalized and other.inflight_refs]
             seen.append((seq.group.key[1], len(zombies)))

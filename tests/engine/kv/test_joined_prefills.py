@@ -1,0 +1,238 @@
+"""Prompts in flight are shared: each distinct token is computed once, whatever the order of arrival."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rollout.engine.messages import Cancel
+from tests.support.engine.harness import Bench, load, watch_prefills
+from tests.support.engine.updates import Mailbox, Update
+
+SAMPLED = {"temperature": 1.0}
+
+
+def together(bench: Bench, prompts: list[list[int]], max_tokens: int = 6, **fields) -> None:
+    """Submit a request for each prompt; all of them wait when the next tick begins."""
+    for i, prompt in enumerate(prompts):
+        bench.submit(f"r{i}", prompt, max_tokens, sampling={**SAMPLED, "seed": i}, **fields)
+
+
+def alone(model, prompts: list[list[int]], max_tokens: int = 6, **fields) -> dict[str, list[int]]:
+    """What each request gets when nothing is shared."""
+    bench = Bench(model, prefix_cache=False, max_rows=1)
+    together(bench, prompts, max_tokens, **fields)
+    bench.run()
+    bench.close()
+    return {f"r{i}": bench.tokens(f"r{i}") for i in range(len(prompts))}
+
+
+def assert_as_alone(bench: Bench, expected: dict[str, list[int]]) -> None:
+    assert {name: bench.tokens(name) for name in expected} == expected
+    bench.close()
+
+
+@pytest.mark.parametrize("chunk", [8, 64, 512])
+@pytest.mark.parametrize("length", [3, 4, 5, 60, 63, 64, 65])
+def test_equal_prompts_that_arrive_together_are_computed_once(model, prompt_of, length, chunk):
+    prompts = [prompt_of(length)] * 8
+    bench = Bench(model, prefill_chunk_tokens=chunk)
+    sizes = watch_prefills(bench)
+    together(bench, prompts)
+    bench.run()
+    assert sum(sizes) == length + 7, "the prompt, and its last token again for each of the others"
+    assert_as_alone(bench, alone(model, prompts))
+
+
+def test_equal_prompts_beside_rows_that_decode_are_computed_once(model, prompt_of):
+    busy = [prompt_of(9, seed) for seed in range(20, 24)]
+    prompts = busy + [prompt_of(61)] * 4
+    expected = alone(model, prompts, 12)
+    bench = Bench(model, prefill_chunk_tokens=16)
+    for i, prompt in enumerate(busy):
+        bench.submit(f"r{i}", prompt, 12, sampling={**SAMPLED, "seed": i})
+    for _ in range(6):
+        bench.engine.tick()
+    sizes = watch_prefills(bench)
+    for i in range(4, 8):
+        bench.submit(f"r{i}", prompts[i], 12, sampling={**SAMPLED, "seed": i})
+    bench.run()
+    assert sum(sizes) == 61 + 3
+    assert_as_alone(bench, expected)
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_a_common_beginning_is_computed_once(model, prompt_of, chunk):
+    beginning = prompt_of(48)
+    prompts = [beginning + prompt_of(10 + i, 50 + i) for i in range(6)]
+    bench = Bench(model, prefill_chunk_tokens=chunk)
+    sizes = watch_prefills(bench)
+    together(bench, prompts)
+    bench.run()
+    assert sum(sizes) == 48 + sum(10 + i for i in range(6))
+    assert_as_alone(bench, alone(model, prompts))
+
+
+def test_beginnings_of_several_levels_are_computed_once(model, prompt_of):
+    system, shots = prompt_of(32), [prompt_of(16, 60), prompt_of(16, 61)]
+    prompts = [system + shots[i % 2] + prompt_of(8, 70 + i) for i in range(6)]
+    bench = Bench(model, prefill_chunk_tokens=8)
+    sizes = watch_prefills(bench)
+    together(bench, prompts)
+    bench.run()
+    assert sum(sizes) == 32 + 2 * 16 + 6 * 8
+    assert_as_alone(bench, alone(model, prompts))
+
+
+def test_a_prompt_that_arrives_half_way_joins(model, prompt_of):
+    prompts = [prompt_of(64), prompt_of(64), prompt_of(64)[:40] + prompt_of(9, 5)]
+    bench = Bench(model, prefill_chunk_tokens=8)
+    sizes = watch_prefills(bench)
+    bench.submit("r0", prompts[0], 6, sampling={**SAMPLED, "seed": 0})
+    while sum(sizes) < 24:
+        bench.engine.tick()
+    for i in (1, 2):
+        bench.submit(f"r{i}", prompts[i], 6, sampling={**SAMPLED, "seed": i})
+    bench.run()
+    assert sum(sizes) == 64 + 1 + 9
+    assert_as_alone(bench, alone(model, prompts))
+
+
+def test_groups_and_requests_share_one_prompt(model, prompt_of):
+    bench = Bench(model)
+    sizes = watch_prefills(bench)
+    for name in ("a", "b", "c"):
+        bench.submit(name, prompt_of(50), 5, n=3)
+    bench.run()
+    assert sum(sizes) == 50 + 8
+    assert len({tuple(bench.tokens(name, i)) for name in "abc" for i in range(3)}) == 1
+    bench.close()
+
+
+def test_first_turns_of_sessions_share_their_prompt(model, prompt_of):
+    bench = Bench(model)
+    sizes = watch_prefills(bench)
+    for i in range(4):
+        bench.submit(f"r{i}", prompt_of(50), 5, session=("c", f"s{i}"), session_lease_s=60.0)
+    bench.run()
+    assert sum(sizes) == 50 + 3
+    assert len({tuple(bench.tokens(f"r{i}")) for i in range(4)}) == 1
+    bench.close(check=False)
+
+
+def test_a_sequence_that_waits_has_neither_row_nor_pages(model, prompt_of):
+    bench = Bench(model, prefill_chunk_tokens=8)
+    together(bench, [prompt_of(64)] * 6)
+    bench.engine.tick()
+    roster = bench.engine.roster
+    assert roster.running == 1 and roster.waiting == 5
+    assert roster.allocator.pool.used == 17
+    bench.run()
+    bench.close()
+
+
+def test_more_important_requests_do_not_wait_for_others(model, prompt_of):
+    bench = Bench(model, prefill_chunk_tokens=8)
+    bench.submit("low", prompt_of(64), 5)
+    bench.engine.tick()
+    bench.submit("high", prompt_of(64), 5, priority=1)
+    bench.engine.tick()
+    assert bench.engine.roster.running == 2
+    bench.run()
+    assert bench.tokens("low") == bench.tokens("high")
+    bench.close()
+
+
+def test_a_cancel_of_the_row_that_computes_hands_the_work_on(model, prompt_of):
+    prompts = [prompt_of(64)] * 4
+    expected = alone(model, prompts)
+    bench = Bench(model, prefill_chunk_tokens=8)
+    sizes = watch_prefills(bench)
+    together(bench, prompts)
+    while sum(sizes) < 24:
+        bench.engine.tick()
+    bench.engine.inbox.put(Cancel(("c", "r0")))
+    bench.run()
+    assert sum(sizes) <= 64 + 8 + 2, "what the first one computed is used; a chunk may have been on its way"
+    assert bench.tokens("r0") == []
+    assert_as_alone(bench, {name: tokens for name, tokens in expected.items() if name != "r0"})
+
+
+def test_a_cancel_of_one_that_waits_leaves_the_others(model, prompt_of):
+    prompts = [prompt_of(64)] * 4
+    expected = alone(model, prompts)
+    bench = Bench(model, prefill_chunk_tokens=8)
+    together(bench, prompts)
+    bench.engine.tick()
+    bench.engine.inbox.put(Cancel(("c", "r2")))
+    bench.run()
+    assert bench.tokens("r2") == []
+    assert_as_alone(bench, {name: tokens for name, tokens in expected.items() if name != "r2"})
+
+
+@pytest.mark.parametrize("on_swap", ["keep", "recompute"])
+def test_after_a_swap_the_others_share_a_prefill_under_the_new_weights(folders, prompt_of, on_swap):
+    model, mailbox = load(folders[0]), Mailbox()
+    bench = Bench(model, receiver=mailbox, prefill_chunk_tokens=8, kv_on_swap=on_swap)
+    sizes = watch_prefills(bench)
+    together(bench, [prompt_of(64)] * 4)
+    while sum(sizes) < 24:
+        bench.engine.tick()
+    mailbox.ready = Update(1, load(folders[1]), model)
+    bench.run()
+    assert sum(sizes) <= 24 + 16 + (64 + 2 if on_swap == "recompute" else 40 + 64 + 2) + 1
+    expected = alone(load(folders[1]), [prompt_of(64)] * 4)
+    for i in range(0 if on_swap == "recompute" else 1, 4):
+        assert bench.tokens(f"r{i}") == expected[f"r{i}"]
+    bench.close()
+
+
+def test_prompt_logprobs_are_computed_by_each_request_that_asks(model, prompt_of):
+    bench = Bench(model)
+    sizes = watch_prefills(bench)
+    together(bench, [prompt_of(40)] * 3, prompt_logprobs=True)
+    bench.run()
+    assert sum(sizes) == 3 * 40
+    bench.close()
+
+
+def test_without_a_prefix_cache_nothing_is_joined(model, prompt_of):
+    bench = Bench(model, prefix_cache=False)
+    sizes = watch_prefills(bench)
+    together(bench, [prompt_of(40)] * 3)
+    bench.run()
+    assert sum(sizes) == 3 * 40
+    bench.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_arrivals_have_their_own_tokens_and_lose_no_page(model, prompt_of, seed):
+    """Few pages, common beginnings, groups, priorities, cancels and swaps of rows."""
+    rng = random.Random(seed)
+    stems = [prompt_of(rng.choice((7, 16, 33)), 80 + i) for i in range(3)]
+    prompts = [rng.choice(stems) + prompt_of(rng.choice((0, 1, 3, 8, 21)), 90 + rng.randint(0, 2)) for _ in range(24)]
+    lengths = [rng.randint(1, 14) for _ in prompts]
+    single = Bench(model, prefix_cache=False, max_rows=1)
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        single.submit(f"r{i}", prompt, length, sampling={**SAMPLED, "seed": i})
+    single.run()
+    bench = Bench(
+        model, kv_pages=rng.choice((40, 70, 256)), prefill_chunk_tokens=rng.choice((4, 16, 64)),
+        host_kv_gib=rng.choice((0, 0.001)),
+    )  # fmt: skip
+    cancelled = set()
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        bench.submit(f"r{i}", prompt, length, priority=rng.randint(0, 1), sampling={**SAMPLED, "seed": i})
+        for _ in range(rng.choice((0, 0, 1, 4))):
+            bench.engine.tick()
+        if rng.random() < 0.15:
+            victim = f"r{rng.randint(0, i)}"
+            cancelled.add(victim)
+            bench.engine.inbox.put(Cancel(("c", victim)))
+    bench.run()
+    for i in range(len(prompts)):
+        expected = single.tokens(f"r{i}")
+        found = bench.tokens(f"r{i}")
+        assert found == (expected[: len(found)] if f"r{i}" in cancelled else expected)
+    bench.close(), single.close()
