@@ -331,6 +331,12 @@ class SparseFeedForward(Block):
         values, scales = (self.gate_up, self.gate_up_scales) if wide else (self.down, self.down_scales)
         return ExpertWeights(values.data, None if scales is None else scales.data, self.format, 2 if wide else 1)
 
+    def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """The router's logits, [T, E], in float32 if its spec says so."""
+        if self.spec.router.float32:
+            return F.linear(x_TH.float(), self.router.float())
+        return F.linear(x_TH, self.router)
+
     def choose_experts(self, logits_TE: torch.Tensor, record: ExpertRecord | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and experts of each token, [T, K]; the experts also go to the step's record, if it has one."""
         router = self.spec.router
@@ -341,7 +347,7 @@ class SparseFeedForward(Block):
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
         """The weighted outputs of each token's experts."""
-        weights_TK, experts_TK = self.choose_experts(F.linear(x_TH, self.router), context.batch.experts)
+        weights_TK, experts_TK = self.choose_experts(self.logits(x_TH), context.batch.experts)
         gate_up: torch.Tensor = self.gate_up
         down: torch.Tensor = self.down
         if self.format != "plain":  # decodes all experts in each step: for comparison on a CPU
@@ -357,7 +363,9 @@ class SparseFeedForward(Block):
             gate_up[f"{prefix}{names.gate.format(expert)}.weight"] = self._view("gate_up", expert, 0)
             gate_up[f"{prefix}{names.up.format(expert)}.weight"] = self._view("gate_up", expert, 1)
             down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
-        bias = [] if self.router_bias is None else [one_name(f"{prefix}{names.router_bias}", self.router_bias)]
+        bias = []
+        if self.router_bias is not None:
+            bias = [Region(tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias))]
         return [
             Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router)),
             *bias,

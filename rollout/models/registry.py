@@ -175,6 +175,7 @@ class MoEFamily:
     renormalize: bool | Key = declared(FLAG)
     scoring: Scoring = "softmax"
     router_bias: bool = False
+    router_float32: bool = False
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
 
@@ -388,6 +389,7 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
             top_k=_value(config, family.top_k),
             renormalize=_value(config, family.renormalize),
             bias=family.router_bias,
+            float32=family.router_float32,
         ),
         names=family.names,
     )

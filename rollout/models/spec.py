@@ -152,13 +152,14 @@ class RouterSpec:
     top_k: int
     renormalize: bool  # the weights of the chosen experts add up to 1
     bias: bool = False  # the router has a tensor that is added to the scores of its experts, float32 [E]
+    float32: bool = False  # logits are computed in float32 and not rounded to the model's dtype
 
 
 class MoENames(NamedTuple):
     """Modules of a mixture of experts; `{}` stands for the number of an expert."""
 
     router: tuple[str, ...] = ("mlp.gate",)  # alternatives; the first is what files usually have
-    router_bias: str = "mlp.gate.e_score_correction_bias"  # a tensor
+    router_bias: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)  # alternatives; a tensor, no module
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"

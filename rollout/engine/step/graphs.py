@@ -29,7 +29,7 @@ from rollout.engine.step.expert_trace import StepExperts
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import StepInput, Upload, put_decode
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.fused import FusedDecoder, supports, takes_feed_forward
+from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, takes_mixer
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,11 @@ def capturable(model: Decoder, fused_experts: bool) -> bool:
     tokens each expert has.
     """
     fused, dtype = supports(model, fused_experts), model.embed.dtype
-    blocks = [cast(DecoderLayer, layer).feed_forward for layer in model.layers]
-    read = [block for block in blocks if block.reads_host and not (fused and takes_feed_forward(block.spec, dtype))]
-    return model.embed.is_cuda and not read
+    layers = [cast(DecoderLayer, layer) for layer in model.layers]
+    mixers = [layer.mixer for layer in layers if not (fused and takes_mixer(layer.mixer.spec))]
+    others = [layer.feed_forward for layer in layers]
+    others = [block for block in others if not (fused and takes_feed_forward(block.spec, dtype))]
+    return model.embed.is_cuda and not any(block.reads_host for block in (*mixers, *others))
 
 
 def graph_sizes(most: int) -> list[int]:

@@ -206,7 +206,7 @@ def model_of(feed_forward, on_gpu, dtype):
     """What `capturable` asks of a model of one layer."""
     moe = feed_forward if isinstance(feed_forward, MoESpec) else None
     block = SimpleNamespace(spec=feed_forward, reads_host=SparseFeedForward.reads_host and moe is not None)
-    layer = SimpleNamespace(feed_forward=block)
+    layer = SimpleNamespace(mixer=SimpleNamespace(spec=None, reads_host=False), feed_forward=block)
     spec = SimpleNamespace(moe=moe, layers=[SimpleNamespace(mixer=None, feed_forward=feed_forward)])
     return SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=spec, layers=[layer])
 
@@ -220,8 +220,10 @@ def test_dense_models_on_a_gpu_are_captured(on_gpu):
 def test_a_new_block_that_reads_on_the_host_is_not_captured():
     model = model_of(DenseSpec(64, 32, bias=True), True, torch.bfloat16)
     assert capturable(model, True)
-    model.layers[0].feed_forward.reads_host = True
-    assert not capturable(model, True)
+    for block in (model.layers[0].feed_forward, model.layers[0].mixer):
+        block.reads_host = True
+        assert not capturable(model, True)
+        block.reads_host = False
 
 
 @pytest.mark.parametrize(
