@@ -115,4 +115,7 @@ class FusedExperts:
             self._chosen.append(routing.experts_TK)
         assert self._plan is not None
         weights = self._experts[block]
-        return residual_TH, run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True)
+        parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True)
+        if block.shared is not None:  # by torch, after the experts: their kernels follow each other without a wait
+            parts_STH[0] += block.shared(x_TH)
+        return residual_TH, parts_STH

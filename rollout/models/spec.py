@@ -166,6 +166,10 @@ class MoENames(NamedTuple):
     #: Tensors of all experts together, the alternative to those of single experts.
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
+    shared: DenseNames = DenseNames(
+        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,8 @@ class MoESpec:
     intermediate: int  # of one expert
     router: RouterSpec
     names: MoENames = MoENames()
+    shared: DenseSpec | None = None  # an expert that every token takes, added to the others
+    shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
 
 
 FeedForwardSpec = DenseSpec | MoESpec
