@@ -328,6 +328,20 @@ def test_two_clients_get_equal_tokens_while_both_wait(model, prompt_of):
     bench.close()
 
 
+def test_a_client_does_not_lose_its_row_to_the_many_rows_of_another(model, prompt_of):
+    """Pages run short again and again; the youngest request of all belongs to b."""
+    bench = Bench(model, kv_pages=60, max_rows=8)
+    for i in range(60):
+        bench.submit(f"a{i}", prompt_of(8, i), 60, client="a")
+    for _ in range(20):
+        bench.engine.tick()
+    bench.submit("b", prompt_of(8, 99), 60, client="b")
+    bench.run()
+    assert sum(bench.done[f"a{i}"].preemptions for i in range(60)) > 10
+    assert bench.done["b"].preemptions <= 1
+    bench.close()
+
+
 def test_requests_with_one_prompt_that_join_its_prefill_leave_others_their_place(model, prompt_of):
     bench = Bench(model, max_rows=2, prefill_chunk_tokens=8)
     for i in range(40):
