@@ -65,6 +65,11 @@ class EngineSettings(_Section):
     max_context_tokens: int | None = Field(
         None, ge=2, description="most tokens of prompt plus completion; none: the model's own limit"
     )
+    fair_queue: bool = Field(
+        True,
+        description="clients of one priority that wait get equal numbers of tokens, however many completions each has "
+        "queued; false: completions get rows in the order of their arrival",
+    )
     prefill_chunk_tokens: int = Field(2048, ge=1, description="most prompt tokens in one prefill step")
     cuda_graphs: bool = Field(
         True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"

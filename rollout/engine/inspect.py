@@ -48,6 +48,7 @@ class Inspector:
             rows_max=engine.scheduler.limits.max_rows,
             queue_waiting=roster.waiting,
             queue_max=engine.scheduler.limits.max_queue,
+            queue_clients=roster.feed.queue.clients,
             pages_free=pool.free,
             pages_cached=pool.cached,
             pages_used=pool.used,

@@ -1,9 +1,9 @@
 """Preemption: which sequences lose their row, because pages run short, weights or an adapter change, or all KV leaves.
 
-**Pages run short** (`grow`). Idle sessions give way first, then group shares, then the row of the lowest priority, of
-these the youngest. Where the KV of preempted sequences is kept on the host, their pages are free only after they are
-copied. So a row is preempted a little before its pages are needed, and a row whose page is not free yet is left out of
-one step.
+**Pages run short** (`grow`). Idle sessions give way first, then group shares, then a row of the lowest priority: the
+youngest of the client that has most of these rows, so that no client pays for the many rows of another one. Where the
+KV of preempted sequences is kept on the host, their pages are free only after they are copied. So a row is preempted a
+little before its pages are needed, and a row whose page is not free yet is left out of one step.
 
 **Weights or an adapter change** (`change_weights`, `put_adapter`). A row goes on with the KV that it has, and so does a
 sequence whose KV is offloaded or on its way back. With `recompute` they are computed again. Three are always computed
@@ -15,6 +15,8 @@ half-prefilled prompt too.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
@@ -60,7 +62,12 @@ def _make_way(roster: Roster, outgoing: int) -> None:
 
 
 def _last(roster: Roster) -> Sequence:
-    return max(roster.decoding + roster.prefilling, key=lambda seq: seq.rank)
+    """The row to preempt: of the lowest priority, of the client that has most of these rows, the youngest."""
+    rows = roster.decoding + roster.prefilling
+    lowest = min(seq.priority for seq in rows)
+    rows = [seq for seq in rows if seq.priority == lowest]
+    of_client = Counter(seq.group.client for seq in rows)
+    return max(rows, key=lambda seq: (of_client[seq.group.client], seq.arrival))
 
 
 def _grows_soon(seq: Sequence) -> bool:

@@ -12,8 +12,8 @@ Rules that keep it right:
 - `inflight_refs` rises in `launched` and falls in `commit`, nowhere else.
 - `Roster.settle` is the one place where row and pages of a sequence go back: finalized or LEAVING, and refs 0.
 - A row whose last allowed token is in flight is not planned again.
-- Admission takes the prompt's pages and one more, never those of `max_tokens`; when pages run out, the lowest
-  priority, then the youngest, is preempted and starts again from its tokens, or from its KV where that is offloaded.
+- Admission takes the prompt's pages and one more, never those of `max_tokens`; when pages run out, a sequence is
+  preempted (`preemption` says which) and starts again from its tokens, or from its KV where that is offloaded.
 - Steps of prompts and of decode rows alternate while there are both, so that no decode waits longer than one chunk.
 """
 
@@ -66,7 +66,8 @@ class Scheduler:
         adapter = None if request.adapter is None else known[request.adapter]
         now = roster.clock()
         session = allocator.sessions.begin(request)
-        group = Group(request, arrived_s=now, unfinished=request.n, session=session, adapter=adapter)
+        client = request.key[0] if self.limits.fair_queue else ""
+        group = Group(request, arrived_s=now, client=client, unfinished=request.n, session=session, adapter=adapter)
         group.expect_prompt_logprobs()
         for index in range(request.n):
             self._arrivals += 1

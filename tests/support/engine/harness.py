@@ -98,12 +98,12 @@ class Bench:
             elif isinstance(event, RequestDone):
                 self.done[event.key[1]] = event
 
-    def submit(self, name: str, prompt: Iterable[int], max_tokens: int = 16, **fields) -> None:
+    def submit(self, name: str, prompt: Iterable[int], max_tokens: int = 16, client: str = "c", **fields) -> None:
         sampling = SamplingParams(**fields.pop("sampling", {"temperature": 0.0}))
         stop = StopParams(**fields.pop("stop", {}))
         token_prompt = Prompt.of_tokens(np.array(list(prompt), dtype=np.int32))
         self.engine.inbox.put(
-            Submit(Request(("c", name), token_prompt, max_tokens, sampling=sampling, stop=stop, **fields))
+            Submit(Request((client, name), token_prompt, max_tokens, sampling=sampling, stop=stop, **fields))
         )
 
     def run(self, ticks: int = 100_000) -> None:
