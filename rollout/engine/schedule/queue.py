@@ -100,6 +100,10 @@ class QueueFeed:
         self.queue.pop(seq)
         self._joined.setdefault(other, []).append((tokens, seq))
 
+    def joined_sequences(self) -> set[Sequence]:
+        """The sequences that wait for another one's prefill."""
+        return {seq for joined in self._joined.values() for _, seq in joined}
+
     def prefill_launched(self, seq: Sequence) -> None:
         """A chunk of a prefill is launched: queue the sequences that waited for its tokens."""
         joined = self._joined.pop(seq, [])
