@@ -157,6 +157,15 @@ class EngineSettings(_Section):
         description="KV of running rows when the weights change. keep: it stays, and new tokens attend to older KV. "
         "recompute: it is computed again under the new weights",
     )
+    recompute_fraction: float = Field(
+        0.3,
+        gt=0.0,
+        le=1.0,
+        description="with kv_on_swap = recompute: largest part of the time since the last update that computing KV "
+        "again may take. A ready update waits until all KV that the last one dropped is there again, and until its "
+        "steps took at most this part of the time. Nothing waits while no row runs, or during a pause, a hold or a "
+        "sleep. 1.0: every update is applied at once",
+    )
     mask_s: float = Field(
         1.0,
         gt=0,

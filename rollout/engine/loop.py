@@ -22,6 +22,7 @@ from rollout.engine.commands import WORKER_ENDS, Commands
 from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.messages import Delta, Event, RequestDone
 from rollout.engine.parts import EngineParts, Links
+from rollout.engine.recomputation import Recomputation
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
@@ -46,10 +47,11 @@ class Engine:
         self, parts: EngineParts, links: Links, meter: Meter, memory: ReleasableMemory | None, settings: EngineSettings
     ) -> None:
         recompute = settings.kv_on_swap == "recompute"
+        self.recomputation = Recomputation(settings.recompute_fraction if recompute else 1.0)
         self.parts = parts
         self.gate, self.inbox, self.meter = links.gate, links.inbox, meter
         self.masks = MaskBuilder(settings.mask_s, settings.mask_threads or usual_threads())
-        self.swapper = Swapper(links.receiver, links.gate, meter, recompute)
+        self.swapper = Swapper(links.receiver, links.gate, meter, recompute, self.recomputation)
         self.sleeper = Sleeper(links, meter, memory, settings)
         self.commands = Commands(links, self.sleeper, recompute)
         self.launching: Plan | None = None  # the step that is being launched, for a report of a fault
@@ -66,7 +68,7 @@ class Engine:
         if parts.offload is not None:
             parts.offload.advance()
         planned_s = time.perf_counter()
-        plan = None if gate.blocked else scheduler.plan()
+        plan = None if gate.blocked else self._plan()
         if plan is not None:
             self._launch(plan, planned_s)
         committed = plan is not None and plan.draws_later and self._commit_and_draw(plan)
@@ -95,6 +97,13 @@ class Engine:
         self.commands.wait(self.parts, timeout_s)
 
     # --- the phases of a tick -----------------------------------------------------------------------------------------
+
+    def _plan(self) -> Plan | None:
+        scheduler = self.parts.scheduler
+        plan = scheduler.plan()
+        if scheduler.admission_over:
+            self.recomputation.admitted(self.parts.roster)
+        return plan
 
     def _launch(self, plan: Plan, planned_s: float) -> None:
         parts, slot = self.parts, self.parts.pipeline.acquire()
@@ -131,7 +140,10 @@ class Engine:
         tokens, zombies = counters.tokens, counters.zombie_rows
         parts.scheduler.commit(step.plan, output)
         commit_s = time.perf_counter() - committing_s
-        self.meter.step(_record(step, counters.tokens - tokens, counters.zombie_rows - zombies, committing_s, commit_s))
+        record = _record(step, counters.tokens - tokens, counters.zombie_rows - zombies, committing_s, commit_s)
+        self.meter.step(record)
+        if spent_s := self.recomputation.committed(step.plan, record.ran_s):
+            self.meter.add("weights/recompute_s", spent_s)
         parts.pipeline.retire(step)
         return True
 

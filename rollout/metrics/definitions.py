@@ -275,6 +275,11 @@ METRICS: tuple[Metric[Stretch], ...] = (
         Panel("Weights", "Copied by the last swap"),
     ),
     Metric(
+        "weights/recompute_s", "counter", "s",
+        "time of steps that computed KV again because of updates (`kv_on_swap = recompute`), since start",
+        Panel("Weights", "Computing KV again"),
+    ),
+    Metric(
         "off_policy/version_span", "gauge", "versions",
         "newest minus oldest weights version of a completion, mean over the completions that finished",
         Panel("Weights", "Versions in a completion"), lambda stretch: stretch.samples.version_span.value(),

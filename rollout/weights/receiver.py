@@ -118,9 +118,14 @@ class WeightReceiver:
         return self._intake.version
 
     def summary(self) -> dict[str, Any]:
-        """How updates apply, and the last one, for a status."""
+        """How updates apply, what a ready one waits for, and the last one, for a status."""
         last = self._intake.last
-        return {"apply": self._mode.name, "staging": self._mode.staging, "last": last and last.summary()}
+        return {
+            "apply": self._mode.name,
+            "staging": self._mode.staging,
+            "waits_for": self._intake.waits_for,
+            "last": last and last.summary(),
+        }
 
     @property
     def alive(self) -> bool:

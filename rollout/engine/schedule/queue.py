@@ -68,6 +68,10 @@ class QueueFeed:
         """The first sequence of the queue waits until the prefill of `other` has launched this number of tokens."""
         self._joined.setdefault(other, []).append(_Joined(seq, tokens, self.queue.withdraw(seq)))
 
+    def joined_sequences(self) -> set[Sequence]:
+        """The sequences that wait for another one's prefill."""
+        return {waiting.seq for joined in self._joined.values() for waiting in joined}
+
     def prefill_launched(self, seq: Sequence) -> None:
         """A chunk of a prefill is launched: queue the sequences that waited for its tokens."""
         joined = self._joined.pop(seq, [])

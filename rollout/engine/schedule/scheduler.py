@@ -49,6 +49,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._arrivals = 0
         self._last_kind = "decode"
+        self.admission_over = True  # sequences that still wait after the last plan wait for rows, pages or adapters
         self._upload_words = upload_words
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
-        self._admit()
+        self.admission_over = self._admit()
         if self._last_kind == "decode":
             plan = self._plan_prompts() or self._plan_decode()
         else:
@@ -96,16 +97,21 @@ class Scheduler:
             self._last_kind = plan.kind
         return plan
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Give rows to waiting sequences. False if it goes on once steps in flight are committed."""
         roster, allocator, feed = self.roster, self.roster.allocator, self.roster.feed
-        while roster.free_rows and not roster.leaving:
+        if roster.leaving:
+            return False
+        while roster.free_rows:
             seq = feed.queue.first(allocator.adapter_ready)
-            if seq is None or (seq.group.session is not None and seq.group.session.turns > 1):
-                return  # a turn waits while the one before is in flight as a zombie
+            if seq is None:
+                return True
+            if seq.group.session is not None and seq.group.session.turns > 1:
+                return False  # a turn waits while the one before is in flight as a zombie
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
             running = len(roster.decoding) + len(roster.prefilling)
             if feed.still_misfits(seq, running, allocator.available):
-                return
+                return True
             reusable = allocator.find_reusable(seq, roster.version)
             if reusable is not None and reusable.awaited is not None:
                 feed.join(seq, *reusable.awaited)
@@ -113,9 +119,10 @@ class Scheduler:
                 roster.start(seq)
             elif running or not allocator.sharing:
                 feed.note_misfit(seq, running, allocator.available)  # now: sessions may have lost their pages
-                return
+                return True
             else:
                 allocator.close_share(allocator.sharing[0])  # nothing runs that could give pages back
+        return True
 
     def _plan_prompts(self) -> Plan | None:
         roster, limits = self.roster, self.limits
