@@ -13,7 +13,8 @@ the client computes and generates. This is known only at the end, so `cost` is a
 have ended: of this client if there are any, otherwise of all clients. Its errors do not add up: they move the mean
 until costs and tokens agree.
 
-A preempted sequence is ahead of those that had no row yet, and costs nothing: its client has paid.
+A preempted sequence, once it is the oldest of its client that waits, is ahead of those that had no row yet. It costs
+nothing: its client has paid.
 
 The method is self-clocked fair queueing (S. J. Golestani, "A self-clocked fair queueing scheme for broadband
 applications", INFOCOM 1994), with measured costs.
@@ -113,16 +114,16 @@ class WaitingQueue:
         level = self._levels[seq.priority]
         client = level.clients[seq.group.client]
         firsts = [waiting.first() for waiting in client.waiting]
-        oldest = min((first for first in firsts if first is not None), key=lambda first: first.arrival, default=None)
-        time = _PREEMPTED if oldest is not None and oldest.begun else client.time
         for kind, first in enumerate(firsts):
-            old = client.heads[kind]
+            old, time = client.heads[kind], client.time
+            if first is not None and first.begun:
+                time = _PREEMPTED
             if first is None:
                 client.heads[kind] = None
             elif old is None or old.key != (-first.priority, time, first.arrival):
                 client.heads[kind] = head = _Head((-first.priority, time, first.arrival), first, client)
                 self._heads[kind].push((*head.key, next(self._serial)), head)
-        if oldest is None:
+        if all(first is None for first in firsts):
             del level.clients[seq.group.client]
             if not level.clients:
                 del self._levels[seq.priority]

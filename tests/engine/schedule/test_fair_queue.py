@@ -369,3 +369,22 @@ def test_clients_whose_requests_were_cancelled_are_forgotten(model, prompt_of):
     assert bench.status().queue_clients == 1
     bench.run()
     bench.close()
+
+
+def test_a_preempted_sequence_whose_adapter_is_not_ready_does_not_speed_up_its_client():
+    rows = Rows()
+    (preempted,) = rows.push("a", adapter=object())
+    rows.queue.first(lambda seq: True)
+    rows.queue.take(preempted)
+    preempted.computed = 2
+    rows.push("b", 100)
+    rows.push("a", 100)
+    rows.queue.push(preempted)
+    order = []
+    for _ in range(40):
+        seq = rows.queue.first(lambda seq: False)
+        rows.queue.take(seq)
+        seq.computed = 2
+        rows.end(seq)
+        order.append(seq.group.client)
+    assert abs(order.count("a") - order.count("b")) <= 4
