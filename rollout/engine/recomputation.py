@@ -45,7 +45,7 @@ class Recomputation:
         self.spent_s, self._since_s = 0.0, self.clock()
 
     def admitted(self, roster: Roster) -> None:
-        """All waiting sequences that can get a row now have got one: forget those that have none."""
+        """Every waiting sequence that can get a row now has got one: sequences without a row are no longer pending."""
         if not self._pending:
             return
         joined = roster.feed.joined_sequences()

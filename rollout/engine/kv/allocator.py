@@ -303,7 +303,7 @@ class PageAllocator:
         else:
             kv.frontier = page_key
             other = self._frontiers.get(page_key)
-            if other is None or other.priority < seq.priority:  # a sequence waits for none of lower priority
+            if other is None or other.priority < seq.priority:  # of lower priority: nobody waits for it
                 self._frontiers[page_key] = seq
 
     def drop_frontier(self, seq: Sequence) -> None:

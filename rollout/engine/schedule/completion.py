@@ -24,7 +24,7 @@ class Counters:
     decode_rows: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0  # of admitted sequences
-    cached_tokens: int = 0  # those of them whose KV was there
+    cached_tokens: int = 0  # prompt tokens whose KV was there
     prefilled_tokens: int = 0  # that prefills have computed, also again
 
 

@@ -115,14 +115,13 @@ class WaitingQueue:
         client = level.clients[seq.group.client]
         firsts = [waiting.first() for waiting in client.waiting]
         for kind, first in enumerate(firsts):
-            old, time = client.heads[kind], client.time
-            if first is not None and first.begun:
-                time = _PREEMPTED
             if first is None:
                 client.heads[kind] = None
-            elif old is None or old.key != (-first.priority, time, first.arrival):
-                client.heads[kind] = head = _Head((-first.priority, time, first.arrival), first, client)
-                self._heads[kind].push((*head.key, next(self._serial)), head)
+                continue
+            key = (-first.priority, _PREEMPTED if first.begun else client.time, first.arrival)
+            if (old := client.heads[kind]) is None or old.key != key:
+                client.heads[kind] = head = _Head(key, first, client)
+                self._heads[kind].push((*key, next(self._serial)), head)
         if all(first is None for first in firsts):
             del level.clients[seq.group.client]
             if not level.clients:

@@ -116,7 +116,7 @@ def put_adapter(
 
 
 def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> tuple[list[Sequence], list[Sequence]]:
-    """Of the rows that a change concerns, take off those that have to be computed again; returns (kept, taken off)."""
+    """Take off the rows of `seqs` that have to be computed again; returns (rows kept, rows taken off)."""
     for seq in seqs:
         if recompute or not seq.drawn.versions:
             roster.allocator.drop_offloaded(seq)
