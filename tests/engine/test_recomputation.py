@@ -15,6 +15,7 @@ from tests.support.engine.harness import Bench, load, watch_prefills
 from tests.support.engine.replay import replayed
 from tests.support.engine.streams import SteppedDevice, random_delays
 from tests.support.engine.updates import Endless, Mailbox, Update
+from tests.support.kernels.grids import nightly
 
 
 class Turns(dict):
@@ -93,7 +94,7 @@ def test_without_the_limit_endless_updates_let_no_row_decode(model, sources, pro
     bench.close(check=False)
 
 
-@pytest.mark.parametrize("fraction", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("fraction", [0.3, *nightly(0.5, 0.8)])
 def test_endless_updates_leave_the_rest_of_the_time_to_decoding(model, sources, prompt_of, hf_models, fraction):
     receiver = Endless(sources, model)
     bench = recomputing(model, receiver, fraction, kv_pages=400)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.bridge.fault_client import FaultServer
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.kernels.grids import nightly
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.member import Member
 from trainer_bridge.transports.payload import Payload
@@ -48,7 +49,7 @@ def of_version(noted: list[list[int]], version: int) -> list[int]:
     return [nbytes for at, nbytes in noted if at == version]
 
 
-@pytest.mark.parametrize("transport", ["auto", "nccl", "disk"])
+@pytest.mark.parametrize("transport", ["auto", "nccl", *nightly("disk")])
 def test_the_parts_of_all_ranks_arrive_as_one(faults: FaultServer, tmp_path: Path, transport: str) -> None:
     with Worker() as worker:
         seen = train(faults, [worker], transport, tmp_path)

@@ -19,6 +19,7 @@ from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idl
 from tests.support.bridge.fault_server import middle
 from tests.support.bridge.file_memory import share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.kernels.grids import nightly
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports import bucket_link
@@ -150,8 +151,8 @@ def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothi
         assert serves(worker.model, good(worker, transport, tmp_path, 6))
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("fault", [signal.SIGKILL, *nightly(signal.SIGSTOP)])
 def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_update(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, fault: signal.Signals
 ) -> None:

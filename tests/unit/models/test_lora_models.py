@@ -17,6 +17,7 @@ from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.spec import MoESpec
+from tests.support.kernels.grids import nightly
 from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.support.models.families import FAMILIES, make_checkpoint
 from tests.support.models.paged import PagedRunner
@@ -59,7 +60,7 @@ def exact_logits(reference) -> torch.Tensor:
         return reference(torch.tensor([[*PROMPT, 3, 4]])).logits[0].float()
 
 
-@pytest.mark.parametrize("way", ["generic", "fused", "fused, added before"])
+@pytest.mark.parametrize("way", ["generic", "fused", *nightly("fused, added before")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_row_of_a_batch_equals_the_model_that_peft_merges(
     family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +107,7 @@ def test_in_16_bits_slots_are_as_accurate_as_merged_weights(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore:no measured plan")
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", *nightly("olmoe")])
 def test_attention_before_experts_is_corrected_too(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,13 +28,12 @@ from rollout.models.registry import (
     config_rules,
     ropes_by_type,
     same_window,
-    sparse_by_step,
     sparse_by_type,
     spec_from_config,
     windows_by_type,
 )
 from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
-from tests.support.models import sigmoid_router
+from tests.support.models import shared_expert, sigmoid_router
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
 from tests.support.models.side_by_side import (
@@ -83,18 +82,6 @@ MELLUM_SIZES: dict[str, Any] = {
     },
 }  # fmt: skip
 
-QWEN2_MOE = Family(
-    model_type="qwen2_moe",
-    qkv_bias=True,
-    moe=MoEFamily(
-        experts=Key("num_experts"),
-        intermediate=Key("moe_intermediate_size"),
-        renormalize=Key("norm_topk_prob"),
-        sparse=sparse_by_step,
-        shared_intermediate=Key("shared_expert_intermediate_size"),
-        shared_gate=True,
-    ),
-)
 #: A window that no test reaches: transformers writes 0 for none.
 QWEN2_MOE_SIZES: dict[str, Any] = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": False,
@@ -115,7 +102,7 @@ DECLARED: dict[str, tuple[Family, str, dict[str, Any]]] = {
         {"attention_bias": True, "attention_out_bias": False, "mlp_bias": True},
     ),
     "MadeUpMellumForCausalLM": (MELLUM, "Mellum", MELLUM_SIZES),
-    "MadeUpQwen2MoeForCausalLM": (QWEN2_MOE, "Qwen2Moe", QWEN2_MOE_SIZES),
+    shared_expert.ARCHITECTURE: (shared_expert.FAMILY, "Qwen2Moe", QWEN2_MOE_SIZES),
 }
 #: Qwen3 under other names.
 RENAMED = Family(
@@ -257,14 +244,14 @@ def test_a_router_may_have_a_rule_and_a_bias_of_its_own(tmp_path: Path, monkeypa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 @pytest.mark.filterwarnings("ignore:no measured plan")
 def test_a_shared_expert_runs_beside_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "MadeUpQwen2MoeForCausalLM", QWEN2_MOE)
+    shared_expert.declare(monkeypatch)
     monkeypatch.setattr(fused_experts, "moe_plan", coarse)
     runs = []
     for seed in SEEDS:
         folder = tmp_path / str(seed)
         even = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
         reference = make_checkpoint("Qwen2Moe", folder, seed, **(SIZES | QWEN2_MOE_SIZES | even))
-        rename_family(folder, "MadeUpQwen2MoeForCausalLM")
+        shared_expert.rename(folder)
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.copy_(parameter.bfloat16())
