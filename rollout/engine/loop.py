@@ -70,9 +70,9 @@ class Engine:
         planned_s = time.perf_counter()
         plan = None if gate.blocked else self._plan()
         if plan is not None:
-            self._launch(plan, planned_s)
+            self.launch(plan, planned_s)
         committed = plan is not None and plan.draws_later and self._commit_and_draw(plan)
-        committed |= (pipeline.full or plan is None) and self._commit_oldest()
+        committed |= (pipeline.full or plan is None) and self.commit_oldest()
         idle = pipeline.in_flight == 0 and (roster.resting or gate.at_rest)
         if pipeline.in_flight == 0:
             self._nothing_runs(idle, plan is None)
@@ -105,7 +105,8 @@ class Engine:
             self.recomputation.admitted(self.parts.roster)
         return plan
 
-    def _launch(self, plan: Plan, planned_s: float) -> None:
+    def launch(self, plan: Plan, planned_s: float) -> None:
+        """Pack a plan into the next slot and enqueue its step; planning began at `planned_s`, `time.perf_counter()`."""
         parts, slot = self.parts, self.parts.pipeline.acquire()
         launching_s = time.perf_counter()
         self.launching = plan
@@ -120,7 +121,7 @@ class Engine:
     def _commit_and_draw(self, plan: Plan) -> bool:
         """Commit the step before the one just launched, make the masks that depend on it, draw with them."""
         parts = self.parts
-        committed = parts.pipeline.in_flight > 1 and self._commit_oldest()
+        committed = parts.pipeline.in_flight > 1 and self.commit_oldest()
         step = parts.pipeline.oldest()
         assert step is not None and step.plan is plan, "masks are made after all earlier commits"
         places = [i for i, seq in enumerate(plan.sampled) if seq.features & Feature.CONSTRAIN and not seq.finalized]
@@ -129,7 +130,7 @@ class Engine:
         parts.executor.draw(step.header, step.slot, places)
         return committed
 
-    def _commit_oldest(self) -> bool:
+    def commit_oldest(self) -> bool:
         """Wait for the oldest step and account for it; False if no step is in flight."""
         parts = self.parts
         step = parts.pipeline.oldest()

@@ -160,7 +160,7 @@ class UpdateIntake:
         self._parameters = parameters
         self._mode = mode
         self._gate = gate
-        self._receivers = receivers
+        self.receivers = receivers
         self._adapters = adapters
         self._idle_s = idle_s
         self._endpoint = endpoint
@@ -191,7 +191,7 @@ class UpdateIntake:
             incoming, receiver = self.current.incoming, self.current.begin.receiver
             carrier = receiver.carrier or receiver.name
         busy = False
-        for name, receiver in self._receivers.items():
+        for name, receiver in self.receivers.items():
             busy |= receiver.advance(incoming if name == carrier else None)
         return busy
 
@@ -205,7 +205,7 @@ class UpdateIntake:
         """Tell the gate when no update is active; if a sleep is ordered, free the memory kept for the next one."""
         if self.current is None and self.committed is None:
             if self._gate.sleep is not None:
-                for receiver in self._receivers.values():
+                for receiver in self.receivers.values():
                     receiver.rest()
             self._gate.updates_done()
 
@@ -288,7 +288,7 @@ class UpdateIntake:
         served = self.version if adapter is None else adapter.version
         # Half-written or dropped weights may be replaced by the same version.
         again = adapter is None and bool(self._gate.stale)
-        return read_begin(header, adapter, self._parameters, self._receivers, served, again)
+        return read_begin(header, adapter, self._parameters, self.receivers, served, again)
 
     def _open(self, begin: UpdatePlan, begun_s: float) -> tuple[IncomingUpdate, dict[str, Any]]:
         """Make the update the current one; return it and the grant for its sender."""
@@ -390,7 +390,7 @@ class UpdateIntake:
                 "waits_for": self.waits_for,
                 "incoming": current and current.incoming.summary(),
                 "last": self.last and self.last.reply(),
-                "transports": list(self._receivers),
+                "transports": list(self.receivers),
                 "apply": self._mode.name,
                 "stale": gate.stale or None,
                 "dropped": gate.dropped,

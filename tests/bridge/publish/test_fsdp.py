@@ -102,7 +102,7 @@ def test_ranks_and_workers_meet_again_without_one_another_while_a_worker_takes_a
     """The first worker gives up once in the middle; the last one takes no part in groups."""
     broken: list[str] = []
     with Worker() as first, Worker() as second, Worker() as far:
-        del far.receiver._receivers["nccl"]
+        del far.receiver.receivers["nccl"]
         workers = [first, second, far]
         taken = Member._take_buckets
 

@@ -25,7 +25,7 @@ def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what:
         old = publish(worker, 1, 1)
         raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
         assert raw.begin()["op"] == "ok"
-        owner = worker.receiver._receivers["zmq"] if what == "drop" else worker.receiver._intake.current.destination
+        owner = worker.receiver.receivers["zmq"] if what == "drop" else worker.receiver._intake.current.destination
         setattr(owner, what, raising)
         assert_rejected(raw.commit(), "of 9 buckets")
         if what == "drop":

@@ -85,12 +85,12 @@ class Bench:
         )
         self.events: list[Event] = []
         self.device = device or CpuDevice()
-        self.links = local_links(self.settings, self._emit, receiver)
+        self.links = local_links(self.settings, self.emit, receiver)
         self.engine: Engine = build_engine(self.settings, self.device, model, self.links)
         self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
         self.done: dict[str, RequestDone] = {}
 
-    def _emit(self, events: list[Event]) -> None:
+    def emit(self, events: list[Event]) -> None:
         self.events += events
         for event in events:
             if isinstance(event, Delta):
