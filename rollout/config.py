@@ -65,6 +65,11 @@ class EngineSettings(_Section):
     max_context_tokens: int | None = Field(
         None, ge=2, description="most tokens of prompt plus completion; none: the model's own limit"
     )
+    fair_queue: bool = Field(
+        True,
+        description="clients of one priority that wait get equal numbers of tokens, however many completions each has "
+        "queued; false: completions get rows in the order of their arrival",
+    )
     prefill_chunk_tokens: int = Field(2048, ge=1, description="most prompt tokens in one prefill step")
     cuda_graphs: bool = Field(
         True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"
@@ -151,6 +156,15 @@ class EngineSettings(_Section):
         "keep",
         description="KV of running rows when the weights change. keep: it stays, and new tokens attend to older KV. "
         "recompute: it is computed again under the new weights",
+    )
+    recompute_fraction: float = Field(
+        0.3,
+        gt=0.0,
+        le=1.0,
+        description="with kv_on_swap = recompute: largest part of the time since the last update that computing KV "
+        "again may take. A ready update waits until all KV that the last one dropped is there again, and until its "
+        "steps took at most this part of the time. Nothing waits while no row runs, or during a pause, a hold or a "
+        "sleep. 1.0: every update is applied at once",
     )
     mask_s: float = Field(
         1.0,

@@ -16,7 +16,7 @@ from typing import Any
 _ERRORS = (
     *("AccessRefused", "BadMessage", "BadRequest", "ConnectionLost", "Duplicate", "InternalError", "JournalFailed"),
     *("NotFound", "Overloaded", "ProtocolError", "ResumeFailed", "RolloutError", "RolloutTimeout", "TooLong"),
-    *("Unavailable", "WeightsRejected"),
+    *("Unavailable", "WeightsRejected", "WeightsReplaced"),
 )
 #: The modules of the public names.
 _MODULES = {

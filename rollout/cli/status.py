@@ -54,6 +54,7 @@ def _summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from part.line("weights", "version {weights_version}")
     yield from part.line("rows", "{rows[running]} of {rows[max]} generate")
     yield from part.line("queue", "{queue[waiting]} of {queue[max]} completions wait for a row")
+    yield from part.line("clients", "{queue[clients]} have completions in the queue")
     yield from part.line("speed", "{tokens_per_s:.0f} tokens/s")
     yield from part.line("device", "{gpu_active_pct:.1f}% of the time active")
     yield from part.line("KV pages", "{pages[used]} used, {pages[cached]} cached, {pages[free]} free of {pages[total]}")

@@ -205,6 +205,7 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
         max_context=context,
         chunk_tokens=engine.prefill_chunk_tokens,
         upload_words=words - ALIGNMENT_WORDS - PADDING_WORDS,
+        fair_queue=engine.fair_queue,
     )
     allocator = _build_allocator(site, executor, routing, lasting)
     counters = Counters() if lasting is None else lasting.counters

@@ -121,7 +121,7 @@ class Commands:
             parts.roster.end_all("cancelled", WORKER_ENDS)
         parts.roster.end_early("cancelled", WORKER_ENDS)  # no trainer publishes to a worker that ends
 
-    def _adapt(self, token: int | None, parts: EngineParts, change: Callable[[], None]) -> None:
+    def _adapt(self, token: int | None, parts: EngineParts, change: Callable[[], object]) -> None:
         events = parts.roster.events
         try:
             change()

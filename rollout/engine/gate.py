@@ -1,7 +1,7 @@
 """The gate: may a step be launched, an update be applied, a request be admitted? If not, why, and who waits for it.
 
-The loop, the weight receiver and the service all ask this one object. Its state has six parts. Each part changes on
-its own, and the answers follow from all six:
+The loop, the weight receiver and the service all ask this one object. Its state has seven parts. Each part changes on
+its own, and the answers follow from all seven:
 
     life     serving --drain--> draining --take_answers: no request, no step--> stopped
     pause    open --pause--> paused --resume, drain--> open
@@ -12,6 +12,7 @@ its own, and the answers follow from all six:
     weights  known --fail_hold: an update in place failed half-way--> stale --clear_hold: a whole update--> known
              known --lose_weights: a sleep of level 2 dropped them--> stale
     swap     none --swap_begins--> swapping --swap_ends--> none
+    kv       ready --note_recomputing--> recomputing --note_recomputing--> ready
 
     state       launch a step   apply an update   admit a request   begin an update
     draining    yes             yes               no                yes
@@ -22,9 +23,11 @@ its own, and the answers follow from all six:
     granted     no              yes               yes               yes
     stale       no              yes               yes               yes
     swapping    yes             no                yes               yes
+    recomputing yes             no                yes               yes
 
 "As ordered" is `Sleep.requests`: requests wait, or are refused. A step that is launched during a swap runs after the
-copy, because both use the compute stream.
+copy, because both use the compute stream. Recomputing delays an update only where steps may be launched. In all other
+states the recomputation stands still, and the trainer may wait for the update before it lets generation go on.
 
 Who waits: a `pause` and a `drain` wait with their tokens, and `take_answers` returns the answers. The receiver waits
 for the hold with a callback. A sleep waits for `update_inside` and `swapping` to become false (`sleep.py` polls them).
@@ -48,6 +51,8 @@ from rollout.engine.messages import Done, EngineState, Rejected, Request, SleepS
 
 #: Why no step may be launched.
 Blocked = Literal["asleep", "paused", "stale", "held"]
+#: What an update that is ready waits for: the end of a sleep, of the swap before, or of recomputation.
+UpdateWait = Literal["wake", "swap", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,7 @@ class Gate:
         self.failed = False  # stale because an update failed, not because a sleep was ordered
         self.held_since_s: float | None = None  # held for an update since, `time.perf_counter()`
         self.swapping = False
+        self.recomputing = False  # KV that the last update dropped is computed again, or took too much of the time
         self.update_inside = False  # an update is being received, waits to be applied, or is being applied
         self._drain_s = drain_s
         self._drain_until_s = float("inf")
@@ -109,7 +115,16 @@ class Gate:
     @property
     def may_apply(self) -> bool:
         """True if a ready update may be applied now."""
-        return not (self.asleep or self.swapping)
+        return self.update_waits_for is None
+
+    @property
+    def update_waits_for(self) -> UpdateWait | None:
+        """What an update that is ready waits for; None if it may be applied now."""
+        if self.asleep:
+            return "wake"
+        if self.swapping:
+            return "swap"
+        return "recompute" if self.recomputing and self.blocked is None else None
 
     def refusal(self, request: Request, version: int) -> Rejected | None:
         """Why this request is not admitted while weights of `version` are served; None if it is admitted."""
@@ -227,6 +242,10 @@ class Gate:
     def swap_ends(self) -> None:
         """The copy is done. After a fault during a swap this is never called: the weights are lost."""
         self.swapping = False
+
+    def note_recomputing(self, recomputing: bool) -> None:
+        """Say whether the KV that the last update dropped delays the next update."""
+        self.recomputing = recomputing
 
     # --- the weight receiver; any thread ------------------------------------------------------------------------------
 

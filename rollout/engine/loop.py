@@ -22,6 +22,7 @@ from rollout.engine.commands import WORKER_ENDS, Commands
 from rollout.engine.device.releasable import ReleasableMemory
 from rollout.engine.messages import Delta, Event, RequestDone
 from rollout.engine.parts import EngineParts, Links
+from rollout.engine.recomputation import Recomputation
 from rollout.engine.schedule.plan import Plan
 from rollout.engine.schedule.roster import Roster
 from rollout.engine.schedule.scheduler import Scheduler
@@ -46,10 +47,11 @@ class Engine:
         self, parts: EngineParts, links: Links, meter: Meter, memory: ReleasableMemory | None, settings: EngineSettings
     ) -> None:
         recompute = settings.kv_on_swap == "recompute"
+        self.recomputation = Recomputation(settings.recompute_fraction if recompute else 1.0)
         self.parts = parts
         self.gate, self.inbox, self.meter = links.gate, links.inbox, meter
         self.masks = MaskBuilder(settings.mask_s, settings.mask_threads or usual_threads())
-        self.swapper = Swapper(links.receiver, links.gate, meter, recompute)
+        self.swapper = Swapper(links.receiver, links.gate, meter, recompute, self.recomputation)
         self.sleeper = Sleeper(links, meter, memory, settings)
         self.commands = Commands(links, self.sleeper, recompute)
         self.launching: Plan | None = None  # the step that is being launched, for a report of a fault
@@ -66,11 +68,11 @@ class Engine:
         if parts.offload is not None:
             parts.offload.advance()
         planned_s = time.perf_counter()
-        plan = None if gate.blocked else scheduler.plan()
+        plan = None if gate.blocked else self._plan()
         if plan is not None:
-            self._launch(plan, planned_s)
+            self.launch(plan, planned_s)
         committed = plan is not None and plan.draws_later and self._commit_and_draw(plan)
-        committed |= (pipeline.full or plan is None) and self._commit_oldest()
+        committed |= (pipeline.full or plan is None) and self.commit_oldest()
         idle = pipeline.in_flight == 0 and (roster.resting or gate.at_rest)
         if pipeline.in_flight == 0:
             self._nothing_runs(idle, plan is None)
@@ -96,7 +98,15 @@ class Engine:
 
     # --- the phases of a tick -----------------------------------------------------------------------------------------
 
-    def _launch(self, plan: Plan, planned_s: float) -> None:
+    def _plan(self) -> Plan | None:
+        scheduler = self.parts.scheduler
+        plan = scheduler.plan()
+        if scheduler.admission_over:
+            self.recomputation.admitted(self.parts.roster)
+        return plan
+
+    def launch(self, plan: Plan, planned_s: float) -> None:
+        """Pack a plan into the next slot and enqueue its step; planning began at `planned_s`, `time.perf_counter()`."""
         parts, slot = self.parts, self.parts.pipeline.acquire()
         launching_s = time.perf_counter()
         self.launching = plan
@@ -111,7 +121,7 @@ class Engine:
     def _commit_and_draw(self, plan: Plan) -> bool:
         """Commit the step before the one just launched, make the masks that depend on it, draw with them."""
         parts = self.parts
-        committed = parts.pipeline.in_flight > 1 and self._commit_oldest()
+        committed = parts.pipeline.in_flight > 1 and self.commit_oldest()
         step = parts.pipeline.oldest()
         assert step is not None and step.plan is plan, "masks are made after all earlier commits"
         places = [i for i, seq in enumerate(plan.sampled) if seq.features & Feature.CONSTRAIN and not seq.finalized]
@@ -120,7 +130,7 @@ class Engine:
         parts.executor.draw(step.header, step.slot, places)
         return committed
 
-    def _commit_oldest(self) -> bool:
+    def commit_oldest(self) -> bool:
         """Wait for the oldest step and account for it; False if no step is in flight."""
         parts = self.parts
         step = parts.pipeline.oldest()
@@ -131,7 +141,10 @@ class Engine:
         tokens, zombies = counters.tokens, counters.zombie_rows
         parts.scheduler.commit(step.plan, output)
         commit_s = time.perf_counter() - committing_s
-        self.meter.step(_record(step, counters.tokens - tokens, counters.zombie_rows - zombies, committing_s, commit_s))
+        record = _record(step, counters.tokens - tokens, counters.zombie_rows - zombies, committing_s, commit_s)
+        self.meter.step(record)
+        if spent_s := self.recomputation.committed(step.plan, record.ran_s):
+            self.meter.add("weights/recompute_s", spent_s)
         parts.pipeline.retire(step)
         return True
 

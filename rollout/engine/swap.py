@@ -3,8 +3,9 @@
     take_ready --> copy on the compute stream, between two events --> end event reached --> applied
                    later steps run after the copy, in stream order
 
-An adapter is applied at once: its copy is part of the adapter table. Two things change elsewhere: adapters that a
-client loads, by its command, and weights that an update writes in place while generation is held.
+A ready update waits while the gate says so: for the swap before it, or for recomputation (`recomputation`). An adapter
+needs no copy here: its copy is part of the adapter table. Two things change elsewhere: adapters that a client loads, by
+its command, and weights that an update writes in place while generation is held.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from rollout.engine.adapter_table import AdapterError, AdapterUpdate
 from rollout.engine.device.streams import Event
 from rollout.engine.gate import Gate
 from rollout.engine.parts import EngineParts, Receiver, StagedUpdate
+from rollout.engine.recomputation import Recomputation
 from rollout.engine.schedule.preemption import change_weights, put_adapter
 from rollout.metrics.meter import Meter
 
@@ -32,11 +34,14 @@ class _Swap:
 class Swapper:
     """Applies the receiver's updates. Without a receiver it does nothing."""
 
-    def __init__(self, receiver: Receiver | None, gate: Gate, meter: Meter, recompute: bool) -> None:
+    def __init__(
+        self, receiver: Receiver | None, gate: Gate, meter: Meter, recompute: bool, recomputation: Recomputation
+    ) -> None:
         self._receiver = receiver
         self._gate = gate
         self._meter = meter
         self._recompute = recompute
+        self._recomputation = recomputation
         self._swap: _Swap | None = None
 
     def advance(self, parts: EngineParts) -> None:
@@ -45,6 +50,7 @@ class Swapper:
             return
         if self._swap is not None:
             self._finish(self._swap, parts, self._receiver)
+        self._gate.note_recomputing(self._recomputation.delays(parts.roster))
         if self._gate.may_apply and (update := self._receiver.take_ready()) is not None:
             if isinstance(update, AdapterUpdate):
                 self._put_adapter(update, parts, self._receiver)
@@ -62,7 +68,7 @@ class Swapper:
         self._swap = _Swap(update, device.event(), device.event(), held_since_s)
         self._gate.swap_begins()
         parts.executor.enqueue(update.copy_into, self._swap.start, self._swap.end)
-        change_weights(parts.roster, update.version, self._recompute)
+        self._recomputation.begin(change_weights(parts.roster, update.version, self._recompute))
         self._gate.clear_hold()
 
     def _finish(self, swap: _Swap, parts: EngineParts, receiver: Receiver) -> None:
@@ -79,11 +85,12 @@ class Swapper:
 
     def _put_adapter(self, update: AdapterUpdate, parts: EngineParts, receiver: Receiver) -> None:
         try:
-            put_adapter(parts.roster, update.name, update.version, update.weights, self._recompute)
+            lost = put_adapter(parts.roster, update.name, update.version, update.weights, self._recompute)
         except AdapterError as error:
             receiver.refused(update, str(error))
         except Exception as error:  # a fault ends these parts, and the receiver waits for an answer
             receiver.failed(update, f"{type(error).__name__}: {error}")
             raise
         else:
+            self._recomputation.begin(lost)
             receiver.applied(update, 0.0)

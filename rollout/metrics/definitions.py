@@ -108,6 +108,7 @@ _SPEEDUP = Panel("GPU", "Pipeline speed-up")
 _ROWS = Panel("Rollout", "Rows and queue")
 _DECODE_STEP = Panel("Steps and memory", "Decode step")
 _KV = Panel("Steps and memory", "KV")
+_PREFILL = Panel("Steps and memory", "Prompt tokens")
 _COMPLETION_LENGTH = Panel("Completions", "Length of those that finished")
 _PREEMPTED = Panel("Completions", "Taken away")
 _COPIED = Panel("KV on the host", "Copied")
@@ -220,6 +221,16 @@ METRICS: tuple[Metric[Stretch], ...] = (
         _KV, top="prefix hits",
     ),
     Metric(
+        "prefill/tokens_computed", "counter", "tokens",
+        "tokens that prefills computed, those computed again after a preemption or a swap included, since start",
+        _PREFILL, top="prefilled",
+    ),
+    Metric(
+        "prefill/tokens_shared", "counter", "tokens",
+        "prompt tokens of admitted sequences whose KV was already there, cached or shared, since start",
+        _PREFILL, top="shared",
+    ),
+    Metric(
         "completion/length_mean", "gauge", "tokens", "length of the completions that finished, mean",
         _COMPLETION_LENGTH, lambda stretch: stretch.samples.length.value(),
     ),
@@ -262,6 +273,11 @@ METRICS: tuple[Metric[Stretch], ...] = (
     Metric(
         "weights/bytes", "gauge", "bytes", "bytes that the last swap copied",
         Panel("Weights", "Copied by the last swap"),
+    ),
+    Metric(
+        "weights/recompute_s", "counter", "s",
+        "time of steps that computed KV again because of updates (`kv_on_swap = recompute`), since start",
+        Panel("Weights", "Computing KV again"),
     ),
     Metric(
         "off_policy/version_span", "gauge", "versions",

@@ -81,9 +81,8 @@ class Meter:
     def step(self, record: StepTiming) -> None:
         """Count one committed step. Steps come in the order in which the compute stream ran them."""
         wait = record.mask_wait
-        ran_s = record.end_s - record.start_s - (0.0 if wait is None else wait[1] - wait[0])
         host_s = record.plan_s + record.launch_s + record.commit_s
-        self._fresh.step(record.kind, ran_s, host_s, record.rows, record.zombie_rows, record.tokens)
+        self._fresh.step(record.kind, record.ran_s, host_s, record.rows, record.zombie_rows, record.tokens)
         planned_s = record.start_s if record.planned_at_s is None else record.planned_at_s
         if wait is None:
             self._idle.step(record.kind, planned_s, record.start_s, record.end_s)

@@ -36,6 +36,11 @@ class StepTiming:
     mask_wait: Interval | None = None  # the device waited for masks between forward and draw
 
     @property
+    def ran_s(self) -> float:
+        """Seconds for which the compute stream ran the step."""
+        return sum(end_s - start_s for start_s, end_s in self.busy)
+
+    @property
     def busy(self) -> tuple[Interval, ...]:
         """The intervals in which the compute stream ran the step: two if it waited for masks, otherwise one."""
         if self.mask_wait is None:

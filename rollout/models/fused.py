@@ -92,6 +92,9 @@ class FusedDecoder:
         feed_forwards = {layer.feed_forward for layer in layers if takes_feed_forward(layer.feed_forward.spec, dtype)}
         self._fused = mixers | feed_forwards
         self._generic_blocks = len(self._fused) < 2 * len(layers)
+        if deterministic and self._generic_blocks:
+            architecture = model.spec.architecture
+            raise ValueError(f"deterministic is not possible for this {architecture}: not all its blocks have kernels")
         sparse = any(isinstance(block, SparseFeedForward) for block in feed_forwards)
         self._experts = FusedExperts(model, deterministic) if sparse else None
         self._products: dict[Linear, KernelProduct] = {}

@@ -2,7 +2,7 @@
 
     few tokens      norm_route -> experts                             one launch before the experts
     more            add_rms_norm -> moe_route -> experts              the router's weights are read once
-    other routers   add_rms_norm -> logits -> `ROUTES` -> experts     by torch: a bias, or not softmax
+    other routers   add_rms_norm -> logits -> `ROUTES` -> experts     by torch: a bias, float32, or not softmax
 
 The experts read the router's results before the kernels between the two have ended. So every kernel launched there must
 wait for the one before it. The kernels read the parameters themselves: the next step sees whatever is copied into them.
@@ -55,7 +55,7 @@ class FusedExperts:
         spec = model.spec.moe
         assert spec is not None
         self._router, self._eps, self._dtype = spec.router, model.spec.eps, model.embed.dtype
-        self._by_torch = spec.router.scoring != "softmax" or spec.router.bias
+        self._by_torch = spec.router.scoring != "softmax" or spec.router.bias or spec.router.float32
         self._shape = MoEShape(spec.experts, spec.router.top_k, spec.hidden, spec.intermediate)
         blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
         self._experts = {block: experts_of(block) for block in blocks if isinstance(block, SparseFeedForward)}
@@ -100,7 +100,9 @@ class FusedExperts:
         how = (self._router.top_k, self._router.renormalize)
         if self._by_torch:
             x_TH = add_rms_norm(residual_TH, parts_STH, norm_H, self._eps)
-            logits_TE = sum_of_parts(router_logits(x_TH, router_EH, self._deterministic), x_TH.dtype)
+            dtype = torch.float32 if self._router.float32 else x_TH.dtype
+            parts_STE = router_logits(x_TH, router_EH, self._deterministic, dtype)
+            logits_TE = sum_of_parts(parts_STE, dtype)
             weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
             routing = Routing(experts_TK.int(), weights_TK.float())
         elif tokens <= MOST_TOKENS and not self._deterministic:
@@ -113,4 +115,7 @@ class FusedExperts:
             self._chosen.append(routing.experts_TK)
         assert self._plan is not None
         weights = self._experts[block]
-        return residual_TH, run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True)
+        parts_STH = run_experts(x_TH, routing, weights.gate_up, weights.down, self._plan, parts=True)
+        if block.shared is not None:  # by torch, after the experts: their kernels follow each other without a wait
+            parts_STH[0] += block.shared(x_TH)
+        return residual_TH, parts_STH

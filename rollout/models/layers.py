@@ -293,6 +293,26 @@ class DenseFeedForward(Block):
         return self.gate_up_proj.regions(prefix) + self.down_proj.regions(prefix)
 
 
+class SharedExpert(Block):
+    """The expert that every token takes, weighted by a sigmoid of the token if it has a gate; without adapters."""
+
+    def __init__(self, spec: DenseSpec, gate: str | None, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(spec.gate_up, dtype, device)
+        self.down_proj = Linear(spec.down, dtype, device)
+        self.gate = None if gate is None else Linear(LinearSpec(spec.hidden, (gate,), (1,), False), dtype, device)
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Its output for the normalised `x_TH`, [T, H]."""
+        y_TH = self.down_proj(silu_mul(self.gate_up_proj(x_TH)))
+        return y_TH if self.gate is None else y_TH * torch.sigmoid(self.gate(x_TH))
+
+    def regions(self, prefix: str) -> list[Region]:
+        """Hugging Face tensors under the layer's `prefix`."""
+        gate = [] if self.gate is None else self.gate.regions(prefix)
+        return self.gate_up_proj.regions(prefix) + self.down_proj.regions(prefix) + gate
+
+
 class SparseFeedForward(Block):
     """A mixture of gated feed-forward experts; their weights may be kept as e4m3 codes with scales.
 
@@ -310,6 +330,9 @@ class SparseFeedForward(Block):
         self.router_bias: nn.Parameter | None = None
         if spec.router.bias:
             self.router_bias = empty_parameter(spec.experts, dtype=torch.float32, device=device)
+        self.shared: SharedExpert | None = None
+        if spec.shared is not None:
+            self.shared = SharedExpert(spec.shared, spec.names.shared_gate if spec.shared_gate else None, dtype, device)
         self.gate_up, self.gate_up_scales = self._empty(2 * spec.intermediate, spec.hidden, 2, dtype, device)
         self.down, self.down_scales = self._empty(spec.hidden, spec.intermediate, 1, dtype, device)
 
@@ -331,6 +354,12 @@ class SparseFeedForward(Block):
         values, scales = (self.gate_up, self.gate_up_scales) if wide else (self.down, self.down_scales)
         return ExpertWeights(values.data, None if scales is None else scales.data, self.format, 2 if wide else 1)
 
+    def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """The router's logits, [T, E], in float32 if its spec says so."""
+        if self.spec.router.float32:
+            return F.linear(x_TH.float(), self.router.float())
+        return F.linear(x_TH, self.router)
+
     def choose_experts(self, logits_TE: torch.Tensor, record: ExpertRecord | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and experts of each token, [T, K]; the experts also go to the step's record, if it has one."""
         router = self.spec.router
@@ -341,13 +370,14 @@ class SparseFeedForward(Block):
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> Computed:
         """The weighted outputs of each token's experts."""
-        weights_TK, experts_TK = self.choose_experts(F.linear(x_TH, self.router), context.batch.experts)
+        weights_TK, experts_TK = self.choose_experts(self.logits(x_TH), context.batch.experts)
         gate_up: torch.Tensor = self.gate_up
         down: torch.Tensor = self.down
         if self.format != "plain":  # decodes all experts in each step: for comparison on a CPU
             both = (self.weights("gate_up"), self.weights("down"))
             gate_up, down = (weights.dequantized(torch.float32).to(x_TH.dtype) for weights in both)
-        return Computed(moe_experts(x_TH, weights_TK, experts_TK, gate_up, down))
+        y_TH = moe_experts(x_TH, weights_TK, experts_TK, gate_up, down)
+        return Computed(y_TH if self.shared is None else y_TH + self.shared(x_TH))
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`: one tensor an expert, or all experts stacked."""
@@ -357,10 +387,13 @@ class SparseFeedForward(Block):
             gate_up[f"{prefix}{names.gate.format(expert)}.weight"] = self._view("gate_up", expert, 0)
             gate_up[f"{prefix}{names.up.format(expert)}.weight"] = self._view("gate_up", expert, 1)
             down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
-        bias = [] if self.router_bias is None else [one_name(f"{prefix}{names.router_bias}", self.router_bias)]
+        bias = []
+        if self.router_bias is not None:
+            bias = [Region(tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias))]
         return [
             Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router)),
             *bias,
+            *([] if self.shared is None else self.shared.regions(prefix)),
             Region((gate_up, {f"{prefix}{names.stacked_gate_up}": self._view("gate_up")})),
             Region((down, {f"{prefix}{names.stacked_down}": self._view("down")})),
         ]

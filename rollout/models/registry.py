@@ -175,6 +175,9 @@ class MoEFamily:
     renormalize: bool | Key = declared(FLAG)
     scoring: Scoring = "softmax"
     router_bias: bool = False
+    router_float32: bool = False
+    shared_intermediate: Key | None = declared(_WIDTH, None)  # of the expert that every token takes
+    shared_gate: bool = False
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
 
@@ -388,8 +391,11 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
             top_k=_value(config, family.top_k),
             renormalize=_value(config, family.renormalize),
             bias=family.router_bias,
+            float32=family.router_float32,
         ),
         names=family.names,
+        shared=_shared(config, family),
+        shared_gate=family.shared_gate,
     )
     layers = config.num_hidden_layers
     if layers * spec.experts > _MAX_EXPERTS:
@@ -398,6 +404,11 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
     if not 1 <= spec.router.top_k <= spec.experts:
         raise ValueError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
     return spec
+
+
+def _shared(config: Any, family: MoEFamily) -> DenseSpec | None:
+    width = _value(config, family.shared_intermediate)
+    return DenseSpec(config.hidden_size, width, False, family.names.shared) if width else None
 
 
 def _value(config: Any, declared: Any) -> Any:

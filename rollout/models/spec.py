@@ -152,19 +152,24 @@ class RouterSpec:
     top_k: int
     renormalize: bool  # the weights of the chosen experts add up to 1
     bias: bool = False  # the router has a tensor that is added to the scores of its experts, float32 [E]
+    float32: bool = False  # logits are computed in float32 and not rounded to the model's dtype
 
 
 class MoENames(NamedTuple):
     """Modules of a mixture of experts; `{}` stands for the number of an expert."""
 
     router: tuple[str, ...] = ("mlp.gate",)  # alternatives; the first is what files usually have
-    router_bias: str = "mlp.gate.e_score_correction_bias"  # a tensor
+    router_bias: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)  # alternatives; a tensor, no module
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
     #: Tensors of all experts together, the alternative to those of single experts.
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
+    shared: DenseNames = DenseNames(
+        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,8 @@ class MoESpec:
     intermediate: int  # of one expert
     router: RouterSpec
     names: MoENames = MoENames()
+    shared: DenseSpec | None = None  # an expert that every token takes, added to the others
+    shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
 
 
 FeedForwardSpec = DenseSpec | MoESpec

@@ -12,6 +12,7 @@ ErrorCode = Literal[
     "duplicate",
     "not_found",
     "weights_rejected",
+    "weights_replaced",
     "unavailable",
     "internal",
 ]

@@ -89,7 +89,7 @@ class WeightReceiver:
         max_update_bytes = max(parameters.max_update_bytes, 0 if adapters is None else adapters.max_bytes)
         self._socket = WeightSocket(settings.bind, max_update_bytes, access)
         self.endpoint = self._socket.endpoint
-        self._receivers = make_receivers(
+        self.receivers = make_receivers(
             self._socket,
             next(iter(views.values())).device,
             settings.idle_s,
@@ -101,7 +101,7 @@ class WeightReceiver:
             version,
             self._mode,
             gate,
-            self._receivers,
+            self.receivers,
             adapters,
             idle_s=settings.idle_s,
             endpoint=self.endpoint,
@@ -118,9 +118,14 @@ class WeightReceiver:
         return self._intake.version
 
     def summary(self) -> dict[str, Any]:
-        """How updates apply, and the last one, for a status."""
+        """How updates apply, what a ready one waits for, and the last one, for a status."""
         last = self._intake.last
-        return {"apply": self._mode.name, "staging": self._mode.staging, "last": last and last.summary()}
+        return {
+            "apply": self._mode.name,
+            "staging": self._mode.staging,
+            "waits_for": self._intake.waits_for,
+            "last": last and last.summary(),
+        }
 
     @property
     def alive(self) -> bool:
@@ -226,7 +231,7 @@ class WeightReceiver:
             self._ended = True
         self._run_commands()
         self._intake.close()
-        for receiver in self._receivers.values():
+        for receiver in self.receivers.values():
             receiver.close()
         self._socket.close()
         self._wake.close()

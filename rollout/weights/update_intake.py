@@ -1,7 +1,8 @@
 """The state of a worker's updates: the one it receives, the one that is ready, and the begins that wait.
 
     idle --begin--> receiving --commit, all verified--> ready --take_ready--> applying --applied/failed--> idle
-                        |                               `-------- `committed` --------'
+                        |                               | `------- `committed` --------'
+                        |                               +-- replaced, while it waits for recomputation --> idle
                         +-- newer begin, abort, damage, idle_s without data --> idle; the served weights are unchanged
                                                                                (in place, and begun: stale)
 
@@ -12,7 +13,8 @@ Invariants:
 - In place, no byte is written before the loop has granted the hold. After the first byte, generation continues only
   with a whole update.
 - A `begin` that comes while an update is ready or being applied waits: the staging memory holds one update at a time,
-  is allocated once, and is not written while it may be read.
+  is allocated once, and is not written while it may be read. Only an update that waits for recomputation gives way, to
+  a newer one of its target that fits. Either the loop takes an update out of `ready` or this thread does.
 - An update begins only while the gate admits updates (no sleep is ordered), and counts as active until it is applied or
   dropped.
 - Every control message gets exactly one reply.
@@ -29,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine.adapter_table import AdapterUpdate
-from rollout.engine.gate import Gate
+from rollout.engine.gate import Gate, UpdateWait
 from rollout.weights.adapter_updates import IncomingAdapter, read_adapter
 from rollout.weights.apply_mode import ApplyMode, Update, UpdateDestination
 from rollout.weights.destination import StagedDestination
@@ -42,6 +44,7 @@ from trainer_bridge.wire.errors import (
     RolloutError,
     Unavailable,
     WeightsRejected,
+    WeightsReplaced,
     error_reply,
 )
 from trainer_bridge.wire.manifest import Manifest, from_wire
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 
 _MOST_WAITING = 16  # begins of different adapters
 _BUSY_POLL_MS = 2  # while copies on a device still read the staging memory
+_READY_POLL_MS = 20  # while an update is ready, which may come to wait for recomputation and then gives way
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +160,7 @@ class UpdateIntake:
         self._parameters = parameters
         self._mode = mode
         self._gate = gate
-        self._receivers = receivers
+        self.receivers = receivers
         self._adapters = adapters
         self._idle_s = idle_s
         self._endpoint = endpoint
@@ -164,11 +168,18 @@ class UpdateIntake:
 
     # --- one round of the thread -------------------------------------------------------------------------------------
 
+    @property
+    def waits_for(self) -> UpdateWait | None:
+        """What the ready update waits for; None if there is none, or if the loop takes it with its next step."""
+        return self._gate.update_waits_for if self.ready else None
+
     def poll_ms(self) -> int | None:
         """How long the thread may wait for messages; None: without limit."""
         current = self.current
         if current is None:
-            return _BUSY_POLL_MS if self.waiting and self.committed is None else None
+            if self.waiting and self.committed is None:
+                return _BUSY_POLL_MS
+            return _READY_POLL_MS if self.waiting and self.ready else None
         if current.commit is not None:
             return _BUSY_POLL_MS
         return int(max(0.0, current.incoming.last_data_s + self._idle_s - time.monotonic()) * 1000) + 1
@@ -180,7 +191,7 @@ class UpdateIntake:
             incoming, receiver = self.current.incoming, self.current.begin.receiver
             carrier = receiver.carrier or receiver.name
         busy = False
-        for name, receiver in self._receivers.items():
+        for name, receiver in self.receivers.items():
             busy |= receiver.advance(incoming if name == carrier else None)
         return busy
 
@@ -194,7 +205,7 @@ class UpdateIntake:
         """Tell the gate when no update is active; if a sleep is ordered, free the memory kept for the next one."""
         if self.current is None and self.committed is None:
             if self._gate.sleep is not None:
-                for receiver in self._receivers.values():
+                for receiver in self.receivers.values():
                     receiver.rest()
             self._gate.updates_done()
 
@@ -251,6 +262,8 @@ class UpdateIntake:
     def _begin(self, header: Mapping[str, Any], reply: Reply) -> None:
         adapter = read_adapter(header, self._adapters)
         name = None if adapter is None else adapter.name
+        if self._gives_way_to(name, header):
+            self._replace(self._read_begin(header, adapter).manifest.version)  # raises if the newer one does not fit
         if self._must_wait(name):
             if name in self.waiting:
                 self.waiting.pop(name)[1](error_reply(WeightsRejected("a newer begin replaced this one")))
@@ -275,7 +288,7 @@ class UpdateIntake:
         served = self.version if adapter is None else adapter.version
         # Half-written or dropped weights may be replaced by the same version.
         again = adapter is None and bool(self._gate.stale)
-        return read_begin(header, adapter, self._parameters, self._receivers, served, again)
+        return read_begin(header, adapter, self._parameters, self.receivers, served, again)
 
     def _open(self, begin: UpdatePlan, begun_s: float) -> tuple[IncomingUpdate, dict[str, Any]]:
         """Make the update the current one; return it and the grant for its sender."""
@@ -302,9 +315,37 @@ class UpdateIntake:
         others = adapter is not None and self.current is not None and self.current.adapter != adapter
         return others or self.committed is not None or self._mode.busy
 
+    def _gives_way(self, newer: Any) -> bool:
+        """Whether the committed update waits for recomputation and is older than the version `newer`."""
+        if self.committed is None or self.waits_for != "recompute":
+            return False
+        return type(newer) is int and self.committed[0].version < newer
+
+    def _gives_way_to(self, adapter: str | None, header: Mapping[str, Any]) -> bool:
+        """Whether the committed update gives way to this begin of the same adapter (None: of the model)."""
+        if self.committed is None or not self._gives_way(header["version"]):
+            return False
+        update = self.committed[0]
+        return adapter == (update.name if isinstance(update, AdapterUpdate) else None)
+
+    def _replace(self, newer: int) -> bool:
+        """Drop the update that gives way to version `newer`; False if the loop has just taken it."""
+        try:
+            update = self.ready.popleft()
+        except IndexError:
+            return False
+        update.close(applied=False)
+        message = f"version {newer} took the place of version {update.version}, which waited to be applied"
+        _log.info("weights %s", message)
+        self.failed(update, WeightsReplaced(message))
+        return True
+
     def _retry_begin(self) -> None:
         names = sorted(self.waiting, key=lambda name: name is not None)  # the model's first
-        name = next((name for name in names if not self._must_wait(name)), "")
+        may_begin = (
+            name for name in names if not self._must_wait(name) or self._gives_way_to(name, self.waiting[name][0])
+        )
+        name = next(may_begin, "")
         if name in self.waiting:
             self.control(*self.waiting.pop(name))
 
@@ -322,9 +363,16 @@ class UpdateIntake:
         current.commit = Commit(token, options, reply, current.incoming.transport, phases, now_s)
 
     def _abort(self, header: Mapping[str, Any], reply: Reply) -> None:
-        token = read_token(header["token"])
+        token, newer = read_token(header["token"]), header.get("newer")
+        if newer is not None and type(newer) is not int:
+            raise BadRequest("newer must be the version of the update that follows", field="newer")
         if self.committed is not None and self.committed[1].token == token:
+            if newer is not None and self._gives_way(newer) and self._replace(newer):
+                reply({"op": "ok"})
+                return
             raise WeightsRejected("the update is committed and will be applied; it is too late to abort it")
+        if newer is not None:
+            raise WeightsRejected("this update does not wait to be applied, so it does not give way", field="newer")
         if self.current is None or self.current.incoming.token != token:
             raise NotFound("no update with this token is being received", field="token")
         self.reject(WeightsRejected("the publisher aborted this update"))
@@ -339,9 +387,10 @@ class UpdateIntake:
                 "op": "ok",
                 "version": self.version,
                 "state": state,
+                "waits_for": self.waits_for,
                 "incoming": current and current.incoming.summary(),
                 "last": self.last and self.last.reply(),
-                "transports": list(self._receivers),
+                "transports": list(self.receivers),
                 "apply": self._mode.name,
                 "stale": gate.stale or None,
                 "dropped": gate.dropped,

@@ -46,6 +46,7 @@ TABLE: dict[str, tuple[Callable[[Gate], object], tuple[bool, bool, bool, bool, s
     "stale": (stale, (False, True, True, True, "stale")),
     "dropped": (lambda gate: gate.lose_weights("dropped"), (False, True, True, True, "stale")),
     "swapping": (lambda gate: gate.swap_begins(), (True, False, True, True, "serving")),
+    "recomputing": (lambda gate: gate.note_recomputing(True), (True, False, True, True, "serving")),
 }
 
 
@@ -74,6 +75,28 @@ def test_the_state_in_a_status_is_the_one_that_ends_last(first, second, name):
         for state in order:
             TABLE[state][0](gate)
         assert gate.state == name
+
+
+@pytest.mark.parametrize("state", ["paused", "falling", "wanted", "granted", "stale", "dropped"])
+def test_recomputation_delays_no_update_while_no_step_may_be_launched(state):
+    gate = Gate(takes_weights=True)
+    gate.note_recomputing(True)
+    assert not gate.may_apply and gate.update_waits_for == "recompute"
+    TABLE[state][0](gate)
+    assert gate.may_apply and gate.update_waits_for is None
+
+
+def test_an_update_waits_for_a_wake_and_for_the_swap_before_it():
+    gate = Gate(takes_weights=True)
+    gate.note_recomputing(True)
+    gate.swap_begins()
+    assert gate.update_waits_for == "swap"
+    gate.swap_ends()
+    asleep(gate)
+    assert gate.update_waits_for == "wake"
+    gate.wake_up()
+    gate.note_recomputing(False)
+    assert gate.update_waits_for is None
 
 
 def test_a_hold_counts_as_a_swap_and_not_as_rest():

@@ -36,7 +36,7 @@ def test_a_slot_is_free_only_after_the_commit_that_read_it(model, prompt_of):
 
     def watched(plan, output):
         oldest = pipeline.oldest()
-        seen.append(oldest.plan is plan and oldest.slot not in pipeline._free)
+        seen.append(oldest.plan is plan and oldest.slot not in pipeline.free_slots)
         commit(plan, output)
 
     scheduler.commit = watched
@@ -61,11 +61,11 @@ def test_retiring_out_of_order_is_refused(model, prompt_of):
     bench.submit("a", prompt_of(9), 20)
     bench.engine.tick()
     engine = bench.engine
-    engine._launch(engine.scheduler.plan(), 0.0)
+    engine.launch(engine.scheduler.plan(), 0.0)
     newest = engine.pipeline._in_flight[-1]
     with pytest.raises(AssertionError, match="FIFO"):
         engine.pipeline.retire(newest)
-    engine._commit_oldest()
+    engine.commit_oldest()
     bench.run()
     bench.close()
 
@@ -83,7 +83,7 @@ class RefWatch:
 
     def look(self) -> None:
         roster = self.bench.engine.roster
-        in_flight = [span.seq for step in self.bench.engine.pipeline._in_flight for span in step.plan.spans]
+        in_flight = [span.seq for step in self.bench.engine.pipeline.steps() for span in step.plan.spans]
         for seq in in_flight:
             assert seq.inflight_refs == in_flight.count(seq), "refs are the steps in flight that name the row"
             assert 0 < seq.inflight_refs <= 2
@@ -95,8 +95,8 @@ class RefWatch:
 
 def run_watched(bench: Bench) -> RefWatch:
     watch = RefWatch(bench)
-    launch = bench.engine._launch
-    bench.engine._launch = lambda *step: (launch(*step), watch.look())  # two steps are in flight only here
+    launch = bench.engine.launch
+    bench.engine.launch = lambda *step: (launch(*step), watch.look())  # two steps are in flight only here
     bench.engine.tick()
     while bench.engine.busy:
         watch.look()

@@ -172,7 +172,7 @@ def test_a_rehearsal_leaves_no_trace(model, prompt_of):
     for rehearsed in (False, True):
         bench = Bench(model)
         if rehearsed:
-            slot = bench.engine.pipeline._free[0]
+            slot = bench.engine.pipeline.free_slots[0]
             rehearse(bench.engine.executor, slot, 8, 64, 1024, graph_rows=None)
             state = bench.engine.executor.step.rows
             assert not any(part.any() for part in (state.ints, state.counts, state.pages))

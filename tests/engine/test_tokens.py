@@ -75,7 +75,7 @@ def test_a_slot_that_is_reused_too_early_is_seen(model, prompt_of):
     """With one slot for both steps, an upload overwrites what a late compute stream has not read."""
     plain = run_mixed(Bench(model), prompt_of, sampling=SAMPLED)
     bench = Bench(model, LateDevice({"compute": lambda: 0.003}))
-    free = bench.engine.pipeline._free
+    free = bench.engine.pipeline.free_slots
     free[1] = free[0]
     try:
         broken = run_mixed(bench, prompt_of, sampling=SAMPLED)

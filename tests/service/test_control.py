@@ -38,7 +38,7 @@ def test_status_has_every_field(bench):
         "serving",
     )
     assert status["weights_version"] == 3 and status["weights_endpoint"] is None
-    assert status["rows"] == {"running": 2, "max": 8} and status["queue"] == {"waiting": 0, "max": 16}
+    assert status["rows"] == {"running": 2, "max": 8} and status["queue"] == {"waiting": 0, "max": 16, "clients": 0}
     assert status["pages"] == {"free": 5, "cached": 0, "used": 0, "total": 0}
     assert status["slots"] == {"in_flight": 0}
     for name in ("tokens_per_s", "gpu_active_pct", "reclaimed", "preemptions", "uptime_s"):

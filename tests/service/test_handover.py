@@ -6,7 +6,8 @@ import zmq
 
 from rollout.engine.messages import Cancel
 from rollout.service.disconnects import Disconnects
-from tests.support.service.harness import WAIT_S, Client, delta, serving
+from tests.support.patience import PATIENCE_S
+from tests.support.service.harness import Client, delta, serving
 
 ID = b"trainer-0"
 
@@ -16,7 +17,7 @@ def with_identity(bench) -> Client:
     client = bench.client()
     client.socket.close(0)
     client.socket = bench.context.socket(zmq.DEALER)
-    for option, value in ((zmq.ROUTING_ID, ID), (zmq.RCVTIMEO, WAIT_S * 1000), (zmq.LINGER, 0)):
+    for option, value in ((zmq.ROUTING_ID, ID), (zmq.RCVTIMEO, PATIENCE_S * 1000), (zmq.LINGER, 0)):
         client.socket.setsockopt(option, value)
     client.socket.connect(bench.server.endpoint)
     return client
@@ -79,7 +80,7 @@ def test_streams_of_the_old_connection_do_not_go_on_in_the_new_one_with_a_gap(co
 
 def test_an_end_that_is_read_together_with_the_next_message_comes_before_it():
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.linger, router.rcvtimeo = 0, WAIT_S * 1000
+        router.linger, router.rcvtimeo = 0, PATIENCE_S * 1000
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         router.bind("tcp://127.0.0.1:0")
         departures = Disconnects(router)

@@ -21,6 +21,7 @@ from rollout.service.errors import ServiceError
 from rollout.service.text import process as text_process
 from rollout.service.text.codec import TextCodec
 from rollout.service.text.process import TextProcess
+from tests.support.patience import PATIENCE_S
 from tests.support.service.harness import serving
 from tests.support.tokenizer_folder import TEMPLATE, make_tokenizer_folder
 from trainer_bridge.wire.codec import encode
@@ -62,7 +63,7 @@ def hasty(folder: Path) -> Iterator[TextProcess]:
     process.close()
 
 
-def served(process: TextProcess, deadline_s: float = 60.0) -> list[int]:
+def served(process: TextProcess, deadline_s: float = PATIENCE_S) -> list[int]:
     """The ids of a short prompt, tried again while the machine is too busy to make them within the limit."""
     end_s = time.monotonic() + deadline_s
     while True:
@@ -84,7 +85,7 @@ def ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
-def until(condition, deadline_s: float = 60.0):
+def until(condition, deadline_s: float = PATIENCE_S):
     end_s = time.monotonic() + deadline_s
     while not (value := condition()):
         assert time.monotonic() < end_s

@@ -75,6 +75,21 @@ def test_twenty_tasks_of_one_async_client(worker: WorkerProcess) -> None:
     asyncio.run(run())
 
 
+def test_connections_without_a_name_are_clients_that_the_queue_tells_apart(
+    client: RolloutClient, worker: WorkerProcess
+) -> None:
+    client.pause()
+    crowd = [client.generate(f"{start}:", max_tokens=100, stream="completions") for start in range(20, 40)]
+    until(lambda: client.status()["queue"] == {"waiting": 20, "max": 24, "clients": 1}, "the crowd")
+    with RolloutClient(worker.endpoint, timeout_s=60.0) as other:
+        late = other.generate("17:", max_tokens=100, stream="completions")
+        until(lambda: other.status()["queue"] == {"waiting": 21, "max": 24, "clients": 2}, "the other one")
+        client.resume()
+        queued_s = late.wait().timing.queued_s
+    slower = [stream.wait().timing.queued_s > queued_s for stream in crowd]
+    assert sum(slower) >= 12, "all that did not run at once beside it; by arrival none would be"
+
+
 def test_requests_go_to_the_least_loaded_worker(both: list[str]) -> None:
     with RolloutClient(both, timeout_s=60.0) as client:
         with client.generate("17:", n=6, **LONG) as heavy:

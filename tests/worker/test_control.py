@@ -159,7 +159,7 @@ def test_status_has_every_field_while_it_runs(client: RolloutClient, worker: Wor
     assert status["model"] == worker.model and str(worker.pid) in status["worker"]
     assert (status["state"], status["weights_version"]) == ("serving", 0)
     assert status["weights_endpoint"] == worker.weights_endpoint
-    assert status["rows"] == {"running": 8, "max": 8} and status["queue"] == {"waiting": 2, "max": 24}
+    assert status["rows"] == {"running": 8, "max": 8} and status["queue"] == {"waiting": 2, "max": 24, "clients": 1}
     pages = status["pages"]
     assert pages.keys() == {"free", "cached", "used", "total"} and pages["used"] >= 8
     assert pages["free"] + pages["cached"] + pages["used"] == pages["total"]

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.worker.fake_hub import fake_hub
 from tests.support.worker.harness import ONES, facts, launch, subprocess_environment
 from trainer_bridge.client.blocking import RolloutClient
 
 
+@pytest.mark.nightly
 def test_a_slow_download_is_a_line_while_it_lasts_and_one_at_its_end(tmp_path: Path) -> None:
     with fake_hub(ONES, "someone/ones", weights_s=2.6) as endpoint:
         env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": None}

@@ -101,6 +101,7 @@ def test_a_fault_that_is_recovered_from_and_one_that_is_not_print_the_last_steps
     assert (last["faults"], last["max_faults"]) == (2, 1)
 
 
+@pytest.mark.nightly
 def test_a_hang_that_lasts_prints_the_last_steps(all_workers: dict) -> None:
     worker, folder = all_workers["hanging"]
     fail(worker, folder, "hang", "late")

@@ -126,7 +126,7 @@ def test_eight_completions_of_16k_tokens_survive_two_kills_of_their_worker(morta
 
 
 def test_random_draws_go_on_as_if_no_worker_had_died(dice: Path, mortal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = 1000
+    tokens = 600
     first, second = mortal(dice, 8 * tokens // 4), mortal(dice, 8 * tokens * 5 // 8)
     first.wait_ready(), second.wait_ready()
     common = {"max_tokens": tokens, "stop": {"ignore_eos": True}, "stream_every": 16}

@@ -91,6 +91,7 @@ def test_a_worker_that_was_started_again_gets_the_newest_weights_and_serves_no_o
         assert (status["weights_version"], status["restarts"]) == (1, restarts + 1)
 
 
+@pytest.mark.nightly
 def test_sigterm_drains_all_workers(tmp_path: Path) -> None:
     with launch(log=tmp_path / "worker.log", ready_timeout_s=120, **FLAGS) as pair:
         with RolloutClient(pair.endpoints, timeout_s=60.0) as client:

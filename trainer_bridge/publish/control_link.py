@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -77,6 +77,11 @@ class ControlLink:
             self._check_refused()
             return None
         return self._send("weights", fields)
+
+    def tell(self, fields: Mapping[str, Any]) -> None:
+        """Send a message whose answer is passed over. Without a connection to the weight socket nothing is sent."""
+        if self._found and self._connection.can_send:
+            self._send("weights", fields)
 
     def lost(self) -> bool:
         """True if the connection went down since the last look. Look first, then receive what came before."""
@@ -183,10 +188,12 @@ def ask_all(
     timeout_s: float,
     closing: threading.Event,
     grace_s: float = 0.0,
+    meanwhile: Callable[[Sequence[ControlLink]], None] | None = None,
 ) -> list[dict[str, Any] | RolloutError]:
     """Send each worker its message; return each one's `ok` reply, or the error, which names `phase`.
 
-    Once `closing` is set nothing more is sent, and answers are waited for at most `grace_s` seconds.
+    Once `closing` is set nothing more is sent, and answers are waited for at most `grace_s` seconds. `meanwhile` is
+    called several times a second with the links whose worker has the message and has not answered.
     """
     asks = [_Question(link, fields) for link, fields in questions]
     deadline_s = time.monotonic() + timeout_s
@@ -204,6 +211,8 @@ def ask_all(
             if ask.answer is None and (now_s >= deadline_s or (closed and ask.message_id is None)):
                 ask.answer = _no_answer(ask, phase, timeout_s, closing)
         if all(ask.answer is None for ask in waiting):
+            if meanwhile is not None:
+                meanwhile([ask.link for ask in waiting if ask.message_id is not None])
             poller.poll(_POLL_MS)
     return [ask.answer for ask in asks if ask.answer is not None]
 
@@ -224,4 +233,5 @@ def _no_answer(ask: _Question, phase: str, timeout_s: float, closing: threading.
             f"{phase}: no connection to {endpoint} within {timeout_s:g} s{ask.link.trouble}; see whether the worker "
             "lives, and whether its keys (CURVE) and this publisher's match"
         )
-    return RolloutTimeout(f"{phase}: no answer from {endpoint} within {timeout_s:g} s; see the worker's log")
+    where = "`waits_for` in its status, and its log" if phase == "commit" else "the worker's log"
+    return RolloutTimeout(f"{phase}: no answer from {endpoint} within {timeout_s:g} s; see {where}")

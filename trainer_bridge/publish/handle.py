@@ -57,8 +57,9 @@ class PublishHandle:
     def applied(self, timeout: float | None = None) -> list[WorkerReport]:
         """Return when every worker samples from the new weights: a report for each, in the order of the endpoints.
 
-        Raises a worker's error (`WeightsRejected` with its reason, `RolloutTimeout` or `ConnectionLost` with the
-        phase and the endpoint) once all workers have answered or failed: `reports` and `errors` list them.
+        Raises a worker's error (`WeightsRejected` with its reason, `WeightsReplaced` if a newer update took its place
+        while it waited, `RolloutTimeout` or `ConnectionLost` with the phase and the endpoint) once all workers have
+        answered or failed: `reports` and `errors` list them.
         After `timeout` seconds raises `RolloutTimeout`; the update continues.
         """
         if not self._done.wait(timeout):

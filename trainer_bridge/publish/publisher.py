@@ -15,6 +15,8 @@ Invariants:
 - Tensors are read until `held` and not later. Nothing is copied up front.
 - A failed worker does not stop the others; `applied` raises its error.
 - Every phase has a deadline, and its error names the phase and the worker.
+- If an update waits for recomputation at a worker (`waits_for` of its status) and a newer one is queued, the worker
+  drops the one that waits, and `applied` raises `WeightsReplaced`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer_bridge.publish.control_link import ControlLink, ask_all
@@ -37,7 +40,7 @@ from trainer_bridge.publish.transport_choice import TransportChoice, transfer_al
 from trainer_bridge.transports.base import GroupBroken, Recipient, TransferRules
 from trainer_bridge.transports.payload import NamedTensors, Payload
 from trainer_bridge.wire.connection import REFUSED_S
-from trainer_bridge.wire.errors import UNANSWERED, ProtocolError, RolloutError, WeightsRejected
+from trainer_bridge.wire.errors import UNANSWERED, ProtocolError, RolloutError, WeightsRejected, WeightsReplaced
 from trainer_bridge.wire.keys import ClientCurve
 from trainer_bridge.wire.manifest import check_bucket_bytes, usual_bucket_bytes
 from trainer_bridge.wire.weight_messages import read_token
@@ -50,6 +53,7 @@ _STILL_THERE_S = 5.0
 _BEGIN_S = 30.0
 _GRACE_S = 5.0  # for the answer to `begin` after a close: its token is needed to abort the update
 _WATCH_S = 1.0  # between two checks for restarted workers
+_OFFER_S = 0.1  # between two offers to give way to a newer update
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +77,8 @@ class WeightPublisher:
         begin_s: Seconds to connect and for the workers' check of the manifest. Default: 30, but 3 for an endpoint that
             refuses connections, since no worker listens there.
         stall_s: Seconds without progress after which a transfer fails. Default: 30.
-        apply_s: Seconds from commit until a worker uses the weights. Default: 120.
+        apply_s: Seconds from commit until a worker uses the weights; more than a worker may wait before it applies an
+            update (`recompute_fraction`). Default: 120.
         curve: Keys for workers that use CURVE. Default: none.
         keep: Keep the last update in host memory and send it to a worker that returns to its endpoint without it
             (restarted by its supervisor, or stale) within a few seconds, even if the trainer has moved on. This
@@ -122,6 +127,7 @@ class WeightPublisher:
         self._client = f"publisher-{secrets.token_hex(4)}"
         self._links = {link.endpoint: link for link in self._connect()}
         self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | None] = queue.SimpleQueue()
+        self._newest: dict[str | None, int] = {}  # the last version that was published, by adapter; None: the model's
         self._jobs_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
         self._thread.start()
@@ -149,6 +155,7 @@ class WeightPublisher:
         with self._jobs_lock:
             if self._closing.is_set():
                 raise ValueError("this publisher is closed; make a new one")
+            self._newest[adapter] = handle.version
             self._jobs.put((payload, handle))
         return handle
 
@@ -264,7 +271,7 @@ class WeightPublisher:
             _log.info("%s had older weights and now has version %d", endpoint, version)
         for endpoint, problem in handle.errors.items():
             _log.warning("%s has older weights and did not take version %d: %s", endpoint, version, problem)
-            if isinstance(problem, WeightsRejected):
+            if _refused(problem):
                 self._kept.refused(endpoint)
 
     def _gather(self, payload: Payload, handle: PublishHandle) -> None:
@@ -313,10 +320,11 @@ class WeightPublisher:
                 },
                 "commit",
                 self._apply_s,
+                meanwhile=self._give_way(payload, recipients),
             )
             for recipient, reply in asked:
                 handle.report(recipient, reply)
-            handle.refused = bool(whole) and all(isinstance(recipient.error, WeightsRejected) for recipient in whole)
+            handle.refused = bool(whole) and all(_refused(recipient.error) for recipient in whole)
         finally:
             self._abort(recipients, handle)
             handle.errors |= {recipient.endpoint: recipient.error for recipient in recipients if recipient.error}
@@ -382,11 +390,17 @@ class WeightPublisher:
         timeout_s: float,
         note: Any = None,
         grace_s: float = 0.0,
+        meanwhile: Callable[[Sequence[ControlLink]], None] | None = None,
     ) -> list[tuple[Recipient, dict[str, Any]]]:
         """Ask the recipients that have not failed; return the successful replies."""
         asked = [(recipient, self._links[recipient.endpoint]) for recipient in recipients if not recipient.error]
         answers = ask_all(
-            [(link, message(recipient)) for recipient, link in asked], phase, timeout_s, self._closing, grace_s
+            [(link, message(recipient)) for recipient, link in asked],
+            phase,
+            timeout_s,
+            self._closing,
+            grace_s,
+            meanwhile,
         )
         replies = []
         for (recipient, _), answer in zip(asked, answers, strict=True):
@@ -397,6 +411,26 @@ class WeightPublisher:
                 note(recipient, answer)
             replies.append((recipient, answer))
         return replies
+
+    def _give_way(self, payload: Payload, recipients: list[Recipient]) -> Callable[[Sequence[ControlLink]], None]:
+        """What to do while commits are not answered: once a newer update is queued, let workers drop this one.
+
+        A worker drops only an update that waits for recomputation; the answer to the commit says so.
+        """
+        adapter = None if payload.adapter is None else payload.adapter["name"]
+        tokens = {self._links[recipient.endpoint]: recipient.token.hex() for recipient in recipients}
+        offered_s = time.monotonic()
+
+        def offer(unanswered: Sequence[ControlLink]) -> None:
+            nonlocal offered_s
+            newer = self._newest.get(adapter, 0)
+            if newer <= payload.manifest.version or time.monotonic() < offered_s + _OFFER_S:
+                return
+            offered_s = time.monotonic()
+            for link in unanswered:
+                link.tell({"action": "abort", "token": tokens[link], "newer": newer})
+
+        return offer
 
     def _abort(self, recipients: list[Recipient], handle: PublishHandle) -> None:
         """Abort the update at workers that began but did not apply it; a worker that is not reached has a deadline."""
@@ -413,6 +447,11 @@ class WeightPublisher:
             raise RolloutError(
                 f"{handle.phase}: the publisher was closed; the workers keep their weights", code="closed"
             )
+
+
+def _refused(error: RolloutError | None) -> bool:
+    """Whether a worker refused the update, and would refuse it again."""
+    return isinstance(error, WeightsRejected) and not isinstance(error, WeightsReplaced)
 
 
 def _note_grant(recipient: Recipient, reply: dict[str, Any]) -> None:

@@ -40,8 +40,8 @@ class TransportChoice:
     def __init__(self, transport: str, folder: str | None, curve: ClientCurve | None, endpoints: Sequence[str]) -> None:
         self._folder, self._curve, self._endpoints = folder, curve, endpoints
         self._asked = transport
-        self._senders: dict[str, TransportSender] = {}
-        self._refusals: dict[str, dict[str, str]] = {}  # by endpoint and transport: why not
+        self.senders: dict[str, TransportSender] = {}
+        self.refusals: dict[str, dict[str, str]] = {}  # by endpoint and transport: why not
         if transport != "auto":
             self._sender(transport)
 
@@ -54,8 +54,8 @@ class TransportChoice:
         """Give each recipient the next transport to try; the options of `begin` for each of these."""
         options: dict[str, dict[str, Any]] = {}
         for recipient in recipients:
-            refusals = self._refusals.setdefault(recipient.endpoint, {})
-            for name in self._candidates(payload):
+            refusals = self.refusals.setdefault(recipient.endpoint, {})
+            for name in self.candidates(payload):
                 if name in refusals or name in options:
                     if name not in refusals:
                         break
@@ -80,10 +80,10 @@ class TransportChoice:
             if not self._free(payload) or error is None or at_fault not in ("transport", "options"):
                 continue
             if recipient.transport == registry.AUTO_ORDER[-1]:
-                self._refusals[recipient.endpoint].clear()  # no transport works: try all of them again next time
+                self.refusals[recipient.endpoint].clear()  # no transport works: try all of them again next time
                 continue
             _log.info("%s refuses weights by %s: %s", recipient.endpoint, recipient.transport, error)
-            self._refusals[recipient.endpoint][recipient.transport] = str(error)
+            self.refusals[recipient.endpoint][recipient.transport] = str(error)
             recipient.error = None
             again.append(recipient)
         return again
@@ -93,7 +93,7 @@ class TransportChoice:
         other = False
         for recipient in recipients:
             if self._asked == "auto" and isinstance(recipient.error, GroupBroken) and not recipient.error.met:
-                self._refusals[recipient.endpoint][recipient.transport] = str(recipient.error)
+                self.refusals[recipient.endpoint][recipient.transport] = str(recipient.error)
                 other = True
         return other
 
@@ -106,19 +106,20 @@ class TransportChoice:
 
     def release(self, payload: Payload, applied: bool) -> None:
         """Release the update in all senders."""
-        for sender in self._senders.values():
+        for sender in self.senders.values():
             sender.release(payload, applied)
 
     def close(self) -> None:
         """Close the senders."""
-        for sender in self._senders.values():
+        for sender in self.senders.values():
             sender.close()
 
     def _free(self, payload: Payload) -> bool:
         """Whether there is a choice. A kept update is on the host, so it may need another transport than at first."""
         return self._asked == "auto" or (TRANSPORTS[self._asked].gpu_to_gpu and payload.again)
 
-    def _candidates(self, payload: Payload) -> tuple[str, ...]:
+    def candidates(self, payload: Payload) -> tuple[str, ...]:
+        """The transports to offer to a worker, the best first."""
         if not self._free(payload):
             return (self._asked,)
         if not payload.on_gpu:
@@ -127,9 +128,9 @@ class TransportChoice:
         return tuple(name for name in names if TRANSPORTS[name].can_send())
 
     def _sender(self, name: str) -> TransportSender:
-        if name not in self._senders:
-            self._senders[name] = make_sender(name, self._folder, self._curve, self._endpoints)
-        return self._senders[name]
+        if name not in self.senders:
+            self.senders[name] = make_sender(name, self._folder, self._curve, self._endpoints)
+        return self.senders[name]
 
     def _reasons(self, name: str, refusals: Mapping[str, str]) -> str:
         reasons = [self._sender(name).why, *(f"not {other}: {why}" for other, why in refusals.items())]

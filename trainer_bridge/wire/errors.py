@@ -72,6 +72,10 @@ class WeightsRejected(RolloutError, code="weights_rejected"):
     """New weights do not fit the model, arrived damaged, or are not newer."""
 
 
+class WeightsReplaced(WeightsRejected, code="weights_replaced"):
+    """A newer update took the place of these weights while they waited to be applied."""
+
+
 class Unavailable(RolloutError, code="unavailable"):
     """The worker drains, sleeps or waits for weights."""
 

@@ -2,7 +2,7 @@
 
     {op: weights, action: begin,  version, manifest, transport, options [, adapter]}  -> {op: ok, version, token, grant}
     {op: weights, action: commit, token, options}                         -> {op: ok, version, pause_s, bytes, phases}
-    {op: weights, action: abort,  token}                                  -> {op: ok}
+    {op: weights, action: abort,  token [, newer]}                        -> {op: ok}
     {op: weights, action: status}                                         -> {op: ok, version, state, ...}
 
 `commit` is answered once the update is applied. The messages go to the worker's weight socket (`weights_endpoint` in
@@ -23,7 +23,7 @@ _FIELDS: dict[str, set[str]] = {
     "abort": {"token"},
     "status": set(),
 }
-_OPTIONAL: dict[str, set[str]] = {"begin": {"adapter"}}
+_OPTIONAL: dict[str, set[str]] = {"begin": {"adapter"}, "abort": {"newer"}}
 
 
 def check_fields(header: Mapping[str, Any]) -> str:

@@ -191,11 +191,20 @@ def moe_route(
     return moe_choose(parts_STE, x_TH.dtype, top_k, renormalize, record, out)
 
 
-def router_logits(x_TH: torch.Tensor, router_EH: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
-    """Logits as partial sums [S, T, E], float32 where there are several. For `deterministic` see `moe_route`."""
+def router_logits(
+    x_TH: torch.Tensor, router_EH: torch.Tensor, deterministic: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Logits as partial sums [S, T, E], float32 where there are several. For `deterministic` see `moe_route`.
+
+    With float32 as `dtype` nothing is rounded to x's dtype on the way.
+    """
     experts, hidden = router_EH.shape
     config = linear_config(experts, hidden, "parts", len(x_TH), deterministic)
-    return F.linear(x_TH, router_EH)[None] if config is None else linear_parts(x_TH, router_EH, config)
+    if config is not None:
+        return linear_parts(x_TH, router_EH, config)
+    if dtype == torch.float32:
+        x_TH, router_EH = x_TH.float(), router_EH.float()
+    return F.linear(x_TH, router_EH)[None]
 
 
 def sum_of_parts(parts_STE: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

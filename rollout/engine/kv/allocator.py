@@ -56,9 +56,10 @@ class Reusable:
         return self.shared if self.copied is None else [*self.shared, self.copied]
 
     def without_copy(self, page_size: int) -> Reusable:
-        """The shared pages only; for KV of a session."""
+        """The shared pages only."""
         tokens = len(self.shared) * page_size
-        return Reusable(self.shared, None, tokens, tokens, self.keys)
+        keys = None if self.keys is None else self.keys.fork(len(self.shared))
+        return Reusable(self.shared, None, tokens, min(tokens, self.session_tokens), keys)
 
 
 class PageAllocator:
@@ -121,7 +122,7 @@ class PageAllocator:
         tokens = seq.history()
         wanted = self._pages_wanted(seq, len(tokens))
         new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
-        if new is None and reusable.session_tokens and reusable.copied is not None:
+        if new is None and reusable.copied is not None:
             reusable = reusable.without_copy(self.page_size)  # the page to copy may be the one that is short
             new = self._retain_and_allocate(reusable.pages, wanted - len(reusable.shared), spare)
         if new is None:
@@ -301,7 +302,9 @@ class PageAllocator:
             self.pool.remember_tail(page_key, kv.pages[start // page_size])
         else:
             kv.frontier = page_key
-            self._frontiers.setdefault(page_key, seq)
+            other = self._frontiers.get(page_key)
+            if other is None or other.priority < seq.priority:  # of lower priority: nobody waits for it
+                self._frontiers[page_key] = seq
 
     def drop_frontier(self, seq: Sequence) -> None:
         """Nobody waits for this prefill any more: it has gone on, or it stops."""

@@ -86,11 +86,11 @@ class OffloadBooks:
         self._page_size = page_size
         self._page_bytes = page_bytes
         self._experts = experts
-        self._free_host_pages = list(range(host_pages - 1, -1, -1))
+        self.free_host_pages = list(range(host_pages - 1, -1, -1))
         self._in_pool: dict[int, OffloadedPage] = {}  # by pool page, in every state but on host
         self._shared: dict[int, OffloadedPage] = {}  # by pool page, in states shared and in both
         self._to_copy_out: deque[OffloadedPage] = deque()  # some may have been dropped since
-        self._to_copy_in: deque[Restore] = deque()
+        self.to_copy_in: deque[Restore] = deque()
         self._waiting: dict[Restore, list[Sequence]] = {}  # the sequences that have its pool page and wait for it
         self._sequences = 0
 
@@ -114,7 +114,7 @@ class OffloadBooks:
         with_kv, rest = kv.pages[:count], kv.pages[count:]
         if self.closed or not with_kv:
             return False
-        if sum(page not in self._in_pool for page in with_kv) > len(self._free_host_pages):
+        if sum(page not in self._in_pool for page in with_kv) > len(self.free_host_pages):
             self.counts.refused += 1
             return False
         pages = [self._take_page(page) for page in with_kv]
@@ -132,7 +132,7 @@ class OffloadBooks:
         """The offloaded page of a pool page, which takes over the caller's reference."""
         offloaded = self._in_pool.get(page)
         if offloaded is None:
-            offloaded = self._in_pool[page] = OffloadedPage(page, self._free_host_pages.pop())
+            offloaded = self._in_pool[page] = OffloadedPage(page, self.free_host_pages.pop())
         else:
             offloaded.owners += 1
             self._pool.release(page)
@@ -154,7 +154,7 @@ class OffloadBooks:
         assert kv is not None and not kv.restores
         for i, pool_page in targets:
             restore = kv.pages[i].restore = Restore(kv.pages[i], pool_page)
-            self._to_copy_in.append(restore)
+            self.to_copy_in.append(restore)
             self._waiting[restore] = []
         kv.restores = [page.restore for page in kv.pages if page.restore is not None]
         for restore in kv.restores:
@@ -176,7 +176,7 @@ class OffloadBooks:
                 del self._waiting[restore]
                 restore.page.restore = None
         if others:
-            self._to_copy_in = deque(restore for restore in self._to_copy_in if restore in self._waiting)
+            self.to_copy_in = deque(restore for restore in self.to_copy_in if restore in self._waiting)
             kv.restores = needed
         return bool(needed)
 
@@ -231,7 +231,7 @@ class OffloadBooks:
         if page.outgoing:
             page.outgoing = False
             self.outgoing -= 1
-        self._free_host_pages.append(page.host_page)
+        self.free_host_pages.append(page.host_page)
 
     def _unlink(self, page: OffloadedPage) -> None:
         """A sequence that gives up this pool page from now on makes a new offloaded page of it."""
@@ -245,7 +245,7 @@ class OffloadBooks:
     @property
     def busy(self) -> bool:
         """True while copies are queued or under way."""
-        return self.outgoing > 0 or bool(self._to_copy_in)
+        return self.outgoing > 0 or bool(self.to_copy_in)
 
     def next_out(self, most: int) -> list[OffloadedPage]:
         """Up to `most` pages whose copies to the host begin now."""
@@ -281,7 +281,7 @@ class OffloadBooks:
 
     def next_in(self, most: int) -> list[Restore]:
         """Up to `most` copies from the host that begin now."""
-        taken = [self._to_copy_in.popleft() for _ in range(min(most, len(self._to_copy_in)))]
+        taken = [self.to_copy_in.popleft() for _ in range(min(most, len(self.to_copy_in)))]
         for restore in taken:
             restore.copying = True
         return taken
@@ -318,7 +318,7 @@ class OffloadBooks:
         counts = self.counts
         return OffloadStatus(
             sequences=self._sequences,
-            pages=self.host_pages - len(self._free_host_pages),
+            pages=self.host_pages - len(self.free_host_pages),
             pages_total=self.host_pages,
             parked=counts.offloaded,
             restored=counts.restored,
@@ -330,7 +330,7 @@ class OffloadBooks:
     def check(self) -> None:
         """Assert that nothing is offloaded, and that all host pages are free."""
         assert not self.busy and not self._in_pool and not self._shared and not self._waiting, "a page is left"
-        free = sorted(self._free_host_pages)
+        free = sorted(self.free_host_pages)
         assert self._sequences == 0 and free == list(range(self.host_pages)), "a host page is in use"
 
 

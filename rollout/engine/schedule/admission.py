@@ -12,13 +12,14 @@ from rollout.engine.sequence.sequence import Group
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """The limits of the scheduler; `rollout.config.EngineSettings` explains them."""
+    """The limits and rules of the scheduler; `rollout.config.EngineSettings` explains them."""
 
     max_rows: int
     max_queue: int  # completions that may wait
     max_context: int  # tokens, prompt plus completion
     chunk_tokens: int
     upload_words: int  # int32 words that fit in a slot's staging buffer
+    fair_queue: bool
 
 
 def refusal(

@@ -23,8 +23,9 @@ class Counters:
     zombie_rows: int = 0
     decode_rows: int = 0
     preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: int = 0  # of admitted sequences
+    cached_tokens: int = 0  # prompt tokens whose KV was there
+    prefilled_tokens: int = 0  # that prefills have computed, also again
 
 
 def make_delta(seq: Sequence, experts: ExpertPages | None = None) -> Delta:

@@ -1,9 +1,9 @@
 """Preemption: which sequences lose their row, because pages run short, weights or an adapter change, or all KV leaves.
 
-**Pages run short** (`grow`). Idle sessions give way first, then group shares, then the row of the lowest priority, of
-these the youngest. Where the KV of preempted sequences is kept on the host, their pages are free only after they are
-copied. So a row is preempted a little before its pages are needed, and a row whose page is not free yet is left out of
-one step.
+**Pages run short** (`grow`). Idle sessions give way first, then group shares, then a row of the lowest priority: the
+youngest of the client that has most of these rows, so that no client pays for the many rows of another one. Where the
+KV of preempted sequences is kept on the host, their pages are free only after they are copied. So a row is preempted a
+little before its pages are needed, and a row whose page is not free yet is left out of one step.
 
 **Weights or an adapter change** (`change_weights`, `put_adapter`). A row goes on with the KV that it has, and so does a
 sequence whose KV is offloaded or on its way back. With `recompute` they are computed again. Three are always computed
@@ -15,6 +15,8 @@ half-prefilled prompt too.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from rollout.engine.messages import Finish
 from rollout.engine.schedule.roster import Roster
@@ -60,7 +62,12 @@ def _make_way(roster: Roster, outgoing: int) -> None:
 
 
 def _last(roster: Roster) -> Sequence:
-    return max(roster.decoding + roster.prefilling, key=lambda seq: seq.rank)
+    """The row to preempt: of the lowest priority, of the client that has most of these rows, the youngest."""
+    rows = roster.decoding + roster.prefilling
+    lowest = min(seq.priority for seq in rows)
+    rows = [seq for seq in rows if seq.priority == lowest]
+    of_client = Counter(seq.group.client for seq in rows)
+    return max(rows, key=lambda seq: (of_client[seq.group.client], seq.arrival))
 
 
 def _grows_soon(seq: Sequence) -> bool:
@@ -71,8 +78,8 @@ def _grows_soon(seq: Sequence) -> bool:
 # --- weights or an adapter change ------------------------------------------------------------------------------------
 
 
-def change_weights(roster: Roster, version: int, recompute: bool) -> None:
-    """Steps planned from now on run under `version`."""
+def change_weights(roster: Roster, version: int, recompute: bool) -> list[Sequence]:
+    """Steps planned from now on run under `version`. Returns the sequences whose KV has to be computed again."""
     roster.version = version
     roster.feed.queue_early(version)
     roster.feed.close_shares()
@@ -83,39 +90,49 @@ def change_weights(roster: Roster, version: int, recompute: bool) -> None:
         first = max(version, seq.group.request.min_version)  # that it can have a token of
         if seq.launched == len(seq.tokens) and seq.drawn.too_old_for(first):  # tokens in flight have the old version
             roster.finish(seq, Finish("stale"))
-    _begin_again(roster, roster.unfinished(), recompute)
+    return _begin_again(roster, roster.unfinished(), recompute)[1]
 
 
-def put_adapter(roster: Roster, name: str, version: int | None, weights: AdapterWeights, recompute: bool) -> None:
-    """Take an adapter; steps planned from now on run with it. Raises AdapterError where it cannot be taken."""
+def put_adapter(
+    roster: Roster, name: str, version: int | None, weights: AdapterWeights, recompute: bool
+) -> list[Sequence]:
+    """Take an adapter; steps planned from now on run with it. Returns the sequences whose KV has to be computed again.
+
+    Raises AdapterError where it cannot be taken.
+    """
     assert roster.allocator.adapters is not None
     old = roster.allocator.adapters.known.get(name)
     adapter = roster.allocator.adapters.put(name, version, weights)
     if old is None:
-        return
+        return []
     roster.feed.adapter_changed(adapter)
     users = [seq for seq in roster.unfinished() if seq.group.adapter is adapter]
-    for seq in _begin_again(roster, users, recompute):
+    kept, taken_off = _begin_again(roster, users, recompute)
+    for seq in kept:
         seq.kv.version = -1  # its KV has several adapter editions
         roster.feed.prefill_stopped(seq)
         seq.adapter_use.note_version(seq.launched)
+    return taken_off
 
 
-def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> list[Sequence]:
-    """Of the sequences that a change concerns, take off the rows that have to be computed again; returns the others."""
+def _begin_again(roster: Roster, seqs: list[Sequence], recompute: bool) -> tuple[list[Sequence], list[Sequence]]:
+    """Take off the rows of `seqs` that have to be computed again; returns (rows kept, rows taken off)."""
     for seq in seqs:
         if recompute or not seq.drawn.versions:
             roster.allocator.drop_offloaded(seq)
-    changed, rows = set(seqs), []
+    changed = set(seqs)
+    kept: list[Sequence] = []
+    taken_off: list[Sequence] = []
     for seq in [seq for seq in roster.prefilling + roster.decoding if seq in changed]:
         # A row that launched nothing may keep only its own offloaded KV: its cached pages are of the old weights. All
         # log-probs of a prompt must be of one version.
         own = seq.row_ready or (seq.kv.offloaded is not None and bool(seq.drawn.versions))
         if recompute or not own or seq.scores_prompt:
             roster.take_off(seq)
+            taken_off.append(seq)
         else:
-            rows.append(seq)
-    return rows
+            kept.append(seq)
+    return kept, taken_off
 
 
 # --- all KV leaves the pool ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Sequences without a row: the queue, and what waits for a leader, for another prefill or for newer weights.
+"""Sequences without a row: what enters the queue, and what waits for a leader, another prefill or newer weights.
 
 One member of a group, the leader, is queued first. The followers are queued when its prefill is launched, and take the
 prompt's pages from the share that opens then. A request with a `min_version` enters the queue when the weights have
@@ -10,52 +10,21 @@ stops. Then the first that waited computes them, and the others wait for that on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 from rollout.engine.adapter_table import Adapter
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import RequestKey
-from rollout.engine.schedule.swept_heap import SweptHeap
+from rollout.engine.schedule.fair_queue import WaitingQueue
 from rollout.engine.sequence.sequence import Group, Sequence
 
 
-class WaitingQueue:
-    """Sequences without a row, by rank. Those with an adapter have a heap of their own: only they wait for its slot."""
+class _Joined(NamedTuple):
+    """A sequence that waits for another one's prefill."""
 
-    def __init__(self) -> None:
-        self._plain: SweptHeap[Sequence] = SweptHeap(_finalized)
-        self._adapted: SweptHeap[Sequence] = SweptHeap(_finalized)
-
-    def push(self, seq: Sequence) -> None:
-        """Add a sequence; its rank is unique."""
-        self._with(seq).push(seq.rank, seq)
-
-    def remove(self, seqs: list[Sequence]) -> None:
-        """Remove these sequences."""
-        ranks = {seq.rank for seq in seqs}
-        for heap in (self._plain, self._adapted):
-            heap.remove(ranks)
-
-    def first(self, ready: Callable[[Sequence], bool]) -> Sequence | None:
-        """The next sequence, which stays in the queue; if its adapter is not `ready`, the next without an adapter.
-
-        Other sequences with an adapter wait too: if they took the slots, the first would never get one.
-        """
-        plain, adapted = self._plain.first(), self._adapted.first()
-        if adapted is None or (plain is not None and plain.rank < adapted.rank):
-            return plain
-        return adapted if ready(adapted) else plain
-
-    def pop(self, seq: Sequence) -> None:
-        """Remove the sequence that `first` returned."""
-        self._with(seq).pop()
-
-    def _with(self, seq: Sequence) -> SweptHeap[Sequence]:
-        return self._plain if seq.group.adapter is None else self._adapted
-
-
-def _finalized(seq: Sequence) -> bool:
-    return seq.finalized
+    seq: Sequence
+    tokens: int  # that the prefill has to launch
+    time: float  # virtual time of its client when it left the queue
 
 
 class QueueFeed:
@@ -64,7 +33,7 @@ class QueueFeed:
     def __init__(self, allocator: PageAllocator) -> None:
         self.queue = WaitingQueue()
         self.early: dict[RequestKey, Group] = {}  # wait for a newer weights version
-        self._joined: dict[Sequence, list[tuple[int, Sequence]]] = {}  # wait for a prefill to launch this many tokens
+        self._joined: dict[Sequence, list[_Joined]] = {}  # by the sequence whose prefill they wait for
         self._allocator = allocator
         # The sequence that did not fit last, with the rows that ran and the pages that were available then.
         self._misfit: tuple[Sequence, int, int] | None = None
@@ -87,7 +56,7 @@ class QueueFeed:
     def take(self, seq: Sequence) -> None:
         """Remove the first sequence of the queue: it gets a row."""
         self._misfit = None
-        self.queue.pop(seq)
+        self.queue.take(seq)
         self._started(seq)
 
     @property
@@ -97,24 +66,23 @@ class QueueFeed:
 
     def join(self, seq: Sequence, other: Sequence, tokens: int) -> None:
         """The first sequence of the queue waits until the prefill of `other` has launched this number of tokens."""
-        self.queue.pop(seq)
-        self._joined.setdefault(other, []).append((tokens, seq))
+        self._joined.setdefault(other, []).append(_Joined(seq, tokens, self.queue.withdraw(seq)))
+
+    def joined_sequences(self) -> set[Sequence]:
+        """The sequences that wait for another one's prefill."""
+        return {waiting.seq for joined in self._joined.values() for waiting in joined}
 
     def prefill_launched(self, seq: Sequence) -> None:
         """A chunk of a prefill is launched: queue the sequences that waited for its tokens."""
         joined = self._joined.pop(seq, [])
-        for tokens, waiting in joined:
-            if tokens <= seq.kv.length and not waiting.finalized:
-                self.queue.push(waiting)
-        if later := [(tokens, waiting) for tokens, waiting in joined if tokens > seq.kv.length]:
+        self._queue_again([waiting for waiting in joined if waiting.tokens <= seq.kv.length])
+        if later := [waiting for waiting in joined if waiting.tokens > seq.kv.length]:
             self._joined[seq] = later
 
     def prefill_stopped(self, seq: Sequence) -> None:
         """A prefill stops, or its KV is of no use to others: queue the sequences that waited for it."""
         self._allocator.drop_frontier(seq)
-        for _, waiting in self._joined.pop(seq, []):
-            if not waiting.finalized:
-                self.queue.push(waiting)
+        self._queue_again(self._joined.pop(seq, []))
 
     def note_misfit(self, seq: Sequence, running: int, available: int) -> None:
         """The first sequence did not fit beside `running` rows when `available` pages could be allocated."""
@@ -160,6 +128,12 @@ class QueueFeed:
         elif seq in group.followers:
             group.followers.remove(seq)
         self._started(seq)
+        self.queue.ended(seq)  # last: the next leader keeps its client in the queue
+
+    def _queue_again(self, joined: list[_Joined]) -> None:
+        for waiting in joined:
+            if not waiting.seq.finalized:
+                self.queue.push(waiting.seq, waiting.time)
 
     def _started(self, seq: Sequence) -> None:
         """A sequence got a row, or ended: it no longer needs the share."""
@@ -177,8 +151,7 @@ class QueueFeed:
     def _lead_again(self, group: Group) -> None:
         """Close the share of a group: the first member that has not started is its leader again."""
         unstarted = [seq for seq in group.sequences if seq.may_share]
-        self.queue.remove(unstarted)
         for seq in unstarted:
             self._started(seq)
         group.leader, group.followers = unstarted[0], unstarted[1:]
-        self.queue.push(group.leader)
+        self.queue.remove(group.followers)

@@ -84,6 +84,9 @@ class Roster:
         self.prefilling.append(seq)
         self.waiting -= 1
         seq.adapter_use.note_version(seq.launched)
+        if not seq.begun:
+            assert seq.kv.prefill_tokens is not None
+            seq.computed = len(seq.kv.prefill_tokens) - seq.kv.length
         group, cached_tokens = seq.group, min(seq.kv.length, seq.prompt_len)
         if seq.kv.offloaded is None:
             seq.kv.begin_prefill(len(seq.tokens))
@@ -225,3 +228,4 @@ class Roster:
         assert sorted(self.free_rows) == list(range(1, self.max_rows + 1)), "a row is in use"
         assert self.waiting == 0 and not self.allocator.sharing, "a queue or a share is left"
         assert not self.feed.joined, "a sequence waits for a prefill"
+        assert self.feed.queue.clients == 0, "the queue remembers a client"

@@ -12,8 +12,8 @@ Rules that keep it right:
 - `inflight_refs` rises in `launched` and falls in `commit`, nowhere else.
 - `Roster.settle` is the one place where row and pages of a sequence go back: finalized or LEAVING, and refs 0.
 - A row whose last allowed token is in flight is not planned again.
-- Admission takes the prompt's pages and one more, never those of `max_tokens`; when pages run out, the lowest
-  priority, then the youngest, is preempted and starts again from its tokens, or from its KV where that is offloaded.
+- Admission takes the prompt's pages and one more, never those of `max_tokens`; when pages run out, a sequence is
+  preempted (`preemption` says which) and starts again from its tokens, or from its KV where that is offloaded.
 - Steps of prompts and of decode rows alternate while there are both, so that no decode waits longer than one chunk.
 """
 
@@ -49,6 +49,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._arrivals = 0
         self._last_kind = "decode"
+        self.admission_over = True  # sequences that still wait after the last plan wait for rows, pages or adapters
         self._upload_words = upload_words
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -66,7 +67,8 @@ class Scheduler:
         adapter = None if request.adapter is None else known[request.adapter]
         now = roster.clock()
         session = allocator.sessions.begin(request)
-        group = Group(request, arrived_s=now, unfinished=request.n, session=session, adapter=adapter)
+        client = request.key[0] if self.limits.fair_queue else ""
+        group = Group(request, arrived_s=now, client=client, unfinished=request.n, session=session, adapter=adapter)
         group.expect_prompt_logprobs()
         for index in range(request.n):
             self._arrivals += 1
@@ -86,7 +88,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
-        self._admit()
+        self.admission_over = self._admit()
         if self._last_kind == "decode":
             plan = self._plan_prompts() or self._plan_decode()
         else:
@@ -95,16 +97,21 @@ class Scheduler:
             self._last_kind = plan.kind
         return plan
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
+        """Give rows to waiting sequences. False if it goes on once steps in flight are committed."""
         roster, allocator, feed = self.roster, self.roster.allocator, self.roster.feed
-        while roster.free_rows and not roster.leaving:
+        if roster.leaving:
+            return False
+        while roster.free_rows:
             seq = feed.queue.first(allocator.adapter_ready)
-            if seq is None or (seq.group.session is not None and seq.group.session.turns > 1):
-                return  # a turn waits while the one before is in flight as a zombie
+            if seq is None:
+                return True
+            if seq.group.session is not None and seq.group.session.turns > 1:
+                return False  # a turn waits while the one before is in flight as a zombie
             # A page for each row that runs stays free: otherwise the newcomer is preempted as soon as they grow.
             running = len(roster.decoding) + len(roster.prefilling)
             if feed.still_misfits(seq, running, allocator.available):
-                return
+                return True
             reusable = allocator.find_reusable(seq, roster.version)
             if reusable is not None and reusable.awaited is not None:
                 feed.join(seq, *reusable.awaited)
@@ -112,9 +119,10 @@ class Scheduler:
                 roster.start(seq)
             elif running or not allocator.sharing:
                 feed.note_misfit(seq, running, allocator.available)  # now: sessions may have lost their pages
-                return
+                return True
             else:
                 allocator.close_share(allocator.sharing[0])  # nothing runs that could give pages back
+        return True
 
     def _plan_prompts(self) -> Plan | None:
         roster, limits = self.roster, self.limits
@@ -152,6 +160,7 @@ class Scheduler:
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
         roster = self.roster
         seq.row_ready = True
+        roster.counters.prefilled_tokens += end - start
         seq.kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)
         roster.allocator.chunk_launched(seq, version)
         roster.feed.prefill_launched(seq)

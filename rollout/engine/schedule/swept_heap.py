@@ -8,6 +8,7 @@ from collections.abc import Callable, Container
 from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
+_Key = tuple[float, ...]
 
 #: The heap is swept when it has this many entries more than twice the number left by the last sweep.
 _SLACK = 16
@@ -18,16 +19,16 @@ class SweptHeap(Generic[_Item]):
 
     def __init__(self, dead: Callable[[_Item], bool]) -> None:
         self._dead = dead
-        self._heap: list[tuple[tuple[float, int], _Item]] = []
+        self._heap: list[tuple[_Key, _Item]] = []
         self._sweep_at = _SLACK
 
-    def push(self, key: tuple[float, int], item: _Item) -> None:
+    def push(self, key: _Key, item: _Item) -> None:
         """Add an item."""
         heapq.heappush(self._heap, (key, item))
         if len(self._heap) >= self._sweep_at:
             self._sweep(lambda _: False)
 
-    def remove(self, keys: Container[tuple[float, int]]) -> None:
+    def remove(self, keys: Container[_Key]) -> None:
         """Remove the items with these keys."""
         self._sweep(lambda key: key in keys)
 
@@ -41,7 +42,7 @@ class SweptHeap(Generic[_Item]):
         """Remove the item that `first` returned."""
         heapq.heappop(self._heap)
 
-    def _sweep(self, unwanted: Callable[[tuple[float, int]], bool]) -> None:
+    def _sweep(self, unwanted: Callable[[_Key], bool]) -> None:
         self._heap = [entry for entry in self._heap if not unwanted(entry[0]) and not self._dead(entry[1])]
         heapq.heapify(self._heap)
         self._sweep_at = 2 * len(self._heap) + _SLACK

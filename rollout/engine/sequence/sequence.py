@@ -75,6 +75,7 @@ class Group:
 
     request: Request
     arrived_s: float
+    client: str = ""  # whose tokens the queue counts; "" for all groups where it does not tell clients apart
     sequences: list[Sequence] = field(default_factory=list)
     leader: Sequence | None = None  # prefills the prompt for all, until its last chunk is launched
     followers: list[Sequence] = field(default_factory=list)  # not in the queue yet: they wait for the leader's prefill
@@ -110,6 +111,7 @@ class Sequence:
         "adapter_use",
         "arrival",
         "check_at",
+        "computed",
         "drawn",
         "feature_bits",
         "features",
@@ -163,6 +165,7 @@ class Sequence:
         self.row = 0
         self.row_ready = False  # a launched step has set up the row's device state
         self.may_share = False  # counted in group.unstarted
+        self.computed = 0  # tokens whose KV its first prefill computes; 0 before its first row
 
     @property
     def tokens(self) -> array:
@@ -171,8 +174,18 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Admission order; the largest rank is preempted first."""
+        """Priority, then arrival: the order of one client's sequences."""
         return (-self.priority, self.arrival)
+
+    @property
+    def begun(self) -> bool:
+        """True once it has had a row."""
+        return self.computed > 0
+
+    @property
+    def cost(self) -> int:
+        """Tokens that it computed and generated, except what a preemption made it compute again."""
+        return self.computed + len(self.tokens) - self.drawn.known
 
     @property
     def scores_prompt(self) -> bool:

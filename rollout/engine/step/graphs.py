@@ -29,7 +29,7 @@ from rollout.engine.step.expert_trace import StepExperts
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import StepInput, Upload, put_decode
 from rollout.models.decoder import Decoder, DecoderLayer
-from rollout.models.fused import FusedDecoder, supports, takes_feed_forward
+from rollout.models.fused import FusedDecoder, supports, takes_feed_forward, takes_mixer
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,11 @@ def capturable(model: Decoder, fused_experts: bool) -> bool:
     tokens each expert has.
     """
     fused, dtype = supports(model, fused_experts), model.embed.dtype
-    blocks = [cast(DecoderLayer, layer).feed_forward for layer in model.layers]
-    read = [block for block in blocks if block.reads_host and not (fused and takes_feed_forward(block.spec, dtype))]
-    return model.embed.is_cuda and not read
+    layers = [cast(DecoderLayer, layer) for layer in model.layers]
+    mixers = [layer.mixer for layer in layers if not (fused and takes_mixer(layer.mixer.spec))]
+    others = [layer.feed_forward for layer in layers]
+    others = [block for block in others if not (fused and takes_feed_forward(block.spec, dtype))]
+    return model.embed.is_cuda and not any(block.reads_host for block in (*mixers, *others))
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -112,7 +114,7 @@ class DecodeGraphs:
         self._steps: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         #: Features of the forwards that are captured: without adapters, and with.
         self._kinds = (Feature.NONE,) if step.adapters is None else (Feature.NONE, Feature.ADAPTER)
-        self._forwards: dict[tuple[int, bool], _Forward] = {}
+        self.forwards: dict[tuple[int, bool], _Forward] = {}
         #: Experts of each sparse layer, [size, K], in the last step of this size from the slot that was captured first.
         self.experts: dict[int, list[torch.Tensor]] = {}
 
@@ -140,7 +142,7 @@ class DecodeGraphs:
     @property
     def count(self) -> int:
         """Graphs that are captured."""
-        return len(self._steps) + len(self._forwards)
+        return len(self._steps) + len(self.forwards)
 
     def run(self, slot: Slot, size: int) -> None:
         """Enqueue a decode step, draw included, whose upload is padded to `size`; on the compute stream."""
@@ -149,7 +151,7 @@ class DecodeGraphs:
     def forward(self, step: StepInput, experts: StepExperts | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Enqueue the forward alone; its logits, which the next one overwrites, and rows. On the compute stream."""
         header = step.header
-        forward = self._forwards[header.size, bool(header.features & _ADAPTER)]
+        forward = self.forwards[header.size, bool(header.features & _ADAPTER)]
         own = forward.step.words
         own.copy_(step.words[: len(own)])  # rows and pages, which lie first; the graph reads nothing else
         forward.graph.replay()
@@ -164,10 +166,10 @@ class DecodeGraphs:
         """
         stream = self._stream
         with torch.inference_mode(), torch.cuda.stream(stream):
-            if (size, False) not in self._forwards:
+            if (size, False) not in self.forwards:
                 stream.synchronize()  # capturing writes to the staging buffer, from which a copy may be under way
                 self._capture_forward(slot, size, Feature.NONE)
-            forward = self._forwards[size, False]
+            forward = self.forwards[size, False]
             forward.step.words.copy_(slot.input[: len(forward.step.words)])
         return CapturedStep(self._steps[id(slot), size], forward.graph, forward.logits_SV)
 
@@ -179,9 +181,9 @@ class DecodeGraphs:
         """Compile and load what the captures of this size will launch; it runs on padding."""
         step = self._on_slot(slot, size)
         step.words.zero_()
-        self._run_whole(step, slot)
+        self.run_whole(step, slot)
         if Feature.ADAPTER in self._kinds:
-            self._run_forward(step, slot.experts, Feature.ADAPTER)
+            self.run_forward(step, slot.experts, Feature.ADAPTER)
         self._stream.synchronize()
 
     def _upload(self, slot: Slot, size: int) -> Upload:
@@ -199,9 +201,9 @@ class DecodeGraphs:
                 self._capture_forward(slots[0], size, features)
         for slot in slots:
             step, graph = self._on_slot(slot, size), torch.cuda.CUDAGraph()
-            with _capturing(graph, self._pool):
+            with capturing(graph, self._pool):
                 self._compute.record(slot.start)  # again, where the device begins: the replay arrives later
-                self._run_whole(step, slot)
+                self.run_whole(step, slot)
             self._steps[id(slot), size] = graph
             if isinstance(self._step.forward, FusedDecoder):
                 # Only the first slot's: they keep their memory, which the graphs captured after them can't write to.
@@ -211,21 +213,23 @@ class DecodeGraphs:
         upload, graph = self._upload(slot, size), torch.cuda.CUDAGraph()
         step = StepInput(upload.header, torch.zeros_like(slot.input[: len(upload.words)]))
         experts = None if slot.experts is None else slot.experts.another(size)
-        with _capturing(graph, self._pool):
-            logits_SV = self._run_forward(step, experts, features)
-        self._forwards[size, bool(features)] = _Forward(graph, step, logits_SV, experts)
+        with capturing(graph, self._pool):
+            logits_SV = self.run_forward(step, experts, features)
+        self.forwards[size, bool(features)] = _Forward(graph, step, logits_SV, experts)
 
-    def _run_whole(self, step: StepInput, slot: Slot) -> None:
-        self._step.sample(self._run_forward(step, slot.experts), step["rows"], PLAIN, slot.output)
+    def run_whole(self, step: StepInput, slot: Slot) -> None:
+        """What the graph of a whole step holds: forward and sampling."""
+        self._step.sample(self.run_forward(step, slot.experts), step["rows"], PLAIN, slot.output)
 
-    def _run_forward(
+    def run_forward(
         self, step: StepInput, experts: StepExperts | None, features: Feature = Feature.NONE
     ) -> torch.Tensor:
+        """What the graph of a forward holds; returns logits [S, V]."""
         return self._step.decode_rows(step["rows"], step["new_pages"], self._max_context, features, experts)
 
 
 @contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture what is enqueued on the current stream.
 
     `torch.cuda.graph` does the same and each time also gives all cached memory back to the driver. What other threads

@@ -33,11 +33,11 @@ from rollout.process.deadline_thread import DeadlineCall, DeadlineThread
 #: Matchers that may hang, each with a thread and a core; after that every constrained completion ends.
 MOST_LEFT_BEHIND = 4
 
-_FAIR_PARTS = 8  # of `mask_s`: when the time runs out, a completion that used less is not the one that fails
+FAIR_PARTS = 8  # of `mask_s`: when the time runs out, a completion that used less is not the one that fails
 _TOKEN_PARTS = 10  # of `mask_s`: each token earns a completion one of them
-_thread_s = time.thread_time  # CPU time of the calling thread, so that other threads do not count
+thread_seconds = time.thread_time  # CPU time of the calling thread, so that other threads do not count
 _SLOW = "the constraint takes too long to follow from here; make it simpler"
-_GIVEN_UP = "too many constraints have hung this worker; send it to another one"
+GIVEN_UP = "too many constraints have hung this worker; send it to another one"
 _BROKEN = "a token was drawn that the constraint does not allow"
 _DEAD_END = "the constraint allows no token of this model from here"
 
@@ -110,7 +110,7 @@ class _Portion:
     def begin(self) -> bool:
         """Begin the next mask; False if the portion was stopped."""
         with self.lock:
-            self.began_s, self.thread_s = time.perf_counter(), _thread_s()
+            self.began_s, self.thread_s = time.perf_counter(), thread_seconds()
             return not self.stopped
 
     def end(self) -> None:
@@ -118,7 +118,7 @@ class _Portion:
         with self.lock:
             if not self.left_behind:
                 self.took_s.append(time.perf_counter() - self.began_s)
-                self.spent_s.append(_thread_s() - self.thread_s)
+                self.spent_s.append(thread_seconds() - self.thread_s)
 
     def stop(self) -> float:
         """Let no other mask begin; returns when the mask under way began."""
@@ -155,7 +155,7 @@ class MaskBuilder:
     """Writes masks in several threads; called by the loop."""
 
     def __init__(self, timeout_s: float, threads: int) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._threads = [DeadlineThread(f"masks-{i}") for i in range(threads)]
         self._owed_s: dict[Sequence, float] = {}  # time that completions used beyond their part
 
@@ -171,7 +171,7 @@ class MaskBuilder:
         left = list(range(len(seqs)))
         while left:
             if self.left_behind >= MOST_LEFT_BEHIND:
-                reasons = dict.fromkeys(left, _GIVEN_UP)
+                reasons = dict.fromkeys(left, GIVEN_UP)
                 left = []
             else:
                 left, reasons = self._round(seqs, left, masks)
@@ -193,14 +193,14 @@ class MaskBuilder:
             portion = _Portion(mine, [seqs[place] for place in mine])
             new_tokens = [list(seq.tokens[seq.matched :]) for seq in portion.seqs]
             running.append((thread, portion, thread.start(functools.partial(_fill, portion, new_tokens, masks.host))))
-        until_s = time.perf_counter() + self._timeout_s
+        until_s = time.perf_counter() + self.timeout_s
         left: list[int] = []
         reasons: dict[int, str] = {}
         for thread, portion, call in running:
             self._wait(thread, portion, call, until_s)
             for seq in portion.seqs[: portion.done]:
                 seq.matched = len(seq.tokens)
-            places, failed = portion.outcome(self._timeout_s / _FAIR_PARTS)
+            places, failed = portion.outcome(self.timeout_s / FAIR_PARTS)
             left += places
             reasons |= failed | self._charge(portion)
         if any(portion.left_behind for _, portion, _ in running):
@@ -211,10 +211,10 @@ class MaskBuilder:
         """Charge the masks that are done to their completions; returns the completions over their limit."""
         failed: dict[int, str] = {}
         for place, seq, spent_s in zip(portion.places, portion.seqs, portion.spent_s, strict=False):
-            owed_s = self._owed_s.pop(seq, 0.0) + spent_s - self._timeout_s / _TOKEN_PARTS
+            owed_s = self._owed_s.pop(seq, 0.0) + spent_s - self.timeout_s / _TOKEN_PARTS
             if owed_s > 0:
                 self._owed_s[seq] = owed_s
-            if owed_s > self._timeout_s:
+            if owed_s > self.timeout_s:
                 failed[place] = _SLOW
         return failed
 
@@ -225,7 +225,7 @@ class MaskBuilder:
         except Empty:
             began_s = portion.stop()
             try:
-                thread.wait(call, began_s + self._timeout_s - time.perf_counter())
+                thread.wait(call, began_s + self.timeout_s - time.perf_counter())
             except TimeoutError:
                 portion.leave_behind()
 

@@ -38,7 +38,7 @@ class Pipeline:
     def __init__(self, slots: list[Slot], depth: int) -> None:
         assert 1 <= depth <= len(slots)
         self.depth = depth
-        self._free = deque(slots)
+        self.free_slots = deque(slots)
         self._slots = len(slots)
         self._in_flight: deque[StepInFlight] = deque()
 
@@ -55,7 +55,7 @@ class Pipeline:
     def acquire(self) -> Slot:
         """Reserve the slot that has been free for longest."""
         assert not self.full, "a step retires before the next slot is taken"
-        return self._free.popleft()
+        return self.free_slots.popleft()
 
     def push(self, step: StepInFlight) -> None:
         """The step was launched in a slot that `acquire` gave."""
@@ -73,8 +73,8 @@ class Pipeline:
         """The commit of `step` has returned: its slot is free."""
         assert self._in_flight and self._in_flight[0] is step, "commits are FIFO"
         self._in_flight.popleft()
-        self._free.append(step.slot)
+        self.free_slots.append(step.slot)
 
     def check_integrity(self) -> None:
         """Assert that no slot is in use."""
-        assert not self._in_flight and len(self._free) == self._slots, "a slot is in use"
+        assert not self._in_flight and len(self.free_slots) == self._slots, "a slot is in use"

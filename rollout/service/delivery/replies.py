@@ -91,7 +91,11 @@ def status_reply(
         if weights is None
         else {"version": status.weights_version, "min_version": model.min_version, **weights},
         "rows": {"running": status.rows_running, "max": status.rows_max},
-        "queue": {"waiting": status.queue_waiting + preparing, "max": status.queue_max or max_queue},
+        "queue": {
+            "waiting": status.queue_waiting + preparing,
+            "max": status.queue_max or max_queue,
+            "clients": status.queue_clients,
+        },
         "pages": {
             "free": status.pages_free,
             "cached": status.pages_cached,

@@ -70,26 +70,26 @@ class OursEngine:
         self._active_pct = 0.0
         links = local_links(settings, self._take)
         with stage("preparing decode steps") as advance:
-            self._engine = build_engine(settings, device, loaded.model, links, progress=advance)
+            self.engine = build_engine(settings, device, loaded.model, links, progress=advance)
         for i in range(adapters):
             weights = random_adapter(loaded.spec, ADAPTER_RANK, loaded.model.embed.dtype, i)
             links.inbox.put(PutAdapter(f"adapter{i}", weights))
         ready_s = time.perf_counter()
-        self.capacity_tokens = self._engine.roster.allocator.pool.total * settings.engine.page_size
+        self.capacity_tokens = self.engine.roster.allocator.pool.total * settings.engine.page_size
         self._facts = {
             "depth": depth,
             "load_s": loaded_s - began_s,
             "build_s": ready_s - loaded_s,
             "kv_tokens": self.capacity_tokens,
             "max_context": job.most_context,
-            "graphs": self._engine.executor.graphs is not None,
+            "graphs": self.engine.executor.graphs is not None,
         }
 
     def generate(self, work: Work) -> Finished:
         """Make all completions of `work`, to their full lengths, all asked for at once."""
         self._runs += 1
         prompts = [np.asarray(prompt, dtype=np.int32) for prompt in work.prompts]
-        self._ends, self._steps_before = [], self._engine.meter.steps
+        self._ends, self._steps_before = [], self.engine.meter.steps
         began_s, idle_s = time.perf_counter(), self._idle_s()
         for i, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True)):
             key = (f"run{self._runs}", str(i))
@@ -98,17 +98,17 @@ class OursEngine:
                 request = replace(request, adapter=f"adapter{i % self.use_adapters}")
             if self._routing:
                 request = replace(request, routing_from=0, stream_every=_TOLD_EVERY)
-            self._engine.inbox.put(Submit(request))
-        self._engine.tick()
-        while self._engine.busy:
-            self._engine.tick()
+            self.engine.inbox.put(Submit(request))
+        self.engine.tick()
+        while self.engine.busy:
+            self.engine.tick()
         assert len(self._ends) == len(work.lengths), "a completion is missing"
         self._active_pct = (1 - (self._idle_s() - idle_s) / (time.perf_counter() - began_s)) * 100
         return Finished([end - began_s for end in self._ends])
 
     def _idle_s(self) -> float:
         """Seconds since the start without a step on the device, by the meter."""
-        return sum(self._engine.meter.idle_seconds().values())
+        return sum(self.engine.meter.idle_seconds().values())
 
     def _take(self, events: list[Event]) -> None:
         now = time.perf_counter()
@@ -130,15 +130,15 @@ class OursEngine:
         Milliseconds; absent if the meter kept too few steps. Also the share of the run in which the device ran a step,
         and for a mixture of experts the mean number of distinct experts per layer in the last captured step.
         """
-        count = min(self._engine.meter.steps - self._steps_before, _KEPT_STEPS)
-        recent = [step for step in self._engine.meter.recent_steps()[-count:] if step.kind == "decode"]
+        count = min(self.engine.meter.steps - self._steps_before, _KEPT_STEPS)
+        recent = [step for step in self.engine.meter.recent_steps()[-count:] if step.kind == "decode"]
         most = max((step.rows for step in recent), default=0)
         full = [step for step in recent if step.rows == most]
         steady = steady_figures(full[len(full) // 2 :])
         return {**steady, "active_pct": self._active_pct, **self._distinct_experts(most)}
 
     def _distinct_experts(self, rows: int) -> Row:
-        graphs = self._engine.executor.graphs
+        graphs = self.engine.executor.graphs
         chosen = graphs.experts.get(graphs.sizes.size_for(rows) or 0, []) if graphs is not None and rows else []
         if not chosen:
             return {}
@@ -148,8 +148,8 @@ class OursEngine:
 
     def close(self) -> None:
         """Check that nothing leaked and end the streams."""
-        self._engine.check_integrity()
-        self._engine.executor.close()
+        self.engine.check_integrity()
+        self.engine.executor.close()
 
 
 def load_random(shape: str, device: torch.device, experts: Format = "plain") -> LoadedModel:

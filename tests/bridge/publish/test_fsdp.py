@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.bridge.fault_client import FaultServer
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.kernels.grids import nightly
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.transports.nccl.member import Member
 from trainer_bridge.transports.payload import Payload
@@ -48,7 +49,7 @@ def of_version(noted: list[list[int]], version: int) -> list[int]:
     return [nbytes for at, nbytes in noted if at == version]
 
 
-@pytest.mark.parametrize("transport", ["auto", "nccl", "disk"])
+@pytest.mark.parametrize("transport", ["auto", "nccl", *nightly("disk")])
 def test_the_parts_of_all_ranks_arrive_as_one(faults: FaultServer, tmp_path: Path, transport: str) -> None:
     with Worker() as worker:
         seen = train(faults, [worker], transport, tmp_path)
@@ -101,7 +102,7 @@ def test_ranks_and_workers_meet_again_without_one_another_while_a_worker_takes_a
     """The first worker gives up once in the middle; the last one takes no part in groups."""
     broken: list[str] = []
     with Worker() as first, Worker() as second, Worker() as far:
-        del far.receiver._receivers["nccl"]
+        del far.receiver.receivers["nccl"]
         workers = [first, second, far]
         taken = Member._take_buckets
 

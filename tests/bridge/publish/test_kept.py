@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.kernels.grids import nightly
 from trainer_bridge.publish import publisher as publisher_module
 from trainer_bridge.publish.kept_update import KeptUpdate
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -67,7 +68,7 @@ def test_an_update_that_is_refused_leaves_the_one_before(transport: str) -> None
                 assert serves(again.model, tensors)
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "nccl", "disk"])
+@pytest.mark.parametrize("transport", ["zmq", "nccl", *nightly("shm", "disk")])
 def test_an_update_that_found_nobody_is_brought_to_who_comes_back(transport: str, tmp_path: Path) -> None:
     with Worker() as first:
         port, endpoint, model = first.port, first.endpoint, first.model

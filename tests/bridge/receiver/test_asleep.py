@@ -67,7 +67,7 @@ def test_a_group_that_is_kept_serves_the_update_inside_and_is_let_go_of_behind_i
         Worker() as worker,
         WeightPublisher(worker.endpoint, transport="nccl", bucket_bytes=64, stall_s=5.0) as publisher,
     ):
-        gate, kept = worker.engine_gate, worker.receiver._receivers["nccl"]._kept
+        gate, kept = worker.engine_gate, worker.receiver.receivers["nccl"]._kept
         publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
         assert kept.name
 

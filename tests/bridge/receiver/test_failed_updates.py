@@ -10,6 +10,7 @@ import pytest
 
 from rollout.engine.gate import Gate
 from rollout.weights.destination import InPlaceDestination, StagedDestination
+from tests.support.alive import alive
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from tests.support.bridge.raw_publisher import RawPublisher, assert_rejected, publish
 
@@ -24,7 +25,7 @@ def test_a_worker_that_cannot_let_go_of_an_update_still_says_why_it_failed(what:
         old = publish(worker, 1, 1)
         raw = RawPublisher(worker, new_tensors(worker.model, 2), 2)
         assert raw.begin()["op"] == "ok"
-        owner = worker.receiver._receivers["zmq"] if what == "drop" else worker.receiver._intake.current.destination
+        owner = worker.receiver.receivers["zmq"] if what == "drop" else worker.receiver._intake.current.destination
         setattr(owner, what, raising)
         assert_rejected(raw.commit(), "of 9 buckets")
         if what == "drop":
@@ -63,9 +64,7 @@ def test_an_update_that_was_refused_keeps_no_memory(apply: str) -> None:
 
 def landings(worker: Worker) -> list[weakref.ref]:
     """Where the updates land that are in memory, of this worker's model."""
-    gc.collect()
-    alive = [thing for thing in gc.get_objects() if isinstance(thing, (StagedDestination, InPlaceDestination))]
-    return [weakref.ref(thing) for thing in alive]
+    return [weakref.ref(thing) for kind in (StagedDestination, InPlaceDestination) for thing in alive(kind)]
 
 
 class Asker:

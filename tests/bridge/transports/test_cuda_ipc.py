@@ -65,9 +65,9 @@ class HostMemory:
 def shared(worker: Worker, publisher: WeightPublisher, memory: HostMemory | None = None) -> HostMemory:
     """Give both sides the same driver."""
     memory = memory or HostMemory()
-    receivers = worker.receiver._receivers
+    receivers = worker.receiver.receivers
     receivers["cuda_ipc"] = CudaIpcReceiver(receivers["zmq"], memory)
-    publisher._choice._senders["cuda_ipc"] = CudaIpcSender(None, memory)
+    publisher._choice.senders["cuda_ipc"] = CudaIpcSender(None, memory)
     return memory
 
 
@@ -383,7 +383,7 @@ def test_slots_that_no_worker_opened_are_given_back_after_the_update(monkeypatch
     with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=SMALL) as publisher:
         memory = shared(worker, publisher)
         memory.open = refused  # type: ignore[method-assign]
-        monkeypatch.setattr(publisher._choice, "_candidates", lambda payload: ("cuda_ipc", "zmq"))
+        monkeypatch.setattr(publisher._choice, "candidates", lambda payload: ("cuda_ipc", "zmq"))
         (report,) = publisher.publish(new_tensors(worker.model, 1), 1).applied(20)
         assert report.transport == "zmq" and memory.allocated == {}
 
@@ -437,7 +437,7 @@ def test_two_workers_share_the_slots() -> None:
     with Worker() as one, Worker() as other:
         with WeightPublisher([one.endpoint, other.endpoint], transport="cuda_ipc", bucket_bytes=SMALL) as publisher:
             memory = shared(one, publisher)
-            receivers = other.receiver._receivers
+            receivers = other.receiver.receivers
             receivers["cuda_ipc"] = CudaIpcReceiver(receivers["zmq"], memory)
             for version in (1, 2):
                 publisher.publish(tensors := new_tensors(one.model, version), version).applied(20)
@@ -478,7 +478,7 @@ def test_broken_options_are_refused_by_name(changes: dict[str, Any], field: str)
     payload, memory = Payload(new_tensors(TinyModel(), 1), 1, SMALL), HostMemory()
     options = CudaIpcSender(None, memory).prepare(payload)
     with Worker() as worker:
-        receivers = worker.receiver._receivers
+        receivers = worker.receiver.receivers
         receivers["cuda_ipc"] = CudaIpcReceiver(receivers["zmq"], memory)
         begin = {"action": "begin", "version": 1, "manifest": payload.manifest.to_wire(), "transport": "cuda_ipc"}
         reply = worker.control(**begin, options={**options, **changes})

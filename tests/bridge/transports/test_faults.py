@@ -19,6 +19,7 @@ from tests.support.bridge.fault_client import FaultServer, ended_or_stopped, idl
 from tests.support.bridge.fault_server import middle
 from tests.support.bridge.file_memory import share_from
 from tests.support.bridge.harness import TinyModel, Worker, new_tensors, serves, wait_for
+from tests.support.kernels.grids import nightly
 from trainer_bridge.publish.publisher import WeightPublisher
 from trainer_bridge.publish.transport_choice import TransportChoice
 from trainer_bridge.transports import bucket_link
@@ -150,8 +151,8 @@ def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothi
         assert serves(worker.model, good(worker, transport, tmp_path, 6))
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("fault", [signal.SIGKILL, *nightly(signal.SIGSTOP)])
 def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_update(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, fault: signal.Signals
 ) -> None:
@@ -224,7 +225,7 @@ def test_auto_goes_another_way_where_no_group_comes_about(monkeypatch: pytest.Mo
     def no_group(*_: Any) -> None:
         raise GroupError("no route between the devices")
 
-    monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("nccl", "shm", "zmq"))
+    monkeypatch.setattr(TransportChoice, "candidates", lambda self, payload: ("nccl", "shm", "zmq"))
     monkeypatch.setattr(group_broadcasts, "BroadcastGroup", no_group)
     monkeypatch.setattr(group_member, "BroadcastGroup", no_group)
     with Worker() as worker, WeightPublisher(worker.endpoint, bucket_bytes=SMALL) as publisher:
@@ -262,7 +263,7 @@ def test_a_group_is_kept_for_the_next_update_while_its_members_are_the_same(monk
             for version in (1, 2, 3):
                 publish(version)
             assert len(joined) == 3 and len(set(joined)) == 1
-            one.receiver._receivers["nccl"].rest()  # as before a sleep
+            one.receiver.receivers["nccl"].rest()  # as before a sleep
             publish(4)
             assert len(joined) == 6 and len(set(joined)) == 2
             publish(5)
@@ -297,7 +298,7 @@ def test_a_kept_group_that_broke_while_nobody_used_it_is_made_anew_for_the_same_
     def lost(*_: Any) -> None:
         raise GroupError("Connection closed by peer")
 
-    monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("nccl", "shm", "zmq"))
+    monkeypatch.setattr(TransportChoice, "candidates", lambda self, payload: ("nccl", "shm", "zmq"))
     joined = counted_groups(monkeypatch)
     with Worker(apply=apply) as worker, WeightPublisher(worker.endpoint, transport=transport) as publisher:
         for version in (1, 2, 3):
@@ -305,7 +306,7 @@ def test_a_kept_group_that_broke_while_nobody_used_it_is_made_anew_for_the_same_
             (report,) = publisher.publish(tensors, version).applied(20)
             assert report.transport == "nccl" and serves(worker.model, tensors)
             if version == 1:
-                worker.receiver._receivers["nccl"]._kept._kept[1].broadcast = lost
+                worker.receiver.receivers["nccl"]._kept._kept[1].broadcast = lost
         assert len(joined) == 4 and len(set(joined)) == 2
 
 

@@ -194,7 +194,7 @@ def test_an_update_that_was_dropped_takes_no_group_from_the_next(
     waiting: tuple[Worker, NcclSender, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, sender, token = waiting
-    receiver = worker.receiver._receivers["nccl"]
+    receiver = worker.receiver.receivers["nccl"]
     member, placed, left = receiver._member, threading.Event(), []
 
     def loads(data: bytes) -> Any:
@@ -296,11 +296,11 @@ def test_workers_that_come_to_a_group_in_turn_meet_in_one(monkeypatch: pytest.Mo
             super().__init__(*arguments, **more)
 
     monkeypatch.setattr(nccl, "StoreServer", Counted)
-    monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("shm", "nccl", "zmq"))
+    monkeypatch.setattr(TransportChoice, "candidates", lambda self, payload: ("shm", "nccl", "zmq"))
     with Worker() as first, Worker() as second:
-        del second.receiver._receivers["shm"]  # it refuses that, and comes to the group a round later
+        del second.receiver.receivers["shm"]  # it refuses that, and comes to the group a round later
         with WeightPublisher([first.endpoint, second.endpoint], bucket_bytes=SMALL) as publisher:
-            publisher._choice._refusals[first.endpoint] = {"shm": "for the test"}
+            publisher._choice.refusals[first.endpoint] = {"shm": "for the test"}
             for version in (1, 2):
                 tensors = new_tensors(first.model, version)
                 reports = publisher.publish(tensors, version).applied(20)
@@ -320,11 +320,11 @@ def test_who_got_the_bytes_keeps_them_when_another_fails_the_same_way_in_a_secon
 
     for module in (group_broadcasts, group_member):
         monkeypatch.setattr(module, "BroadcastGroup", no_group)
-    monkeypatch.setattr(TransportChoice, "_candidates", lambda self, payload: ("nccl", "shm", "zmq"))
+    monkeypatch.setattr(TransportChoice, "candidates", lambda self, payload: ("nccl", "shm", "zmq"))
     with Worker() as near, Worker() as broken:
-        broken.receiver._receivers["shm"].take = refuse
+        broken.receiver.receivers["shm"].take = refuse
         with WeightPublisher([near.endpoint, broken.endpoint], bucket_bytes=SMALL) as publisher:
-            publisher._choice._refusals[near.endpoint] = {"nccl": "for the test"}
+            publisher._choice.refusals[near.endpoint] = {"nccl": "for the test"}
             handle = publisher.publish(tensors := new_tensors(near.model, 1), 1)
             with pytest.raises(RolloutError, match="damaged"):
                 handle.applied(20)

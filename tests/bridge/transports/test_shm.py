@@ -102,7 +102,7 @@ def noting(plain: Any, calls: list) -> Any:
 
 def test_workers_of_different_reach_get_the_same_update_each_its_way() -> None:
     with Worker() as near, Worker() as far, Worker() as gone_by:
-        del far.receiver._receivers["shm"]  # as a worker of before, or of another host
+        del far.receiver.receivers["shm"]  # as a worker of before, or of another host
         endpoints = [near.endpoint, far.endpoint, gone_by.endpoint]
         with WeightPublisher(endpoints, bucket_bytes=SMALL) as publisher:
             for version in (1, 2, 3):

@@ -236,3 +236,26 @@ def test_random_arrivals_have_their_own_tokens_and_lose_no_page(model, prompt_of
         found = bench.tokens(f"r{i}")
         assert found == (expected[: len(found)] if f"r{i}" in cancelled else expected)
     bench.close(), single.close()
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(36, 4), (34, 6), (33, 7)])
+def test_a_prompt_that_needs_every_page_can_do_without_the_copy_of_its_end(model, prompt_of, length, tokens):
+    """The page to copy would be one too many, and nothing runs that could give one back."""
+    bench = Bench(model, kv_pages=11, page_size=4)
+    for name in ("a", "b"):
+        bench.submit(name, prompt_of(length), tokens)
+        bench.run()
+    assert bench.tokens("a") == bench.tokens("b")
+    bench.close()
+
+
+def test_a_prefill_of_lower_priority_does_not_keep_others_from_sharing(model, prompt_of):
+    bench = Bench(model, prefill_chunk_tokens=8, max_rows=8)
+    sizes = watch_prefills(bench)
+    bench.submit("low", prompt_of(64), 4)
+    bench.engine.tick()
+    for i in range(6):
+        bench.submit(f"r{i}", prompt_of(64), 4, priority=1)
+    bench.run()
+    assert sum(sizes) <= 2 * 64 + 6
+    bench.close()

@@ -80,7 +80,7 @@ def test_a_pause_does_not_show_as_waiting_for_pages(model, prompt_of):
         bench.engine.inbox.put(Cancel(("c", f"r{i}")))
     mover, books = bench.engine.executor.mover, bench.engine.roster.allocator.offload_books
     while not counts(bench).pages_in:
-        if mover.back.under_way or books._to_copy_in:
+        if mover.back.under_way or books.to_copy_in:
             pieces.release()
         bench.engine.tick()
     told, tell = [], bench.engine.meter.offload

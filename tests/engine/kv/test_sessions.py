@@ -13,6 +13,7 @@ from rollout.engine.kv.pool import PagePool
 from rollout.engine.kv.sessions import Sessions
 from rollout.engine.messages import Cancel, Done, EndSession, Prompt, Rejected, Request, StopAt
 from rollout.engine.sequence.session import Session, SessionKV
+from tests.support.alive import alive
 from tests.support.engine.conversation import Conversation, admissions
 from tests.support.engine.faults import fail_a_step
 from tests.support.engine.harness import Bench, load, watch_prefills
@@ -300,8 +301,7 @@ def test_many_short_turns_leave_no_trail_of_leases(model, prompt_of):
     talk = Conversation(bench, "s", prompt_of)
     for _ in range(60):
         talk.say(1, 1)
-    sessions = [thing for thing in gc.get_objects() if type(thing) is Session]
-    assert max(len(gc.get_referrers(session)) for session in sessions) < 30
+    assert max(len(gc.get_referrers(session)) for session in alive(Session)) < 30
     bench.close()
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-
 from rollout.engine.messages import Cancel
 from rollout.engine.sequence.prefix_keys import PrefixKeys
 from rollout.engine.sequence.sequence import Sequence
+from tests.support.alive import alive
 from tests.support.engine.harness import Bench
 
 
 def sequences() -> int:
     """Sequences that anything in this process still refers to."""
-    gc.collect()
-    return sum(type(thing) is Sequence for thing in gc.get_objects())
+    return len(alive(Sequence))
 
 
 def test_a_request_that_ended_is_not_kept_until_its_deadline(model, prompt_of):

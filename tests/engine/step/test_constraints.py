@@ -157,7 +157,7 @@ def test_a_constraint_that_leads_nowhere_ends_its_own_completion_before_a_token_
 @pytest.mark.parametrize("good", [0, 7])
 def test_a_constraint_that_hangs_ends_its_own_completion_and_no_other(model, prompt_of, good):
     bench = Bench(model)
-    bench.engine.masks._timeout_s = 0.5
+    bench.engine.masks.timeout_s = 0.5
     hanging = Endless(good)
     bench.submit("before", prompt_of(9, 1), 20, sampling=SAMPLED, constraint=Cycle([X, Y]))
     bench.submit("hangs", prompt_of(9, 2), 20, sampling=SAMPLED, constraint=hanging)
@@ -195,7 +195,7 @@ class Slow(Cycle):
 
 def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt_of):
     bench = Bench(model, mask_threads=1)
-    bench.engine.masks._timeout_s = 0.8
+    bench.engine.masks.timeout_s = 0.8
     bench.submit("slow", prompt_of(9), 6, sampling=SAMPLED, constraint=Slow([X], 0.79))
     for i in range(5):
         bench.submit(f"r{i}", prompt_of(9, i), 6, sampling=SAMPLED, constraint=Slow([Y], 0.005))
@@ -206,9 +206,9 @@ def test_when_time_runs_out_the_slowest_ends_and_not_who_came_last(model, prompt
 
 
 def test_many_that_take_a_little_each_all_go_on(model, prompt_of, monkeypatch):
-    monkeypatch.setattr(masks_module, "_FAIR_PARTS", 1)  # so that a busy machine does not matter
+    monkeypatch.setattr(masks_module, "FAIR_PARTS", 1)  # so that a busy machine does not matter
     bench = Bench(model, mask_threads=1)
-    bench.engine.masks._timeout_s = 0.4
+    bench.engine.masks.timeout_s = 0.4
     for i in range(8):
         bench.submit(f"r{i}", prompt_of(9, i), 3, sampling=SAMPLED, constraint=Slow([[X, Y][i % 2]], 0.06))
     bench.run()
@@ -237,9 +237,9 @@ class Costly(Cycle):
 
 def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_goes_on(model, prompt_of, monkeypatch):
     spent_s = [0.0]
-    monkeypatch.setattr(masks_module, "_thread_s", lambda: spent_s[0])
+    monkeypatch.setattr(masks_module, "thread_seconds", lambda: spent_s[0])
     bench = Bench(model, mask_threads=1)
-    bench.engine.masks._timeout_s = 1.0
+    bench.engine.masks.timeout_s = 1.0
     slow, steady, seldom = [0.4], [0.09], [0.9, *[0.01] * 9]
     for name, costs_s in (("slow", slow), ("steady", steady), ("seldom", seldom)):
         bench.submit(name, prompt_of(9), 40, sampling=SAMPLED, constraint=Costly([X], spent_s, costs_s))
@@ -258,7 +258,7 @@ def test_one_that_is_slow_at_every_token_ends_and_one_that_is_so_now_and_then_go
 
 def test_time_that_others_had_is_not_counted(model, prompt_of):
     bench = Bench(model, mask_threads=1)
-    bench.engine.masks._timeout_s = 0.5
+    bench.engine.masks.timeout_s = 0.5
     bench.submit("waits", prompt_of(9), 14, sampling=SAMPLED, constraint=Slow([X], 0.1))
     bench.run()
     assert bench.completions["waits", 0].finish.reason == "length"
@@ -267,10 +267,10 @@ def test_time_that_others_had_is_not_counted(model, prompt_of):
 
 def test_a_mask_that_is_late_writes_to_memory_that_is_never_read(model, prompt_of):
     bench = Bench(model)
-    bench.engine.masks._timeout_s = 0.05
+    bench.engine.masks.timeout_s = 0.05
     slots = [bench.engine.pipeline.acquire() for _ in range(2)]
     before = {slot.masks.host.data_ptr() for slot in slots}
-    bench.engine.pipeline._free.extend(slots)
+    bench.engine.pipeline.free_slots.extend(slots)
     hanging = Endless(0)
     bench.submit("hangs", prompt_of(9), 20, sampling=SAMPLED, constraint=hanging)
     bench.run()
@@ -297,7 +297,7 @@ def test_a_continued_completion_is_followed_from_its_new_tokens(model, prompt_of
 
 def test_too_many_that_hang_end_constraints_and_nothing_else(model, prompt_of):
     bench = Bench(model)
-    bench.engine.masks._timeout_s = 0.02
+    bench.engine.masks.timeout_s = 0.02
     hanging = [Endless(0) for _ in range(MOST_LEFT_BEHIND)]
     for i, constraint in enumerate(hanging):
         bench.submit(f"h{i}", prompt_of(9, i), 20, sampling=SAMPLED, constraint=constraint)
@@ -305,7 +305,7 @@ def test_too_many_that_hang_end_constraints_and_nothing_else(model, prompt_of):
     bench.submit("late", prompt_of(9, 50), 20, sampling=SAMPLED, constraint=Cycle([X, Y]))
     bench.submit("free", prompt_of(9, 51), 20, sampling=SAMPLED)
     bench.run()
-    assert bench.completions["late", 0].finish.error == masks_module._GIVEN_UP
+    assert bench.completions["late", 0].finish.error == masks_module.GIVEN_UP
     assert bench.completions["free", 0].finish.reason == "length"
     for constraint in hanging:
         constraint.let_go.set()

@@ -55,7 +55,7 @@ class Current:
 def replays(monkeypatch) -> list[tuple[str, int]]:
     """Makes CPU engines capture; lists the replays, (kind, rows)."""
     ran: list[tuple[str, int]] = []
-    whole, forward = DecodeGraphs._run_whole, DecodeGraphs._run_forward
+    whole, forward = DecodeGraphs.run_whole, DecodeGraphs.run_forward
 
     def record_whole(self, step, slot):
         recording = Recording.under_way
@@ -75,8 +75,8 @@ def replays(monkeypatch) -> list[tuple[str, int]]:
         )
         return logits
 
-    monkeypatch.setattr(DecodeGraphs, "_run_whole", record_whole)
-    monkeypatch.setattr(DecodeGraphs, "_run_forward", record_forward)
+    monkeypatch.setattr(DecodeGraphs, "run_whole", record_whole)
+    monkeypatch.setattr(DecodeGraphs, "run_forward", record_forward)
     monkeypatch.setattr(DecodeGraphs, "_stream", Current())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     handles = count()
@@ -173,7 +173,7 @@ def test_progress_is_reported_for_every_size_largest_first(model, replays, monke
     )
     executor = bench.engine.executor
     made = DecodeGraphs(executor.step, executor.compute, 1024, 6)
-    made.capture(list(bench.engine.pipeline._free), lambda done, total: told.append((done, total)))
+    made.capture(list(bench.engine.pipeline.free_slots), lambda done, total: told.append((done, total)))
     assert captured == [6, 4, 3, 2, 1] and told == [(i, 5) for i in range(1, 6)]
     assert made.count == 2 * 5 + 4 and made.kept_bytes == (1 + 2 + 4) * bench.engine.executor.step.rows.vocab * 4
     bench.close()
@@ -187,17 +187,17 @@ def test_all_captures_of_an_engine_share_one_memory_pool(model, replays):
 
 def test_a_forward_that_is_to_be_measured_reads_the_slots_input(model, replays):
     bench = Bench(model, max_rows=6)
-    slot = bench.engine.pipeline._free[0]
+    slot = bench.engine.pipeline.free_slots[0]
     slot.input.fill_(1)
     step = bench.engine.executor.graphs.captured(slot, 3)
-    forward = bench.engine.executor.graphs._forwards[3, False]
+    forward = bench.engine.executor.graphs.forwards[3, False]
     assert step.logits_SV.shape[0] == 3 and forward.step.words.eq(1).all() and step.forward is forward.graph
     bench.close()
 
 
 def test_a_capture_that_fails_is_ended_and_says_why(replays):
     recording = Recording()
-    with pytest.raises(KeyError, match="why"), graphs._capturing(recording, None):
+    with pytest.raises(KeyError, match="why"), graphs.capturing(recording, None):
         raise KeyError("why")
     assert Recording.under_way is None
 
@@ -206,7 +206,7 @@ def model_of(feed_forward, on_gpu, dtype):
     """What `capturable` asks of a model of one layer."""
     moe = feed_forward if isinstance(feed_forward, MoESpec) else None
     block = SimpleNamespace(spec=feed_forward, reads_host=SparseFeedForward.reads_host and moe is not None)
-    layer = SimpleNamespace(feed_forward=block)
+    layer = SimpleNamespace(mixer=SimpleNamespace(spec=None, reads_host=False), feed_forward=block)
     spec = SimpleNamespace(moe=moe, layers=[SimpleNamespace(mixer=None, feed_forward=feed_forward)])
     return SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=spec, layers=[layer])
 
@@ -220,8 +220,10 @@ def test_dense_models_on_a_gpu_are_captured(on_gpu):
 def test_a_new_block_that_reads_on_the_host_is_not_captured():
     model = model_of(DenseSpec(64, 32, bias=True), True, torch.bfloat16)
     assert capturable(model, True)
-    model.layers[0].feed_forward.reads_host = True
-    assert not capturable(model, True)
+    for block in (model.layers[0].feed_forward, model.layers[0].mixer):
+        block.reads_host = True
+        assert not capturable(model, True)
+        block.reads_host = False
 
 
 @pytest.mark.parametrize(

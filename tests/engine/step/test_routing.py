@@ -234,7 +234,7 @@ def test_a_rescued_completion_has_the_experts_of_its_tokens(family, pages):
     for _ in range(60):
         bench.engine.tick()
     assert (bench.engine.roster.counters.preemptions > 0) == (pages == 40)
-    bench._emit(bench.engine.roster.rescue("a fault"))
+    bench.emit(bench.engine.roster.rescue("a fault"))
     for name, prompt in prompts.items():
         done = bench.completions[name, 0]
         assert done.finish.reason == "error" and done.token_ids
@@ -259,7 +259,7 @@ def test_a_delta_that_could_not_be_made_takes_no_entries_along(family):
     with pytest.raises(MemoryError):
         make_delta(seq, roster.allocator.experts)
     seq.group.prompt_logprobs = None
-    bench._emit(roster.rescue("a fault"))
+    bench.emit(roster.rescue("a fault"))
     assert_routed(hf_model, prompt, bench.tokens("a"), routing_of(bench, "a"), 0)
     bench.close(check=False)
 

@@ -48,10 +48,10 @@ class FileMemory:
 
 def share_with(worker: Worker, folder: Path) -> None:
     """Let a worker take `cuda_ipc` from publishers that share files of the folder."""
-    receivers = worker.receiver._receivers
+    receivers = worker.receiver.receivers
     receivers["cuda_ipc"] = CudaIpcReceiver(receivers["zmq"], FileMemory(folder))
 
 
 def share_from(publisher: WeightPublisher, folder: Path) -> None:
     """Let a publisher send tensors on the CPU by `cuda_ipc`."""
-    publisher._choice._senders["cuda_ipc"] = CudaIpcSender(None, FileMemory(folder))
+    publisher._choice.senders["cuda_ipc"] = CudaIpcSender(None, FileMemory(folder))

@@ -105,7 +105,7 @@ def train_fsdp(order: dict[str, Any]) -> None:
     if fault == "corrupt" and rank == 1:
         corrupt(at)
     if order["candidates"]:
-        TransportChoice._candidates = lambda self, payload: order["candidates"]  # type: ignore[method-assign]
+        TransportChoice.candidates = lambda self, payload: order["candidates"]  # type: ignore[method-assign]
     with WeightPublisher(
         order["endpoints"],
         transport=order["transport"],

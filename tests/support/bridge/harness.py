@@ -89,7 +89,10 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -
 
 
 class Worker:
-    """A request socket that only names the weight socket, and a loop that applies updates while `gate` is set."""
+    """A request socket that only names the weight socket, and a loop that applies updates while `gate` is set.
+
+    As in a worker, the loop also asks the `engine_gate`.
+    """
 
     def __init__(
         self,
@@ -175,7 +178,7 @@ class Worker:
             gate = self.engine_gate
             if self.gate.is_set():
                 gate.grant_hold()
-            update = self.receiver.take_ready() if self.gate.is_set() else None
+            update = self.receiver.take_ready() if self.gate.is_set() and gate.may_apply else None
             if update is None:
                 time.sleep(0.001)
                 continue

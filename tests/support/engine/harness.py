@@ -85,12 +85,12 @@ class Bench:
         )
         self.events: list[Event] = []
         self.device = device or CpuDevice()
-        self.links = local_links(self.settings, self._emit, receiver)
+        self.links = local_links(self.settings, self.emit, receiver)
         self.engine: Engine = build_engine(self.settings, self.device, model, self.links)
         self.completions: dict[tuple[str, int], Completion] = defaultdict(Completion)
         self.done: dict[str, RequestDone] = {}
 
-    def _emit(self, events: list[Event]) -> None:
+    def emit(self, events: list[Event]) -> None:
         self.events += events
         for event in events:
             if isinstance(event, Delta):
@@ -98,12 +98,12 @@ class Bench:
             elif isinstance(event, RequestDone):
                 self.done[event.key[1]] = event
 
-    def submit(self, name: str, prompt: Iterable[int], max_tokens: int = 16, **fields) -> None:
+    def submit(self, name: str, prompt: Iterable[int], max_tokens: int = 16, client: str = "c", **fields) -> None:
         sampling = SamplingParams(**fields.pop("sampling", {"temperature": 0.0}))
         stop = StopParams(**fields.pop("stop", {}))
         token_prompt = Prompt.of_tokens(np.array(list(prompt), dtype=np.int32))
         self.engine.inbox.put(
-            Submit(Request(("c", name), token_prompt, max_tokens, sampling=sampling, stop=stop, **fields))
+            Submit(Request((client, name), token_prompt, max_tokens, sampling=sampling, stop=stop, **fields))
         )
 
     def run(self, ticks: int = 100_000) -> None:

@@ -86,3 +86,28 @@ class DeafDevice(LateDevice):
     def stream(self, name: str) -> CpuStream:
         kind = DeafStream if name == self._deaf else LateStream
         return kind(name, self._delays.get(name, lambda: 0.0))
+
+
+class SteppedStream(InlineStream):
+    """An inline stream on the clock of a `SteppedDevice`."""
+
+    def __init__(self, device: SteppedDevice, seconds: float) -> None:
+        self._device = device
+        self._seconds = seconds
+
+    def run(self, work: Callable[[], object]) -> None:
+        super().run(work)
+        self._device.now_s += self._seconds
+
+    def record(self, event: CpuEvent) -> None:
+        super().record(event)
+        event.ticket.time_s = self._device.now_s
+
+
+class SteppedDevice(CpuDevice):
+    """A device without threads, on a clock of its own: each piece of work on the compute stream takes one second."""
+
+    now_s = 0.0
+
+    def stream(self, name: str) -> SteppedStream:
+        return SteppedStream(self, 1.0 if name == "compute" else 0.0)

@@ -64,3 +64,22 @@ class InPlace:
 
     def copy_into(self) -> None:
         pass
+
+
+class Endless(Mailbox):
+    """A receiver that has a newer update ready whenever there are requests.
+
+    Version v is a copy of `sources[v % len(sources)]`.
+    """
+
+    def __init__(self, sources: list, target) -> None:
+        super().__init__()
+        self.version = 0
+        self.bench: Bench | None = None
+        self._sources, self._target = sources, target
+
+    def take_ready(self) -> Update | None:
+        if self.bench is None or self.bench.engine.roster.idle:
+            return None
+        self.version += 1
+        return Update(self.version, self._sources[self.version % len(self._sources)], self._target)

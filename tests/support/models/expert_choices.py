@@ -64,7 +64,9 @@ class ExpertChoices:
             # All experts, in the order of their number, with the weights that they would have if they were chosen.
             weights_TE, order_TE = rule(logits_TE, bias_E, replace(router, top_k=logits_TE.shape[1]))
             weights_TK = torch.zeros_like(weights_TE).scatter(1, order_TE, weights_TE).gather(1, experts_TK)
-            return weights_TK / weights_TK.sum(1, keepdim=True) if router.renormalize else weights_TK, experts_TK
+            if router.renormalize:  # to the sum that the rule gives, which may have a scale
+                weights_TK = weights_TK / weights_TK.sum(1, keepdim=True) * weights_TE.sum(1, keepdim=True)
+            return weights_TK, experts_TK
 
         with pytest.MonkeyPatch.context() as patch:
             for scoring, rule in layers.ROUTES.items():

@@ -27,6 +27,7 @@ FAMILY = Family(
         renormalize=True,
         scoring="sigmoid",  # type: ignore[arg-type]
         router_bias=True,
+        router_float32=True,
         sparse=sparse_by_step,
     ),
 )
@@ -66,7 +67,7 @@ def give_biases(folder: Path, reference: Any) -> None:
         def choose(
             x: torch.Tensor, weight: torch.Tensor = gate.weight, bias_E: torch.Tensor = bias_E
         ) -> tuple[torch.Tensor, ...]:
-            logits_TE = x.reshape(-1, weight.shape[1]) @ weight.T
+            logits_TE = x.reshape(-1, weight.shape[1]).float() @ weight.float().T
             return logits_TE, *route_by_sigmoid(logits_TE, bias_E.to(x.device), router)
 
         gate.forward = choose

@@ -15,9 +15,9 @@ from rollout.config import ServiceSettings
 from rollout.engine.messages import Delta, EngineStatus, Finish, Request, RequestDone, RequestKey, Submit
 from rollout.service.served_model import ServedModel
 from rollout.service.server import ServedEngine, ServedText, Server
+from tests.support.patience import PATIENCE_S
 from trainer_bridge.wire.codec import REPLY_LIMITS, decode, encode
 
-WAIT_S = 60
 MODEL = ServedModel(name="tiny", vocab_size=302, max_context_tokens=1000, eos_ids=(301,))
 
 
@@ -26,7 +26,7 @@ class Client:
 
     def __init__(self, context: zmq.Context, endpoint: str, kind: int = zmq.DEALER, delimiter: bool = False) -> None:
         self.socket = context.socket(kind)
-        self.socket.setsockopt(zmq.RCVTIMEO, WAIT_S * 1000)
+        self.socket.setsockopt(zmq.RCVTIMEO, PATIENCE_S * 1000)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(endpoint)
         self.delimiter = delimiter
@@ -63,7 +63,7 @@ class Bench:
         return client
 
     def command(self) -> Any:
-        return self.inbox.get(timeout=WAIT_S)
+        return self.inbox.get(timeout=PATIENCE_S)
 
     def submitted(self) -> Request:
         command = self.command()

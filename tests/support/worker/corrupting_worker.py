@@ -22,7 +22,7 @@ AFTER_TOKENS = 250
 
 def corrupt_one_page() -> None:
     """Have every engine of this process overwrite one page, once."""
-    launch = Engine._launch
+    launch = Engine.launch
     corrupted: list[int] = []
 
     def corrupting_launch(self: Engine, plan: Plan, *rest: Any) -> Any:
@@ -36,7 +36,7 @@ def corrupt_one_page() -> None:
                     break
         return launch(self, plan, *rest)
 
-    Engine._launch = corrupting_launch  # type: ignore[method-assign]
+    Engine.launch = corrupting_launch  # type: ignore[method-assign]
 
 
 def overwrite(kv: KVCache, page: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.demo.counting import CountingReport, check_completion
+from tests.support.patience import PATIENCE_S
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess, start_worker
 from trainer_bridge.client.results import Completion
@@ -23,7 +24,6 @@ from trainer_bridge.publish.publisher import WeightPublisher
 ROOT = Path(__file__).parents[3]
 CHECKPOINTS = ROOT / "rollout" / "demo" / "checkpoints"
 ONES, TWOS = CHECKPOINTS / "ones", CHECKPOINTS / "twos"
-DEADLINE_S = 60.0
 
 _SETTINGS = ("ROLLOUT_", "WANDB_")
 _ALWAYS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
@@ -58,7 +58,7 @@ def rollout(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "rollout.cli.main", *arguments]
 
 
-def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+def until(condition: Callable[[], Any], what: str, deadline_s: float = PATIENCE_S) -> Any:
     """The first true value of `condition`; fails after `deadline_s`."""
     end = time.monotonic() + deadline_s
     while not (value := condition()):

@@ -164,9 +164,10 @@ def test_ours_can_do_without_experts_by_output():
 
 def test_long_contexts_are_prefilled_once():
     job = toy(experiments=["contexts"], rows=[2], contexts=[160])
-    engine = OursEngine(job, depth=2)
+    # KV for a third row: without a free page to copy the last one to, a row computes that page's tokens again.
+    engine = OursEngine(job, depth=2, changes={"max_rows": 3})
     (row,) = run_job(engine, job)
-    counters = engine._engine.roster.counters
+    counters = engine.engine.roster.counters
     engine.close()
     assert row["context"] == 160
     # Four runs of two rows: each except the first finds all but the last token, which is always computed again.

@@ -8,7 +8,7 @@ from rollout_kernels import route
 from rollout_kernels.moe import triton_router
 from rollout_kernels.moe.triton_group_pairs import group_pairs, most_tiles
 from rollout_kernels.moe.triton_norm_router import RouterScratch, norm_route, router_scratch
-from rollout_kernels.moe.triton_router import Record, Routing, moe_choose, moe_route
+from rollout_kernels.moe.triton_router import Record, Routing, moe_choose, moe_route, router_logits, sum_of_parts
 from rollout_kernels.norm_rope.triton_elementwise import add_rms_norm
 
 from tests.support.kernels.moe_cases import DEVICE
@@ -181,3 +181,16 @@ def test_every_router_records_the_experts_of_its_twin_in_strided_rows(dtype):
     twins.append(route(logits, top_k, False)[1])
     assert [kept.tolist() for kept in layers] == [twin.tolist() for twin in twins]
     assert not words[:, 0].any() and not words[tokens:].any() and not packed[:, 9:].cpu().any()
+
+
+@pytest.mark.parametrize("hidden", [64, 40])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_logits_in_float32_are_rounded_nowhere(hidden, deterministic):
+    """By our own product, and at a width that it does not take."""
+    generator = torch.Generator().manual_seed(hidden)
+    x, router = (torch.randn(n, hidden, generator=generator).to(DEVICE, torch.bfloat16) for n in (5, 8))
+    exact = x.double() @ router.double().T
+    logits = sum_of_parts(router_logits(x, router, deterministic, torch.float32), torch.float32)
+    assert logits.dtype == torch.float32 and (logits - exact).abs().max() < 1e-4
+    rounded = sum_of_parts(router_logits(x, router, deterministic), torch.bfloat16)
+    assert (rounded - exact).abs().max() > 1e-3

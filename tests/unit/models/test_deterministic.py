@@ -126,6 +126,7 @@ def attention_of_a_library(q, k, v, bias, scale):
     return (weights @ v.float()).to(q.dtype)
 
 
+@pytest.mark.nightly
 def test_without_deterministic_a_decoded_token_differs_from_a_prefilled_one(tmp_path, monkeypatch):
     """So the comparison above can fail. Two orders of a sum may round alike, so several prompts are tried."""
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention_of_a_library)

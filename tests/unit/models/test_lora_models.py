@@ -17,6 +17,7 @@ from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.spec import MoESpec
+from tests.support.kernels.grids import nightly
 from tests.support.models.expert_choices import NEARLY_EQUAL, ExpertChoices
 from tests.support.models.families import FAMILIES, make_checkpoint
 from tests.support.models.paged import PagedRunner
@@ -27,6 +28,8 @@ EVEN: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "num_hidden_layers": 2,
 }  # fmt: skip
+#: What float32 rounds in logits of up to 15, by the order in which a CPU adds: 2e-4 was seen. Adapters differ by 0.05.
+ROUNDING = 1e-3
 #: Without biases, which the fused path does not take.
 PLAIN = {"llama": {"attention_bias": False, "mlp_bias": False}}
 VARIANTS: list[dict[str, Any]] = [
@@ -57,7 +60,7 @@ def exact_logits(reference) -> torch.Tensor:
         return reference(torch.tensor([[*PROMPT, 3, 4]])).logits[0].float()
 
 
-@pytest.mark.parametrize("way", ["generic", "fused", "fused, added before"])
+@pytest.mark.parametrize("way", ["generic", "fused", *nightly("fused, added before")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_row_of_a_batch_equals_the_model_that_peft_merges(
     family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,7 +85,7 @@ def test_each_row_of_a_batch_equals_the_model_that_peft_merges(
     adapter_of = [2, 0, 1, 3, 1]
     forward = FusedDecoder(model) if fused else model
     for slot, got in zip(adapter_of, logits_of(model, forward, slots, adapter_of), strict=True):
-        assert (got - exact[slot]).abs().max() < 2e-4
+        assert (got - exact[slot]).abs().max() < ROUNDING
 
 
 def test_in_16_bits_slots_are_as_accurate_as_merged_weights(tmp_path: Path) -> None:
@@ -104,7 +107,7 @@ def test_in_16_bits_slots_are_as_accurate_as_merged_weights(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore:no measured plan")
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", *nightly("olmoe")])
 def test_attention_before_experts_is_corrected_too(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +128,7 @@ def test_attention_before_experts_is_corrected_too(
         merged_logits.append(exact_logits(merged(reference, folder)))
     adapter_of, choices = [2, 0, 1], ExpertChoices()
     for slot, got in zip(adapter_of, logits_of(wide, wide, wide_slots, adapter_of), strict=True):
-        assert (got - merged_logits[slot]).abs().max() < 2e-4
+        assert (got - merged_logits[slot]).abs().max() < ROUNDING
     with choices.noted():
         fused = logits_of(model, FusedDecoder(model), slots, adapter_of)
     with choices.taken() as regrets:

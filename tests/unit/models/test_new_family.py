@@ -33,7 +33,7 @@ from rollout.models.registry import (
     windows_by_type,
 )
 from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
-from tests.support.models import sigmoid_router
+from tests.support.models import shared_expert, sigmoid_router
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
 from tests.support.models.side_by_side import (
@@ -82,6 +82,12 @@ MELLUM_SIZES: dict[str, Any] = {
     },
 }  # fmt: skip
 
+#: A window that no test reaches: transformers writes 0 for none.
+QWEN2_MOE_SIZES: dict[str, Any] = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 4096,
+}  # fmt: skip
+
 #: By made-up architectures, which no real family takes: (declaration, stem of transformers' classes, config).
 DECLARED: dict[str, tuple[Family, str, dict[str, Any]]] = {
     "MadeUpMistralForCausalLM": (Family(model_type="mistral", windows=same_window), "Mistral", {"sliding_window": 6}),
@@ -96,6 +102,7 @@ DECLARED: dict[str, tuple[Family, str, dict[str, Any]]] = {
         {"attention_bias": True, "attention_out_bias": False, "mlp_bias": True},
     ),
     "MadeUpMellumForCausalLM": (MELLUM, "Mellum", MELLUM_SIZES),
+    shared_expert.ARCHITECTURE: (shared_expert.FAMILY, "Qwen2Moe", QWEN2_MOE_SIZES),
 }
 #: Qwen3 under other names.
 RENAMED = Family(
@@ -232,6 +239,29 @@ def test_a_router_may_have_a_rule_and_a_bias_of_its_own(tmp_path: Path, monkeypa
     reference = make_checkpoint("qwen3_moe", tmp_path, **QWEN3_MOE_SIZES, mlp_only_layers=[])
     sigmoid_router.give_biases(tmp_path, reference)
     check(load_model(ModelSettings(path=str(tmp_path)), CPU), reference)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.filterwarnings("ignore:no measured plan")
+def test_a_shared_expert_runs_beside_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_expert.declare(monkeypatch)
+    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
+    runs = []
+    for seed in SEEDS:
+        folder = tmp_path / str(seed)
+        even = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+        reference = make_checkpoint("Qwen2Moe", folder, seed, **(SIZES | QWEN2_MOE_SIZES | even))
+        shared_expert.rename(folder)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.copy_(parameter.bfloat16())
+        save_file({name: t.contiguous() for name, t in reference.state_dict().items()}, folder / "model.safetensors")
+        wide = load(folder, "float32")
+        runs.append(side_by_side(load(folder, "bfloat16"), wide))
+        exact, _, ids = steps(wide, wide, LONG)
+        assert (exact - expected(reference, ids)).abs().max() < 1e-3
+    by_kernels, by_modules = errors(runs)
+    assert by_kernels < 1.25 * by_modules + 1e-4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")

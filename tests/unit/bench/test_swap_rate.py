@@ -1,0 +1,28 @@
+"""The benchmark of updates that keep coming."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bench import swap_rate
+
+
+@pytest.mark.nightly
+def test_each_way_is_measured_with_and_without_updates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes = ("--rows", "4", "--prompts", "2", "--prompt", "40", "--rounds", "1", "--seconds", "2", "--warm-s", "0.5")
+    out = tmp_path / "rate.json"
+    monkeypatch.setattr(sys, "argv", ["swap_rate", *sizes, "--every", "0.2", "--out", str(out)])
+    swap_rate.main()
+    rows = json.loads(out.read_text())["rows"]
+    ways = ["keep", "recompute, 1", "recompute, 0.3"]
+    assert [(row["kv"], row["every_s"]) for row in rows] == [(way, every) for every in (None, 0.2) for way in ways]
+    for row in rows:
+        (measured,) = row["rounds"]
+        assert row["tokens_per_s"] == measured["tokens_per_s"] > 0
+        if row["every_s"] is not None:
+            assert 1 <= measured["applied"] <= measured["published"]
+            assert measured["applied"] + sum(measured["errors"].values()) == measured["published"]
