@@ -120,58 +120,118 @@ def store_item(
     BLOCK_I: tl.constexpr,
 ):
     """Write an item's normalised result: to the output, or as a part. The last item of a row combines its parts."""
+    if sharing > 1:
+        _store_shared(
+            out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, rows, row, kv_head, sharing, place, result_MD, lse_M,
+            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
+        )  # fmt: skip
+    else:
+        _store_own(
+            out_ptr, part_ptr, lse_ptr, arrivals_ptr, row, kv_head, first_slot, count, place, result_MD, lse_M,
+            H, D, GROUP, FUSED, BLOCK_M, BLOCK_G, BLOCK_D, BLOCK_I,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_shared(
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    slots_ptr,
+    arrivals_ptr,
+    rows,
+    row,
+    kv_head,
+    sharing,
+    place,
+    result_MD,
+    lse_M,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """The rows of the item arrive together; their slots and numbers of parts are the plan's."""
+    BLOCK_R: tl.constexpr = BLOCK_M // BLOCK_G
     head = kv_head * GROUP
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    if sharing > 1:
-        # The rows of the item arrive together; their slots and numbers of parts are the plan's.
-        block_row = m // BLOCK_G
-        head_M = head + m % BLOCK_G
-        live = (m % BLOCK_G < GROUP) & (block_row < sharing)
-        slot = (tl.load(slots_ptr + row + block_row, mask=live, other=0) + place).to(tl.int64)
-        at = slot[:, None] * (H * D) + head_M[:, None] * D + d[None, :]
-        tl.store(part_ptr + at, result_MD, mask=live[:, None] & (d[None, :] < D))
-        tl.store(lse_ptr + slot * H + head_M, lse_M, mask=live)
-        if FUSED:
-            BLOCK_R: tl.constexpr = BLOCK_M // BLOCK_G
-            r = tl.arange(0, BLOCK_R)
-            there = r < sharing
-            arrivals = arrivals_ptr + (row + r) * (H // GROUP) + kv_head
-            counts = tl.load(slots_ptr + rows + row + r, mask=there, other=0)
-            tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals, 1, mask=there, sem="acq_rel")
-            complete = there & (arrived == counts - 1)
-            tl.debug_barrier()
-            for k in range(sharing):
-                if tl.max(((r == k) & complete).to(tl.int32), 0) == 1:
-                    _combine(
-                        part_ptr, lse_ptr, out_ptr, row + k, head,
-                        tl.load(slots_ptr + row + k), tl.load(slots_ptr + rows + row + k),
-                        H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
-                    )  # fmt: skip
-            tl.store(arrivals, tl.zeros([BLOCK_R], tl.int32), mask=complete)
+    head_M = head + m % BLOCK_G
+    live = (m % BLOCK_G < GROUP) & (m // BLOCK_G < sharing)
+    slot_M = (tl.load(slots_ptr + row + m // BLOCK_G, mask=live, other=0) + place).to(tl.int64)
+    part_at = slot_M[:, None] * (H * D) + head_M[:, None] * D + d[None, :]
+    tl.store(part_ptr + part_at, result_MD, mask=live[:, None] & (d[None, :] < D))
+    tl.store(lse_ptr + slot_M * H + head_M, lse_M, mask=live)
+    if FUSED:
+        r = tl.arange(0, BLOCK_R)
+        there = r < sharing
+        arrivals = arrivals_ptr + (row + r) * (H // GROUP) + kv_head
+        counts = tl.load(slots_ptr + rows + row + r, mask=there, other=0)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals, 1, mask=there, sem="acq_rel")
+        complete = there & (arrived == counts - 1)
+        tl.debug_barrier()
+        for k in range(sharing):
+            if tl.max(((r == k) & complete).to(tl.int32), 0) == 1:
+                _combine(
+                    part_ptr, lse_ptr, out_ptr, row + k, head,
+                    tl.load(slots_ptr + row + k), tl.load(slots_ptr + rows + row + k),
+                    H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+                )  # fmt: skip
+        tl.store(arrivals, tl.zeros([BLOCK_R], tl.int32), mask=complete)
+
+
+@triton.jit
+def _store_own(
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    arrivals_ptr,
+    row,
+    kv_head,
+    first_slot,
+    count,
+    place,
+    result_MD,
+    lse_M,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """One row: the query heads are the first of the tile."""
+    head = kv_head * GROUP
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    here = (m[:, None] < GROUP) & (d[None, :] < D)
+    at = (head + m[:, None]) * D + d[None, :]
+    if count == 1:
+        out = narrow(result_MD, out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
     else:
-        here = (m[:, None] < GROUP) & (d[None, :] < D)
-        at = (head + m[:, None]) * D + d[None, :]
-        if count == 1:
-            out = narrow(result_MD, out_ptr.dtype.element_ty)
-            tl.store(out_ptr + row.to(tl.int64) * (H * D) + at, out, mask=here)
-        else:
-            slot = tl.cast(first_slot + place, tl.int64)
-            tl.store(part_ptr + slot * (H * D) + at, result_MD, mask=here)
-            tl.store(lse_ptr + slot * H + head + m, lse_M, mask=m < GROUP)
-            if FUSED:
-                arrival = arrivals_ptr + row * (H // GROUP) + kv_head
-                # All threads have written before one of them counts this part; it then sees the other programs' parts.
+        slot = tl.cast(first_slot + place, tl.int64)
+        tl.store(part_ptr + slot * (H * D) + at, result_MD, mask=here)
+        tl.store(lse_ptr + slot * H + head + m, lse_M, mask=m < GROUP)
+        if FUSED:
+            arrival = arrivals_ptr + row * (H // GROUP) + kv_head
+            # All threads have written before one of them counts this part; it then sees the other programs' parts.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
+            if arrived == count - 1:
                 tl.debug_barrier()
-                arrived = tl.atomic_add(arrival, 1, sem="acq_rel")
-                if arrived == count - 1:
-                    tl.debug_barrier()
-                    _combine(
-                        part_ptr, lse_ptr, out_ptr, row, head, first_slot, count,
-                        H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
-                    )  # fmt: skip
-                    tl.store(arrival, 0)
+                _combine(
+                    part_ptr, lse_ptr, out_ptr, row, head, first_slot, count,
+                    H, D, GROUP, BLOCK_G, BLOCK_D, BLOCK_I,
+                )  # fmt: skip
+                tl.store(arrival, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
