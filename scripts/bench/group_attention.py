@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -92,8 +91,8 @@ def measure(args: argparse.Namespace, heads_of: str, shape: str, bandwidth: floa
     expected = attend(problem, 0, plan(problem, base, None), q).double()
     times = {"alone": {"us": alone, "plan_us": plan_us}}
     worst = 0.0
-    for block_m, fused in itertools.product(args.block_m, (True, False)):
-        config = dataclasses.replace(base, block_m=block_m, fused=fused)
+    for block_m in args.block_m:
+        config = dataclasses.replace(base, block_m=block_m)
         at_once = config.rows_at_once(heads // kv_heads)
         if at_once < 2:
             continue
@@ -103,7 +102,7 @@ def measure(args: argparse.Namespace, heads_of: str, shape: str, bandwidth: floa
         else:
             words = torch.from_numpy(segments).cuda()
         us, plan_us = time_of(problem, config, words, q)
-        times[f"m{block_m}{'' if fused else ' two'}"] = {"us": us, "plan_us": plan_us, "rows_at_once": at_once}
+        times[f"m{block_m}"] = {"us": us, "plan_us": plan_us, "rows_at_once": at_once}
         worst = max(worst, relative(attend(problem, 0, plan(problem, config, words), q), expected))
     return {"floor_us": distinct_bytes / bandwidth * 1e6, "us": times, "error": worst}
 

@@ -27,7 +27,8 @@ import torch
 import triton
 from rollout_kernels import SamplingRows
 from rollout_kernels.attention import triton_decode
-from rollout_kernels.attention.triton_decode_plan import SEGMENT_WORDS, plan_decode_work
+from rollout_kernels.attention.segments import SEGMENT_WORDS, SHARED_TILE
+from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.common import triton_math
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
@@ -158,7 +159,10 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
         for window in (None, 1024):
             also = f"{name}{', window' if window else ''}"
             yield f"decode attention{also}", lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a)
-            yield f"group attention{also}", lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a, 16)
+            yield (
+                f"group attention{also}",
+                lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a, SHARED_TILE),
+            )
             yield f"prefill attention{also}", lambda a=(shape, cache, scales, window): _prefill(*a)
     columns = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 3, "TEMPERATURE": 0, "NOISE": 1}
     for drawn in (None, floats(rows, shape.vocab)):

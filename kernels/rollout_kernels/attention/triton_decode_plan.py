@@ -18,9 +18,12 @@ must not depend on the other rows of a step, rows are cut every `chunk` position
 Pages that several rows have in common are read once for all of them. Then what is concatenated are not rows but
 segments: a run of positions that some neighbouring rows share, or what a row has alone.
 
-    rows 0 to 2   |- shared by 0, 1, 2 -|- 0 alone -|       segments 0 to 2: what each row has alone; the shared ones follow
-                                        |- 1 alone -----|   an item gives each of its rows a part; the parts of a row lie
-                                        |- 2 alone --|      in its slots, in the order of its positions
+    rows 0 to 2   |- shared by 0, 1, 2 -|- 0 alone -|
+                                        |- 1 alone -----|
+                                        |- 2 alone --|
+
+What rows have alone are the first segments, the shared ones follow. An item gives each of its rows a part. The parts of
+a row lie in its slots, in the order of its positions.
 
 Legend: B rows, G KV heads, I items, W words of an item, S1 shares + 1, S segments.
 """
@@ -33,16 +36,12 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_kernels.attention.segments import LEVELS, SEGMENT_WORDS, rows_at_once
 from rollout_kernels.common.triton_math import follow, follow_options
 
-#: Words of an item: first row, first tile, end of tiles, first slot of the first row, parts of the first row, end of the
-#: visible positions, rows, place among the parts of each of its rows.
+#: Words of an item: first row, first tile, end of tiles, first slot of the first row, parts of the first row, end of
+#: the visible positions, rows, place among the parts of each of its rows.
 ITEM_WORDS = 8
-#: Words of a segment: first row, rows, first position, end, segment before it + 1, or 0. Of what a row has alone (the
-#: first B segments) only the first position and the segment before it count.
-SEGMENT_WORDS = 5
-#: How many shared segments may follow each other in a row's context.
-LEVELS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class DecodeConfig:
 
     def rows_at_once(self, group: int) -> int:
         """Rows that an item may have, if a KV head has `group` query heads."""
-        return max(1, self.block_m // triton.next_power_of_2(group))
+        return rows_at_once(group, self.block_m)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +223,13 @@ def plan_decode_work(
     """
     assert context_lens_B.is_contiguous()
     rows, device = context_lens_B.shape[0], context_lens_B.device
-    shared, rows_at_once = segments_SW is not None, config.rows_at_once(group)
+    shared, together = segments_SW is not None, config.rows_at_once(group)
     if config.chunk is None:
         if multiprocessors is None:
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         shares = max(1, multiprocessors * config.programs_per_sm // kv_heads)
         most_items = shares + rows * (1 + shared)
-        slots = (shares * rows_at_once + rows * (1 + LEVELS)) if shared else most_items
+        slots = (shares * together + rows * (1 + LEVELS)) if shared else most_items
     else:
         assert max_context is not None and config.chunk % config.block_n == 0
         span = max_context if window is None else min(window, max_context)
@@ -267,7 +266,7 @@ def plan_decode_work(
         HAS_WINDOW=window is not None,
         CHUNKED=config.chunk is not None,
         SHARED=shared,
-        ROWS_AT_ONCE=rows_at_once,
+        ROWS_AT_ONCE=together,
         num_warps=4,
         **follow_options(device),
     )

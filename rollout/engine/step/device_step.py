@@ -36,7 +36,8 @@ def make_forward(model: Decoder, fused_experts: bool, deterministic: bool) -> De
 class DeviceStep:
     """The model, its KV and the state of the rows. `forward` executes `model`.
 
-    With `exact_sums` a row's scores are the same whatever the other rows are.
+    With `exact_sums` a row's scores are the same whatever the other rows are. With `shares_pages` decode steps say what
+    their rows share.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class DeviceStep:
         rows: RowState,
         adapters: AdapterSlots | None = None,
         exact_sums: bool = False,
+        shares_pages: bool = False,
     ) -> None:
         self.model = model
         self.forward = forward
@@ -55,10 +57,11 @@ class DeviceStep:
         self.adapters = adapters
         self.sample = Sampler(rows)
         self.exact_sums = exact_sums
+        self.shares_pages = shares_pages
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
-        return DeviceStep(self.model, self.forward, kv, self.rows, self.adapters, self.exact_sums)
+        return DeviceStep(self.model, self.forward, kv, self.rows, self.adapters, self.exact_sums, self.shares_pages)
 
     def begin(self, step: StepInput) -> None:
         """Set rows up, copy pages, put tokens that the host knows where a decode forward reads them."""
@@ -70,19 +73,21 @@ class DeviceStep:
 
     def decode(self, step: StepInput, experts: StepExperts | None) -> tuple[torch.Tensor, torch.Tensor]:
         """One token for each row: its last token goes in at position `length`. Logits of the next one, and rows."""
-        header, rows_B = step.header, step["rows"]
-        return self.decode_rows(rows_B, step["new_pages"], header.max_context, header.features, experts), rows_B
+        header = step.header
+        return self.decode_rows(step, header.max_context, header.features, experts), step["rows"]
 
     def decode_rows(
-        self,
-        rows_B: torch.Tensor,
-        new_pages_B: torch.Tensor,
-        max_context: int,
-        features: int,
-        experts: StepExperts | None,
+        self, step: StepInput, max_context: int, features: int, experts: StepExperts | None
     ) -> torch.Tensor:
-        """Logits after the last tokens of these rows."""
-        token_ids_B, batch = self.begin_decode(rows_B, new_pages_B, max_context, experts, bool(features & _ADAPTER))
+        """Logits after the last tokens of a step's rows, whose contexts are up to `max_context` tokens."""
+        token_ids_B, batch = self.begin_decode(
+            step["rows"],
+            step["new_pages"],
+            max_context,
+            experts,
+            bool(features & _ADAPTER),
+            step["segments"] if self.shares_pages else None,
+        )
         hidden_BD = self.forward(token_ids_B, batch, self.kv)
         if experts is not None:
             experts.end(batch)
@@ -95,6 +100,7 @@ class DeviceStep:
         max_context: int,
         experts: StepExperts | None = None,
         adapted: bool = False,
+        segments_SW: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, AttentionBatch]:
         """The input of a decode forward from the row state: token ids, and where they sit; opens new pages."""
         page_size, columns = self.kv.page_size, -(-max_context // self.kv.page_size)
@@ -117,6 +123,7 @@ class DeviceStep:
             max_context=max_context,
             experts=None if experts is None else experts.experts,
             adapters=self._step_adapters(rows_B) if adapted else None,
+            segments_SW=segments_SW,
         )
         return begun.token_ids_B, batch
 

@@ -3,12 +3,14 @@
     Plan --pack--> Upload = Header + words --execute--> the same step, in this process or in another one
 
                 +---------------------------- words: int32, one H2D copy ----------------------------+
-    a decode    | rows | new_pages |                                      | what some steps have more |
+    a decode    | rows | new_pages | segments                             | what some steps have more |
     a prefill   | tokens | positions | token_span | rows | ends | lengths | what some steps have more |
                 | sampled_rows | sampled_at | query_starts                |                           |
                 +--------------------------------------------------------------------------------------+
 
     rows, new_pages        int64, int32 [size]: row of each span, 0 for padding; page that its token opens, 0 for none
+    segments               int32 [2 size, W]: what neighbouring rows share (`segments.make_segments`); only of an engine
+                           whose attention reads shared pages once
     tokens, positions,     int64 [T]: token ids, where they sit in their rows, the span that each belongs to
       token_span
     ends, lengths          int64 [rows]: context after the step; LENGTH of the row state before the draw
@@ -142,8 +144,13 @@ class Staging:
         return Upload(header, self.words[: self.used])
 
 
-def put_decode(staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], size: int) -> None:
-    """Put the rows of a decode forward and the pages that they open, (place, page), padded to `size` with row 0."""
+def put_decode(
+    staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], size: int, segments_SW: np.ndarray | None = None
+) -> None:
+    """Put the rows of a decode forward and the pages that they open, (place, page), padded to `size` with row 0.
+
+    `segments_SW` is what the rows share, of `size` rows; None where attention reads each row on its own.
+    """
     rows_B = np.zeros(size, dtype=np.int64)
     rows_B[: len(rows)] = rows
     pages_B = np.zeros(size, dtype=np.int32)
@@ -151,6 +158,8 @@ def put_decode(staging: Staging, rows: Seq[int], opens: Seq[tuple[int, int]], si
         pages_B[place] = page
     staging.put("rows", rows_B)
     staging.put("new_pages", pages_B)
+    if segments_SW is not None:
+        staging.put("segments", segments_SW)
 
 
 def put_prefill(

@@ -1,4 +1,4 @@
-"""Decode attention that reads shared pages once: the plan, and results against float64 and against rows on their own."""
+"""Decode attention that reads shared pages once: the plan, and results against float64 and rows on their own."""
 
 from __future__ import annotations
 
