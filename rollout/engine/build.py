@@ -351,7 +351,8 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
 def _shares_pages(site: _Site) -> bool:
     """Whether decode attention reads pages that several rows share once. The torch twin has no gain from it."""
     engine, on_gpu = site.settings.engine, site.device.torch_device.type == "cuda"
-    return engine.group_attention and on_gpu and most_shared_rows(site.model.spec, engine.deterministic) > 1
+    kv_coded = engine.kv_dtype != "auto"
+    return engine.group_attention and on_gpu and most_shared_rows(site.model.spec, kv_coded, engine.deterministic) > 1
 
 
 def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: int | None) -> KVCache:

@@ -161,7 +161,7 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
             yield f"decode attention{also}", lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a)
             yield (
                 f"group attention{also}",
-                lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a, SHARED_TILE),
+                lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a, shared=True),
             )
             yield f"prefill attention{also}", lambda a=(shape, cache, scales, window): _prefill(*a)
     columns = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 3, "TEMPERATURE": 0, "NOISE": 1}
@@ -175,13 +175,12 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     yield "fingerprint", lambda: add_words(ints(1 << 20), ints(1, dtype=torch.int64), 0x1E3779B97F4A7C15)
 
 
-def _decode(shape: Shape, rows: int, cache, scales, table, lens, window, shared_heads: int = 0) -> None:
-    """With `shared_heads`, rows may share pages, in tiles of so many query heads."""
+def _decode(shape: Shape, rows: int, cache, scales, table, lens, window, shared: bool = False) -> None:
     coded = scales is not None
     config = triton_decode.default_decode_config(shape.dim, torch.bfloat16, rows, coded)
     segments = None
-    if shared_heads:
-        config, segments = replace(config, block_m=shared_heads), ints(2 * rows, SEGMENT_WORDS)
+    if shared:
+        config, segments = replace(config, block_m=SHARED_TILE[coded]), ints(2 * rows, SEGMENT_WORDS)
     group = shape.heads // shape.kv_heads
     how = {"group": group, "window": window, "config": config, "multiprocessors": MULTIPROCESSORS}
     work = plan_decode_work(lens, shape.kv_heads, segments_SW=segments, **how)

@@ -139,9 +139,10 @@ def plan_paged_decode(
     from rollout_kernels.attention.triton_decode import default_decode_config
     from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 
-    config = default_decode_config(dim, dtype, len(context_lens_B), coded=k_cache_PSGD.dtype == torch.uint8)
+    coded = k_cache_PSGD.dtype == torch.uint8
+    config = default_decode_config(dim, dtype, len(context_lens_B), coded=coded)
     if segments_SW is not None:
-        config = replace(config, block_m=SHARED_TILE)
+        config = replace(config, block_m=SHARED_TILE[coded])
     group = heads // kv_heads
     return plan_decode_work(
         context_lens_B, kv_heads, group=group, window=window, config=config, segments_SW=segments_SW

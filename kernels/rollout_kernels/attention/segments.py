@@ -20,14 +20,15 @@ import numpy as np
 SEGMENT_WORDS = 5
 #: How many shared segments may follow each other in a row's context.
 LEVELS = 2
-#: Query heads of a tile where rows may share pages. On an H100, 32 rows of 16K + 2K positions, 8 to a group, with 32
-#: query heads over 8 KV heads, take 0.27 of their time alone with 32, and 0.38 with 16. Rows that share nothing lose 1
-#: to 2% of their attention.
-SHARED_TILE = 32
+#: Query heads of a tile where rows may share pages, by whether the cache has e4m3 codes. On an H100, 32 rows of 16K +
+#: 2K positions in groups of 8, of 32 query heads over 8 KV heads, take 0.27 of their time alone in tiles of 32 and 0.38
+#: in tiles of 16; rows that share nothing lose 1 to 2%. With codes, tiles of 32 need more registers than there are: rows
+#: that share nothing lose 15%.
+SHARED_TILE = {False: 32, True: 16}
 
 
-def rows_at_once(group: int, tile: int = SHARED_TILE) -> int:
-    """Rows whose query heads fill a tile, if a KV head has `group` query heads."""
+def rows_at_once(group: int, tile: int) -> int:
+    """Rows whose query heads fit in a tile of `tile`, if a KV head has `group` query heads."""
     return max(1, tile // (1 << (group - 1).bit_length()))
 
 

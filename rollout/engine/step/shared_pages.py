@@ -79,19 +79,19 @@ def same_pages(a: list[int], b: list[int]) -> int:
     return low
 
 
-def most_shared_rows(spec: ModelSpec, deterministic: bool) -> int:
-    """Rows that attention may read together in every layer of a model.
+def most_shared_rows(spec: ModelSpec, coded: bool, deterministic: bool) -> int:
+    """Rows that attention may read together in every layer of a model; `coded` if its KV are e4m3 codes.
 
     One where the query heads of a row fill a tile already, and where every layer has a window: then it is not worth it.
     """
     mixers = [layer.mixer for layer in spec.layers]
     if all(mixer.window is not None for mixer in mixers):
         return 1
-    tile = DETERMINISTIC.block_m if deterministic else SHARED_TILE
+    tile = DETERMINISTIC.block_m if deterministic else SHARED_TILE[coded]
     return min(rows_at_once(mixer.heads // mixer.kv_heads, tile) for mixer in mixers)
 
 
 def make_shared_pages(spec: ModelSpec, kv: KVCache, deterministic: bool) -> SharedPages:
     """For the decode steps of a model over this KV."""
     position_bytes = max(k[0, 0].numel() * k.element_size() for k in kv.k) * 2
-    return SharedPages(kv.page_size, most_shared_rows(spec, deterministic), position_bytes)
+    return SharedPages(kv.page_size, most_shared_rows(spec, bool(kv.scales), deterministic), position_bytes)
