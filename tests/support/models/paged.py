@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from rollout.models import AttentionBatch, Chunk, Decoder, KVCache
+from rollout.models import AttentionBatch, Chunk, Decoder, KVCache, LoadedModel
 from rollout.models.batch import ExpertRecord
+from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
 
@@ -103,3 +104,20 @@ class PagedRunner:
             adapters=self._step_adapters(rows, chunks, padding),
         )
         return self.forward.compute_logits(self.forward(ints(tokens), batch, self.kv))
+
+
+PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23, 60, 2, 41, 5, 16]
+
+
+def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = None, atol: float = 1e-4) -> None:
+    """A prompt in two chunks and decode steps, by the generic path and, where there is one, the fused path."""
+    with torch.no_grad():
+        exact = reference(torch.tensor([PROMPT])).logits[0].float()
+    fused = [FusedDecoder(loaded.model)] if loaded.spec.plain_stream else []
+    for forward in (loaded.model, *fused):
+        runner = PagedRunner(loaded.model, rows=1, max_tokens=len(PROMPT), forward=forward)
+        if adapters is not None:
+            runner.adapters, runner.adapter_of = adapters, [1]
+        logits = [runner.prefill({0: PROMPT[:7]})[0], runner.prefill({0: PROMPT[7:11]})[0]]
+        logits += [runner.decode({0: token})[0][None] for token in PROMPT[11:]]
+        assert (torch.cat(logits) - exact).abs().max() < atol

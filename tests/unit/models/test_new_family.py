@@ -13,10 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
-from rollout.models import LoadedModel, fused_experts, load_model
+from rollout.models import fused_experts, load_model
 from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.config_rules import layer_list
-from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.registry import (
@@ -35,7 +34,7 @@ from rollout.models.registry import (
 from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
 from tests.support.models import shared_expert, sigmoid_router
 from tests.support.models.families import make_checkpoint
-from tests.support.models.paged import PagedRunner
+from tests.support.models.paged import check
 from tests.support.models.side_by_side import (
     LONG,
     SEEDS,
@@ -54,7 +53,6 @@ SIZES: dict[str, Any] = {
     "vocab_size": 91, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
-PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23, 60, 2, 41, 5, 16]
 
 
 MELLUM = Family(
@@ -161,19 +159,6 @@ def skip_if_lacking(stem: str) -> None:
 def rename_family(folder: Path, architecture: str) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]}
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = None) -> None:
-    """A prompt in two chunks and decode steps, by the generic and the fused path."""
-    with torch.no_grad():
-        exact = reference(torch.tensor([PROMPT])).logits[0].float()
-    for forward in (loaded.model, FusedDecoder(loaded.model)):
-        runner = PagedRunner(loaded.model, rows=1, max_tokens=len(PROMPT), forward=forward)
-        if adapters is not None:
-            runner.adapters, runner.adapter_of = adapters, [1]
-        logits = [runner.prefill({0: PROMPT[:7]})[0], runner.prefill({0: PROMPT[7:11]})[0]]
-        logits += [runner.decode({0: token})[0][None] for token in PROMPT[11:]]
-        assert (torch.cat(logits) - exact).abs().max() < 1e-4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
