@@ -231,8 +231,13 @@ class FusedDecoder:
         return self._product("o", out_TQD.flatten(1), attention.o_proj, attention.layer, batch.adapters, later)
 
 
+#: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.
+_MODULES: dict[Product, int] = {"qkv": 3, "gate_up": 2, "o": 1, "down": 1}
+
+
 def _adds_later(adapters: StepAdapters, layer: int, name: Product) -> bool:
-    return adds_later(len(adapters.slots_T), adapters.of(layer, name), adapters.segmented)
+    buffers = adapters.of(layer, name)
+    return len(buffers.ends) == _MODULES[name] and adds_later(len(adapters.slots_T), buffers, adapters.segmented)
 
 
 def _correct(

@@ -110,14 +110,16 @@ PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23, 60, 2, 41, 5, 16]
 
 
 def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = None, atol: float = 1e-4) -> None:
-    """A prompt in two chunks and decode steps, by the generic path and, where there is one, the fused path."""
+    """Two rows: a prompt in two chunks and decode steps, by the generic path and, where there is one, the fused path."""
     with torch.no_grad():
         exact = reference(torch.tensor([PROMPT])).logits[0].float()
     fused = [FusedDecoder(loaded.model)] if loaded.spec.plain_stream else []
     for forward in (loaded.model, *fused):
-        runner = PagedRunner(loaded.model, rows=1, max_tokens=len(PROMPT), forward=forward)
+        runner = PagedRunner(loaded.model, rows=2, max_tokens=len(PROMPT), forward=forward)
         if adapters is not None:
-            runner.adapters, runner.adapter_of = adapters, [1]
-        logits = [runner.prefill({0: PROMPT[:7]})[0], runner.prefill({0: PROMPT[7:11]})[0]]
-        logits += [runner.decode({0: token})[0][None] for token in PROMPT[11:]]
-        assert (torch.cat(logits) - exact).abs().max() < atol
+            runner.adapters, runner.adapter_of = adapters, [1, 1]
+        steps = [runner.prefill(dict.fromkeys(range(2), part)) for part in (PROMPT[:7], PROMPT[7:11])]
+        decoded = [runner.decode(dict.fromkeys(range(2), token)) for token in PROMPT[11:]]
+        for row in range(2):
+            logits = [step[row] for step in steps] + [step[row][None] for step in decoded]
+            assert (torch.cat(logits) - exact).abs().max() < atol
