@@ -110,7 +110,7 @@ PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23, 60, 2, 41, 5, 16]
 
 
 def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = None, atol: float = 1e-4) -> None:
-    """Two rows: a prompt in two chunks and decode steps, by the generic path and, where there is one, the fused path."""
+    """Two rows: a prompt in two chunks and decode steps, by the generic path and the fused one, where there is one."""
     with torch.no_grad():
         exact = reference(torch.tensor([PROMPT])).logits[0].float()
     fused = [FusedDecoder(loaded.model)] if loaded.spec.plain_stream else []
