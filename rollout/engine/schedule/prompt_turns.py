@@ -10,8 +10,8 @@ row that is admitted and begins moves `now` on, so a row waits for a bounded num
 A row that was preempted, or whose KV is computed again, costs its client nothing. With one client, or without fair
 queueing, this is the order of admission.
 
-A row whose prompt another client's sequence waits for (`QueueFeed.join`) takes the turn of that sequence if it is the
-earlier one, and that sequence's client pays: it is served as if it computed the prompt itself.
+A sequence may wait for the prefill of another client's row (`QueueFeed.join`). If its own turn would be earlier, the
+row takes that turn, and the client of the sequence pays: it is served as if the sequence computed the prompt itself.
 
 As in `fair_queue`, the method is self-clocked fair queueing, here with costs that are known.
 """
@@ -29,13 +29,13 @@ class PromptTurns:
     def __init__(self, prefilling: list[Sequence]) -> None:
         self._prefilling = prefilling
         self._now = 0
-        self.last_turns: dict[str, int] = {}  # by client; of those that it may still need, later than now
+        self.last_turns: dict[str, int] = {}  # of each client's last row; turns before now may be missing
 
-    def admit(self, seq: Sequence) -> None:
-        """A sequence with prompt tokens has got a row: put it among the others."""
+    def admit(self, seq: Sequence, tokens: int) -> None:
+        """A sequence has got a row, which has to compute this many tokens of its prompt: put it among the others."""
         if seq.group.client not in self.last_turns:
             self.last_turns = {client: turn for client, turn in self.last_turns.items() if turn > self._now}
-        seq.turn = self.last_turns[seq.group.client] = self._next(seq, 0 if seq.begun else _tokens(seq))
+        seq.turn = self.last_turns[seq.group.client] = self._next(seq, tokens)
         self._insert(seq)
 
     def begin(self, seq: Sequence) -> None:
@@ -51,7 +51,8 @@ class PromptTurns:
             self._insert(other)
 
     def _next(self, seq: Sequence, tokens: int) -> int:
-        return max(self._now, self.last_turns.get(seq.group.client, 0)) + tokens
+        cost = 0 if seq.begun else tokens
+        return max(self._now, self.last_turns.get(seq.group.client, 0)) + cost
 
     def _insert(self, seq: Sequence) -> None:
         rows = self._prefilling
@@ -61,9 +62,3 @@ class PromptTurns:
 
 def _turn(seq: Sequence) -> int:
     return seq.turn
-
-
-def _tokens(seq: Sequence) -> int:
-    """Tokens of its prompt that a row with pages has to compute."""
-    assert seq.kv.prefill_tokens is not None
-    return len(seq.kv.prefill_tokens) - seq.kv.length

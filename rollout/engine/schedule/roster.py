@@ -83,12 +83,13 @@ class Roster:
         """The first sequence of the queue has got pages: it gets a row."""
         self.feed.take(seq)
         seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, State.PREFILL
-        self.turns.admit(seq)
         self.waiting -= 1
         seq.adapter_use.note_version(seq.launched)
+        assert seq.kv.prefill_tokens is not None
+        tokens = len(seq.kv.prefill_tokens) - seq.kv.length
+        self.turns.admit(seq, tokens)
         if not seq.begun:
-            assert seq.kv.prefill_tokens is not None
-            seq.computed = len(seq.kv.prefill_tokens) - seq.kv.length
+            seq.computed = tokens
         group, cached_tokens = seq.group, min(seq.kv.length, seq.prompt_len)
         if seq.kv.offloaded is None:
             seq.kv.begin_prefill(len(seq.tokens))

@@ -167,7 +167,7 @@ class Sequence:
         self.row_ready = False  # a launched step has set up the row's device state
         self.may_share = False  # counted in group.unstarted
         self.computed = 0  # tokens whose KV its first prefill computes; 0 before its first row
-        self.turn = 0  # of its prompt among those of other rows
+        self.turn = 0  # when its prompt is computed, among the prompts of other rows (`prompt_turns`)
 
     @property
     def tokens(self) -> array:

@@ -1,4 +1,4 @@
-"""The order of prompts that have rows: clients in turn, and nobody waits for ever."""
+"""The order in which the prompts of rows are computed: clients take turns, and no row waits for ever."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Rows:
         self.turns = PromptTurns(self.prefilling)
         self._arrivals = count(1)
 
-    def sequence(self, client: str, tokens: int, begun: bool = False) -> Sequence:
+    def sequence(self, client: str, begun: bool = False) -> Sequence:
         prompt = Prompt.of_tokens(np.arange(2, dtype=np.int32))
         seq = Sequence(Group(Request((client, "r"), prompt, 4), 0.0, client), 0, next(self._arrivals))
-        seq.kv.prefill_tokens, seq.computed = np.zeros(tokens, dtype=np.int32), int(begun)
+        seq.computed = int(begun)
         return seq
 
     def admit(self, client: str, *lengths: int, begun: bool = False) -> list[Sequence]:
-        found = [self.sequence(client, tokens, begun) for tokens in lengths]
-        for seq in found:
-            self.turns.admit(seq)
+        found = [self.sequence(client, begun) for _ in lengths]
+        for seq, tokens in zip(found, lengths, strict=True):
+            self.turns.admit(seq, tokens)
         return found
 
     def begin(self, seq: Sequence) -> None:
@@ -88,12 +88,20 @@ def test_what_is_computed_again_costs_its_client_nothing():
 def test_a_row_whose_prompt_another_client_waits_for_takes_its_turn_at_its_cost():
     rows = Rows()
     a = rows.admit("a", 60, 60, 60)
-    rows.turns.hasten(a[2], rows.sequence("b", 40), 40)
+    rows.turns.hasten(a[2], rows.sequence("b"), 40)
     assert rows.prefilling == [a[2], a[0], a[1]]
     (own,) = rows.admit("b", 30)
     assert rows.prefilling == [a[2], a[0], own, a[1]]  # at 40, 60, 70 and 120
-    rows.turns.hasten(a[1], rows.sequence("b", 100), 100)
+    rows.turns.hasten(a[1], rows.sequence("b"), 100)
     assert rows.prefilling == [a[2], a[0], own, a[1]], "b's turn would be later"
+
+
+def test_one_that_waits_to_be_computed_again_hastens_a_row_at_no_cost():
+    rows = Rows()
+    a = rows.admit("a", 60, 60)
+    rows.turns.hasten(a[1], rows.sequence("b", begun=True), 500)
+    (own,) = rows.admit("b", 10)
+    assert rows.prefilling == [a[1], own, a[0]]
 
 
 def test_clients_that_are_gone_are_forgotten():
