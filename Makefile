@@ -4,14 +4,14 @@
 #   PIP_FLAGS  more flags for `pip install`, such as an index or a cache     (none)
 #   ARGS       more arguments for the command that a target runs            (none)
 #   WHEELS     test-gpu: folder of wheels to add to the machine's Python     (none)
-#   JOBS       processes that run the tests                                 (2)
+#   JOBS       processes that run the tests; on two cores three, as tests wait, too  (3)
 #   FUZZ_SECONDS   fuzz: how long                                            (120)
 
 PYTHON ?= python3
 PIP_FLAGS ?=
 ARGS ?=
 WHEELS ?=
-JOBS ?= 2
+JOBS ?= 3
 FUZZ_SECONDS ?= 120
 
 VENV := .venv

@@ -68,7 +68,7 @@ class EngineSettings(_Section):
     fair_queue: bool = Field(
         True,
         description="clients of one priority that wait get equal numbers of tokens, however many completions each has "
-        "queued; false: completions get rows in the order of their arrival",
+        "queued, and their prompts are computed in turn; false: all goes in the order of arrival",
     )
     prefill_chunk_tokens: int = Field(2048, ge=1, description="most prompt tokens in one prefill step")
     cuda_graphs: bool = Field(

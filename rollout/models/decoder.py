@@ -26,14 +26,14 @@ from rollout.models.spec import ModelSpec, MoESpec
 
 
 class DecoderLayer(Block):
-    """A mixer and a feed-forward block, each after a norm and added to the residual stream."""
+    """A mixer and a feed-forward block, each with its norm and added to the residual stream."""
 
     def __init__(
         self, spec: ModelSpec, index: int, dtype: torch.dtype, device: torch.device, experts: Format = "plain"
     ) -> None:
         super().__init__()
         layer = spec.layers[index]
-        self.names = layer.names
+        self.spec = layer
         self.mixer_norm = RMSNorm(spec.hidden, spec.eps, dtype, device)
         rope = spec.ropes.index((layer.mixer.rope, layer.mixer.head_dim))
         self.mixer = Attention(layer.mixer, index, rope, dtype, device)
@@ -47,15 +47,22 @@ class DecoderLayer(Block):
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The residual stream after this layer."""
-        x_TH = self.mixer(self.mixer_norm(x_TH), context).add_to(x_TH)
-        return self.feed_forward(self.feed_forward_norm(x_TH), context).add_to(x_TH)
+        x_TH = self._add(x_TH, self.mixer, self.mixer_norm, context)
+        return self._add(x_TH, self.feed_forward, self.feed_forward_norm, context)
+
+    def _add(self, x_TH: torch.Tensor, block: Block, norm: RMSNorm, context: StepContext) -> torch.Tensor:
+        scale = self.spec.residual_scale
+        if self.spec.norms == "after":
+            return x_TH + scale * norm(block(x_TH, context).value())
+        output = block(norm(x_TH), context)
+        return output.add_to(x_TH) if scale == 1.0 else x_TH + scale * output.value()
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under `prefix`."""
         return [
-            one_name(f"{prefix}{self.names.mixer_norm}.weight", self.mixer_norm.weight),
+            one_name(f"{prefix}{self.spec.names.mixer_norm}.weight", self.mixer_norm.weight),
             *self.mixer.regions(prefix),
-            one_name(f"{prefix}{self.names.feed_forward_norm}.weight", self.feed_forward_norm.weight),
+            one_name(f"{prefix}{self.spec.names.feed_forward_norm}.weight", self.feed_forward_norm.weight),
             *self.feed_forward.regions(prefix),
         ]
 
@@ -83,6 +90,8 @@ class Decoder(Block):
     def forward(self, token_ids_T: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> torch.Tensor:
         """Run one step: writes its KV, returns its hidden states after the final norm, [T, H] in the model's dtype."""
         x_TH = F.embedding(token_ids_T, self.embed)
+        if self.spec.embed_scale != 1.0:
+            x_TH = x_TH * self.spec.embed_scale
         cos_sin = tuple(rope(batch.positions_T) for rope in self.ropes)
         context = StepContext(cos_sin, batch.kv_slots_T.long(), batch, kv)
         for layer in self.layers:
@@ -94,8 +103,10 @@ class Decoder(Block):
         """Logits of selected hidden states, float32 [S, V]."""
         if hidden_SH.is_cuda and hidden_SH.dtype != torch.float32:
             # Logits rounded to 16 bits would cost log-probs more precision than everything else does.
-            return torch.mm(hidden_SH, self.lm_head.t(), out_dtype=torch.float32)
-        return F.linear(hidden_SH.float(), self.lm_head.float())
+            logits_SV = torch.mm(hidden_SH, self.lm_head.t(), out_dtype=torch.float32)
+        else:
+            logits_SV = F.linear(hidden_SH.float(), self.lm_head.float())
+        return logits_SV if self.spec.logit_divisor == 1.0 else logits_SV.div_(self.spec.logit_divisor)
 
     def hf_regions(self) -> list[Region]:
         """The model's parameters, each once, under their Hugging Face names."""

@@ -45,10 +45,12 @@ from rollout.models.spec import AttentionSpec, FeedForwardSpec, MixerSpec, MoESp
 def supports(model: Decoder, experts: bool) -> bool:
     """True if `FusedDecoder` is to run the steps of this model: on a GPU, in 16 bits, with blocks that are fused.
 
+    It adds and normalises in one kernel, so the residual stream has to be a plain one.
+
     The experts of all sparse layers must be fused: the generic ones read on the host. `experts` allows that.
     """
     dtype, spec = model.embed.dtype, model.spec
-    if not model.embed.is_cuda or dtype not in (torch.bfloat16, torch.float16):
+    if not model.embed.is_cuda or dtype not in (torch.bfloat16, torch.float16) or not spec.plain_stream:
         return False
     if spec.moe is not None:
         return experts and takes_feed_forward(spec.moe, dtype)
@@ -82,6 +84,8 @@ class FusedDecoder:
     """
 
     def __init__(self, model: Decoder, deterministic: bool = False) -> None:
+        if not model.spec.plain_stream:
+            raise ValueError(f"the fused kernels do not run the residual stream of {model.spec.architecture}")
         if deterministic:
             one_order.check_deterministic(model.spec)
         self._model = model
@@ -227,8 +231,13 @@ class FusedDecoder:
         return self._product("o", out_TQD.flatten(1), attention.o_proj, attention.layer, batch.adapters, later)
 
 
+#: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.
+_MODULES: dict[Product, int] = {"qkv": 3, "gate_up": 2, "o": 1, "down": 1}
+
+
 def _adds_later(adapters: StepAdapters, layer: int, name: Product) -> bool:
-    return adds_later(len(adapters.slots_T), adapters.of(layer, name), adapters.segmented)
+    buffers = adapters.of(layer, name)
+    return len(buffers.ends) == _MODULES[name] and adds_later(len(adapters.slots_T), buffers, adapters.segmented)
 
 
 def _correct(

@@ -176,7 +176,7 @@ class Attention(Block):
     def __init__(self, spec: AttentionSpec, layer: int, rope: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.spec, self.layer, self.rope = spec, layer, rope
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.qkv_proj = Linear(spec.qkv, dtype, device)
         self.o_proj = Linear(spec.o, dtype, device)
         if spec.qk_norm == "head":

@@ -28,6 +28,7 @@ from rollout.models.spec import (
     ModelSpec,
     MoENames,
     MoESpec,
+    NormPlace,
     QKNorm,
     RopeSpec,
     RouterSpec,
@@ -133,6 +134,12 @@ def ropes_by_type(config: Any) -> tuple[str, ...]:
     return tuple(config.layer_types)
 
 
+@by_layer(no_rope_layers=layer_list(int))
+def ropes_where_listed(config: Any) -> tuple[str | None, ...]:
+    """The config lists 1 for each layer with a rotary embedding, 0 for each without."""
+    return tuple("" if has_rope else None for has_rope in config.no_rope_layers)
+
+
 @by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
@@ -193,7 +200,13 @@ class Family:
     qk_norm: QKNorm = "none"
     clip_qkv: Key | None = declared(NUMBER, None)
     windows: ByLayer[int | None] = no_windows
-    ropes: ByLayer[str] = same_rope  # the map inside `rope_parameters` that a layer takes; empty: all of it
+    #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
+    ropes: ByLayer[Any] = same_rope
+    attention_scale: Key | None = declared(NUMBER, None)
+    norms: NormPlace = "before"
+    residual_scale: float | Key = declared(NUMBER, 1.0)
+    embed_scale: float | Key = declared(NUMBER, 1.0)
+    logit_divisor: float | Key = declared(NUMBER, 1.0)
     moe: MoEFamily | None = None
     names: ModelNames = ModelNames()
     layer_names: LayerNames = LayerNames()
@@ -202,6 +215,7 @@ class Family:
 
 
 _ATTENTION_BIAS = Key("attention_bias")
+_NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
 
 #: By the name that stands in the `architectures` of a config.json.
 FAMILIES: dict[str, Family] = {
@@ -250,6 +264,58 @@ FAMILIES: dict[str, Family] = {
                 down="block_sparse_moe.experts.{}.w2",
             ),
         ),
+    ),
+    "MistralForCausalLM": Family(
+        model_type="mistral",
+        windows=same_window,
+    ),
+    "Phi3ForCausalLM": Family(  # Phi-4 too
+        model_type="phi3",
+        windows=same_window,
+        attention_names=AttentionNames(qkv=("self_attn.qkv_proj",)),
+        dense_names=DenseNames(gate_up=("mlp.gate_up_proj",)),
+    ),
+    "SmolLM3ForCausalLM": Family(
+        model_type="smollm3",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        mlp_bias=Key("mlp_bias"),
+        windows=windows_by_type,
+        ropes=ropes_where_listed,
+    ),
+    "SeedOssForCausalLM": Family(
+        model_type="seed_oss",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=Key("attention_out_bias"),
+        mlp_bias=Key("mlp_bias"),
+    ),
+    "GraniteForCausalLM": Family(
+        model_type="granite",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        mlp_bias=Key("mlp_bias"),
+        attention_scale=Key("attention_multiplier"),
+        residual_scale=Key("residual_multiplier"),
+        embed_scale=Key("embedding_multiplier"),
+        logit_divisor=Key("logits_scaling"),
+    ),
+    "Olmo2ForCausalLM": Family(
+        model_type="olmo2",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="full",
+        norms="after",
+        layer_names=_NORMS_AFTER,
+    ),
+    "Olmo3ForCausalLM": Family(
+        model_type="olmo3",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="full",
+        windows=windows_by_type,
+        ropes=ropes_by_type,
+        norms="after",
+        layer_names=_NORMS_AFTER,
     ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
@@ -331,6 +397,8 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
         tied=bool(config.tie_word_embeddings),
         layers=layers,
         names=family.names,
+        embed_scale=_value(config, family.embed_scale),
+        logit_divisor=_value(config, family.logit_divisor),
     )
 
 
@@ -346,7 +414,13 @@ def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     if family.moe is not None and any(sparse):
         feed_forward[True] = _moe(config, family.moe)
     return tuple(
-        LayerSpec(attention[mixer], feed_forward[is_sparse], family.layer_names)
+        LayerSpec(
+            attention[mixer],
+            feed_forward[is_sparse],
+            family.layer_names,
+            family.norms,
+            _value(config, family.residual_scale),
+        )
         for mixer, is_sparse in zip(mixers, sparse, strict=True)
     )
 
@@ -366,6 +440,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         clip_qkv=_value(config, family.clip_qkv),
         eps=config.rms_norm_eps,
         names=family.attention_names,
+        scale=_value(config, family.attention_scale),
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
@@ -418,7 +493,9 @@ def _value(config: Any, declared: Any) -> Any:
 # --- rotary embedding ------------------------------------------------------------------------------------------------
 
 
-def _rope(config: Any, part: str) -> RopeSpec:
+def _rope(config: Any, part: str | None) -> RopeSpec:
+    if part is None:
+        return RopeSpec("none", theta=1.0)
     # transformers folds the older `rope_theta` and `rope_scaling` keys into this one when it reads a config.
     params = dict(config.rope_parameters or {})
     if part:

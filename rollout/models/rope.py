@@ -16,6 +16,8 @@ from rollout.models.spec import RopeSpec
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
     """Radians per position, float32 [F], fastest first."""
+    if rope.kind == "none":
+        return torch.zeros(head_dim // 2)
     inv_freq_F = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.kind == "linear":
         return inv_freq_F / rope.factor

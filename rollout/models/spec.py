@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["none", "default", "linear", "llama3", "yarn"]
 #: none; each head alone, with one weight for all heads; all heads together.
 QKNorm = Literal["none", "head", "full"]
 #: How a router turns logits into the weights of experts.
@@ -29,7 +29,7 @@ Scoring = Literal["softmax"]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding and its scaling; fields of other kinds than `kind` are unused."""
+    """Rotary embedding and its scaling; fields of other kinds than `kind` are unused. `none` turns by no angle."""
 
     kind: RopeKind
     theta: float
@@ -57,13 +57,18 @@ class LinearSpec(NamedTuple):
         return sum(self.widths)
 
 
+def _widths(modules: tuple[str, ...], widths: tuple[int, ...]) -> tuple[int, ...]:
+    """The outputs of each module, if one module may hold all of them."""
+    return widths if len(modules) > 1 else (sum(widths),)
+
+
 # --- mixers ----------------------------------------------------------------------------------------------------------
 
 
 class AttentionNames(NamedTuple):
-    """Modules of an attention block."""
+    """Modules of an attention block. `qkv` are three, or one that holds queries, keys and values side by side."""
 
-    qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o: str = "self_attn.o_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
 
@@ -84,6 +89,7 @@ class AttentionSpec:
     clip_qkv: float | None  # bounds queries, keys and values
     eps: float  # of the query and key norms
     names: AttentionNames = AttentionNames()
+    scale: float | None = None  # factor of the scores; None: the head dimension to the power of -1/2
 
     @property
     def q_dim(self) -> int:
@@ -98,7 +104,8 @@ class AttentionSpec:
     @property
     def qkv(self) -> LinearSpec:
         """The product that makes queries, keys and values."""
-        return LinearSpec(self.hidden, self.names.qkv, (self.q_dim, self.kv_dim, self.kv_dim), self.qkv_bias)
+        widths = _widths(self.names.qkv, (self.q_dim, self.kv_dim, self.kv_dim))
+        return LinearSpec(self.hidden, self.names.qkv, widths, self.qkv_bias)
 
     @property
     def o(self) -> LinearSpec:
@@ -117,9 +124,9 @@ MixerSpec = AttentionSpec
 
 
 class DenseNames(NamedTuple):
-    """Modules of a dense feed-forward block."""
+    """Modules of a dense feed-forward block. `gate_up` are two, or one that holds gate and values side by side."""
 
-    gate_up: tuple[str, str] = ("mlp.gate_proj", "mlp.up_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
 
 
@@ -135,8 +142,8 @@ class DenseSpec:
     @property
     def gate_up(self) -> LinearSpec:
         """The product that makes gate and values."""
-        width = self.intermediate
-        return LinearSpec(self.hidden, self.names.gate_up, (width, width), self.bias)
+        widths = _widths(self.names.gate_up, (self.intermediate, self.intermediate))
+        return LinearSpec(self.hidden, self.names.gate_up, widths, self.bias)
 
     @property
     def down(self) -> LinearSpec:
@@ -190,8 +197,12 @@ FeedForwardSpec = DenseSpec | MoESpec
 # --- layers and the model --------------------------------------------------------------------------------------------
 
 
+#: Where the norm of a block stands: the block reads the normalised stream, or its output is normalised.
+NormPlace = Literal["before", "after"]
+
+
 class LayerNames(NamedTuple):
-    """Norms of a layer. Their names say where norms are: each stands before its block."""
+    """Norms of a layer."""
 
     mixer_norm: str = "input_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
@@ -199,11 +210,13 @@ class LayerNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A mixer and a feed-forward block, each after a norm; the layer adds their outputs to the residual stream."""
+    """A mixer and a feed-forward block, each with a norm; the layer adds their outputs to the residual stream."""
 
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
     names: LayerNames = LayerNames()
+    norms: NormPlace = "before"
+    residual_scale: float = 1.0  # factor of the outputs that are added
 
     @property
     def sparse(self) -> bool:
@@ -236,6 +249,14 @@ class ModelSpec:
     tied: bool  # the output layer is the embedding
     layers: tuple[LayerSpec, ...]
     names: ModelNames = ModelNames()
+    embed_scale: float = 1.0  # factor of the embedding
+    logit_divisor: float = 1.0
+
+    @functools.cached_property
+    def plain_stream(self) -> bool:
+        """True if the residual stream is Llama's: norms before blocks, and no factor anywhere."""
+        plain_layers = all(layer.norms == "before" and layer.residual_scale == 1.0 for layer in self.layers)
+        return plain_layers and self.embed_scale == self.logit_divisor == 1.0
 
     @functools.cached_property
     def sparse_layers(self) -> tuple[int, ...]:

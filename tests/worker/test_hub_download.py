@@ -39,6 +39,7 @@ print(json.dumps([str(folder), calls]))
 """
 
 
+@pytest.mark.nightly
 def test_the_bytes_of_a_download_are_told_and_all_there_at_its_end(tmp_path: Path) -> None:
     with fake_hub(ONES, "someone/ones") as endpoint:
         env = subprocess_environment(HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")

@@ -170,6 +170,7 @@ def stalled_socket(context: zmq.Context, endpoint: str) -> zmq.Socket:
     return socket
 
 
+@pytest.mark.nightly
 def test_a_client_that_does_not_read_costs_a_bounded_buffer_and_others_go_on(narrow: WorkerProcess) -> None:
     request = {"prompt": "17:", "n": 24, "max_tokens": 1000}
     message = {"v": 1, "op": "generate", "id": "s", "client": "stalled", "stream": "tokens", "stream_every": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.support.worker.harness import ONES, TWOS, check, launch, until
@@ -13,6 +14,7 @@ from trainer_bridge.publish.publisher import WeightPublisher
 PROMPT = "17:"
 
 
+@pytest.mark.nightly
 def test_no_request_begins_under_weights_older_than_min_version(tmp_path: Path) -> None:
     with launch(log=tmp_path / "first.log", min_version=1) as first:
         endpoint = first.endpoint

@@ -168,6 +168,7 @@ def test_a_member_of_a_group_that_had_not_begun_is_drawn_as_in_the_group(client:
         assert_same(alone.completions[0], member)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_is_killed_twice_gets_everything_from_its_journal(
     dice: Path, mortal: Any, tmp_path: Path
 ) -> None:

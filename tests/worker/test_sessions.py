@@ -201,6 +201,7 @@ def test_no_turn_reuses_kv_of_older_weights(weights_worker: WorkerProcess, ledge
         assert chat.generate(said, **GREEDY).cached_tokens == len(said) - len(" 7:") - 1
 
 
+@pytest.mark.nightly
 def test_a_resumed_conversation_goes_on_at_a_worker_that_knows_nothing_of_it(
     worker: WorkerProcess, tmp_path: Path
 ) -> None:

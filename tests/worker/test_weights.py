@@ -13,7 +13,7 @@ from tests.support.worker.harness import kill_publisher_half_way, launch, tensor
 from tests.support.worker.served import Served
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.publish.publisher import WeightPublisher
-from trainer_bridge.wire.errors import WeightsRejected
+from trainer_bridge.wire.errors import WeightsRejected, WeightsReplaced
 
 ENDLESS = {"max_tokens": 30_000, "stream": "tokens", "stream_every": 8}
 
@@ -201,7 +201,8 @@ def test_a_publisher_that_is_killed_half_way_leaves_the_old_weights(served: Serv
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Computes the KV again after a swap, has few pages, and forgets half-sent updates quickly."""
     log = tmp_path_factory.mktemp("tight") / "worker.log"
-    with launch(log=log, kv_on_swap="recompute", max_rows=4, kv_pages=80, idle_s=3.0, stop_check_every=1) as worker:
+    settings = {"kv_on_swap": "recompute", "recompute_fraction": 1e-3, "stop_check_every": 1}
+    with launch(log=log, max_rows=4, kv_pages=80, idle_s=3.0, **settings) as worker:
         served = Served(worker, {0: 1})
         yield served
         served.close()
@@ -221,6 +222,29 @@ def test_recomputed_kv_and_preempted_rows_count_right_across_a_swap(tight: Serve
     both = [completion for completion in result.completions if len(completion.versions) == 2]
     assert both and all((c.versions[0][1], report.version) in c.recomputed for c in both)
     assert tight.version == report.version and tight.counts_in() == 2
+
+
+def test_an_update_waits_for_recomputation_until_a_newer_one_takes_its_place_or_no_row_runs(tight: Served) -> None:
+    """Computing KV again may take a thousandth of the time, so the second update waits as long as rows run."""
+    with tight.client.generate("17:", n=400, max_tokens=250, stream="tokens", stream_every=4) as stream:
+        while sum(len(part) for part in stream.partials()) < 100:
+            next(stream)
+        first = tight.publish(2)
+        version, step = first.version, {first.version + 1: 1, first.version + 2: 1}
+        older = tight.publisher.publish(tensors(1), version + 1)
+        until(lambda: tight.publisher.status()[0]["waits_for"] == "recompute", "the wait")
+        newer = tight.publisher.publish(tensors(1), version + 2)
+        with pytest.raises(WeightsReplaced):
+            older.applied(60)
+        assert tight.version == version
+        stream.cancel()
+        completions = stream.wait().completions
+        newer.applied(60)
+    tight.steps.update(step)
+    tight.check("17:", completions)
+    assert {completion.finish_reason for completion in completions} >= {"cancelled"}
+    assert max(at for completion in completions for at, _ in completion.versions) == version
+    assert tight.version == version + 2 and tight.counts_in() == 1
 
 
 def test_a_half_sent_update_is_forgotten_after_a_while(tight: Served) -> None:

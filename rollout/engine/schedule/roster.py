@@ -21,6 +21,7 @@ from collections.abc import Callable
 from rollout.engine.kv.allocator import PageAllocator
 from rollout.engine.messages import Event, Finish, FinishReason, RequestKey
 from rollout.engine.schedule.completion import Counters, make_delta, make_request_done
+from rollout.engine.schedule.prompt_turns import PromptTurns
 from rollout.engine.schedule.queue import QueueFeed
 from rollout.engine.sequence.sequence import Group, Sequence, State
 
@@ -42,7 +43,8 @@ class Roster:
         self.counters = counters or Counters()
         self.events: list[Event] = []  # what the service has not been sent yet
         self.groups: dict[RequestKey, Group] = {}
-        self.prefilling: list[Sequence] = []
+        self.prefilling: list[Sequence] = []  # in the order in which their prompts are computed
+        self.turns = PromptTurns(self.prefilling)
         self.decoding: list[Sequence] = []
         self.leaving: list[Sequence] = []
         self.waiting = 0  # sequences with no row, including the followers of a leader
@@ -81,12 +83,13 @@ class Roster:
         """The first sequence of the queue has got pages: it gets a row."""
         self.feed.take(seq)
         seq.row, seq.row_ready, seq.state = self.free_rows.pop(), False, State.PREFILL
-        self.prefilling.append(seq)
         self.waiting -= 1
         seq.adapter_use.note_version(seq.launched)
+        assert seq.kv.prefill_tokens is not None
+        tokens = len(seq.kv.prefill_tokens) - seq.kv.length
+        self.turns.admit(seq, tokens)
         if not seq.begun:
-            assert seq.kv.prefill_tokens is not None
-            seq.computed = len(seq.kv.prefill_tokens) - seq.kv.length
+            seq.computed = tokens
         group, cached_tokens = seq.group, min(seq.kv.length, seq.prompt_len)
         if seq.kv.offloaded is None:
             seq.kv.begin_prefill(len(seq.tokens))

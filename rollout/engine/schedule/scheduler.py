@@ -115,7 +115,9 @@ class Scheduler:
                 return True
             reusable = allocator.find_reusable(seq, roster.version)
             if reusable is not None and reusable.awaited is not None:
-                feed.join(seq, *reusable.awaited)
+                other, awaited = reusable.awaited
+                roster.turns.hasten(other, seq, awaited - reusable.tokens)
+                feed.join(seq, other, awaited)
             elif allocator.try_admit(seq, reusable, roster.version, spare=running):
                 roster.start(seq)
             elif running or not allocator.sharing:
@@ -160,6 +162,8 @@ class Scheduler:
 
     def _prompt_launched(self, seq: Sequence, start: int, end: int, draws: int, version: int) -> None:
         roster = self.roster
+        if not seq.row_ready:
+            roster.turns.begin(seq)
         seq.row_ready = True
         roster.counters.prefilled_tokens += end - start
         seq.kv.note_prefill(start, end, Prefill(len(seq.tokens), version, seq.adapter_use.edition), seq.consumed)

@@ -134,6 +134,7 @@ class Sequence:
         "seed",
         "state",
         "stop_ids",
+        "turn",
     )
 
     def __init__(self, group: Group, index: int, arrival: int) -> None:
@@ -166,6 +167,7 @@ class Sequence:
         self.row_ready = False  # a launched step has set up the row's device state
         self.may_share = False  # counted in group.unstarted
         self.computed = 0  # tokens whose KV its first prefill computes; 0 before its first row
+        self.turn = 0  # when its prompt is computed, among the prompts of other rows (`prompt_turns`)
 
     @property
     def tokens(self) -> array:

@@ -54,7 +54,8 @@ if closes:
 """
 
 
-@pytest.mark.parametrize("publisher", [pytest.param("closed", marks=pytest.mark.nightly), "left open"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("publisher", ["closed", "left open"])
 def test_the_processes_of_all_ranks_end_cleanly(tmp_path: Path, publisher: str) -> None:
     """All ranks leave their groups at the same time; a thread that is then inside of torch aborts its process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

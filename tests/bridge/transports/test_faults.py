@@ -151,7 +151,7 @@ def test_wrong_shapes_and_versions_that_do_not_grow_are_refused_and_change_nothi
         assert serves(worker.model, good(worker, transport, tmp_path, 6))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["zmq", "nccl", *nightly("cuda_ipc", "shm", "disk")])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, *nightly(signal.SIGSTOP)])
 def test_a_worker_that_is_killed_or_hangs_half_way_is_named_and_takes_the_next_update(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str, fault: signal.Signals

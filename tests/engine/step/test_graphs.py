@@ -207,7 +207,8 @@ def model_of(feed_forward, on_gpu, dtype):
     moe = feed_forward if isinstance(feed_forward, MoESpec) else None
     block = SimpleNamespace(spec=feed_forward, reads_host=SparseFeedForward.reads_host and moe is not None)
     layer = SimpleNamespace(mixer=SimpleNamespace(spec=None, reads_host=False), feed_forward=block)
-    spec = SimpleNamespace(moe=moe, layers=[SimpleNamespace(mixer=None, feed_forward=feed_forward)])
+    layers = [SimpleNamespace(mixer=None, feed_forward=feed_forward)]
+    spec = SimpleNamespace(moe=moe, layers=layers, plain_stream=True)
     return SimpleNamespace(embed=SimpleNamespace(is_cuda=on_gpu, dtype=dtype), spec=spec, layers=[layer])
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from rollout.models import AttentionBatch, Chunk, Decoder, KVCache
+from rollout.models import AttentionBatch, Chunk, Decoder, KVCache, LoadedModel
 from rollout.models.batch import ExpertRecord
+from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
 
@@ -103,3 +104,22 @@ class PagedRunner:
             adapters=self._step_adapters(rows, chunks, padding),
         )
         return self.forward.compute_logits(self.forward(ints(tokens), batch, self.kv))
+
+
+PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23, 60, 2, 41, 5, 16]
+
+
+def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = None, atol: float = 1e-4) -> None:
+    """Two rows: a prompt in two chunks and decode steps, by the generic path and the fused one, where there is one."""
+    with torch.no_grad():
+        exact = reference(torch.tensor([PROMPT])).logits[0].float()
+    fused = [FusedDecoder(loaded.model)] if loaded.spec.plain_stream else []
+    for forward in (loaded.model, *fused):
+        runner = PagedRunner(loaded.model, rows=2, max_tokens=len(PROMPT), forward=forward)
+        if adapters is not None:
+            runner.adapters, runner.adapter_of = adapters, [1, 1]
+        steps = [runner.prefill(dict.fromkeys(range(2), part)) for part in (PROMPT[:7], PROMPT[7:11])]
+        decoded = [runner.decode(dict.fromkeys(range(2), token)) for token in PROMPT[11:]]
+        for row in range(2):
+            logits = [step[row] for step in steps] + [step[row][None] for step in decoded]
+            assert (torch.cat(logits) - exact).abs().max() < atol

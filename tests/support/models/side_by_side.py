@@ -59,9 +59,9 @@ def make(name: str, folder: Path, dtype: str, seed: int = 0) -> tuple[Decoder, A
     return load(folder, dtype), reference
 
 
-def save_rounded(name: str, folder: Path, seed: int) -> Any:
-    """A checkpoint that bf16 holds as it is."""
-    family, sizes = MODELS[name]
+def save_rounded(name: str, folder: Path, seed: int, **sizes: Any) -> Any:
+    """A checkpoint that bf16 holds as it is: of `MODELS`, or of a stem of transformers' classes with these sizes."""
+    family, sizes = MODELS.get(name, (name, sizes))
     reference = make_checkpoint(family, folder, seed, **sizes)
     with torch.no_grad():
         for parameter in reference.parameters():

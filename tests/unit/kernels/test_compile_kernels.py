@@ -35,14 +35,14 @@ CASES = {
         90,
         NORM_KERNELS | {"_shrink_kernel", "_finish_qkv_kernel"},
     ),
+}
+MORE_CASES = {
     "steps": Case(
         ["dense, 32 rows: sampling", "dense, 32 rows: decode attention, fp8 KV"],
         32,
         90,
         {"_search_kernel", "_cut_kernel", "_pass_1", "_pass_2", "_allow_kernel", "decode_codes_kernel", "_plan_kernel"},
     ),
-}
-MORE_CASES = {
     "norms before Hopper": Case(NORM, 8, 80, NORM_KERNELS),
     "adapters": Case(["dense, 32 rows: adapters, rank 16, qkv"], 32, 90, {"_shrink_kernel", "_expand_kernel"}),
     "product": Case(["dense, 32 rows: adapters, product"], 32, 90, {"_stream_kernel"}),

@@ -24,6 +24,7 @@ from rollout.models import Decoder, deterministic, fused_experts, load_model
 from rollout.models.deterministic import check_deterministic, head_product, layer_products
 from rollout.models.fused import FusedDecoder
 from rollout.models.fused_experts import FusedExperts
+from tests.support.kernels.grids import nightly
 from tests.support.models import sigmoid_router
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PagedRunner
@@ -101,7 +102,7 @@ def differing(model: Decoder, seeds: range, kv_dtype: torch.dtype | None = None)
     return sum(not all(torch.equal(one, runs[0][at][0]) for run in runs for one in run[at]) for at in runs[0])
 
 
-@pytest.mark.parametrize(("name", "fp8"), [("qwen3", True), ("mixtral", False)])
+@pytest.mark.parametrize(("name", "fp8"), [("qwen3", True), *nightly(("mixtral", False))])
 def test_logits_do_not_depend_on_batch_chunks_or_recomputation(name, fp8, tmp_path):
     """With a window, experts and FP8 KV; steps of few and of many tokens, several prompts in a step, padding."""
     model = load(name, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rollout.config import ModelSettings
-from rollout.models import LoadedModel, fused_experts, load_model
+from rollout.models import fused_experts, load_model
 from rollout.models.checkpoint_folder import CheckpointError
 from rollout.models.config_rules import layer_list
-from rollout.models.fused import FusedDecoder
 from rollout.models.lora_slots import AdapterSlots
 from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.registry import (
@@ -27,7 +27,6 @@ from rollout.models.registry import (
     by_layer,
     config_rules,
     ropes_by_type,
-    same_window,
     sparse_by_type,
     spec_from_config,
     windows_by_type,
@@ -35,7 +34,7 @@ from rollout.models.registry import (
 from rollout.models.spec import AttentionNames, DenseNames, LayerNames, ModelNames, MoENames
 from tests.support.models import shared_expert, sigmoid_router
 from tests.support.models.families import make_checkpoint
-from tests.support.models.paged import PagedRunner
+from tests.support.models.paged import check
 from tests.support.models.side_by_side import (
     LONG,
     SEEDS,
@@ -54,7 +53,6 @@ SIZES: dict[str, Any] = {
     "vocab_size": 91, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
-PROMPT = [7, 30, 11, 52, 9, 4, 77, 18, 23, 60, 2, 41, 5, 16]
 
 
 MELLUM = Family(
@@ -90,14 +88,9 @@ QWEN2_MOE_SIZES: dict[str, Any] = {
 
 #: By made-up architectures, which no real family takes: (declaration, stem of transformers' classes, config).
 DECLARED: dict[str, tuple[Family, str, dict[str, Any]]] = {
-    "MadeUpMistralForCausalLM": (Family(model_type="mistral", windows=same_window), "Mistral", {"sliding_window": 6}),
+    "MadeUpMistralForCausalLM": (FAMILIES["MistralForCausalLM"], "Mistral", {"sliding_window": 6}),
     "MadeUpSeedOssForCausalLM": (
-        Family(
-            model_type="seed_oss",
-            qkv_bias=Key("attention_bias"),
-            o_bias=Key("attention_out_bias"),
-            mlp_bias=Key("mlp_bias"),
-        ),
+        FAMILIES["SeedOssForCausalLM"],
         "SeedOss",
         {"attention_bias": True, "attention_out_bias": False, "mlp_bias": True},
     ),
@@ -161,19 +154,6 @@ def skip_if_lacking(stem: str) -> None:
 def rename_family(folder: Path, architecture: str) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"architectures": [architecture]}
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = None) -> None:
-    """A prompt in two chunks and decode steps, by the generic and the fused path."""
-    with torch.no_grad():
-        exact = reference(torch.tensor([PROMPT])).logits[0].float()
-    for forward in (loaded.model, FusedDecoder(loaded.model)):
-        runner = PagedRunner(loaded.model, rows=1, max_tokens=len(PROMPT), forward=forward)
-        if adapters is not None:
-            runner.adapters, runner.adapter_of = adapters, [1]
-        logits = [runner.prefill({0: PROMPT[:7]})[0], runner.prefill({0: PROMPT[7:11]})[0]]
-        logits += [runner.decode({0: token})[0][None] for token in PROMPT[11:]]
-        assert (torch.cat(logits) - exact).abs().max() < 1e-4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
@@ -241,27 +221,35 @@ def test_a_router_may_have_a_rule_and_a_bias_of_its_own(tmp_path: Path, monkeypa
     check(load_model(ModelSettings(path=str(tmp_path)), CPU), reference)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
-@pytest.mark.filterwarnings("ignore:no measured plan")
-def test_a_shared_expert_runs_beside_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared_expert.declare(monkeypatch)
-    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
+def compare_kernels(save: Callable[[Path, int], Any], folder: Path, patch: pytest.MonkeyPatch, atol: float) -> None:
+    """By the kernels in bf16 a model is as close to float32 as by its modules, and in float32 it is transformers'.
+
+    `save` makes a checkpoint of a seed in a folder, and returns it as transformers' model.
+    """
+    patch.setattr(fused_experts, "moe_plan", coarse)
     runs = []
     for seed in SEEDS:
-        folder = tmp_path / str(seed)
-        even = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
-        reference = make_checkpoint("Qwen2Moe", folder, seed, **(SIZES | QWEN2_MOE_SIZES | even))
-        shared_expert.rename(folder)
-        with torch.no_grad():
-            for parameter in reference.parameters():
-                parameter.copy_(parameter.bfloat16())
-        save_file({name: t.contiguous() for name, t in reference.state_dict().items()}, folder / "model.safetensors")
-        wide = load(folder, "float32")
-        runs.append(side_by_side(load(folder, "bfloat16"), wide))
+        reference = save(folder / str(seed), seed)
+        wide = load(folder / str(seed), "float32")
+        runs.append(side_by_side(load(folder / str(seed), "bfloat16"), wide))
         exact, _, ids = steps(wide, wide, LONG)
-        assert (exact - expected(reference, ids)).abs().max() < 1e-3
+        assert (exact - expected(reference, ids)).abs().max() < atol
     by_kernels, by_modules = errors(runs)
     assert by_kernels < 1.25 * by_modules + 1e-4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+@pytest.mark.filterwarnings("ignore:no measured plan")
+def test_a_shared_expert_runs_after_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_expert.declare(monkeypatch)
+    even = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+
+    def save(folder: Path, seed: int) -> Any:
+        reference = save_rounded("Qwen2Moe", folder, seed, **(SIZES | QWEN2_MOE_SIZES | even))
+        shared_expert.rename(folder)
+        return reference
+
+    compare_kernels(save, tmp_path, monkeypatch, atol=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
@@ -270,18 +258,13 @@ def test_the_kernels_run_the_experts_of_a_router_that_they_do_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sigmoid_router.declare(monkeypatch)
-    monkeypatch.setattr(fused_experts, "moe_plan", coarse)
-    runs = []
-    for seed in SEEDS:
-        folder = tmp_path / str(seed)
+
+    def save(folder: Path, seed: int) -> Any:
         reference = save_rounded("qwen3_moe", folder, seed)
         sigmoid_router.give_biases(folder, reference)
-        wide = load(folder, "float32")
-        runs.append(side_by_side(load(folder, "bfloat16"), wide))
-        exact, _, ids = steps(wide, wide, LONG)
-        assert (exact - expected(reference, ids)).abs().max() < 1e-4
-    by_kernels, by_modules = errors(runs)
-    assert by_kernels < 1.25 * by_modules + 1e-4
+        return reference
+
+    compare_kernels(save, tmp_path, monkeypatch, atol=1e-4)
 
 
 # --- keys of config.json ----------------------------------------------------------------------------------------------
