@@ -94,7 +94,7 @@ def run_job(engine: Engine, job: Job) -> Iterator[Row]:
 
 
 def _decode(engine: Engine, job: Job) -> Iterator[Row]:
-    seeds = count(1)
+    seeds = count(1 + job.seeds_from)
 
     def new_work(new: int) -> Callable[[], Work]:
         return lambda: uniform_work(rows, job.prompt, new, engine.vocab, next(seeds))
@@ -151,7 +151,7 @@ def _per_step(
 
 
 def _post(engine: Engine, job: Job) -> Iterator[Row]:
-    seeds = count(1)
+    seeds = count(1 + job.seeds_from)
     engine.generate(uniform_work(job.post_rows, job.prompt, _WARM_TOKENS, engine.vocab, next(seeds)))
     work = uniform_work(job.post_rows, job.prompt, job.post_new, engine.vocab, next(seeds))
     total_s = engine.generate(work).total_s
@@ -166,7 +166,7 @@ def _post(engine: Engine, job: Job) -> Iterator[Row]:
 
 
 def _short(engine: Engine, job: Job) -> Iterator[Row]:
-    seeds = count(1)
+    seeds = count(1 + job.seeds_from)
     for new in job.short_new:
         engine.generate(uniform_work(job.job_rows, job.short_prompt, new, engine.vocab, next(seeds)))
         work = uniform_work(job.short_requests, job.short_prompt, new, engine.vocab, next(seeds))
@@ -197,7 +197,7 @@ def _long_job(engine: Engine, job: Job) -> Iterator[Row]:
 
 
 def _groups(engine: Engine, job: Job) -> Iterator[Row]:
-    seeds = count(100)
+    seeds = count(100 + job.seeds_from)
     for rows in job.group_rows:
         for prompt in job.group_prompts:
             for n in job.group_sizes:
@@ -214,7 +214,7 @@ def _groups(engine: Engine, job: Job) -> Iterator[Row]:
 
 
 def _prefill(engine: Engine, job: Job) -> Iterator[Row]:
-    seeds = count(200)
+    seeds = count(200 + job.seeds_from)
     engine.generate(uniform_work(4, job.prefill_prompt, 1, engine.vocab, next(seeds)))
     works = [
         uniform_work(job.prefill_requests, job.prefill_prompt, 1, engine.vocab, next(seeds)) for _ in range(job.repeats)
@@ -229,7 +229,7 @@ def _arrivals(engine: Engine, job: Job) -> Iterator[Row]:
     if not engine.sees_tokens:
         yield {"skipped": "does not see single tokens"}
         return
-    seeds = count(300)
+    seeds = count(300 + job.seeds_from)
     for per_s in job.arrivals_per_s:
         work = uniform_work(
             int(per_s * job.arrivals_s), job.arrivals_prompt, job.arrivals_new, engine.vocab, next(seeds)

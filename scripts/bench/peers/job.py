@@ -51,6 +51,7 @@ class Job:
     arrivals_s: float = 20.0  # how long requests arrive
     arrivals_prompt: int = 2048
     arrivals_new: int = 256
+    seeds_from: int = 0  # another number gives other prompts, that are not in a prefix cache yet
 
     @classmethod
     def from_json(cls, text: str) -> Job:
