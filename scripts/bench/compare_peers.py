@@ -46,7 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    names = ("experiments", "device", "rows", "prompt", "new", "repeats", "contexts", "context_steps", "post_rows")
+    names = (
+        "experiments",
+        "device",
+        "rows",
+        "prompt",
+        "new",
+        "repeats",
+        "contexts",
+        "context_steps",
+        "post_rows",
+        "context_groups",
+    )
     names += ("post_new", "short_requests", "short_prompt", "short_new", "job_rows", "job_prompts", "job_completions")
     names += ("job_prompt", "job_scale", "group_rows", "group_prompts", "group_sizes", "group_new")
     names += ("prefill_requests", "prefill_prompt")
@@ -72,6 +83,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=usual.repeats, help="runs of decode and contexts; the best one counts")
     add("--contexts", type=int, nargs="+", default=list(usual.contexts))
     add("--context-steps", type=int, default=usual.context_steps)
+    add("--context-groups", type=int, nargs="+", default=list(usual.context_groups), help="rows of one prompt")
     add("--post-rows", type=int, default=usual.post_rows)
     add("--post-new", type=int, default=usual.post_new)
     add("--short-requests", type=int, default=usual.short_requests)

@@ -1,7 +1,8 @@
 """The experiments: the same work and the same results for every engine.
 
     decode      ms a step = (t(N) - t(1)) / (N - 1): prompts of 128 tokens, N new ones; all costs but prefill
-    contexts    the same for long prompts, whose KV is in the prefix cache from an earlier run
+    contexts    the same for long prompts, whose KV is in the prefix cache from an earlier run; `completions` rows of
+                each prompt
     post        32 rows x 8,192 tokens, total time
     short       many requests of 3 or 30 new tokens: mostly prefill
     long_job    a trainer's step: 256 completions of log-normal lengths through 128 rows
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,19 +115,20 @@ def _contexts(engine: Engine, job: Job) -> Iterator[Row]:
         yield {"skipped": "needs a prefix cache"}
         return
     longest = max(job.contexts)
-    for rows in sorted(job.rows, reverse=True):
-        for context in sorted(job.contexts):
-            asked = {"rows": rows, "context": context, "new": job.context_steps + 1}
-            pages = -(-(context + job.context_steps + 1) // _PAGE_TOKENS)
-            if rows * pages * _PAGE_TOKENS > engine.capacity_tokens:
-                yield {**asked, "skipped": f"the KV holds {engine.capacity_tokens} tokens"}
-                continue
-            prompts = nested_prompts(rows, context, longest, engine.vocab)
-            first, whole = Work(prompts, [1] * rows), Work(prompts, [job.context_steps + 1] * rows)
-            engine.generate(first)  # leaves the prompts in the prefix cache
-            engine.generate(whole)
-            steps = _per_step(engine, rows, lambda w=first: w, lambda w=whole: w, job.context_steps + 1, job.repeats)  # type: ignore[misc]
-            yield {**asked, **steps}
+    for rows, context, n in product(sorted(job.rows, reverse=True), sorted(job.contexts), job.context_groups):
+        asked = {"rows": rows, "context": context, "new": job.context_steps + 1, "completions": n}
+        if rows % n:
+            continue
+        pages = rows // n * -(-context // _PAGE_TOKENS) + rows * (-(-(job.context_steps + 1) // _PAGE_TOKENS) + 1)
+        if pages * _PAGE_TOKENS > engine.capacity_tokens:
+            yield {**asked, "skipped": f"the KV holds {engine.capacity_tokens} tokens"}
+            continue
+        prompts = [p for p in nested_prompts(rows // n, context, longest, engine.vocab) for _ in range(n)]
+        first, whole = Work(prompts, [1] * rows), Work(prompts, [job.context_steps + 1] * rows)
+        engine.generate(first)  # leaves the prompts in the prefix cache
+        engine.generate(whole)
+        steps = _per_step(engine, rows, lambda w=first: w, lambda w=whole: w, job.context_steps + 1, job.repeats)  # type: ignore[misc]
+        yield {**asked, **steps}
 
 
 def _per_step(

@@ -31,6 +31,7 @@ class Job:
     repeats: int = 2  # of each timed run of decode and contexts; the best counts
     contexts: tuple[int, ...] = (1024, 4096, 16384, 32768)  # tokens
     context_steps: int = 64
+    context_groups: tuple[int, ...] = (1,)  # rows of one prompt
     post_rows: int = 32
     post_new: int = 8192
     short_requests: int = 512
