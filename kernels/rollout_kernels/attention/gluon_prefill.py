@@ -210,9 +210,7 @@ def _advance(
     _end_turn(turn_bars, TURNS, HALF)
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(k_bars.index(STAGES + stage))
-    soft, peak, total, keep = _soften(
-        score, peak, total, scale_log2, tile, position, window, HAS_WINDOW, MASKED, HALF
-    )
+    soft, peak, total, keep = _soften(score, peak, total, scale_log2, tile, position, window, HAS_WINDOW, MASKED, HALF)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_bars.index(STAGES + last))
     acc = acc * gl.expand_dims(keep, 1)

@@ -40,10 +40,16 @@ _BLOCK_N, _BLOCK_K = 256, 64
 
 
 @gluon.jit
-def _tile_of(tiles_ptr, item, items, COLUMNS: gl.constexpr):
-    """Expert, first row and number of rows of an item; of the last item where there is no such item."""
-    tile = tiles_ptr + 3 * (gl.minimum(item, items - 1) // COLUMNS)
-    return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2)
+def _tile_of(tiles_ptr, item, tiles, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr):
+    """Expert, first row, number of rows and column of an item; of the last item where there is no such item.
+
+    Items are ordered by block of AT_ONCE columns, then by tile of rows, then by column.
+    """
+    item = gl.minimum(item, tiles * COLUMNS - 1)
+    place = item % (tiles * AT_ONCE)
+    column = item // (tiles * AT_ONCE) * AT_ONCE + place % AT_ONCE
+    tile = tiles_ptr + 3 * (place // AT_ONCE)
+    return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2), column
 
 
 @gluon.jit
@@ -55,8 +61,9 @@ def _produce(
     full,
     empty,
     tiles_ptr,
-    items,
+    tiles,
     COLUMNS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     STEPS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -66,11 +73,10 @@ def _produce(
     programs = gl.num_programs(0)
     HALF: gl.constexpr = 64 * BLOCK_K * 2
     LOADED: gl.constexpr = 256 * BLOCK_K * 2 + HALF
-    expert, row, rows = _tile_of(tiles_ptr, program, items, COLUMNS)
+    expert, row, rows, column = _tile_of(tiles_ptr, program, tiles, COLUMNS, AT_ONCE)
     count = 0
-    for item in range(program, items, programs):
-        next_expert, next_row, next_rows = _tile_of(tiles_ptr, item + programs, items, COLUMNS)
-        column = item % COLUMNS
+    for item in range(program, tiles * COLUMNS, programs):
+        next_expert, next_row, next_rows, next_column = _tile_of(tiles_ptr, item + programs, tiles, COLUMNS, AT_ONCE)
         both = rows > 64
         for step in range(STEPS):
             stage = count % STAGES
@@ -86,7 +92,7 @@ def _produce(
             else:
                 _copy(w_desc, [expert, column * 2, 0, k], here, w_smem.index(stage))
             count += 1
-        expert, row, rows = next_expert, next_row, next_rows
+        expert, row, rows, column = next_expert, next_row, next_rows, next_column
 
 
 @gluon.jit
@@ -96,13 +102,12 @@ def _halves(acc):
 
 
 @gluon.jit
-def _put(out_desc, out_smem, row, column, value, here):
+def _put(out_desc, out_smem, row, column, value):
     """Store a block of 64 rows; the copy engine has read the last one before the buffer is used again."""
     tma.store_wait(0)
     out_smem.store(value.to(out_smem.dtype))
     fence_async_shared()
-    if here:
-        _copy_back(out_desc, [row, column], out_smem)
+    _copy_back(out_desc, [row, column], out_smem)
 
 
 @gluon.jit
@@ -115,9 +120,10 @@ def _consume(
     full,
     empty,
     tiles_ptr,
-    items,
+    tiles,
     HALF: gl.constexpr,
     COLUMNS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     STEPS: gl.constexpr,
     STAGES: gl.constexpr,
     SILU: gl.constexpr,
@@ -126,10 +132,10 @@ def _consume(
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    _, row, rows = _tile_of(tiles_ptr, program, items, COLUMNS)
+    _, row, rows, column = _tile_of(tiles_ptr, program, tiles, COLUMNS, AT_ONCE)
     count = 0
-    for item in range(program, items, programs):
-        _, next_row, next_rows = _tile_of(tiles_ptr, item + programs, items, COLUMNS)
+    for item in range(program, tiles * COLUMNS, programs):
+        _, next_row, next_rows, next_column = _tile_of(tiles_ptr, item + programs, tiles, COLUMNS, AT_ONCE)
         if rows > 64 * HALF:
             acc = gl.zeros([64, 256], gl.float32, MMA)
             for step in range(STEPS):
@@ -143,11 +149,10 @@ def _consume(
                 count += 1
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
-            column = item % COLUMNS
             at = row + 64 * HALF
             if SILU:
                 gate, up = _halves(acc)
-                _put(out_desc, out_smem, at, column * 128, gate / (1.0 + gl.exp(-gate)) * up, True)
+                _put(out_desc, out_smem, at, column * 128, gate / (1.0 + gl.exp(-gate)) * up)
             else:
                 if SCALED:
                     most = gl.max(gl.abs(acc), axis=1)
@@ -159,15 +164,15 @@ def _consume(
                     m = at + gl.arange(0, 64, gl.SliceLayout(1, MMA))
                     gl.store(scales_ptr + m * COLUMNS + column, scale)
                 low, high = _halves(acc)
-                _put(out_desc, out_smem, at, column * 256, low, True)
-                _put(out_desc, out_smem, at, column * 256 + 128, high, True)
+                _put(out_desc, out_smem, at, column * 256, low)
+                _put(out_desc, out_smem, at, column * 256 + 128, high)
         else:
             for _ in range(STEPS):
                 stage = count % STAGES
                 mbarrier.wait(full.index(stage), (count // STAGES) & 1)
                 mbarrier.arrive(empty.index(stage))
                 count += 1
-        row, rows = next_row, next_rows
+        row, rows, column = next_row, next_rows, next_column
     tma.store_wait(0)
 
 
@@ -180,6 +185,7 @@ def _experts_kernel(
     tiles_ptr,
     total_ptr,
     COLUMNS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     K: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -197,28 +203,28 @@ def _experts_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    items = gl.load(total_ptr) * COLUMNS
+    tiles = gl.load(total_ptr)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    out_desc, scales_ptr, x_smem, w_smem, out_smem.index(0), full, empty, tiles_ptr, items,
-                    0, COLUMNS, STEPS, STAGES, SILU, SCALED,
+                    out_desc, scales_ptr, x_smem, w_smem, out_smem.index(0), full, empty, tiles_ptr, tiles,
+                    0, COLUMNS, AT_ONCE, STEPS, STAGES, SILU, SCALED,
                 ),
             ),
             (
                 _consume,
                 (
-                    out_desc, scales_ptr, x_smem, w_smem, out_smem.index(1), full, empty, tiles_ptr, items,
-                    1, COLUMNS, STEPS, STAGES, SILU, SCALED,
+                    out_desc, scales_ptr, x_smem, w_smem, out_smem.index(1), full, empty, tiles_ptr, tiles,
+                    1, COLUMNS, AT_ONCE, STEPS, STAGES, SILU, SCALED,
                 ),
             ),
             (
                 _produce,
                 (
-                    x_desc, w_desc, x_smem, w_smem, full, empty, tiles_ptr, items,
-                    COLUMNS, STEPS, BLOCK_K, STAGES, SILU,
+                    x_desc, w_desc, x_smem, w_smem, full, empty, tiles_ptr, tiles,
+                    COLUMNS, AT_ONCE, STEPS, BLOCK_K, STAGES, SILU,
                 ),
             ),
         ],
@@ -302,8 +308,9 @@ def _launch(
     stages: int,
     programs: int,
     silu: bool,
+    at_once: int | None = None,
 ) -> None:
-    assert TILE == 2 * ALIGN == 128
+    assert TILE == 2 * ALIGN == 128 and columns % (at_once or columns) == 0
     _experts_kernel[(programs,)](
         TensorDescriptor.from_tensor(x_RK, [64, _BLOCK_K], _layout(2)),
         weights,
@@ -312,6 +319,7 @@ def _launch(
         groups.tiles_L3,
         groups.counts_1,
         COLUMNS=columns,
+        AT_ONCE=at_once or columns,
         K=x_RK.shape[1],
         BLOCK_K=_BLOCK_K,
         STAGES=stages,
@@ -319,3 +327,28 @@ def _launch(
         SCALED=scales is not None,
         num_warps=4,
     )
+
+
+def all_rows(tokens: int, device: torch.device) -> PaddedGroups:
+    """Tiles of `tokens` rows of one expert: a dense layer."""
+    first = torch.arange(0, tokens, TILE, dtype=torch.int32, device=device)
+    tiles = torch.stack((first * 0, first, (tokens - first).clamp(max=TILE)), 1).contiguous()
+    count = torch.full((1,), len(first), dtype=torch.int32, device=device)
+    return PaddedGroups(first, tiles, count, tokens)
+
+
+def dense(
+    x_TK: torch.Tensor, tiles: PaddedGroups, w_NK: torch.Tensor, *, silu: bool, at_once: int, stages: int = 4
+) -> torch.Tensor:
+    """`x W^T`, or with `silu` the gated activations of gate rows and up rows; `tiles` from `all_rows`.
+
+    Blocks of `at_once` columns (256 weight rows each) are computed for all rows before the next block.
+    """
+    outputs, inputs = w_NK.shape
+    width = outputs // 2 if silu else outputs
+    out = x_TK.new_empty(x_TK.shape[0], width)
+    shape = [1, 2, width, inputs] if silu else [1, outputs // 128, 128, inputs]
+    strides = [outputs * inputs, (width if silu else 128) * inputs, inputs, 1]
+    weights = TensorDescriptor(w_NK, shape, strides, [1, 2, 128, _BLOCK_K], _layout(4))
+    _launch(x_TK, weights, out, None, tiles, outputs // 256, stages, 132, silu, at_once)
+    return out
