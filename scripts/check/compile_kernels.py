@@ -29,13 +29,16 @@ from rollout_kernels import SamplingRows
 from rollout_kernels.attention import triton_decode
 from rollout_kernels.attention.segments import SEGMENT_WORDS, SHARED_TILE
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
+from rollout_kernels.attention.gluon_prefill import gathered_attention
+from rollout_kernels.attention.triton_gather_kv import gather_kv
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.common import triton_math
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
-from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
+from rollout_kernels.moe import dispatch, formats, gluon_experts, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
+from rollout_kernels.moe.triton_padded_groups import gather_sum, pad_groups, spread_rows
 from rollout_kernels.norm_rope import triton_elementwise
 from rollout_kernels.sampling import triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
@@ -193,6 +196,28 @@ def _prefill(shape: Shape, cache, scales, window) -> None:
     q, lens = empty(2048, shape.heads, shape.dim), ints(4, dtype=torch.int64)
     how = {"max_query": 2048, "scale": 0.1, "window": window, "scales_P2GS": scales}
     prefill_attention(q, cache, cache, ints(4, 1024), ints(5), lens, **how)
+    if capability_of_gluon():
+        kv = gather_kv(
+            cache, cache, ints(4, 1024), lens, rows=8192, most=2048, dtype=torch.bfloat16, scales_P2GS=scales
+        )
+        gathered_attention(q, *kv, ints(5), lens, max_query=2048, scale=0.1, window=window)
+
+
+def capability_of_gluon() -> bool:
+    """True if kernels for Hopper alone are compiled, too."""
+    return triton.runtime.driver.active.get_current_target().arch // 10 == 9
+
+
+def padded_experts(shape: Shape, tokens: int) -> None:
+    """The launches of experts over padded groups."""
+    x, weights_TK = empty(tokens, shape.hidden), floats(tokens, shape.top_k)
+    groups = pad_groups(ints(tokens, shape.top_k), shape.experts)
+    rows = spread_rows(x, groups, shape.top_k)
+    h = gluon_experts.padded_gate_up(rows, groups, empty(shape.experts, 2 * shape.inner, shape.hidden))
+    for scaled in (True, False):
+        down = empty(shape.experts, shape.hidden, shape.inner)
+        parts, scales = gluon_experts.padded_down(h, groups, down, scaled=scaled)
+        gather_sum(parts, scales, groups, weights_TK, torch.bfloat16)
 
 
 def adapters(shape: Shape, rows: int) -> Iterator[Case]:
@@ -249,6 +274,8 @@ def sparse_step(shape: Shape, rows: int) -> Iterator[Case]:
     yield "router", lambda: triton_router.moe_route(x, router, shape.top_k, True)
     logits = empty(1, rows, shape.experts)
     yield "choice", lambda: triton_router.moe_choose(logits, x.dtype, shape.top_k, True)
+    if capability_of_gluon():
+        yield "experts, padded", lambda: padded_experts(shape, 2048)
     routing = triton_router.Routing(ints(rows, shape.top_k), floats(rows, shape.top_k))
     sizes = dispatch.MoEShape(shape.experts, shape.top_k, shape.hidden, shape.inner)
     for format in formats.FORMATS:

@@ -98,8 +98,8 @@ def _produce(
     blocks,
     rows,
     window,
+    group,
     H: gl.constexpr,
-    GROUP: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     BLOCK_C: gl.constexpr,
     STAGES: gl.constexpr,
@@ -119,7 +119,7 @@ def _produce(
         mbarrier.expect(q_bars.index(0), LOADED)
         _copy(q_desc, [token, head * D], q_bars.index(0), q_smem.index(0))
         _copy(q_desc, [token + 64, head * D], q_bars.index(0), q_smem.index(1))
-        base = head // GROUP * rows + row
+        base = head // group * rows + row
         for back in range(begin, end):
             at = base + (end - 1 - (back - begin)) * 128
             stage = count % STAGES
@@ -310,7 +310,7 @@ def _consume(
         mbarrier.arrive(q_bars.index(1))
 
 
-@gluon.jit(do_not_specialize=["chunks", "blocks", "rows", "window"])
+@gluon.jit(do_not_specialize=["chunks", "blocks", "rows", "window", "group"])
 def _attention_kernel(
     q_desc,
     k_desc,
@@ -323,8 +323,8 @@ def _attention_kernel(
     rows,
     window,
     scale_log2,
+    group,
     H: gl.constexpr,
-    GROUP: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     BLOCK_C: gl.constexpr,
     STAGES: gl.constexpr,
@@ -369,7 +369,7 @@ def _attention_kernel(
                 _produce,
                 (
                     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, starts_ptr, lens_ptr,
-                    chunks, blocks, rows, window, H, GROUP, HAS_WINDOW, BLOCK_C, STAGES,
+                    chunks, blocks, rows, window, group, H, HAS_WINDOW, BLOCK_C, STAGES,
                 ),
             ),
         ],
@@ -427,8 +427,8 @@ def gathered_attention(
         rows,
         window or 0,
         scale * math.log2(math.e),
+        heads // kv_heads,
         H=heads,
-        GROUP=heads // kv_heads,
         HAS_WINDOW=window is not None,
         BLOCK_C=max(128, triton.next_power_of_2(chunks)),
         STAGES=stages,

@@ -40,15 +40,15 @@ _BLOCK_N, _BLOCK_K = 256, 64
 
 
 @gluon.jit
-def _tile_of(tiles_ptr, item, tiles, COLUMNS: gl.constexpr, AT_ONCE: gl.constexpr):
+def _tile_of(tiles_ptr, item, tiles, columns, at_once):
     """Expert, first row, number of rows and column of an item; of the last item where there is no such item.
 
-    Items are ordered by block of AT_ONCE columns, then by tile of rows, then by column.
+    Items are ordered by block of `at_once` columns, then by tile of rows, then by column.
     """
-    item = gl.minimum(item, tiles * COLUMNS - 1)
-    place = item % (tiles * AT_ONCE)
-    column = item // (tiles * AT_ONCE) * AT_ONCE + place % AT_ONCE
-    tile = tiles_ptr + 3 * (place // AT_ONCE)
+    item = gl.minimum(item, tiles * columns - 1)
+    place = item % (tiles * at_once)
+    column = item // (tiles * at_once) * at_once + place % at_once
+    tile = tiles_ptr + 3 * (place // at_once)
     return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2), column
 
 
@@ -62,9 +62,9 @@ def _produce(
     empty,
     tiles_ptr,
     tiles,
-    COLUMNS: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    STEPS: gl.constexpr,
+    columns,
+    at_once,
+    steps,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     SILU: gl.constexpr,
@@ -73,12 +73,12 @@ def _produce(
     programs = gl.num_programs(0)
     HALF: gl.constexpr = 64 * BLOCK_K * 2
     LOADED: gl.constexpr = 256 * BLOCK_K * 2 + HALF
-    expert, row, rows, column = _tile_of(tiles_ptr, program, tiles, COLUMNS, AT_ONCE)
+    expert, row, rows, column = _tile_of(tiles_ptr, program, tiles, columns, at_once)
     count = 0
-    for item in range(program, tiles * COLUMNS, programs):
-        next_expert, next_row, next_rows, next_column = _tile_of(tiles_ptr, item + programs, tiles, COLUMNS, AT_ONCE)
+    for item in range(program, tiles * columns, programs):
+        next_expert, next_row, next_rows, next_column = _tile_of(tiles_ptr, item + programs, tiles, columns, at_once)
         both = rows > 64
-        for step in range(STEPS):
+        for step in range(steps):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
             here = full.index(stage)
@@ -121,10 +121,10 @@ def _consume(
     empty,
     tiles_ptr,
     tiles,
+    columns,
+    at_once,
+    steps,
     HALF: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    STEPS: gl.constexpr,
     STAGES: gl.constexpr,
     SILU: gl.constexpr,
     SCALED: gl.constexpr,
@@ -132,13 +132,13 @@ def _consume(
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    _, row, rows, column = _tile_of(tiles_ptr, program, tiles, COLUMNS, AT_ONCE)
+    _, row, rows, column = _tile_of(tiles_ptr, program, tiles, columns, at_once)
     count = 0
-    for item in range(program, tiles * COLUMNS, programs):
-        _, next_row, next_rows, next_column = _tile_of(tiles_ptr, item + programs, tiles, COLUMNS, AT_ONCE)
+    for item in range(program, tiles * columns, programs):
+        _, next_row, next_rows, next_column = _tile_of(tiles_ptr, item + programs, tiles, columns, at_once)
         if rows > 64 * HALF:
             acc = gl.zeros([64, 256], gl.float32, MMA)
-            for step in range(STEPS):
+            for step in range(steps):
                 stage = count % STAGES
                 mbarrier.wait(full.index(stage), (count // STAGES) & 1)
                 w_tile = w_smem.index(stage).reshape([256, x_smem.shape[2]]).permute((1, 0))
@@ -162,12 +162,12 @@ def _consume(
                     acc = acc * gl.expand_dims(factor, 1)
                     scale = (power - (14 << 23)).to(gl.float32, bitcast=True)
                     m = at + gl.arange(0, 64, gl.SliceLayout(1, MMA))
-                    gl.store(scales_ptr + m * COLUMNS + column, scale)
+                    gl.store(scales_ptr + m * columns + column, scale)
                 low, high = _halves(acc)
                 _put(out_desc, out_smem, at, column * 256, low)
                 _put(out_desc, out_smem, at, column * 256 + 128, high)
         else:
-            for _ in range(STEPS):
+            for _ in range(steps):
                 stage = count % STAGES
                 mbarrier.wait(full.index(stage), (count // STAGES) & 1)
                 mbarrier.arrive(empty.index(stage))
@@ -176,7 +176,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["columns", "at_once", "steps"])
 def _experts_kernel(
     x_desc,
     w_desc,
@@ -184,16 +184,15 @@ def _experts_kernel(
     scales_ptr,
     tiles_ptr,
     total_ptr,
-    COLUMNS: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    K: gl.constexpr,
+    columns,
+    at_once,
+    steps,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     SILU: gl.constexpr,
     SCALED: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, 64, BLOCK_K], x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2, 64, 128], out_desc.layout)
@@ -210,21 +209,21 @@ def _experts_kernel(
                 _consume,
                 (
                     out_desc, scales_ptr, x_smem, w_smem, out_smem.index(0), full, empty, tiles_ptr, tiles,
-                    0, COLUMNS, AT_ONCE, STEPS, STAGES, SILU, SCALED,
+                    columns, at_once, steps, 0, STAGES, SILU, SCALED,
                 ),
             ),
             (
                 _consume,
                 (
                     out_desc, scales_ptr, x_smem, w_smem, out_smem.index(1), full, empty, tiles_ptr, tiles,
-                    1, COLUMNS, AT_ONCE, STEPS, STAGES, SILU, SCALED,
+                    columns, at_once, steps, 1, STAGES, SILU, SCALED,
                 ),
             ),
             (
                 _produce,
                 (
                     x_desc, w_desc, x_smem, w_smem, full, empty, tiles_ptr, tiles,
-                    COLUMNS, AT_ONCE, STEPS, BLOCK_K, STAGES, SILU,
+                    columns, at_once, steps, BLOCK_K, STAGES, SILU,
                 ),
             ),
         ],
@@ -318,9 +317,9 @@ def _launch(
         groups.counts_1 if scales is None else scales,
         groups.tiles_L3,
         groups.counts_1,
-        COLUMNS=columns,
-        AT_ONCE=at_once or columns,
-        K=x_RK.shape[1],
+        columns,
+        at_once or columns,
+        -(-x_RK.shape[1] // _BLOCK_K),
         BLOCK_K=_BLOCK_K,
         STAGES=stages,
         SILU=silu,
