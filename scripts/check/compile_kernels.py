@@ -27,9 +27,9 @@ import torch
 import triton
 from rollout_kernels import SamplingRows
 from rollout_kernels.attention import triton_decode
+from rollout_kernels.attention.gluon_prefill import gathered_attention
 from rollout_kernels.attention.segments import SEGMENT_WORDS, SHARED_TILE
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
-from rollout_kernels.attention.gluon_prefill import gathered_attention
 from rollout_kernels.attention.triton_gather_kv import gather_kv
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.common import triton_math
