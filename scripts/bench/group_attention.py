@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace, heads_of: str, shape: str, bandwidth: floa
     times = {"alone": {"us": alone, "plan_us": plan_us}}
     worst = 0.0
     for block_m in args.block_m:
-        config = dataclasses.replace(base, block_m=block_m)
+        config = dataclasses.replace(base, block_m=block_m, block_own=base.block_m)
         at_once = config.rows_at_once(heads // kv_heads)
         if at_once < 2:
             continue

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ import triton
 from rollout_kernels import SamplingRows
 from rollout_kernels.attention import triton_decode
 from rollout_kernels.attention.gluon_prefill import gathered_attention
-from rollout_kernels.attention.segments import SEGMENT_WORDS, SHARED_TILE
+from rollout_kernels.attention.segments import SEGMENT_WORDS
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 from rollout_kernels.attention.triton_gather_kv import gather_kv
 from rollout_kernels.attention.triton_prefill import prefill_attention
@@ -180,10 +179,8 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
 
 def _decode(shape: Shape, rows: int, cache, scales, table, lens, window, shared: bool = False) -> None:
     coded = scales is not None
-    config = triton_decode.default_decode_config(shape.dim, torch.bfloat16, rows, coded)
-    segments = None
-    if shared:
-        config, segments = replace(config, block_m=SHARED_TILE[coded]), ints(2 * rows, SEGMENT_WORDS)
+    config = triton_decode.default_decode_config(shape.dim, torch.bfloat16, rows, coded, shared)
+    segments = ints(2 * rows, SEGMENT_WORDS) if shared else None
     group = shape.heads // shape.kv_heads
     how = {"group": group, "window": window, "config": config, "multiprocessors": MULTIPROCESSORS}
     work = plan_decode_work(lens, shape.kv_heads, segments_SW=segments, **how)

@@ -26,13 +26,11 @@ table), S page size, N gathered pages, C gathered positions of a row, Q queries 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from rollout_kernels.attention.segments import SHARED_TILE
 from rollout_kernels.common.fp8 import quantize_heads, values_of
 
 if TYPE_CHECKING:
@@ -140,9 +138,7 @@ def plan_paged_decode(
     from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 
     coded = k_cache_PSGD.dtype == torch.uint8
-    config = default_decode_config(dim, dtype, len(context_lens_B), coded=coded)
-    if segments_SW is not None:
-        config = replace(config, block_m=SHARED_TILE[coded])
+    config = default_decode_config(dim, dtype, len(context_lens_B), coded, shared=segments_SW is not None)
     group = heads // kv_heads
     return plan_decode_work(
         context_lens_B, kv_heads, group=group, window=window, config=config, segments_SW=segments_SW

@@ -22,8 +22,8 @@ SEGMENT_WORDS = 5
 LEVELS = 2
 #: Query heads of a tile where rows may share pages, by whether the cache has e4m3 codes. On an H100, 32 rows of 16K +
 #: 2K positions in groups of 8, of 32 query heads over 8 KV heads, take 0.27 of their time alone in tiles of 32 and 0.38
-#: in tiles of 16; rows that share nothing lose 1 to 2%. With codes, tiles of 32 need more registers than there are: rows
-#: that share nothing lose 15%.
+#: in tiles of 16; rows that share nothing lose 1 to 2%. With codes, tiles of 32 need more registers than there are:
+#: rows that share nothing lose 15%.
 SHARED_TILE = {False: 32, True: 16}
 
 

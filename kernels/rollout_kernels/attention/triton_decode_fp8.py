@@ -94,6 +94,7 @@ def decode_codes_kernel(
     HAS_WINDOW: tl.constexpr,
     FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_OWN: tl.constexpr,  # not used: shared tiles are no larger
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,

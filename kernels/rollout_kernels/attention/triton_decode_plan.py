@@ -57,6 +57,7 @@ class DecodeConfig:
     max_registers: int | None = None  # of a thread; with fewer, more programs fit on a multiprocessor
     chunk: int | None = None  # positions of an item, instead of equal shares
     block_m: int = 16  # query heads of a tile: those of a KV head, of as many rows as fit
+    block_own: int | None = None  # of a row alone; None: the same, and then its bits depend on no other row
 
     def rows_at_once(self, group: int) -> int:
         """Rows that an item may have, if a KV head has `group` query heads."""

@@ -11,6 +11,8 @@ host has seen it. Inputs are a `StepInput` and device tensors; nothing here know
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from rollout_kernels.step import begin_step
 
@@ -20,7 +22,7 @@ from rollout.engine.step.row_state import LAST, LENGTH, RowState
 from rollout.engine.step.sampler import Sampler
 from rollout.engine.step.scores import StepScores
 from rollout.engine.step.upload import StepInput
-from rollout.models.batch import AttentionBatch, Chunk, KVCache
+from rollout.models.batch import AttentionBatch, Chunk, KVCache, WantedTokens
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, supports
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
@@ -58,6 +60,7 @@ class DeviceStep:
         self.sample = Sampler(rows)
         self.exact_sums = exact_sums
         self.shares_pages = shares_pages
+        self.skips_unwanted = isinstance(forward, FusedDecoder) and forward.takes_wanted
 
     def with_kv(self, kv: KVCache) -> DeviceStep:
         """The same over another KV cache."""
@@ -142,11 +145,16 @@ class DeviceStep:
             page_table_BP=page_table_CP,
             context_lens_B=ends_C,
             max_context=header.max_context,
-            chunks=tuple(Chunk(*span) for span in header.layout),
+            chunks=tuple(Chunk(*span) for *span, _ in header.layout),
             query_starts_C1=step["query_starts"],
             experts=None if experts is None else experts.experts,
             adapters=self._step_adapters(rows_C, step["token_span"]) if adapted else None,
         )
+        if self.skips_unwanted and experts is None and not header.scored:
+            wanted = self._wanted(step, batch, adapted)
+            hidden_SD = self.forward(step["tokens"], replace(batch, wanted=wanted), self.kv)
+            self.rows.ints[rows_C, LENGTH] = step["lengths"]
+            return (self.forward.compute_logits(hidden_SD), step["sampled_rows"]) if header.draws else None
         hidden_TD = self.forward(step["tokens"], batch, self.kv)
         if experts is not None:
             experts.end(batch)
@@ -157,6 +165,24 @@ class DeviceStep:
         if header.draws == 0:
             return None
         return self.forward.compute_logits(hidden_TD[step["sampled_at"]]), step["sampled_rows"]
+
+    def _wanted(self, step: StepInput, batch: AttentionBatch, adapted: bool) -> WantedTokens:
+        """The last tokens of the spans that draw."""
+        at_S, ends = step["sampled_at"], [end for _, _, end, draws in step.header.layout if draws]
+        spans_S = step["token_span"][at_S]
+        return WantedTokens(
+            at_S,
+            AttentionBatch(
+                positions_T=batch.positions_T[at_S],
+                kv_slots_T=batch.kv_slots_T[at_S],
+                page_table_BP=batch.page_table_BP[spans_S],
+                context_lens_B=batch.context_lens_B[spans_S],
+                max_context=batch.max_context,
+                chunks=tuple(Chunk(i, 1, end) for i, end in enumerate(ends)),
+                query_starts_C1=torch.arange(len(ends) + 1, dtype=torch.int32, device=at_S.device),
+                adapters=self._step_adapters(step["sampled_rows"]) if adapted else None,
+            ),
+        )
 
     def _step_adapters(self, rows_B: torch.Tensor, row_of_T: torch.Tensor | None = None) -> StepAdapters:
         """The slots of the rows, or of the tokens of their spans."""

@@ -61,7 +61,7 @@ class Packer:
         """Pack a step; its sequences are those of the plan's moment, before the step is noted as launched."""
         staging.begin()
         size = 0
-        layout: tuple[tuple[int, int, int], ...] = ()
+        layout: tuple[tuple[int, int, int, int], ...] = ()
         if plan.one_token_each:
             size = 0 if self.captured is None else self.captured.size_for(plan.rows, plan.features) or 0
             self._put_decode(plan, size or plan.rows, staging)
@@ -115,7 +115,7 @@ def _put_known(spans: Seq[Span], staging: Staging) -> None:
     staging.put("known", np.array(known, dtype=np.int64))
 
 
-def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, int], ...]:
+def _put_prefill(spans: Seq[Span], staging: Staging) -> tuple[tuple[int, int, int, int], ...]:
     tokens = np.concatenate([prompt.tokens for *_, prompt in spans if prompt is not None]).astype(np.int64)
     columns = [(seq.row, start, tokens_in, draws) for seq, start, tokens_in, draws, _ in spans]
     return put_prefill(staging, columns, tokens)

@@ -65,8 +65,8 @@ class Header(NamedTuple):
     max_context: int  # longest context in the step, this step's tokens included
     sections: dict[str, Section]
     size: int = 0  # rows of the captured decode step that runs it; 0 if it is launched kernel by kernel
-    #: A prefill: (first token of the step, tokens, context) of each span. Empty: the decode forward.
-    layout: tuple[tuple[int, int, int], ...] = ()
+    #: A prefill: (first token of the step, tokens, context, draws) of each span. Empty: the decode forward.
+    layout: tuple[tuple[int, int, int, int], ...] = ()
     tops: tuple[int, ...] = ()  # which of the drawing rows report their likeliest tokens
     scored: int = 0  # positions of prompts that are scored
 
@@ -81,7 +81,7 @@ class Header(NamedTuple):
             name: Section(start, words, dtype, tuple(shape))
             for name, (start, words, dtype, shape) in fields["sections"].items()
         }
-        layout = tuple((first, tokens, context) for first, tokens, context in fields["layout"])
+        layout = tuple((first, tokens, context, draws) for first, tokens, context, draws in fields["layout"])
         return cls(**{**fields, "sections": sections, "layout": layout, "tops": tuple(fields["tops"])})
 
 
@@ -164,7 +164,7 @@ def put_decode(
 
 def put_prefill(
     staging: Staging, spans: Seq[tuple[int, int, int, int]], tokens: np.ndarray
-) -> tuple[tuple[int, int, int], ...]:
+) -> tuple[tuple[int, int, int, int], ...]:
     """Put a prefill: for each span (row, start, tokens, draws), and all token ids (int64). Returns the layout."""
     rows, starts, lengths, draws = (np.array(column, dtype=np.int64) for column in zip(*spans, strict=True))
     ends = starts + lengths
@@ -179,7 +179,7 @@ def put_prefill(
     staging.put("sampled_rows", rows[samples])
     staging.put("sampled_at", bounds[1:][samples] - 1)
     staging.put("query_starts", bounds.astype(np.int32))
-    return tuple(zip(bounds[:-1].tolist(), lengths.tolist(), ends.tolist(), strict=True))
+    return tuple(zip(bounds[:-1].tolist(), lengths.tolist(), ends.tolist(), draws.tolist(), strict=True))
 
 
 def put_tops(staging: Staging, places: Seq[int]) -> tuple[int, ...]:

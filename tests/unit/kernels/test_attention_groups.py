@@ -114,7 +114,7 @@ COMMON = [80, 80, 80, 0, 16, 96]
 @pytest.mark.parametrize(("shares", "fused"), [(1, True), (5, True), (40, False), *nightly((40, True), (3, False))])
 def test_shared_pages_give_what_they_give_alone(heads, block_m, shares, fused, window):
     pool, q = shared_pool(LENS, COMMON), queries(len(LENS), heads, 64)
-    config = dataclasses.replace(SMALL, block_m=block_m, fused=fused)
+    config = dataclasses.replace(SMALL, block_m=block_m, block_own=16, fused=fused)
     segments = make_segments(COMMON, len(LENS), config.rows_at_once(heads // 2), 16)
     assert segments is not None
     work = work_of(pool, segments, heads, window, config, shares)
