@@ -50,6 +50,7 @@ import torch.nn.functional as F
 from rollout_kernels.attention.gluon_prefill import gathered_attention
 from rollout_kernels.attention.triton_gather_kv import gather_kv, gathered_rows
 from rollout_kernels.attention.triton_prefill import prefill_attention
+from rollout_kernels.attention.triton_prefill_items import block_count, prefill_items
 from rollout_kernels.moe import gluon_experts
 from rollout_kernels.moe.dispatch import GroupedPlan, run_experts
 from rollout_kernels.moe.triton_group_pairs import group_pairs
@@ -213,8 +214,7 @@ def bench_attention(quick: bool) -> None:
         q = torch.randn(sum(queries), heads, dim, device="cuda").bfloat16() * 2
         pairs = sum(context - count + i + 1 for count, context in chunks for i in range(count))
         work = 4 * dim * heads * pairs
-        how = {"max_query": most, "scale": dim**-0.5, "window": None}
-        rows = gathered_rows(contexts)
+        rows, blocks = gathered_rows(contexts), block_count(queries)
 
         def gather(k=k, v=v, table=table, lens=lens, rows=rows, contexts=contexts):
             return gather_kv(k, v, table, lens, rows=rows, most=max(contexts), dtype=torch.bfloat16)
@@ -240,15 +240,16 @@ def bench_attention(quick: bool) -> None:
         attempt(
             "attention",
             {"candidate": "today", **facts},
-            lambda q=q, k=k, v=v, table=table, starts=starts, lens=lens, how=how, measured=measured: measured(
-                lambda: prefill_attention(q, k, v, table, starts, lens, **how)
+            lambda q=q, k=k, v=v, table=table, starts=starts, lens=lens, most=most, measured=measured: measured(
+                lambda: prefill_attention(q, k, v, table, starts, lens, max_query=most, scale=dim**-0.5, window=None)
             ),
         )
         attempt("attention", {"candidate": "gather", **facts}, lambda gather=gather: {"us": graph_us(gather)})
         for stages, turns in ((2, False), (2, True), (3, True)):
 
-            def run(gather=gather, q=q, starts=starts, lens=lens, how=how, stages=stages, turns=turns):
-                return gathered_attention(q, *gather(), starts, lens, stages=stages, turns=turns, **how)
+            def run(gather=gather, q=q, starts=starts, lens=lens, blocks=blocks, stages=stages, turns=turns):
+                items = prefill_items(starts, lens, blocks, None)
+                return gathered_attention(q, *gather(), items, scale=dim**-0.5, window=None, stages=stages, turns=turns)
 
             label = f"gathered, {stages} stages, {'turns' if turns else 'no turns'}"
             attempt("attention", {"candidate": label, **facts}, lambda run=run, measured=measured: measured(run))

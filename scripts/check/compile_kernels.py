@@ -31,13 +31,13 @@ from rollout_kernels.attention.segments import SEGMENT_WORDS
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 from rollout_kernels.attention.triton_gather_kv import gather_kv
 from rollout_kernels.attention.triton_prefill import prefill_attention
+from rollout_kernels.attention.triton_prefill_items import prefill_items
 from rollout_kernels.common import triton_math
 from rollout_kernels.linear import gluon_linear, triton_gemv, triton_linear
 from rollout_kernels.linear.table import linear_config
 from rollout_kernels.lora import Correction, LoraBuffers, triton_lora
-from rollout_kernels.moe import dispatch, formats, gluon_experts, triton_quantize, triton_router
+from rollout_kernels.moe import dispatch, formats, triton_quantize, triton_router
 from rollout_kernels.moe.triton_norm_router import norm_route, router_scratch
-from rollout_kernels.moe.triton_padded_groups import gather_sum, pad_groups, spread_rows
 from rollout_kernels.norm_rope import triton_elementwise
 from rollout_kernels.sampling import triton_truncate
 from rollout_kernels.sampling.triton_allow import allow_only
@@ -197,7 +197,8 @@ def _prefill(shape: Shape, cache, scales, window) -> None:
         kv = gather_kv(
             cache, cache, ints(4, 1024), lens, rows=8192, most=2048, dtype=torch.bfloat16, scales_P2GS=scales
         )
-        gathered_attention(q, *kv, ints(5), lens, max_query=2048, scale=0.1, window=window)
+        items = prefill_items(ints(5), lens, 64, window)
+        gathered_attention(q, *kv, items, scale=0.1, window=window)
 
 
 def capability_of_gluon() -> bool:
@@ -207,14 +208,10 @@ def capability_of_gluon() -> bool:
 
 def padded_experts(shape: Shape, tokens: int) -> None:
     """The launches of experts over padded groups."""
-    x, weights_TK = empty(tokens, shape.hidden), floats(tokens, shape.top_k)
-    groups = pad_groups(ints(tokens, shape.top_k), shape.experts)
-    rows = spread_rows(x, groups, shape.top_k)
-    h = gluon_experts.padded_gate_up(rows, groups, empty(shape.experts, 2 * shape.inner, shape.hidden))
-    for scaled in (True, False):
-        down = empty(shape.experts, shape.hidden, shape.inner)
-        parts, scales = gluon_experts.padded_down(h, groups, down, scaled=scaled)
-        gather_sum(parts, scales, groups, weights_TK, torch.bfloat16)
+    routing = triton_router.Routing(ints(tokens, shape.top_k), floats(tokens, shape.top_k))
+    gate_up = _weights(shape.experts, 2 * shape.inner, shape.hidden, "plain", 2)
+    down = _weights(shape.experts, shape.hidden, shape.inner, "plain", 1)
+    dispatch.run_experts(empty(tokens, shape.hidden), routing, gate_up, down, dispatch.PaddedPlan(MULTIPROCESSORS))
 
 
 def adapters(shape: Shape, rows: int) -> Iterator[Case]:

@@ -9,9 +9,11 @@ before it, and computes the softmax while the tensor cores work on the sums. Wit
 products in turns, so that one computes its softmax while the products of the other run. Tiles are taken from the
 diagonal down, so only the first tiles need a mask; with a window all of them have one.
 
-Programs are persistent and take items in turns, the longest first, in the order 0 .. P - 1, P - 1 .. 0 and so on.
+Programs are persistent and take the items of `triton_prefill_items`, the longest first, in turns: in the order
+0 .. P - 1, P - 1 .. 0 and so on.
 
-Legend: T tokens, C chunks, H query heads, G KV heads, D head dimension, N gathered rows, P programs.
+Legend: T tokens, B blocks of queries, W words of an item, H query heads, G KV heads, D head dimension, N gathered rows,
+P programs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,47 +33,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rollout_kernels.attention.triton_gather_kv import TILE
+from rollout_kernels.attention.triton_prefill_items import BLOCK, ITEM_WORDS
 
 # Renamed after Triton 3.6.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-_BLOCK_M = 128
+#: The head dimension that the kernel takes.
+HEAD_DIM = 128
 
 
 @gluon.jit
-def _item(
-    index,
-    starts_ptr,
-    lens_ptr,
-    chunks,
-    blocks,
-    window,
-    H: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
-    BLOCK_C: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def _item(index, items_ptr, blocks, H: gl.constexpr):
     """Head, first query, queries that are left, first position, first row of the context, and tiles begin .. end - 1.
 
-    Past the last item, and for blocks past a chunk's end, there are no queries and no tiles.
+    Past the last item there are no queries and no tiles.
     """
-    head = index % H
-    chunk = gl.minimum(index // H % chunks, chunks - 1)
-    block = blocks - 1 - index // (H * chunks)
-    start = gl.load(starts_ptr + chunk).to(gl.int32)
-    queries = gl.load(starts_ptr + chunk + 1).to(gl.int32) - start
-    context = gl.load(lens_ptr + chunk).to(gl.int32)
-    at = gl.arange(0, BLOCK_C, LAYOUT)
-    lens = gl.load(lens_ptr + at, mask=at < chunk, other=0).to(gl.int32)
-    row = gl.sum((lens + 127) // 128 * 128, axis=0)
-    first = block * 128
-    left = gl.where(block < 0, 0, gl.maximum(queries - first, 0))
-    position = context - queries + first
-    begin = 0
-    if HAS_WINDOW:
-        begin = gl.maximum(position - window + 1, 0) // 128
-    end = gl.where(left > 0, (gl.minimum(position + 128, context) + 127) // 128, begin)
-    return head, start + first, left, position, row, begin, end
+    live = index < blocks * H
+    at = items_ptr + gl.where(live, index // H, 0) * 8
+    begin = gl.load(at + 4)
+    left = gl.where(live, gl.load(at + 1), 0)
+    end = gl.where(live, gl.load(at + 5), begin)
+    return index % H, gl.load(at), left, gl.load(at + 2), gl.load(at + 3), begin, end
 
 
 @gluon.jit
@@ -92,29 +73,21 @@ def _produce(
     q_bars,
     k_bars,
     v_bars,
-    starts_ptr,
-    lens_ptr,
-    chunks,
+    items_ptr,
     blocks,
     rows,
-    window,
     group,
     H: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
-    BLOCK_C: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     D: gl.constexpr = k_smem.shape[2]
     LOADED: gl.constexpr = 128 * D * 2
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     count = 0
-    steps = (H * chunks * blocks + programs - 1) // programs
+    steps = (H * blocks + programs - 1) // programs
     for step in range(steps):
-        head, token, left, position, row, begin, end = _item(
-            _turn(step, programs, program), starts_ptr, lens_ptr, chunks, blocks, window, H, HAS_WINDOW, BLOCK_C, LAYOUT
-        )
+        head, token, left, position, row, begin, end = _item(_turn(step, programs, program), items_ptr, blocks, H)
         mbarrier.wait(q_bars.index(1), (step & 1) ^ 1)
         mbarrier.expect(q_bars.index(0), LOADED)
         _copy(q_desc, [token, head * D], q_bars.index(0), q_smem.index(0))
@@ -228,16 +201,13 @@ def _consume(
     v_bars,
     turn_bars,
     out_ptr,
-    starts_ptr,
-    lens_ptr,
-    chunks,
+    items_ptr,
     blocks,
     window,
     scale_log2,
     HALF: gl.constexpr,
     H: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
-    BLOCK_C: gl.constexpr,
     STAGES: gl.constexpr,
     TURNS: gl.constexpr,
 ):
@@ -246,15 +216,12 @@ def _consume(
     D: gl.constexpr = k_smem.shape[2]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     q_tile = q_smem.index(HALF)
     count = 0
-    steps = (H * chunks * blocks + programs - 1) // programs
+    steps = (H * blocks + programs - 1) // programs
     for step in range(steps):
-        head, token, left, position, row, begin, end = _item(
-            _turn(step, programs, program), starts_ptr, lens_ptr, chunks, blocks, window, H, HAS_WINDOW, BLOCK_C, LAYOUT
-        )
+        head, token, left, position, row, begin, end = _item(_turn(step, programs, program), items_ptr, blocks, H)
         mbarrier.wait(q_bars.index(0), step & 1)
         if end > begin:
             # The first tile has no sums before it.
@@ -310,15 +277,13 @@ def _consume(
         mbarrier.arrive(q_bars.index(1))
 
 
-@gluon.jit(do_not_specialize=["chunks", "blocks", "rows", "window", "group"])
+@gluon.jit(do_not_specialize=["blocks", "rows", "window", "group"])
 def _attention_kernel(
     q_desc,
     k_desc,
     v_desc,
     out_ptr,
-    starts_ptr,
-    lens_ptr,
-    chunks,
+    items_ptr,
     blocks,
     rows,
     window,
@@ -326,7 +291,6 @@ def _attention_kernel(
     group,
     H: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
-    BLOCK_C: gl.constexpr,
     STAGES: gl.constexpr,
     TURNS: gl.constexpr,
     num_warps: gl.constexpr,
@@ -354,22 +318,22 @@ def _attention_kernel(
             (
                 _consume,
                 (
-                    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turn_bars, out_ptr, starts_ptr, lens_ptr, chunks,
-                    blocks, window, scale_log2, 0, H, HAS_WINDOW, BLOCK_C, STAGES, TURNS,
+                    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turn_bars, out_ptr, items_ptr, blocks,
+                    window, scale_log2, 0, H, HAS_WINDOW, STAGES, TURNS,
                 ),
             ),
             (
                 _consume,
                 (
-                    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turn_bars, out_ptr, starts_ptr, lens_ptr, chunks,
-                    blocks, window, scale_log2, 1, H, HAS_WINDOW, BLOCK_C, STAGES, TURNS,
+                    q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, turn_bars, out_ptr, items_ptr, blocks,
+                    window, scale_log2, 1, H, HAS_WINDOW, STAGES, TURNS,
                 ),
             ),
             (
                 _produce,
                 (
-                    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, starts_ptr, lens_ptr,
-                    chunks, blocks, rows, window, group, H, HAS_WINDOW, BLOCK_C, STAGES,
+                    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_bars, k_bars, v_bars, items_ptr, blocks, rows,
+                    group, H, STAGES,
                 ),
             ),
         ],
@@ -382,26 +346,21 @@ def gathered_attention(
     q_THD: torch.Tensor,
     k_GND: torch.Tensor,
     v_GND: torch.Tensor,
-    query_starts_C1: torch.Tensor,
-    context_lens_C: torch.Tensor,
+    items_BW: torch.Tensor,
     *,
-    max_query: int,
     scale: float,
     window: int | None,
     stages: int = 2,
     turns: bool = True,
     programs: int = 132,
 ) -> torch.Tensor:
-    """Causal attention of chunks of prompts over their contexts, [T, H, D].
+    """Causal attention of chunks of prompts over their contexts, [T, H, D]; undefined for tokens of no chunk.
 
     Args:
-        q_THD: bf16 or f16, contiguous, D = 128. The queries of chunk c are
-            `q_THD[query_starts_C1[c] : query_starts_C1[c + 1]]`, at the last positions of its context.
+        q_THD: bf16 or f16, contiguous, D = 128.
         k_GND: from `gather_kv`, in the same dtype.
         v_GND: likewise.
-        query_starts_C1: int32 or int64, C + 1 numbers, contiguous.
-        context_lens_C: int32 or int64, contiguous.
-        max_query: upper bound on the queries of a chunk.
+        items_BW: from `prefill_items`, for the same chunks and window.
         scale: positive factor of the scores.
         window: how many positions a query sees, or None for all.
         stages: tiles of keys, and of values, in shared memory.
@@ -410,8 +369,7 @@ def gathered_attention(
     """
     tokens, heads, dim = q_THD.shape
     kv_heads, rows, _ = k_GND.shape
-    chunks = context_lens_C.shape[0]
-    assert dim == 128 and scale > 0 and TILE == _BLOCK_M == 128
+    assert dim == HEAD_DIM and scale > 0 and TILE == BLOCK == 128 and ITEM_WORDS == 8
     assert q_THD.is_contiguous() and k_GND.is_contiguous() and v_GND.is_contiguous()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     out_THD = torch.empty_like(q_THD)
@@ -420,17 +378,14 @@ def gathered_attention(
         TensorDescriptor.from_tensor(k_GND.view(kv_heads * rows, dim), [TILE, dim], layout),
         TensorDescriptor.from_tensor(v_GND.view(kv_heads * rows, dim), [TILE, dim], layout),
         out_THD,
-        query_starts_C1,
-        context_lens_C,
-        chunks,
-        triton.cdiv(max_query, _BLOCK_M),
+        items_BW,
+        items_BW.shape[0],
         rows,
         window or 0,
         scale * math.log2(math.e),
         heads // kv_heads,
         H=heads,
         HAS_WINDOW=window is not None,
-        BLOCK_C=max(128, triton.next_power_of_2(chunks)),
         STAGES=stages,
         TURNS=turns,
         num_warps=4,

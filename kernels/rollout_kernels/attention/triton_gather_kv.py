@@ -20,6 +20,8 @@ from rollout_kernels.common.triton_math import narrow
 
 #: A context begins at a multiple of so many rows.
 TILE = 128
+#: Chunks that a step may have: a program looks at the lengths of all.
+MOST_CHUNKS = 128
 
 
 def gathered_rows(contexts: Sequence[int]) -> int:
@@ -101,7 +103,7 @@ def gather_kv(
         k_cache_PSGD: of `dtype`, or uint8 codes with `scales_P2GS`; contiguous in D.
         v_cache_PSGD: likewise, with the same strides.
         page_table_CP: int32, contiguous in P.
-        context_lens_C: int32 or int64, contiguous.
+        context_lens_C: int32 or int64, contiguous, at most `MOST_CHUNKS` of them.
         rows: N, from `gathered_rows`.
         most: upper bound on the context lengths.
         dtype: of the result.
@@ -109,6 +111,7 @@ def gather_kv(
     """
     page_size, kv_heads, dim = k_cache_PSGD.shape[1:]
     chunks = context_lens_C.shape[0]
+    assert chunks <= MOST_CHUNKS
     assert k_cache_PSGD.stride() == v_cache_PSGD.stride() and k_cache_PSGD.stride(3) == 1
     k_GND, v_GND = (torch.empty(kv_heads, rows, dim, dtype=dtype, device=k_cache_PSGD.device) for _ in "kv")
     _gather_kernel[(triton.cdiv(most, TILE), kv_heads, chunks)](
@@ -129,7 +132,7 @@ def gather_kv(
         CODED=scales_P2GS is not None,
         TILE=TILE,
         BLOCK_D=triton.next_power_of_2(dim),
-        BLOCK_C=triton.next_power_of_2(chunks),
+        BLOCK_C=MOST_CHUNKS,
         num_warps=8,
     )
     return k_GND, v_GND

@@ -30,7 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rollout_kernels.moe.triton_padded_groups import ALIGN, TILE, PaddedGroups
+from rollout_kernels.common.device import is_hopper
+from rollout_kernels.moe.triton_padded_groups import ALIGN, MOST_EXPERTS, TILE, PaddedGroups
 
 # Renamed after Triton 3.6.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -236,9 +237,15 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def takes(x_dtype: torch.dtype, hidden: int, inner: int) -> bool:
-    """True if the kernels can run a shape: 16-bit operands, and widths that tiles divide."""
-    return x_dtype in (torch.bfloat16, torch.float16) and hidden % _BLOCK_N == 0 and inner % 128 == 0
+def takes(device: torch.device, dtype: torch.dtype, experts: int, hidden: int, inner: int) -> bool:
+    """True if the kernels can run a shape: 16-bit operands on Hopper, experts that fit, widths that tiles divide."""
+    return (
+        is_hopper(device)
+        and dtype in (torch.bfloat16, torch.float16)
+        and experts <= MOST_EXPERTS
+        and hidden % _BLOCK_N == 0
+        and inner % 128 == 0
+    )
 
 
 def padded_gate_up(

@@ -26,6 +26,8 @@ from rollout_kernels.common.triton_math import narrow
 ALIGN = 64
 #: Rows of a tile.
 TILE = 128
+#: `pad_groups` holds a row of this length for each of 128 pairs in registers.
+MOST_EXPERTS = 256
 _CHUNK, _AT_ONCE = 512, 128
 
 
@@ -106,7 +108,7 @@ def _place_kernel(
 
 def pad_groups(experts_TK: torch.Tensor, experts: int) -> PaddedGroups:
     """Places and tiles for `experts_TK` (int32, contiguous)."""
-    assert experts_TK.dtype == torch.int32 and experts_TK.is_contiguous()
+    assert experts_TK.dtype == torch.int32 and experts_TK.is_contiguous() and experts <= MOST_EXPERTS
     pairs, device = experts_TK.numel(), experts_TK.device
     chunks, bins = triton.cdiv(pairs, _CHUNK), max(16, triton.next_power_of_2(experts))
     counts_CE = torch.empty(chunks, bins, dtype=torch.int32, device=device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rollout_kernels.attention.gluon_prefill import gathered_attention
 from rollout_kernels.attention.triton_gather_kv import TILE, gather_kv, gathered_rows
+from rollout_kernels.attention.triton_prefill_items import block_count, prefill_items
 from rollout_kernels.common.fp8 import quantize_heads, values_of
 
 from tests.support.kernels.attention_cases import DEVICE, SCALE, Pool, exact, queries, relative
@@ -62,9 +63,9 @@ def test_attention_follows_float64_where_other_pages_are_nan(chunks, stages, tur
     counts = [count for count, _ in chunks]
     q = queries(sum(counts), 8, 128, torch.bfloat16)
     starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE)
-    how = {"max_query": max(counts), "scale": SCALE, "window": window}
-    how |= {"stages": stages, "turns": turns, "programs": programs}
-    out = gathered_attention(q, *gather(pool, contexts, torch.bfloat16), starts, pool.lens, **how)
+    items = prefill_items(starts, pool.lens, block_count(counts), window)
+    how = {"scale": SCALE, "window": window, "stages": stages, "turns": turns, "programs": programs}
+    out = gathered_attention(q, *gather(pool, contexts, torch.bfloat16), items, **how)
     worst, at = 0.0, 0
     for row, (count, context) in enumerate(chunks):
         for i in sorted({0, 1, 63, 64, 127, 128, count // 2, count - 2, count - 1} & set(range(count))):
