@@ -6,28 +6,30 @@ Each part runs in a process of its own with a time limit, so a candidate that ha
 Every result is one line of JSON. A candidate that fails to compile or run gives a line with its error.
 
     experts    Qwen3-30B-A3B's layer of experts: today's plan, and the products over padded groups; each launch too
-    attention  prefill attention: today's kernel, and gather plus attention over gathered keys and values
+    attention  prefill attention: the paged kernel, and gather plus attention over gathered keys and values
     dense      the four products of Qwen3-8B's layer: cuBLAS (plus SiLU), and the experts' kernel with one expert
     layers     kernels of a whole step of two layers, microseconds a layer, from torch's profiler
 
 `tflops` counts the products that have to be done: no padding, and for attention only the visible positions. `error` is
 the relative error of a sample of tokens against float64.
 
-Predictions, H200, us (TFLOP/s), with 4.3 TB/s for copies and 790 TFLOP/s for a large product:
+Measured on an H200 (scripts/bench/results/prefill_parts_h200.jsonl), and in brackets what was predicted, us:
 
-    experts, tokens        512      2,048      4,096        8,192        16,384
-    floor (read, compute)  258      258        391          783          1,566
-    today                  300      548 (282)  950 (325)    1,850 (335)  3,650 (340)
-    padded, all launches   360      480 (320)  690 (450)    1,190 (520)  2,250 (550)
-    its two products       330      430 (360)  590 (525)    1,020 (605)  1,950 (635)
+    experts, tokens        512        2,048      4,096      8,192          16,384
+    floor (read, compute)  258        258        391        783            1,566
+    today                  359 (300)  513 (548)  816 (950)  1,441 (1,850)  2,786 (3,650)
+    padded, all launches   363 (360)  467 (480)  667 (690)  1,168 (1,190)  2,230 (2,250)
+    its two products       324 (330)  391 (430)  571 (590)  976 (1,020)    1,842 (1,950)
 
-    550 TFLOP/s at 2,048 tokens would take 281 us, and reading the weights takes 258: it is out of reach there.
-    From 4,096 tokens on: gate/up 620, down 570; spread and sum take 18 us for 1,024 tokens together.
+    attention, 32/4 heads  1x4K 387 today (345), 241 gathered (260); 4x4K 1,518 (1,380), 883 (1,000);
+                           2K over 16K 1,459 (1,473), 868 (1,090); the copy is part of it: 11, 27 and 25
+    dense, 8B, 16,384      gate/up 4,432 with SiLU by cuBLAS (4,590), 4,607 ours (4,700); down 2,279 and 2,146,
+                           q/k/v 1,210 and 1,117, o 722 and 716 (predicted: ours 3 to 8% slower)
+    layers, 16,384         30B-A3B 5.8 ms a layer (6.0), experts 48% (62%), attention 29% (23%);
+                           8B 11.2 ms (11.5), attention 17% (13%)
 
-    attention, 32/4 heads  1x4K 345 today, 260 gathered (525); 4x4K 1,380, 1,000; 2K over 16K 1,473, 1,090 (535)
-                           gather: 4 us at 1x4K, 18 us at 2K over 16K; turns are 3 to 8% faster
-    dense, 8B, 16,384      gate/up 4,300 + SiLU 290 by cuBLAS, 4,700 with SiLU inside (700); others 3 to 8% slower
-    layers, 16,384         30B-A3B 6.0 ms a layer, experts 62%, attention 23%; 8B 11.5 ms, attention 13%
+    Predicted next, with both kernels in the layers and blocks of attention from one list: odd lengths 263 -> 200;
+    30B-A3B 4.4 ms a layer at 16,384 tokens (77K tokens/s of 48 layers), 8B 10.5 ms (43K of 36).
 """
 
 from __future__ import annotations
