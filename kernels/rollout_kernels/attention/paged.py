@@ -240,8 +240,22 @@ def paged_prefill_attention(
         [T, H, D] in the queries' dtype. The torch twin runs on a CPU, and where the two device tensors are missing.
     """
     if q_THD.is_cuda and query_starts_C1 is not None and context_lens_B is not None:
+        from rollout_kernels.attention.gathered import attend_gathered, takes
         from rollout_kernels.attention.triton_prefill import prefill_attention
 
+        if takes(q_THD, chunks, k_cache_PSGD.shape[2], window, scale):
+            return attend_gathered(
+                q_THD,
+                k_cache_PSGD,
+                v_cache_PSGD,
+                page_table_BP,
+                chunks,
+                query_starts_C1,
+                context_lens_B,
+                scale=scale,
+                window=window,
+                scales_P2GS=scales_P2GS,
+            )
         return prefill_attention(
             q_THD,
             k_cache_PSGD,
