@@ -127,11 +127,15 @@ def _soften(
         visible = n <= m
         if HAS_WINDOW:
             visible = visible & (n > m - window)
-        # Finite, so a query that sees nothing of a tile stays finite.
-        score = gl.where(visible, score, -1e30)
-    new_peak = gl.maximum(peak, gl.max(score, axis=1) * scale_log2)
+        # Finite, so a query that sees nothing of a tile stays finite. It is hidden after the scale: a fused product and
+        # difference would round the product otherwise than the peak, and such large numbers then differ by infinities.
+        score = gl.where(visible, score * scale_log2, -1e30)
+        new_peak = gl.maximum(peak, gl.max(score, axis=1))
+        weight = gl.exp2(score - gl.expand_dims(new_peak, 1))
+    else:
+        new_peak = gl.maximum(peak, gl.max(score, axis=1) * scale_log2)
+        weight = gl.exp2(score * scale_log2 - gl.expand_dims(new_peak, 1))
     keep = gl.exp2(peak - new_peak)
-    weight = gl.exp2(score * scale_log2 - gl.expand_dims(new_peak, 1))
     return weight, new_peak, total * keep + gl.sum(weight, axis=1), keep
 
 

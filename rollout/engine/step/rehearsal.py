@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from rollout_kernels.attention.gathered import MOST_CHUNKS, MOST_GATHERED
 from rollout_kernels.attention.segments import no_segments
+from rollout_kernels.attention.triton_prefill import SHORT_CHUNK
 
 from rollout.engine.sequence.features import PLAIN, Feature
 from rollout.engine.step.execute import Executor
@@ -25,7 +26,7 @@ from rollout.models.fused import FusedDecoder
 #: All that can be asked of sampling at once.
 ALL_FEATURES = functools.reduce(lambda a, b: a | b, Feature)
 #: Lengths of the longest span of a prefill step at which its attention changes kernels.
-_SPAN_LENGTHS = (1, 32, 64, 128)
+_SPAN_LENGTHS = (1, 32, 64, 128, SHORT_CHUNK + 1)
 #: Tokens of a span that ends a long context: enough for every kernel of attention.
 _LONG_SPAN = 4096
 #: Sizes whose graphs are captured to learn what one more costs.
@@ -74,6 +75,14 @@ def longest_contexts(max_rows: int, chunk_tokens: int, max_context: int) -> list
     return [[one], several] if count > 1 else [[one]]
 
 
+def _more_than_gathered(max_rows: int, chunk_tokens: int, max_context: int) -> list[int] | None:
+    """A long span and short ones that end contexts of more tokens together than attention gathers; None if there are none."""
+    earlier = max_context - SHORT_CHUNK - 1
+    count = MOST_GATHERED // max(earlier, 1) + 1
+    spans = [SHORT_CHUNK + 1] + [1] * (count - 1)
+    return spans if earlier > 0 and count <= max_rows and sum(spans) <= chunk_tokens else None
+
+
 def steps_to_rehearse(
     executor: Executor, max_rows: int, chunk_tokens: int, max_context: int, graph_rows: int | None
 ) -> list[Rehearsed]:
@@ -101,6 +110,8 @@ def steps_to_rehearse(
     for spans in longest_contexts(max_rows, chunk_tokens, gathered):
         if gathered > spans[0]:
             steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(spans), earlier=gathered - spans[0]))
+    if (spans := _more_than_gathered(max_rows, chunk_tokens, max_context)) is not None:
+        steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(spans), earlier=max_context - spans[0]))
     captured_all = graph_rows is not None and graph_rows >= max_rows
     decodes = {*_powers_of_two(max_rows), *(size for size in kernel_sizes if size < max_rows)}
     steps += [Rehearsed(PLAIN | also, rows=size) for size in sorted(decodes) if not captured_all for also in adapters]
