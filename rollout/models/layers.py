@@ -408,7 +408,8 @@ class SparseFeedForward(Block):
             down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
         bias = []
         if self.router_bias is not None:
-            bias = [Region(tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias))]
+            views = tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias)
+            bias = [Region(views, kept_if_absent=True)]
         return [
             Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router)),
             *bias,

@@ -31,7 +31,7 @@ from rollout.models.checkpoint_tensors import (
 )
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
-from rollout.models.names import is_needed
+from rollout.models.names import all_views, is_needed
 from rollout.models.random_init import fill_random
 from rollout.models.registry import spec_from_config
 from rollout.models.spec import ModelSpec
@@ -56,6 +56,10 @@ class LoadedModel:
         if (alias := self.spec.tied_name) is not None:
             views[alias] = views[f"{self.spec.names.embed}.weight"]
         return views
+
+    def kept_if_absent(self) -> frozenset[str]:
+        """Names of tensors that an update may leave out: they keep their values."""
+        return frozenset(all_views(region for region in self.model.hf_regions() if region.kept_if_absent))
 
 
 def fetch(settings: ModelSettings, progress: Progress | None = None) -> Path:
