@@ -58,8 +58,9 @@ def supports(model: Decoder, experts: bool) -> bool:
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention without an output bias, and with a rope of halves."""
-    return isinstance(spec, AttentionSpec) and not spec.o_bias and not spec.rope.interleaved and not spec.unit_offset
+    """True if the kernels run this mixer: attention without an output bias or gate, and with a rope of halves."""
+    plain_output = isinstance(spec, AttentionSpec) and not spec.o_bias and not spec.gate
+    return plain_output and not spec.rope.interleaved and not spec.unit_offset
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:

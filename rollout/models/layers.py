@@ -9,6 +9,7 @@ Legend: T tokens, H hidden, K inputs, N outputs, Q query heads, G KV heads, D he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -42,12 +43,37 @@ def route_by_softmax(
     logits_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts with the largest logits, weighted by their softmax."""
-    assert bias_E is None, "no family has a softmax router with a bias"
-    return route(logits_TE, router.top_k, router.renormalize)
+    if bias_E is None and router.groups == 1:
+        weights_TK, experts_TK = route(logits_TE, router.top_k, router.renormalize)
+        return weights_TK * router.scale, experts_TK
+    return _route_by_scores(torch.softmax(logits_TE, dim=-1, dtype=torch.float32), bias_E, router)
+
+
+def route_by_sigmoid(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts with the largest sigmoids, weighted by these (arXiv 2412.19437, section 2.1.2)."""
+    return _route_by_scores(logits_TE.float().sigmoid(), bias_E, router)
+
+
+def _route_by_scores(
+    scores_TE: torch.Tensor, bias_E: torch.Tensor | None, router: RouterSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if router.groups > 1:
+        choice_TGE = choice_TE.unflatten(1, (router.groups, -1))
+        sums_TG = choice_TGE.topk(2, dim=-1).values.sum(-1)
+        taken_TG = torch.zeros_like(sums_TG).scatter_(1, sums_TG.topk(router.top_groups, dim=-1).indices, 1.0)
+        choice_TE = choice_TGE.masked_fill(taken_TG[..., None] == 0, -math.inf).flatten(1)
+    experts_TK = choice_TE.topk(router.top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(1, experts_TK)
+    if router.renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights_TK * router.scale, experts_TK
 
 
 #: By the router's spec. These functions read nothing on the host, so that steps can be captured.
-ROUTES: dict[Scoring, Route] = {"softmax": route_by_softmax}
+ROUTES: dict[Scoring, Route] = {"softmax": route_by_softmax, "sigmoid": route_by_sigmoid}
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -181,6 +207,8 @@ class Attention(Block):
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.qkv_proj = Linear(spec.qkv, dtype, device)
         self.o_proj = Linear(spec.o, dtype, device)
+        gate = LinearSpec(spec.hidden, (spec.names.gate,), (spec.q_dim,), False)
+        self.gate_proj = Linear(gate, dtype, device) if spec.gate else None
         if spec.qk_norm == "head":
             self.qk_norm_weight = empty_parameter(2, spec.head_dim, dtype=dtype, device=device)
             kinds = torch.tensor([0] * spec.heads + [1] * spec.kv_heads, device=device)
@@ -195,6 +223,8 @@ class Attention(Block):
         batch, cache = context.batch, context.kv.layer(self.layer)
         q_TQD = self.project(x_TH, context.cos_sin[self.rope], context.slots_T, cache, batch.adapters)
         out_TK = self.attend(self.grown(q_TQD, batch), batch, cache).flatten(1)
+        if self.gate_proj is not None:
+            out_TK = out_TK * torch.sigmoid(self.gate_proj(x_TH))
         return LastProduct(self.o_proj, out_TK, batch.adapters, self.layer, "o")
 
     def project(
@@ -277,6 +307,8 @@ class Attention(Block):
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
         regions = self.qkv_proj.regions(prefix) + self.o_proj.regions(prefix)
+        if self.gate_proj is not None:
+            regions += self.gate_proj.regions(prefix)
         if self.spec.qk_norm == "none":
             return regions
         per_head = self.spec.qk_norm == "head"

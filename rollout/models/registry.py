@@ -40,7 +40,7 @@ from rollout.models.spec import (
 #: Experts of all layers together; each has its own tensors.
 _MAX_EXPERTS = 1 << 16
 _WIDTH = integer(1, 1 << 22)
-_WINDOW = integer(1, 1 << 31)
+_WINDOW = integer(0, 1 << 31)  # transformers writes 0 where windows are not used
 
 #: Keys that `spec_from_config` reads for every family, and those that transformers makes lists or other keys of.
 _COMMON: dict[str, Rule] = {
@@ -73,6 +73,14 @@ class Power(NamedTuple):
 
     name: str
     exponent: float
+
+
+class If(NamedTuple):
+    """A value where the flag under this key of config.json is true, and another one elsewhere."""
+
+    name: str
+    value: Any
+    otherwise: Any
 
 
 #: Activations by their names in config.json.
@@ -158,6 +166,12 @@ def ropes_where_listed(config: Any) -> tuple[str | None, ...]:
     return tuple("" if has_rope else None for has_rope in config.no_rope_layers)
 
 
+@by_layer(layer_types=layer_list(str))
+def ropes_in_windows(config: Any) -> tuple[str | None, ...]:
+    """Layers with a window have a rotary embedding, the others none."""
+    return tuple("" if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
 @by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
@@ -171,6 +185,15 @@ def sparse_by_step(config: Any) -> tuple[bool, ...]:
         layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
     )
+
+
+def sparse_from(key: str) -> ByLayer[bool]:
+    """The first layers are dense; `key` says how many."""
+
+    def sparse(config: Any) -> tuple[bool, ...]:
+        return tuple(layer >= getattr(config, key) for layer in range(config.num_hidden_layers))
+
+    return ByLayer(sparse, {key: integer(0, MOST_LAYERS)})
 
 
 @by_layer(mlp_layer_types=layer_list(str))
@@ -201,7 +224,11 @@ class MoEFamily:
     scoring: Scoring = "softmax"
     router_bias: bool = False
     router_float32: bool = False
+    groups: int | Key = declared(integer(1, 4096), 1)
+    top_groups: int | Key = declared(integer(1, 4096), 1)
+    scale: float | Key = declared(NUMBER, 1.0)
     shared_intermediate: Key | None = declared(_WIDTH, None)  # of the expert that every token takes
+    shared_experts: Key | None = declared(integer(0, 4096), None)  # or: how many experts' width it has
     shared_gate: bool = False
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
@@ -217,20 +244,21 @@ class Family:
     qkv_bias: bool | Key = declared(FLAG, False)
     o_bias: bool | Key = declared(FLAG, False)
     mlp_bias: bool | Key = declared(FLAG, False)
-    qk_norm: QKNorm = "none"
+    qk_norm: QKNorm | If = declared(FLAG, "none")
     clip_qkv: Key | None = declared(NUMBER, None)
     windows: ByLayer[int | None] = no_windows
     #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
     ropes: ByLayer[Any] = same_rope
     partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
     interleaved_rope: bool = False
+    attention_gate: bool = False
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
     attention_scale: Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)
     norms: NormPlace = "before"
     unit_offset: bool = False
     residual_scale: float | Key = declared(NUMBER, 1.0)
-    embed_scale: float | Key | Power = declared(NUMBER, 1.0)
+    embed_scale: float | Key | Power | If = declared(NUMBER, 1.0)
     embed_scale_rounded: bool = False
     logit_divisor: float | Key = declared(NUMBER, 1.0)
     logit_softcap: Key | None = declared(NUMBER, None)
@@ -249,6 +277,9 @@ class Family:
 _ATTENTION_BIAS = Key("attention_bias")
 _NORMS_AROUND = LayerNames(
     "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+)
+_SHARED_EXPERTS = DenseNames(
+    ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
 )
 _GATE_UP = DenseNames(gate_up=("mlp.gate_up_proj",))
 _NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
@@ -421,6 +452,84 @@ FAMILIES: dict[str, Family] = {
         norms="after",
         layer_names=_NORMS_AFTER,
     ),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        qkv_bias=Key("qkv_bias"),
+        windows=windows_by_type,
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            sparse=sparse_by_step,
+            shared_intermediate=Key("shared_expert_intermediate_size"),
+            shared_gate=True,
+        ),
+    ),
+    "Glm4MoeForCausalLM": Family(  # GLM-4.5, 4.6 and 4.7
+        model_type="glm4_moe",
+        qkv_bias=_ATTENTION_BIAS,
+        qk_norm=If("use_qk_norm", "head", "none"),
+        partial_rope=True,
+        unused_layers=Key("num_nextn_predict_layers"),
+        moe=MoEFamily(
+            experts=Key("n_routed_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            scoring="sigmoid",
+            router_bias=True,
+            router_float32=True,
+            groups=Key("n_group"),
+            top_groups=Key("topk_group"),
+            scale=Key("routed_scaling_factor"),
+            sparse=sparse_from("first_k_dense_replace"),
+            shared_experts=Key("n_shared_experts"),
+            names=MoENames(shared=_SHARED_EXPERTS),
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        model_type="minimax_m2",
+        qk_norm="full",
+        partial_rope=True,
+        moe=MoEFamily(
+            experts=Key("num_local_experts"),
+            intermediate=Key("intermediate_size"),
+            renormalize=True,
+            scoring="sigmoid",
+            router_bias=True,
+            names=MoENames(
+                router=("block_sparse_moe.gate", "mlp.gate"),
+                router_bias=("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
+                gate="block_sparse_moe.experts.{}.w1",
+                up="block_sparse_moe.experts.{}.w3",
+                down="block_sparse_moe.experts.{}.w2",
+            ),
+        ),
+    ),
+    "AfmoeForCausalLM": Family(
+        model_type="afmoe",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        windows=windows_by_type,
+        ropes=ropes_in_windows,
+        attention_gate=True,
+        norms="around",
+        embed_scale=If("mup_enabled", Power("hidden_size", 0.5), 1.0),
+        layer_names=LayerNames(
+            "input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+        ),
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=True,
+            scoring="sigmoid",
+            router_bias=True,
+            scale=Key("route_scale"),
+            sparse=sparse_from("num_dense_layers"),
+            shared_experts=Key("num_shared_experts"),
+            names=MoENames(router=("mlp.router.gate",), router_bias=("mlp.expert_bias",), shared=_SHARED_EXPERTS),
+        ),
+    ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
         qkv_bias=_ATTENTION_BIAS,
@@ -472,6 +581,10 @@ def _rules(declaration: Family | MoEFamily) -> dict[str, Rule]:
         match getattr(declaration, entry.name):
             case Key(name) | Power(name, _):
                 rules[name] = entry.metadata["rule"]
+            case If(name, Power(powered, _)):
+                rules |= {name: FLAG, powered: entry.metadata["rule"]}
+            case If(name):
+                rules[name] = FLAG
             case ByLayer() as values:
                 rules |= values.rules
             case MoEFamily() as moe:
@@ -555,7 +668,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         window=window,
         qkv_bias=_value(config, family.qkv_bias),
         o_bias=_value(config, family.o_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=_value(config, family.qk_norm),
         clip_qkv=_value(config, family.clip_qkv),
         eps=config.rms_norm_eps,
         names=family.attention_names,
@@ -563,6 +676,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         softcap=_value(config, family.attention_softcap),
         unit_offset=family.unit_offset,
         growth=_growth(config) if family.grown_queries else None,
+        gate=family.attention_gate,
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
@@ -607,6 +721,9 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
             renormalize=_value(config, family.renormalize),
             bias=family.router_bias,
             float32=family.router_float32,
+            groups=_value(config, family.groups),
+            top_groups=_value(config, family.top_groups),
+            scale=_value(config, family.scale),
         ),
         names=family.names,
         shared=_shared(config, family),
@@ -618,15 +735,33 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
         raise ValueError(f"{family.experts.name} is {spec.experts}; with {layers} layers it must be at most {most}")
     if not 1 <= spec.router.top_k <= spec.experts:
         raise ValueError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
+    _check_groups(spec)
     return spec
+
+
+def _check_groups(spec: MoESpec) -> None:
+    router = spec.router
+    if router.groups == 1:
+        return
+    size = spec.experts // router.groups
+    if size * router.groups != spec.experts or size < 2:
+        raise ValueError(f"{spec.experts} experts do not make {router.groups} groups of two or more")
+    if not router.top_k / size <= router.top_groups <= router.groups:
+        raise ValueError(
+            f"topk_group ({router.top_groups}) must be at most {router.groups} and have {router.top_k} experts"
+        )
 
 
 def _shared(config: Any, family: MoEFamily) -> DenseSpec | None:
     width = _value(config, family.shared_intermediate)
+    if family.shared_experts is not None:
+        width = (_value(config, family.shared_experts) or 0) * _value(config, family.intermediate)
     return DenseSpec(config.hidden_size, width, False, family.names.shared) if width else None
 
 
 def _value(config: Any, declared: Any) -> Any:
+    if isinstance(declared, If):
+        return _value(config, declared.value if getattr(config, declared.name) else declared.otherwise)
     if isinstance(declared, Power):
         return getattr(config, declared.name) ** declared.exponent
     return getattr(config, declared.name) if isinstance(declared, Key) else declared

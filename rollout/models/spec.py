@@ -26,7 +26,7 @@ QKNorm = Literal["none", "head", "full"]
 #: What a gated feed-forward block applies to its gate: SiLU, GELU, or GELU with tanh in the place of erf.
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 #: How a router turns logits into the weights of experts.
-Scoring = Literal["softmax"]
+Scoring = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class AttentionNames(NamedTuple):
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o: str = "self_attn.o_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    gate: str = "self_attn.gate_proj"
 
 
 class QueryGrowth(NamedTuple):
@@ -109,6 +110,7 @@ class AttentionSpec:
     softcap: float | None = None  # bounds the scaled scores s: softcap tanh(s / softcap)
     unit_offset: bool = False  # the weights of the query and key norms are stored less 1
     growth: QueryGrowth | None = None
+    gate: bool = False  # a sigmoid of a product of the token weights the output, each value of each head on its own
 
     @property
     def q_dim(self) -> int:
@@ -177,9 +179,17 @@ class RouterSpec:
 
     scoring: Scoring
     top_k: int
-    renormalize: bool  # the weights of the chosen experts add up to 1
-    bias: bool = False  # the router has a tensor that is added to the scores of its experts, float32 [E]
+    renormalize: bool  # the weights of the chosen experts add up to 1, before `scale`
+    bias: bool = False  # a tensor is added to the scores for the choice, and not to the weights: float32 [E]
     float32: bool = False  # logits are computed in float32 and not rounded to the model's dtype
+    groups: int = 1  # the experts are in so many groups, side by side
+    top_groups: int = 1  # a token takes experts of so many groups: those with the largest sums of two scores
+    scale: float = 1.0  # factor of the weights
+
+    @property
+    def plain(self) -> bool:
+        """True for the rule that the kernels have: the largest softmax, of logits in the model's dtype."""
+        return self == RouterSpec("softmax", self.top_k, self.renormalize)
 
 
 class MoENames(NamedTuple):

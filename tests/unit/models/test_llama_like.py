@@ -20,7 +20,7 @@ from tests.support.engine.harness import Bench, load
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PROMPT, check
-from tests.support.peft_adapters import make_adapter, merged
+from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
 CPU = torch.device("cpu")
@@ -33,6 +33,7 @@ ROPES_BY_TYPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
 }
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 #: By the stem of transformers' classes, and a word where one has two configs: what is not its default, and whether the
 #: fused kernels take the model.
 CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
@@ -77,6 +78,29 @@ CONFIGS: dict[str, tuple[dict[str, Any], bool]] = {
     ),
     "SmolLM3": ({"no_rope_layers": [1, 0, 1], "attention_bias": False, "use_sliding_window": False}, True),
     "SeedOss": ({"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "head_dim": 20}, True),
+    "Qwen2Moe": (
+        EXPERTS | {
+            "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": False,
+            "use_sliding_window": True, "sliding_window": 6, "layer_types": LAYER_TYPES,
+        },
+        True,
+    ),
+    "Glm4Moe": (
+        EXPERTS | {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "head_dim": 16,
+            "attention_bias": True, "num_mtp_layers": 2,
+        },
+        True,
+    ),
+    "MiniMaxM2": (EXPERTS | {"num_local_experts": 6, "head_dim": 16, "rotary_dim": 8}, True),
+    "Afmoe": (
+        EXPERTS | {
+            "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.7, "mup_enabled": True, "head_dim": 12,
+            "sliding_window": 6, "layer_types": LAYER_TYPES,
+        },
+        False,
+    ),
     "Granite": (
         {
             "attention_multiplier": 0.2, "residual_multiplier": 0.4, "embedding_multiplier": 3.0, "logits_scaling": 2.5,
@@ -109,14 +133,18 @@ def test_steps_and_names_are_those_of_transformers(stem: str, tmp_path: Path) ->
         with pytest.raises(ValueError, match="residual stream"):
             FusedDecoder(loaded.model)
     views, tensors = loaded.trainer_views(), reference.state_dict()
-    assert set(views) == set(tensors)
+    # A mixture has names for single experts, too.
+    assert set(views) > set(tensors) if loaded.spec.moe else set(views) == set(tensors)
     assert all(torch.equal(views[name], tensor) for name, tensor in tensors.items())
+    buffers = {name for name in tensors if name not in dict(reference.named_parameters())}
+    assert buffers - {"lm_head.weight"} <= loaded.kept_if_absent()
 
 
 @pytest.mark.parametrize("stem", CONFIGS)
 def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, tmp_path: Path) -> None:
     reference = save(stem, tmp_path)
-    adapter = make_adapter(reference, tmp_path / "adapter", 0)
+    modules = ATTENTION if hasattr(reference.config, "num_experts_per_tok") else ALL
+    adapter = make_adapter(reference, tmp_path / "adapter", 0, modules)
     loaded = load_model(ModelSettings(path=str(tmp_path)), CPU)
     slots = AdapterSlots(loaded.spec, 1, 16, torch.float32, CPU)
     slots.write(1, load_peft_folder(adapter, loaded.spec, 16, torch.float32))
