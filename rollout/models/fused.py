@@ -49,18 +49,33 @@ def supports(model: Decoder, experts: bool) -> bool:
 
     The experts of all sparse layers must be fused: the generic ones read on the host. `experts` allows that.
     """
+    return model.embed.is_cuda and obstacle(model, experts) is None
+
+
+def obstacle(model: Decoder, experts: bool) -> str | None:
+    """Why torch runs the steps of this model on a GPU, and not `FusedDecoder`; None if that runs them."""
     dtype, spec = model.embed.dtype, model.spec
-    if not model.embed.is_cuda or dtype not in (torch.bfloat16, torch.float16) or not spec.plain_stream:
-        return False
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels are for 16 bits, and the model is in {dtype}"
+    if not spec.plain_stream:
+        return "it has norms after blocks, or factors or bounds of its embedding, residuals or logits"
     if spec.moe is not None:
-        return experts and takes_feed_forward(spec.moe, dtype)
-    return any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers)
+        taken = takes_feed_forward(spec.moe, dtype)
+        return None if experts and taken else "fused_experts is off" if taken else _experts_obstacle(spec.moe)
+    if any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers):
+        return None
+    return "its attention and its feed-forward blocks have biases or another variant that no kernel has"
+
+
+def _experts_obstacle(spec: MoESpec) -> str:
+    return "its experts have " + ("odd widths" if spec.clamped is None else "biases and another activation than SiLU")
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention without an output bias or gate, and with a rope of halves."""
+    """True if the kernels run this mixer: attention without an output bias, gate, softcap or sinks, rope by halves."""
     plain_output = isinstance(spec, AttentionSpec) and not spec.o_bias and not spec.gate
-    return plain_output and not spec.rope.interleaved and not spec.unit_offset
+    plain_scores = spec.softcap is None and not spec.sinks
+    return plain_output and plain_scores and not spec.rope.interleaved and not spec.unit_offset
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:

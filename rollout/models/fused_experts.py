@@ -44,8 +44,9 @@ def experts_of(block: SparseFeedForward) -> LayerExperts:
 
 
 def kernels_take(spec: MoESpec, dtype: torch.dtype) -> bool:
-    """True if the kernels can run these experts: 16 bits, and even widths."""
-    return dtype in (torch.bfloat16, torch.float16) and spec.hidden % 2 == 0 and spec.intermediate % 2 == 0
+    """True if the kernels can run these experts: SiLU, 16 bits, and even widths."""
+    even = spec.hidden % 2 == 0 and spec.intermediate % 2 == 0
+    return dtype in (torch.bfloat16, torch.float16) and even and spec.clamped is None
 
 
 class FusedExperts:
@@ -103,6 +104,8 @@ class FusedExperts:
             dtype = torch.float32 if self._router.float32 else x_TH.dtype
             parts_STE = router_logits(x_TH, router_EH, self._deterministic, dtype)
             logits_TE = sum_of_parts(parts_STE, dtype)
+            if block.logit_bias is not None:
+                logits_TE = logits_TE + block.logit_bias
             weights_TK, experts_TK = block.choose_experts(logits_TE, kept)
             routing = Routing(experts_TK.int(), weights_TK.float())
         elif tokens <= MOST_TOKENS and not self._deterministic:
