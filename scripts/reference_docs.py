@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 import torch
 from transformers import CONFIG_MAPPING
@@ -23,8 +23,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import trainer_bridge
 from rollout.metrics.definitions import HISTOGRAMS, METRICS, TOTALS, VERSION_METRICS, Metric
 from rollout.metrics.prometheus import prometheus_name
-from rollout.models.decoder import Decoder
+from rollout.models.decoder import Decoder, DecoderLayer
 from rollout.models.fused import obstacle, takes_feed_forward, takes_mixer
+from rollout.models.layers import Block
 from rollout.models.registry import FAMILIES, Family, spec_from_config
 from rollout.service.errors import ErrorCode
 from rollout.settings_sources import SettingKey, setting_keys
@@ -57,8 +58,9 @@ How it runs on a GPU, for the default config of transformers (biases and other o
 - **torch in graphs**: torch and the attention kernels, in CUDA graphs.
 - **torch**: torch alone, without CUDA graphs: slow.
 
-"Held against" is transformers' own model: tiny random weights in float32, logits of prompts in chunks and of decode steps
-within 1e-4, and through the engine the same greedy tokens with several rows and an update of the weights in the middle."""
+"Held against" is transformers' own model: tiny random weights in float32, logits of prompts in chunks and of decode
+steps within 1e-4, and through the engine the same greedy tokens, with several rows and an update of the weights in the
+middle."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
@@ -170,17 +172,21 @@ def _oracle(architecture: str, family: Family) -> str:
     return architecture if family.read_as is None else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.read_as]
 
 
+#: Values of all checkpoints of an architecture that are not the defaults of transformers.
+_REAL: dict[str, dict[str, Any]] = {"GraniteForCausalLM": {"residual_multiplier": 0.22}}
+
+
 def _on_gpu(architecture: str) -> str:
     family = FAMILIES[architecture]
-    config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128)
+    config = CONFIG_MAPPING[family.read_as or family.model_type](head_dim=128, **_REAL.get(architecture, {}))
     if getattr(config, "rope_parameters", None) is None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     spec = spec_from_config(config, architecture)
     model = Decoder(spec, torch.bfloat16, torch.device("meta"))
-    blocks = [(layer.mixer, takes_mixer(layer.mixer.spec)) for layer in model.layers]
-    blocks += [
-        (layer.feed_forward, takes_feed_forward(layer.feed_forward.spec, torch.bfloat16)) for layer in model.layers
-    ]
+    layers = [cast(DecoderLayer, layer) for layer in model.layers]
+    blocks: list[tuple[Block, bool]] = [(layer.mixer, takes_mixer(layer.mixer.spec)) for layer in layers]
+    for block in (layer.feed_forward for layer in layers):
+        blocks.append((block, takes_feed_forward(block.spec, torch.bfloat16)))
     fused = obstacle(model, experts=True) is None
     if any(block.reads_host and not (fused and taken) for block, taken in blocks):
         return "torch"
