@@ -60,6 +60,8 @@ class AttentionBatch:
     query_starts_C1: torch.Tensor | None = None  # int32: first token of each chunk, and their total; for GPUs
     experts: ExpertRecord | None = None  # written by sparse layers
     adapters: StepAdapters | None = None  # None if no row of the step has one
+    segments_SW: torch.Tensor | None = None  # int32: what decode rows share, as `plan_paged_decode` takes it
+    wanted: WantedTokens | None = None  # the forward returns the hidden states of these alone; None: of all
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -76,12 +78,11 @@ class AttentionBatch:
         With `twin` it is that of the torch twin, also on a GPU.
         """
         if twin:
-            page_size = k_cache_PSGD.shape[1]
-            make = functools.partial(
-                *(plan_decode, self.page_table_BP, self.context_lens_B, page_size, window, self.max_context),
-                q_TQD.dtype,
+            page_size, table, lens = k_cache_PSGD.shape[1], self.page_table_BP, self.context_lens_B
+            return self.shared(
+                (window, page_size),
+                lambda: plan_decode(table, lens, page_size, window, self.max_context, q_TQD.dtype),
             )
-            return self.shared((window, page_size), make)
         return self.shared(
             (window, k_cache_PSGD.shape[2:], q_TQD.shape[1]),
             lambda: plan_paged_decode(
@@ -92,8 +93,17 @@ class AttentionBatch:
                 window=window,
                 max_context=self.max_context,
                 dtype=q_TQD.dtype,
+                segments_SW=self.segments_SW,
             ),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """Tokens of a prefill whose hidden states are wanted: after the last layer's KV, only they are computed."""
+
+    at_S: torch.Tensor  # int64: where they are in the step
+    batch: AttentionBatch  # a chunk for each of them
 
 
 class LayerKV(NamedTuple):

@@ -26,6 +26,7 @@ import torch
 import triton
 from rollout_kernels import SamplingRows
 from rollout_kernels.attention import triton_decode
+from rollout_kernels.attention.segments import SEGMENT_WORDS
 from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 from rollout_kernels.attention.triton_prefill import prefill_attention
 from rollout_kernels.common import triton_math
@@ -157,6 +158,10 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
         for window in (None, 1024):
             also = f"{name}{', window' if window else ''}"
             yield f"decode attention{also}", lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a)
+            yield (
+                f"group attention{also}",
+                lambda a=(shape, rows, cache, scales, table, lens, window): _decode(*a, shared=True),
+            )
             yield f"prefill attention{also}", lambda a=(shape, cache, scales, window): _prefill(*a)
     columns = {"LAST": 0, "LENGTH": 1, "PROMPT": 2, "SEED": 3, "TEMPERATURE": 0, "NOISE": 1}
     for drawn in (None, floats(rows, shape.vocab)):
@@ -169,12 +174,13 @@ def dense_step(shape: Shape, rows: int) -> Iterator[Case]:
     yield "fingerprint", lambda: add_words(ints(1 << 20), ints(1, dtype=torch.int64), 0x1E3779B97F4A7C15)
 
 
-def _decode(shape: Shape, rows: int, cache, scales, table, lens, window) -> None:
+def _decode(shape: Shape, rows: int, cache, scales, table, lens, window, shared: bool = False) -> None:
     coded = scales is not None
-    config = triton_decode.default_decode_config(shape.dim, torch.bfloat16, rows, coded)
+    config = triton_decode.default_decode_config(shape.dim, torch.bfloat16, rows, coded, shared)
+    segments = ints(2 * rows, SEGMENT_WORDS) if shared else None
     group = shape.heads // shape.kv_heads
     how = {"group": group, "window": window, "config": config, "multiprocessors": MULTIPROCESSORS}
-    work = plan_decode_work(lens, shape.kv_heads, **how)
+    work = plan_decode_work(lens, shape.kv_heads, segments_SW=segments, **how)
     q = empty(rows, shape.heads, shape.dim)
     how = {"scale": 0.1, "window": window, "scales_P2GS": scales, "work": work}
     triton_decode.decode_attention(q, cache, cache, table, lens, **how)

@@ -20,7 +20,7 @@ from rollout.models.random_init import fill_random
 from rollout.models.spec import RopeSpec
 from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
-from tests.support.models.paged import PagedRunner
+from tests.support.models.paged import PROMPT, PagedRunner
 from tests.support.models.side_by_side import (
     CPU,
     LONG,
@@ -55,6 +55,22 @@ def test_a_dense_model_equals_transformers_in_float32(name: str, tmp_path: Path)
     _, generic, _ = steps(model, model, LONG)
     for mine, theirs in zip((*runner.kv.k, *runner.kv.v), (*generic.kv.k, *generic.kv.v), strict=True):
         assert torch.allclose(mine[1:], theirs[1:], atol=1e-5), "the same keys and values, and nothing elsewhere"
+
+
+@pytest.mark.parametrize("name", ["qwen3", *nightly("qwen3-odd", "llama")])
+def test_tokens_that_are_not_wanted_leave_their_kv_alone(name: str, tmp_path: Path) -> None:
+    """Two chunks of three rows; of the first step no logits are wanted, of the second those of two rows."""
+    model, _ = make(name, tmp_path, "float32")
+    whole, wanted = (PagedRunner(model, 3, 30, forward=FusedDecoder(model)) for _ in range(2))
+    first, second = {0: PROMPT[:9], 1: PROMPT[3:8], 2: PROMPT[:2]}, {2: PROMPT[2:6], 0: PROMPT[9:12], 1: PROMPT[8:13]}
+    whole.prefill(first)
+    wanted.prefill(first, last_of=[])
+    logits, last = whole.prefill(second), wanted.prefill(second, last_of=[0, 1])
+    assert last.keys() == {0, 1}
+    for row, row_logits in last.items():
+        assert torch.allclose(row_logits, logits[row][-1:], atol=1e-4)
+    for mine, theirs in zip((*wanted.kv.k, *wanted.kv.v), (*whole.kv.k, *whole.kv.v), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3", "float32"), ("qwen3-odd", "float32"), ("olmoe", "bfloat16")])
