@@ -208,6 +208,8 @@ def paged_decode_attention(
             window=window,
             scales_P2GS=scales_P2GS,
             work=plan,
+            softcap=softcap,
+            sinks_H=sinks_H,
         )
     rows, heads, dim = q_BHD.shape
     kv_heads = k_cache_PSGD.shape[2]
@@ -273,6 +275,8 @@ def paged_prefill_attention(
             scale=scale,
             window=window,
             scales_P2GS=scales_P2GS,
+            softcap=softcap,
+            sinks_H=sinks_H,
         )
     out_THD = q_THD.new_empty(*q_THD.shape[:2], v_cache_PSGD.shape[3])
     for row, (start, length, context) in enumerate(chunks):
@@ -339,9 +343,10 @@ def _attend_block(
 def kernels_take(
     k_cache_PSGD: torch.Tensor, v_cache_PSGD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None
 ) -> bool:
-    """True if there are kernels for attention over this cache: on a GPU, equal dimensions, plain scores."""
+    """True if there are kernels for attention over this cache: on a GPU, equal dimensions, codes with plain scores."""
     same_dims = k_cache_PSGD.shape[3] == v_cache_PSGD.shape[3]
-    return k_cache_PSGD.is_cuda and same_dims and softcap is None and sinks_H is None
+    plain = softcap is None and sinks_H is None
+    return k_cache_PSGD.is_cuda and same_dims and (plain or k_cache_PSGD.dtype != torch.uint8)
 
 
 def _attend(
