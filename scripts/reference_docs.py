@@ -56,7 +56,7 @@ How it runs on a GPU, for the default config of transformers (biases and other o
 - **fused**: the fused kernels, in CUDA graphs.
 - **fused in part**: some blocks by the fused kernels and the others by torch, in CUDA graphs.
 - **torch in graphs**: torch and the attention kernels, in CUDA graphs.
-- **torch**: torch alone, without CUDA graphs: slow.
+- **torch**: torch and the attention kernels, without CUDA graphs: slow.
 
 "Held against" is transformers' own model: tiny random weights in float32, logits of prompts in chunks and of decode
 steps within 1e-4, and through the engine the same greedy tokens, with several rows and an update of the weights in the

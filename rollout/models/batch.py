@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from rollout_kernels import DecodePlan, plan_decode, plan_paged_decode
+from rollout_kernels import DecodePlan, plan_paged_decode
 
 from rollout.models.lora_slots import StepAdapters
 from rollout.models.spec import ModelSpec
@@ -71,18 +71,9 @@ class AttentionBatch:
         return self._shared[key]
 
     def decode_plan(
-        self, window: int | None, k_cache_PSGD: torch.Tensor, q_TQD: torch.Tensor, twin: bool = False
+        self, window: int | None, k_cache_PSGD: torch.Tensor, q_TQD: torch.Tensor
     ) -> DecodePlan | DecodeWork:
-        """The plan of decode attention, shared by layers with the same window and the same shapes of heads.
-
-        With `twin` it is that of the torch twin, also on a GPU.
-        """
-        if twin:
-            page_size, table, lens = k_cache_PSGD.shape[1], self.page_table_BP, self.context_lens_B
-            return self.shared(
-                (window, page_size),
-                lambda: plan_decode(table, lens, page_size, window, self.max_context, q_TQD.dtype),
-            )
+        """The plan of decode attention, shared by layers with the same window and the same shapes of heads."""
         return self.shared(
             (window, k_cache_PSGD.shape[2:], q_TQD.shape[1]),
             lambda: plan_paged_decode(

@@ -61,21 +61,15 @@ def obstacle(model: Decoder, experts: bool) -> str | None:
         return "it has norms after blocks, or factors or bounds of its embedding, residuals or logits"
     if spec.moe is not None:
         taken = takes_feed_forward(spec.moe, dtype)
-        return None if experts and taken else "fused_experts is off" if taken else _experts_obstacle(spec.moe)
+        return None if experts and taken else "fused_experts is off" if taken else "its experts have odd widths"
     if any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers):
         return None
-    return "its attention and its feed-forward blocks have biases or another variant that no kernel has"
-
-
-def _experts_obstacle(spec: MoESpec) -> str:
-    return "its experts have " + ("odd widths" if spec.clamped is None else "biases and another activation than SiLU")
+    return "its attention and its feed-forward blocks are variants that no kernel has"
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention without an output bias, gate, softcap or sinks, rope by halves."""
-    plain_output = isinstance(spec, AttentionSpec) and not spec.o_bias and not spec.gate
-    plain_scores = spec.softcap is None and not spec.sinks
-    return plain_output and plain_scores and not spec.rope.interleaved and not spec.unit_offset
+    """True if the kernels run this mixer: attention without a gate, with a rope by halves and plain norms."""
+    return isinstance(spec, AttentionSpec) and not (spec.gate or spec.rope.interleaved or spec.unit_offset)
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
@@ -289,7 +283,10 @@ class FusedDecoder:
             out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, attention.spec.window)
         else:
             out_TQD = attention.attend(q_TQD, batch, cache)
-        return self._product("o", out_TQD.flatten(1), attention.o_proj, attention.layer, batch.adapters, later)
+        mixed = self._product("o", out_TQD.flatten(1), attention.o_proj, attention.layer, batch.adapters, later)
+        if attention.o_proj.bias is not None:
+            mixed.parts_STN[0] += attention.o_proj.bias
+        return mixed
 
 
 #: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.

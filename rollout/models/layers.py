@@ -28,7 +28,6 @@ from rollout_kernels import (
     silu_mul,
     write_kv,
 )
-from rollout_kernels.attention import kernels_take
 from rollout_kernels.moe import clamped_glu
 from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
 from torch import nn
@@ -209,8 +208,6 @@ class Attention(Block):
         super().__init__()
         self.spec, self.layer, self.rope = spec, layer, rope
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        # The torch twin gathers the pages of the longest context in the step, which only the host knows.
-        self.reads_host = spec.softcap is not None or spec.sinks
         self.qkv_proj = Linear(spec.qkv, dtype, device)
         self.o_proj = Linear(spec.o, dtype, device)
         self.sinks = empty_parameter(spec.heads, dtype=dtype, device=device) if spec.sinks else None
@@ -291,12 +288,8 @@ class Attention(Block):
             scales_P2GS=cache.scales_P2GS,
             softcap=self.spec.softcap,
             sinks_H=self.sinks,
-            plan=batch.decode_plan(window, cache.k_PSGD, q_TQD, twin=not self.has_kernel(cache)),
+            plan=batch.decode_plan(window, cache.k_PSGD, q_TQD),
         )
-
-    def has_kernel(self, cache: LayerKV) -> bool:
-        """True if there is a kernel for this attention on the device of the cache; else its torch twin runs."""
-        return kernels_take(cache.k_PSGD, cache.v_PSGD, self.spec.softcap, self.sinks)
 
     def _project(self, x_TH: torch.Tensor, adapters: StepAdapters | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and key heads side by side, normalised, [T, Q + G, D]; values [T, G, D]."""
