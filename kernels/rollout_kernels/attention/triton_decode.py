@@ -284,19 +284,20 @@ def decode_attention(
     block_g, block_d = triton.next_power_of_2(group), max(64 if coded else 16, triton.next_power_of_2(dim))
     sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
     sizes["BLOCK_I"] = min(max(_COMBINED_VALUES // (block_g * block_d), 1), _COMBINED_PARTS)
-    combined = dict(sizes)
-    caches = [k_cache_PSGD, v_cache_PSGD, sinks_H]
-    factors = score_factors(scale, softcap)
+    caches, variants = (k_cache_PSGD, v_cache_PSGD), {}
+    third: torch.Tensor | None = sinks_H
+    factors: tuple[float, ...] = score_factors(scale, softcap)
     if scales_P2GS is not None:
         assert dim % 4 == 0, "e4m3 caches are for head dimensions that are multiples of 4"
         assert softcap is None and sinks_H is None
-        caches = [*(cache.view(torch.int32) for cache in caches[:2]), scales_P2GS]  # four codes a word
-        factors = factors[:1]
+        caches = (k_cache_PSGD.view(torch.int32), v_cache_PSGD.view(torch.int32))  # four codes a word
+        third, factors = scales_P2GS, factors[:1]
     else:
-        sizes["SOFTCAP"] = softcap is not None
+        variants = {"SOFTCAP": softcap is not None}
     (decode_codes_kernel if coded else _decode_kernel)[(kv_heads, shares)](
         q_BHD,
         *caches,
+        third,
         page_table_BP,
         out_BHD,
         part_LHD,
@@ -324,9 +325,10 @@ def decode_attention(
         maxnreg=config.max_registers,
         **follow_options(device),
         **sizes,
+        **variants,
     )
     if not config.fused:
         combine_kernel[(kv_heads, rows)](
-            part_LHD, lse_LH, out_BHD, work.slots_2B, rows, **follow_options(device), **combined
+            part_LHD, lse_LH, out_BHD, work.slots_2B, rows, **follow_options(device), **sizes
         )
     return out_BHD
