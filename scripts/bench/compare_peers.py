@@ -59,7 +59,7 @@ def _job(args: argparse.Namespace) -> Job:
         "context_groups",
     )
     names += ("post_new", "short_requests", "short_prompt", "short_new", "job_rows", "job_prompts", "job_completions")
-    names += ("job_prompt", "job_scale", "group_rows", "group_prompts", "group_sizes", "group_new")
+    names += ("job_prompt", "job_scale", "group_rows", "group_prompts", "group_sizes", "group_new", "group_requests")
     names += ("prefill_requests", "prefill_prompt")
     names += ("arrivals_per_s", "arrivals_s", "arrivals_prompt", "arrivals_new")
     return Job.of({name: getattr(args, name) for name in names})
@@ -97,6 +97,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--group-rows", type=int, nargs="+", default=list(usual.group_rows))
     add("--group-prompts", type=int, nargs="+", default=list(usual.group_prompts), help="tokens")
     add("--group-sizes", type=int, nargs="+", default=list(usual.group_sizes), help="completions of each prompt")
+    add("--group-requests", nargs="+", choices=usual.group_requests, default=list(usual.group_requests))
     add("--group-new", type=int, default=usual.group_new, help="tokens of a completion")
     add("--prefill-requests", type=int, default=usual.prefill_requests)
     add("--prefill-prompt", type=int, default=usual.prefill_prompt, help="tokens")

@@ -208,7 +208,8 @@ def _groups(engine: Engine, job: Job) -> Iterator[Row]:
                     yield {**asked, "skipped": f"the KV holds {engine.capacity_tokens} tokens"}
                     continue
                 engine.generate(grouped_work(rows // n, n, prompt, _WARM_TOKENS, engine.vocab, next(seeds), False))
-                for separate in (False, True):
+                for asked_as in job.group_requests:
+                    separate = asked_as == "separate"
                     work = grouped_work(rows // n, n, prompt, job.group_new, engine.vocab, next(seeds), separate)
                     total_s = engine.generate(work).total_s
                     named = {**asked, "requests": len(work.prompts)}

@@ -45,6 +45,7 @@ class Job:
     group_rows: tuple[int, ...] = (256,)
     group_prompts: tuple[int, ...] = (4096,)  # tokens
     group_sizes: tuple[int, ...] = (8,)  # completions of each prompt
+    group_requests: tuple[str, ...] = ("one", "separate")  # for a prompt: one of n completions, or n equal ones
     group_new: int = 1024
     prefill_requests: int = 64
     prefill_prompt: int = 4096
