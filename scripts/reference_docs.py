@@ -49,7 +49,9 @@ _MODELS_INTRODUCTION = """\
 # Models
 
 The families that a worker runs, by the name in `architectures` of config.json. A hub checkpoint of another architecture
-is refused. Checkpoints are safetensors in 16 or 32 bits; those of gpt-oss may be in MXFP4, which is decoded to 16 bits.
+is refused. Checkpoints are safetensors in 16 or 32 bits. Experts of gpt-oss may be in MXFP4, and are decoded to 16
+bits. Of the two sets of frequencies of LongRoPE (Phi-3, Phi-4-mini) the one for short sequences is used, and sequences
+end where it does.
 
 How it runs on a GPU, for the default config of transformers (biases and other options of a config may change it):
 

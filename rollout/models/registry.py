@@ -243,7 +243,7 @@ class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
     model_type: str  # in config.json
-    models: str = ""  # those of this family, for the docs
+    models: str = ""  # names of its models, for the docs
     read_as: str | None = None  # the model type that transformers reads config.json as; None: its own
     activation: Key = declared(TEXT, Key("hidden_act"))
     qkv_bias: bool | Key = declared(FLAG, False)
@@ -937,8 +937,8 @@ def _longrope_attention_factor(params: dict[str, Any], factor: float, original: 
 def _max_positions(config: Any, layers: tuple[LayerSpec, ...]) -> int:
     """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one.
 
-    With LongRoPE all keys of a longer sequence turn by other frequencies, those of its first tokens too. So a sequence
-    ends where the frequencies for short ones do.
+    With LongRoPE all keys of a longer sequence turn by other frequencies, also the keys of its first tokens. So a
+    sequence ends where the frequencies for short ones do.
     """
     ropes = {layer.mixer.rope for layer in layers}
     if any(rope.kind == "longrope" for rope in ropes):

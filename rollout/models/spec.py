@@ -184,8 +184,8 @@ class RouterSpec:
     renormalize: bool  # the weights of the chosen experts add up to 1, before `scale`
     bias: bool = False  # a tensor is added to the scores for the choice, and not to the weights: float32 [E]
     float32: bool = False  # logits are computed in float32 and not rounded to the model's dtype
-    groups: int = 1  # the experts are in so many groups, side by side
-    top_groups: int = 1  # a token takes experts of so many groups: those with the largest sums of two scores
+    groups: int = 1  # number of groups of neighbouring experts
+    top_groups: int = 1  # number of groups that a token takes experts of: with the largest sums of two scores
     scale: float = 1.0  # factor of the weights
     logit_bias: bool = False  # the product that makes the logits has a bias
 

@@ -19,6 +19,7 @@ from rollout.models.peft_tensors import load_peft_folder
 from rollout.models.registry import FAMILIES
 from tests.support.engine.harness import Bench, load
 from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
+from tests.support.kernels.grids import nightly
 from tests.support.models.families import make_checkpoint
 from tests.support.models.paged import PROMPT, check
 from tests.support.peft_adapters import ALL, ATTENTION, make_adapter, merged
@@ -167,11 +168,13 @@ def test_an_adapter_of_all_its_modules_is_what_peft_merges(stem: str, tmp_path: 
     check(loaded, exact, slots, atol=1e-3)  # merged weights round otherwise
 
 
+@pytest.mark.parametrize("count", [40, *nightly(200)])
 @pytest.mark.parametrize("stem", CONFIGS)
-def test_greedy_tokens_of_the_engine_are_those_of_transformers(stem: str, tmp_path: Path) -> None:
+def test_greedy_tokens_of_the_engine_are_those_of_transformers(stem: str, count: int, tmp_path: Path) -> None:
     """Prompts in chunks, rows that come and go, and other weights in the middle, by which KV is computed again."""
     references = [save(stem, tmp_path / str(seed), seed) for seed in range(2)]
     model, other = (load(tmp_path / str(seed)) for seed in range(2))
+    count = min(count, model.spec.max_positions - 80)
     mailbox = Mailbox()
     bench = Bench(model, receiver=mailbox, max_rows=3, kv_on_swap="recompute")
     prompts = {
@@ -179,15 +182,15 @@ def test_greedy_tokens_of_the_engine_are_those_of_transformers(stem: str, tmp_pa
         for i, length in enumerate((3, 80, 17, 31))
     }
     for name, prompt in prompts.items():
-        bench.submit(name, prompt, 40)
+        bench.submit(name, prompt, count)
     swap_in_the_middle(bench, mailbox, Update(1, other, model), 20)
     for name, prompt in prompts.items():
         tokens, versions = bench.tokens(name), bench.completions[name, 0].versions
-        assert len(tokens) == 40
+        assert len(tokens) == count
         with torch.inference_mode():
             ids = torch.tensor([prompt + tokens])
             logits = torch.stack([reference(ids).logits[0, len(prompt) - 1 : -1] for reference in references])
-        logits = logits[torch.tensor(versions), torch.arange(40)]
+        logits = logits[torch.tensor(versions), torch.arange(count)]
         assert logits.argmax(-1).tolist() == tokens
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
         raw = torch.tensor(bench.completions[name, 0].raw_logprobs)
