@@ -390,7 +390,7 @@ def _read_adapters(engine: EngineSettings, model: Decoder) -> dict[str, AdapterW
 
 
 def _update_names(settings: ModelSettings, loaded: LoadedModel) -> UpdateNames:
-    """What updates may have or lack. Random weights are no values to keep, so there an update must have every tensor."""
+    """What updates may have or lack. Random weights are not worth keeping: then an update must have every tensor."""
     kept = frozenset() if settings.load_format == "random" else loaded.kept_if_absent()
     return UpdateNames(kept, loaded.spec.unused)
 
