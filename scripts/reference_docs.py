@@ -61,8 +61,8 @@ How it runs on a GPU, for the default config of transformers (biases and other o
 - **torch**: torch and the attention kernels, without CUDA graphs: slow.
 
 "Held against" is transformers' own model: tiny random weights in float32, logits of prompts in chunks and of decode
-steps within 1e-4, and through the engine the same greedy tokens, with several rows and an update of the weights in the
-middle."""
+steps within 1e-4, and through the engine the same greedy tokens, with several rows and with preemptions or an update of
+the weights in the middle."""
 
 _ERRORS_INTRODUCTION = """\
 # Errors
