@@ -32,7 +32,8 @@ class PagedRunner:
         self.width = -(-max_tokens // page_size)
         pages = list(range(1, rows * self.width + 1))
         random.Random(seed).shuffle(pages)
-        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, kv_dtype or model.embed.dtype, "cpu")
+        self.device = model.embed.device
+        self.kv = KVCache.allocate(model.spec, len(pages) + 1, page_size, kv_dtype or model.embed.dtype, self.device)
         for cache in self.kv.tensors:
             cache.fill_(50.0)
         self.tables = [pages[row * self.width : (row + 1) * self.width] for row in range(rows)]
@@ -92,7 +93,7 @@ class PagedRunner:
         last_of: list[int] | None = None,
     ) -> torch.Tensor:
         def ints(values: list) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32)
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
 
         # Entries past a row's context point at the dump page, as in an engine that grows rows lazily.
         used = [-(-self.lengths[row] // self.page_size) for row in rows]
@@ -104,6 +105,7 @@ class PagedRunner:
             context_lens_B=ints([self.lengths[row] for row in rows] + [0] * padding),
             max_context=max(self.lengths[row] for row in rows),
             chunks=chunks,
+            query_starts_C1=None if chunks is None else ints([*(c.query_start for c in chunks), len(tokens)]),
             experts=self.experts,
             adapters=self._step_adapters(rows, chunks, padding),
         )
