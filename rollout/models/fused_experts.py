@@ -66,7 +66,7 @@ class FusedExperts:
         blocks = (cast(DecoderLayer, layer).feed_forward for layer in model.layers)
         self._experts = {block: experts_of(block) for block in blocks if isinstance(block, SparseFeedForward)}
         self._format = next(iter(self._experts.values())).gate_up.format
-        self._scratch = router_scratch(spec.experts, self._device)
+        self._scratch = router_scratch(spec.experts, model.embed.device)
         self._deterministic = deterministic  # one plan, and one way to the router's logits, for any number of tokens
         self._plan: Plan | None = None  # of the step that is being launched
         self._chosen: list[torch.Tensor] | None = None  # its experts, if it is being captured
