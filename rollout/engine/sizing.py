@@ -123,6 +123,8 @@ def kv_dtype(settings: EngineSettings, model: Decoder) -> torch.dtype:
     odd = next((layer.mixer.head_dim for layer in model.spec.layers if layer.mixer.head_dim % 4), None)
     if device.type == "cuda" and odd is not None:
         raise ValueError(f"kv_dtype = fp8_e4m3 needs a head dimension that is a multiple of 4, not {odd}: use auto")
+    if device.type == "cuda" and any(layer.mixer.softcap or layer.mixer.sinks for layer in model.spec.layers):
+        raise ValueError("kv_dtype = fp8_e4m3 has no kernels for attention with a softcap or sinks: use auto")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ValueError("kv_dtype = fp8_e4m3 needs a GPU of compute capability 8.9 or later: use auto")
     return torch.float8_e4m3fn

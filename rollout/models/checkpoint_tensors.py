@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint folder: one model.safetensors, or shards with an index.
+"""Tensors of a checkpoint folder: one model.safetensors, or shards with an index. Those in MXFP4 are decoded.
 
 All names and shapes are checked before the first tensor is read, so a wrong checkpoint leaves the model as it was.
 """
@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollout.models.checkpoint_folder import CheckpointError, Progress, read_json
-from rollout.models.names import Region, all_views, check_names, is_redundant
+from rollout.models.mxfp4 import BLOCKS, SCALES, decode_into, decoded_shape
+from rollout.models.names import Region, all_views, check_names
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -28,12 +29,19 @@ class StoredTensor:
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # as safetensors names it
+    dtype: str  # as safetensors names it, or "MXFP4"
+    scales: Path | None = None  # the file with the scales of MXFP4; `file` has the blocks
 
     @property
     def values(self) -> int:
         """Number of its values."""
         return math.prod(self.shape)
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are, for a message."""
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(f"{name:.200}" for name in names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -59,14 +67,24 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_tensors(
-    folder: Path, tensors: dict[str, StoredTensor], regions: Sequence[Region], architecture: str, alias: str | None
-) -> None:
-    """Raise one CheckpointError with all tensors that are missing, unknown, given twice, or of a wrong shape or type.
+def join_mxfp4(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors, with one in the place of two that hold its blocks and its scales."""
+    joined = dict(tensors)
+    for name, blocks in tensors.items():
+        whole = name.removesuffix(BLOCKS)
+        scales = tensors.get(whole + SCALES)
+        if whole == name or scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
+            continue
+        shape = decoded_shape(blocks.shape, scales.shape)
+        if shape is not None:
+            del joined[name], joined[whole + SCALES]
+            joined[whole] = StoredTensor(blocks.file, shape, "MXFP4", scales.file)
+    return joined
 
-    `alias` is the name of a tied output layer, which may be there.
-    """
-    check = check_names(regions, tensors, alias)
+
+def check_tensors(folder: Path, tensors: dict[str, StoredTensor], regions: Sequence[Region], architecture: str) -> None:
+    """Raise one CheckpointError with all tensors that are missing, unknown, doubled, or of a wrong shape or type."""
+    check = check_names(regions, tensors)
     views = all_views(regions)
     wanted = {name: stored for name, stored in tensors.items() if name in views}
     shapes = [
@@ -74,7 +92,8 @@ def check_tensors(
         for name, stored in wanted.items()
         if stored.shape != tuple(views[name].shape)
     ]
-    types = [f"{name} {stored.dtype}" for name, stored in wanted.items() if stored.dtype not in _DTYPES]
+    readable = {*_DTYPES, "MXFP4"}
+    types = [f"{name} {stored.dtype}" for name, stored in wanted.items() if stored.dtype not in readable]
     problems: dict[str, Sequence[str]] = {
         "missing": check.missing,
         f"not part of {architecture}": check.unknown,
@@ -85,21 +104,28 @@ def check_tensors(
     _refuse(folder, problems)
 
 
-def copy_tensors(
-    tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], alias: str | None, progress: Progress | None
-) -> None:
+def copy_tensors(tensors: dict[str, StoredTensor], views: dict[str, torch.Tensor], progress: Progress | None) -> None:
     """Copy checked tensors into the model, converted to its dtype; `progress` gets (values done, values in all)."""
-    names = sorted((name for name in tensors if not is_redundant(name, alias)), key=lambda n: str(tensors[n].file))
+    names = sorted(tensors, key=lambda name: str(tensors[name].file))
     total = sum(tensors[name].values for name in names)
     done = 0
     for file in dict.fromkeys(tensors[name].file for name in names):
         with safe_open(file, framework="pt", device="cpu") as reader:
             for name in names:
                 if tensors[name].file == file:
-                    views[name].copy_(reader.get_tensor(name))
+                    if tensors[name].scales is not None:
+                        _decode(name, tensors[name], views[name])
+                    else:
+                        views[name].copy_(reader.get_tensor(name))
                     done += tensors[name].values
                     if progress is not None:
                         progress(done, total)
+
+
+def _decode(name: str, stored: StoredTensor, view: torch.Tensor) -> None:
+    assert stored.scales is not None
+    with safe_open(stored.file, framework="pt") as blocks, safe_open(stored.scales, framework="pt") as scales:
+        decode_into(view, blocks.get_tensor(name + BLOCKS), scales.get_tensor(name + SCALES))
 
 
 def stored_dtype(tensors: dict[str, StoredTensor]) -> torch.dtype | None:
@@ -131,16 +157,11 @@ def _read_index(file: Path) -> dict[str, str]:
     # The check is on names, not on targets: in the hub's cache every file of a snapshot is a link to another folder.
     outside = [s for s in dict.fromkeys(weight_map.values()) if Path(s).name != s or "\\" in s or s in ("", "..")]
     if outside:
-        raise CheckpointError(f"{file} names files outside its folder: {_some(outside)}")
+        raise CheckpointError(f"{file} names files outside its folder: {first_names(outside)}")
     return weight_map
 
 
 def _refuse(folder: Path, problems: dict[str, Sequence[str]] | dict[str, list[str]]) -> None:
-    found = [f"{len(names)} tensors {what}: {_some(names)}" for what, names in problems.items() if names]
+    found = [f"{len(names)} tensors {what}: {first_names(names)}" for what, names in problems.items() if names]
     if found:
         raise CheckpointError(f"checkpoint {folder} cannot be loaded; " + "; ".join(found))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(f"{name:.200}" for name in names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

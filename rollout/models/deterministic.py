@@ -66,6 +66,8 @@ def check_deterministic(spec: ModelSpec) -> None:
             reason = "its output or feed-forward products have biases"
         if not dense and layer.feed_forward.shared is not None:  # type: ignore[union-attr]
             reason = "it has a shared expert"
+        if mixer.softcap is not None or mixer.sinks:
+            reason = "its attention has a softcap or sinks"
         if mixer.qk_norm == "full" or mixer.clip_qkv is not None:
             reason = "its queries and keys are normalised all heads together, or clipped"
         for name, product in (("head", head_product(spec)), *layer_products(layer).items()):

@@ -49,25 +49,35 @@ def supports(model: Decoder, experts: bool) -> bool:
 
     The experts of all sparse layers must be fused: the generic ones read on the host. `experts` allows that.
     """
+    return model.embed.is_cuda and obstacle(model, experts) is None
+
+
+def obstacle(model: Decoder, experts: bool) -> str | None:
+    """Why torch runs the steps of this model on a GPU, and not `FusedDecoder`; None if that runs them."""
     dtype, spec = model.embed.dtype, model.spec
-    if not model.embed.is_cuda or dtype not in (torch.bfloat16, torch.float16) or not spec.plain_stream:
-        return False
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernels are for 16 bits, and the model is in {dtype}"
+    if not spec.plain_stream:
+        return "it has norms after blocks, or factors or bounds of its embedding, residuals or logits"
     if spec.moe is not None:
-        return experts and takes_feed_forward(spec.moe, dtype)
-    return any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers)
+        taken = takes_feed_forward(spec.moe, dtype)
+        return None if experts and taken else "fused_experts is off" if taken else "its experts have odd widths"
+    if any(takes_mixer(layer.mixer) or takes_feed_forward(layer.feed_forward, dtype) for layer in spec.layers):
+        return None
+    return "its attention and its feed-forward blocks are variants that no kernel has"
 
 
 def takes_mixer(spec: MixerSpec) -> bool:
-    """True if the kernels run this mixer: attention without an output bias."""
-    return isinstance(spec, AttentionSpec) and not spec.o_bias
+    """True if the kernels run this mixer: attention without a gate, with a rope by halves and plain norms."""
+    return isinstance(spec, AttentionSpec) and not (spec.gate or spec.rope.interleaved or spec.unit_offset)
 
 
 def takes_feed_forward(spec: FeedForwardSpec, dtype: torch.dtype) -> bool:
-    """True if the kernels run this block: dense without biases, or experts that they take.
+    """True if the kernels run this block: dense with SiLU and without biases, or experts that they take.
 
     Dense blocks may be in float32: in Triton's interpreter, on a CPU.
     """
-    return experts_take(spec, dtype) if isinstance(spec, MoESpec) else not spec.bias
+    return experts_take(spec, dtype) if isinstance(spec, MoESpec) else not spec.bias and spec.activation == "silu"
 
 
 class Unsummed(NamedTuple):
@@ -246,7 +256,7 @@ class FusedDecoder:
         cache, cos_sin = context.kv.layer(attention.layer), context.cos_sin[attention.rope]
         if spec.qk_norm != "full" and spec.clip_qkv is None:
             parts, correction = self._product("qkv", x_TH, attention.qkv_proj, attention.layer, batch.adapters)
-            return finish_qkv(
+            q_TQD = finish_qkv(
                 parts,
                 attention.qkv_proj.bias,
                 attention.qk_norm_weight if spec.qk_norm == "head" else None,
@@ -260,7 +270,9 @@ class FusedDecoder:
                 x_TH.dtype,
                 correction,
             )
-        return attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
+        else:
+            q_TQD = attention.project(x_TH, cos_sin, batch.kv_slots_T.long(), cache, batch.adapters)
+        return attention.grown(q_TQD, batch)
 
     def _attention(self, layer: DecoderLayer, q_TQD: torch.Tensor, batch: AttentionBatch, kv: KVCache) -> Unsummed:
         """The attention block's output for these queries."""
@@ -271,7 +283,10 @@ class FusedDecoder:
             out_TQD = one_order.attend(q_TQD, batch, cache, attention.scale, attention.spec.window)
         else:
             out_TQD = attention.attend(q_TQD, batch, cache)
-        return self._product("o", out_TQD.flatten(1), attention.o_proj, attention.layer, batch.adapters, later)
+        mixed = self._product("o", out_TQD.flatten(1), attention.o_proj, attention.layer, batch.adapters, later)
+        if attention.o_proj.bias is not None:
+            mixed.parts_STN[0] += attention.o_proj.bias
+        return mixed
 
 
 #: Modules of a product as the kernels that add corrections later know them: they add each one's to its own outputs.

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, Rule, integer, layer_list
+from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
 from rollout.models.spec import (
+    Activation,
     AttentionNames,
     AttentionSpec,
+    ClampedGLU,
     DenseNames,
     DenseSpec,
     FeedForwardSpec,
@@ -30,6 +32,7 @@ from rollout.models.spec import (
     MoESpec,
     NormPlace,
     QKNorm,
+    QueryGrowth,
     RopeSpec,
     RouterSpec,
     Scoring,
@@ -38,7 +41,7 @@ from rollout.models.spec import (
 #: Experts of all layers together; each has its own tensors.
 _MAX_EXPERTS = 1 << 16
 _WIDTH = integer(1, 1 << 22)
-_WINDOW = integer(1, 1 << 31)
+_WINDOW = integer(0, 1 << 31)  # transformers writes 0 where windows are not used
 
 #: Keys that `spec_from_config` reads for every family, and those that transformers makes lists or other keys of.
 _COMMON: dict[str, Rule] = {
@@ -64,6 +67,30 @@ class Key(NamedTuple):
     """The value of this key of config.json."""
 
     name: str
+
+
+class Power(NamedTuple):
+    """The value of this key of config.json, raised to a power."""
+
+    name: str
+    exponent: float
+
+
+class If(NamedTuple):
+    """A value where the flag under this key of config.json is true, and another one elsewhere."""
+
+    name: str
+    value: Any
+    otherwise: Any
+
+
+#: Activations by their names in config.json.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 # --- what a value is in each layer -----------------------------------------------------------------------------------
@@ -140,6 +167,12 @@ def ropes_where_listed(config: Any) -> tuple[str | None, ...]:
     return tuple("" if has_rope else None for has_rope in config.no_rope_layers)
 
 
+@by_layer(layer_types=layer_list(str))
+def ropes_in_windows(config: Any) -> tuple[str | None, ...]:
+    """Layers with a window have a rotary embedding, the others none."""
+    return tuple("" if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
 @by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
@@ -153,6 +186,15 @@ def sparse_by_step(config: Any) -> tuple[bool, ...]:
         layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
     )
+
+
+def sparse_from(key: str) -> ByLayer[bool]:
+    """The first layers are dense; `key` says how many."""
+
+    def sparse(config: Any) -> tuple[bool, ...]:
+        return tuple(layer >= getattr(config, key) for layer in range(config.num_hidden_layers))
+
+    return ByLayer(sparse, {key: integer(0, MOST_LAYERS)})
 
 
 @by_layer(mlp_layer_types=layer_list(str))
@@ -183,8 +225,15 @@ class MoEFamily:
     scoring: Scoring = "softmax"
     router_bias: bool = False
     router_float32: bool = False
+    groups: int | Key = declared(integer(1, 4096), 1)
+    top_groups: int | Key = declared(integer(1, 4096), 1)
+    scale: float | Key = declared(NUMBER, 1.0)
     shared_intermediate: Key | None = declared(_WIDTH, None)  # of the expert that every token takes
+    shared_experts: Key | None = declared(integer(0, 4096), None)  # or: how many experts' width it has
     shared_gate: bool = False
+    logit_bias: bool = False
+    clamp_alpha: Key | None = declared(NUMBER, None)  # with the limit: experts have biases and a clamped GLU
+    clamp_limit: Key | None = declared(NUMBER, None)
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
 
@@ -193,21 +242,39 @@ class MoEFamily:
 class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
-    model_type: str  # in config.json: the config class that transformers reads it with
+    model_type: str  # in config.json
+    models: str = ""  # names of its models, for the docs
+    read_as: str | None = None  # the model type that transformers reads config.json as; None: its own
+    activation: Key = declared(TEXT, Key("hidden_act"))
     qkv_bias: bool | Key = declared(FLAG, False)
     o_bias: bool | Key = declared(FLAG, False)
     mlp_bias: bool | Key = declared(FLAG, False)
-    qk_norm: QKNorm = "none"
+    qk_norm: QKNorm | If = declared(FLAG, "none")
     clip_qkv: Key | None = declared(NUMBER, None)
     windows: ByLayer[int | None] = no_windows
     #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
     ropes: ByLayer[Any] = same_rope
-    attention_scale: Key | None = declared(NUMBER, None)
+    partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
+    interleaved_rope: bool = False
+    attention_gate: bool = False
+    attention_sinks: bool = False
+    grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
+    attention_scale: Key | Power | None = declared(NUMBER, None)
+    attention_softcap: Key | None = declared(NUMBER, None)
     norms: NormPlace = "before"
+    unit_offset: bool = False
     residual_scale: float | Key = declared(NUMBER, 1.0)
-    embed_scale: float | Key = declared(NUMBER, 1.0)
+    embed_scale: float | Key | Power | If = declared(NUMBER, 1.0)
+    embed_scale_rounded: bool = False
     logit_divisor: float | Key = declared(NUMBER, 1.0)
+    logit_softcap: Key | None = declared(NUMBER, None)
+    bidirectional: Key | None = declared(FLAG, None)  # true: tokens see those after them, which is refused
     moe: MoEFamily | None = None
+    mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded
+    #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images.
+    unused: tuple[str, ...] = ("mtp.", "visual.", "model.visual.")
+    #: How many layers follow the last one in checkpoints, for the prediction of several tokens at once.
+    unused_layers: Key | None = declared(integer(0, MOST_LAYERS), None)
     names: ModelNames = ModelNames()
     layer_names: LayerNames = LayerNames()
     attention_names: AttentionNames = AttentionNames()
@@ -215,23 +282,33 @@ class Family:
 
 
 _ATTENTION_BIAS = Key("attention_bias")
+_NORMS_AROUND = LayerNames(
+    "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+)
+_SHARED_EXPERTS = DenseNames(
+    ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
+)
+_GATE_UP = DenseNames(gate_up=("mlp.gate_up_proj",))
 _NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
 
 #: By the name that stands in the `architectures` of a config.json.
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         model_type="llama",
+        models="Llama 3 to 3.3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         mlp_bias=Key("mlp_bias"),
     ),
     "Qwen2ForCausalLM": Family(
         model_type="qwen2",
+        models="Qwen2, Qwen2.5",
         qkv_bias=True,
         windows=windows_by_type,
     ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
+        models="Qwen3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
@@ -239,6 +316,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3MoeForCausalLM": Family(
         model_type="qwen3_moe",
+        models="Qwen3-MoE",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
@@ -252,6 +330,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "MixtralForCausalLM": Family(
         model_type="mixtral",
+        models="Mixtral",
         windows=same_window,
         moe=MoEFamily(
             experts=Key("num_local_experts"),
@@ -267,16 +346,94 @@ FAMILIES: dict[str, Family] = {
     ),
     "MistralForCausalLM": Family(
         model_type="mistral",
+        models="Mistral, Magistral",
         windows=same_window,
     ),
-    "Phi3ForCausalLM": Family(  # Phi-4 too
+    "MinistralForCausalLM": Family(
+        model_type="ministral",
+        models="Ministral (2024)",
+        windows=windows_by_type,
+    ),
+    "Ministral3ForCausalLM": Family(
+        model_type="ministral3",
+        models="Ministral 3, text",
+        windows=same_window,
+        grown_queries=True,
+    ),
+    "MiMoForCausalLM": Family(
+        model_type="mimo",
+        models="MiMo-7B",
+        read_as="qwen2",  # transformers has no MiMo
+        qkv_bias=True,
+        windows=windows_by_type,
+        unused=("model.mtp_layers.",),
+    ),
+    "GlmForCausalLM": Family(
+        model_type="glm",
+        models="GLM-4-9B",
+        qkv_bias=_ATTENTION_BIAS,
+        partial_rope=True,
+        interleaved_rope=True,
+        dense_names=_GATE_UP,
+    ),
+    "Glm4ForCausalLM": Family(
+        model_type="glm4",
+        models="GLM-4-0414",
+        qkv_bias=_ATTENTION_BIAS,
+        partial_rope=True,
+        interleaved_rope=True,
+        norms="around",
+        layer_names=LayerNames(
+            "input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"
+        ),
+        dense_names=_GATE_UP,
+    ),
+    "Gemma2ForCausalLM": Family(
+        model_type="gemma2",
+        models="Gemma 2",
+        activation=Key("hidden_activation"),
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        windows=windows_by_type,
+        attention_scale=Power("query_pre_attn_scalar", -0.5),
+        attention_softcap=Key("attn_logit_softcapping"),
+        norms="around",
+        unit_offset=True,
+        embed_scale=Power("hidden_size", 0.5),
+        embed_scale_rounded=True,
+        logit_softcap=Key("final_logit_softcapping"),
+        bidirectional=Key("use_bidirectional_attention"),
+        layer_names=_NORMS_AROUND,
+    ),
+    "Gemma3ForCausalLM": Family(
+        model_type="gemma3_text",
+        models="Gemma 3, text",
+        activation=Key("hidden_activation"),
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        windows=windows_by_type,
+        ropes=ropes_by_type,
+        attention_scale=Power("query_pre_attn_scalar", -0.5),
+        norms="around",
+        unit_offset=True,
+        embed_scale=Power("hidden_size", 0.5),
+        embed_scale_rounded=True,
+        logit_softcap=Key("final_logit_softcapping"),
+        bidirectional=Key("use_bidirectional_attention"),
+        layer_names=_NORMS_AROUND,
+    ),
+    "Phi3ForCausalLM": Family(
         model_type="phi3",
+        models="Phi-3, Phi-4, Phi-4-mini",
         windows=same_window,
         attention_names=AttentionNames(qkv=("self_attn.qkv_proj",)),
-        dense_names=DenseNames(gate_up=("mlp.gate_up_proj",)),
+        partial_rope=True,
+        dense_names=_GATE_UP,
     ),
     "SmolLM3ForCausalLM": Family(
         model_type="smollm3",
+        models="SmolLM3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         mlp_bias=Key("mlp_bias"),
@@ -285,12 +442,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss",
+        models="Seed-OSS",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=Key("attention_out_bias"),
         mlp_bias=Key("mlp_bias"),
     ),
     "GraniteForCausalLM": Family(
         model_type="granite",
+        models="Granite 3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         mlp_bias=Key("mlp_bias"),
@@ -301,6 +460,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(
         model_type="olmo2",
+        models="OLMo 2",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="full",
@@ -309,6 +469,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo3ForCausalLM": Family(
         model_type="olmo3",
+        models="OLMo 3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="full",
@@ -317,8 +478,109 @@ FAMILIES: dict[str, Family] = {
         norms="after",
         layer_names=_NORMS_AFTER,
     ),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        models="Qwen1.5-MoE, Qwen2-MoE",
+        qkv_bias=Key("qkv_bias"),
+        windows=windows_by_type,
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            sparse=sparse_by_step,
+            shared_intermediate=Key("shared_expert_intermediate_size"),
+            shared_gate=True,
+        ),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        model_type="glm4_moe",
+        models="GLM-4.5, 4.6, 4.7",
+        qkv_bias=_ATTENTION_BIAS,
+        qk_norm=If("use_qk_norm", "head", "none"),
+        partial_rope=True,
+        unused_layers=Key("num_nextn_predict_layers"),
+        moe=MoEFamily(
+            experts=Key("n_routed_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            scoring="sigmoid",
+            router_bias=True,
+            router_float32=True,
+            groups=Key("n_group"),
+            top_groups=Key("topk_group"),
+            scale=Key("routed_scaling_factor"),
+            sparse=sparse_from("first_k_dense_replace"),
+            shared_experts=Key("n_shared_experts"),
+            names=MoENames(shared=_SHARED_EXPERTS),
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        model_type="minimax_m2",
+        models="MiniMax-M2",
+        qk_norm="full",
+        partial_rope=True,
+        moe=MoEFamily(
+            experts=Key("num_local_experts"),
+            intermediate=Key("intermediate_size"),
+            renormalize=True,
+            scoring="sigmoid",
+            router_bias=True,
+            names=MoENames(
+                router=("block_sparse_moe.gate", "mlp.gate"),
+                router_bias=("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
+                gate="block_sparse_moe.experts.{}.w1",
+                up="block_sparse_moe.experts.{}.w3",
+                down="block_sparse_moe.experts.{}.w2",
+            ),
+        ),
+    ),
+    "AfmoeForCausalLM": Family(
+        model_type="afmoe",
+        models="AFMoE (Trinity)",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        windows=windows_by_type,
+        ropes=ropes_in_windows,
+        attention_gate=True,
+        norms="around",
+        embed_scale=If("mup_enabled", Power("hidden_size", 0.5), 1.0),
+        layer_names=LayerNames(
+            "input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+        ),
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=True,
+            scoring="sigmoid",
+            router_bias=True,
+            scale=Key("route_scale"),
+            sparse=sparse_from("num_dense_layers"),
+            shared_experts=Key("num_shared_experts"),
+            names=MoENames(router=("mlp.router.gate",), router_bias=("mlp.expert_bias",), shared=_SHARED_EXPERTS),
+        ),
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        models="gpt-oss",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        windows=windows_by_type,
+        attention_sinks=True,
+        mxfp4=True,
+        moe=MoEFamily(
+            experts=Key("num_local_experts"),
+            intermediate=Key("intermediate_size"),
+            renormalize=True,
+            logit_bias=True,
+            clamp_alpha=Key("swiglu_alpha"),
+            clamp_limit=Key("swiglu_limit"),
+            names=MoENames(router=("mlp.router",)),
+        ),
+    ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
+        models="OLMoE",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="full",
@@ -352,6 +614,11 @@ def check_model_type(architecture: str, model_type: Any) -> None:
         raise ValueError(f"model_type {model_type!r:.80} does not belong to {architecture}; it must be {expected!r}")
 
 
+def read_as(architecture: str) -> str | None:
+    """The model type that transformers reads config.json as; None: the one that stands there."""
+    return FAMILIES[architecture].read_as
+
+
 def config_rules(architecture: str) -> dict[str, Rule]:
     """What the keys of config.json that this architecture reads may hold, where they are not null."""
     return _COMMON | _rules(FAMILIES[architecture])
@@ -361,8 +628,12 @@ def _rules(declaration: Family | MoEFamily) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
     for entry in fields(declaration):
         match getattr(declaration, entry.name):
-            case Key(name):
+            case Key(name) | Power(name, _):
                 rules[name] = entry.metadata["rule"]
+            case If(name, Power(powered, _)):
+                rules |= {name: FLAG, powered: entry.metadata["rule"]}
+            case If(name):
+                rules[name] = FLAG
             case ByLayer() as values:
                 rules |= values.rules
             case MoEFamily() as moe:
@@ -382,10 +653,10 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
     """
     check_supported(architecture)
     family = FAMILIES[architecture]
-    activation = getattr(config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu")
-    if getattr(config, "quantization_config", None) is not None:
+    if family.bidirectional is not None and _value(config, family.bidirectional):
+        raise ValueError(f"{family.bidirectional.name} is set, and a model that generates must not see later tokens")
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None and not (family.mxfp4 and _quantization(quantized) == "mxfp4"):
         raise ValueError("quantized checkpoints are not supported; use one with float32, bfloat16 or float16 weights")
     layers = _layers(config, family)
     return ModelSpec(
@@ -393,25 +664,40 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
-        max_positions=max(_max_positions(config, layer.mixer.rope) for layer in layers),
+        max_positions=_max_positions(config, layers),
         tied=bool(config.tie_word_embeddings),
         layers=layers,
         names=family.names,
         embed_scale=_value(config, family.embed_scale),
+        embed_scale_rounded=family.embed_scale_rounded,
         logit_divisor=_value(config, family.logit_divisor),
+        logit_softcap=_value(config, family.logit_softcap),
+        unit_offset=family.unit_offset,
+        unused=_unused(config, family),
     )
+
+
+def _quantization(config: Any) -> Any:
+    return config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+
+
+def _unused(config: Any, family: Family) -> tuple[str, ...]:
+    count, more = config.num_hidden_layers, _value(config, family.unused_layers) or 0
+    return family.unused + tuple(family.names.layer.format(count + i) for i in range(more))
 
 
 def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     count = config.num_hidden_layers
     sparse = (False,) * count if family.moe is None else family.moe.sparse(config)
     mixers = list(zip(family.windows(config), family.ropes(config), strict=True))
-    ropes = {kind: _rope(config, kind) for _, kind in mixers}
+    ropes = {kind: _rope(config, kind, family) for _, kind in mixers}
     attention = {(window, kind): _attention(config, family, ropes[kind], window) for window, kind in set(mixers)}
     feed_forward: dict[bool, FeedForwardSpec] = {}
     if not all(sparse):
         feed_forward[False] = _dense(config, family)
     if family.moe is not None and any(sparse):
+        if _activation(config, family) != "silu":
+            raise ValueError(f"{family.activation.name} of experts must be silu")
         feed_forward[True] = _moe(config, family.moe)
     return tuple(
         LayerSpec(
@@ -436,16 +722,30 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         window=window,
         qkv_bias=_value(config, family.qkv_bias),
         o_bias=_value(config, family.o_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=_value(config, family.qk_norm),
         clip_qkv=_value(config, family.clip_qkv),
         eps=config.rms_norm_eps,
         names=family.attention_names,
         scale=_value(config, family.attention_scale),
+        softcap=_value(config, family.attention_softcap),
+        unit_offset=family.unit_offset,
+        growth=_growth(config) if family.grown_queries else None,
+        gate=family.attention_gate,
+        sinks=family.attention_sinks,
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
     if spec.head_dim % 2 or not spec.head_dim:
         raise ValueError(f"head_dim ({spec.head_dim}) must be even and at least 2, for rotary embeddings")
+    if not rope.width(spec.head_dim) or rope.width(spec.head_dim) % 2:
+        raise ValueError(
+            f"partial_rotary_factor ({rope.share}) must leave an even number of {spec.head_dim} dimensions, at least 2"
+        )
+    if rope.factors and len(rope.factors) != rope.width(spec.head_dim) // 2:
+        raise ValueError(
+            f"short_factor and long_factor have {len(rope.factors)} numbers for {rope.width(spec.head_dim) // 2} "
+            "frequencies"
+        )
     if window is not None and window < 1:
         raise ValueError("sliding_window must be at least 1")
     return spec
@@ -453,7 +753,16 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
 
 def _dense(config: Any, family: Family) -> DenseSpec:
     bias = _value(config, family.mlp_bias)
-    return DenseSpec(config.hidden_size, config.intermediate_size, bias, family.dense_names)
+    activation = _activation(config, family)
+    return DenseSpec(config.hidden_size, config.intermediate_size, bias, family.dense_names, activation)
+
+
+def _activation(config: Any, family: Family) -> Activation:
+    name = getattr(config, family.activation.name, "silu")
+    if name not in _ACTIVATIONS:
+        supported = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"{family.activation.name} {name!r:.80} is not supported; supported: {supported}")
+    return _ACTIVATIONS[name]
 
 
 def _moe(config: Any, family: MoEFamily) -> MoESpec:
@@ -467,10 +776,15 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
             renormalize=_value(config, family.renormalize),
             bias=family.router_bias,
             float32=family.router_float32,
+            groups=_value(config, family.groups),
+            top_groups=_value(config, family.top_groups),
+            scale=_value(config, family.scale),
+            logit_bias=family.logit_bias,
         ),
         names=family.names,
         shared=_shared(config, family),
         shared_gate=family.shared_gate,
+        clamped=_clamped(config, family),
     )
     layers = config.num_hidden_layers
     if layers * spec.experts > _MAX_EXPERTS:
@@ -478,36 +792,83 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
         raise ValueError(f"{family.experts.name} is {spec.experts}; with {layers} layers it must be at most {most}")
     if not 1 <= spec.router.top_k <= spec.experts:
         raise ValueError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
+    _check_groups(spec)
     return spec
+
+
+def _clamped(config: Any, family: MoEFamily) -> ClampedGLU | None:
+    if family.clamp_alpha is None:
+        return None
+    return ClampedGLU(_value(config, family.clamp_alpha), _value(config, family.clamp_limit))
+
+
+def _check_groups(spec: MoESpec) -> None:
+    router = spec.router
+    if router.groups == 1:
+        return
+    size = spec.experts // router.groups
+    if size * router.groups != spec.experts or size < 2:
+        raise ValueError(f"{spec.experts} experts do not make {router.groups} groups of two or more")
+    if not router.top_k / size <= router.top_groups <= router.groups:
+        raise ValueError(
+            f"topk_group ({router.top_groups}) must be at most {router.groups} and have {router.top_k} experts"
+        )
 
 
 def _shared(config: Any, family: MoEFamily) -> DenseSpec | None:
     width = _value(config, family.shared_intermediate)
+    if family.shared_experts is not None:
+        width = (_value(config, family.shared_experts) or 0) * _value(config, family.intermediate)
     return DenseSpec(config.hidden_size, width, False, family.names.shared) if width else None
 
 
 def _value(config: Any, declared: Any) -> Any:
+    if isinstance(declared, If):
+        return _value(config, declared.value if getattr(config, declared.name) else declared.otherwise)
+    if isinstance(declared, Power):
+        return getattr(config, declared.name) ** declared.exponent
     return getattr(config, declared.name) if isinstance(declared, Key) else declared
 
 
 # --- rotary embedding ------------------------------------------------------------------------------------------------
 
 
-def _rope(config: Any, part: str | None) -> RopeSpec:
+def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
     if part is None:
         return RopeSpec("none", theta=1.0)
+    params = _rope_parameters(config, part)
+    share = params.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not family.partial_rope:
+        raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
+    return replace(_scaled_rope(config, params), share=share, interleaved=family.interleaved_rope)
+
+
+def _rope_parameters(config: Any, part: str = "") -> dict[str, Any]:
     # transformers folds the older `rope_theta` and `rope_scaling` keys into this one when it reads a config.
     params = dict(config.rope_parameters or {})
-    if part:
-        params = dict(params.get(part) or {})
+    return dict(params.get(part) or {}) if part else params
+
+
+def _growth(config: Any) -> QueryGrowth | None:
+    """The factor of queries that `rope_parameters` describes; transformers reads both keys without a default."""
+    params = _rope_parameters(config)
+    beta, positions = params.get("llama_4_scaling_beta"), params.get("original_max_position_embeddings")
+    if beta is None or positions is None:
+        raise ValueError("rope_parameters must have llama_4_scaling_beta and original_max_position_embeddings")
+    if type(positions) is not int:
+        raise ValueError(f"original_max_position_embeddings ({positions}) must be an integer")
+    return QueryGrowth(beta, positions)
+
+
+def _scaled_rope(config: Any, params: dict[str, Any]) -> RopeSpec:
     kind = params.get("rope_type", "default")
     theta = params.get("rope_theta")
     if theta is None:
         raise ValueError("config.json gives no rope_theta")
     if theta <= 1:
         raise ValueError(f"rope_theta ({theta}) must be more than 1")
-    if params.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
     if kind == "default":
         return RopeSpec("default", theta)
     factor = params.get("factor")
@@ -535,10 +896,20 @@ def _rope(config: Any, part: str | None) -> RopeSpec:
             truncate=params.get("truncate", True),
             attention_factor=_yarn_attention_factor(params, factor),
         )
-    raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: default, linear, llama3, yarn")
+    if kind == "longrope":
+        factor = factor or config.max_position_embeddings / original
+        return RopeSpec(
+            "longrope",
+            theta,
+            factor=factor,
+            original_max_positions=original,
+            attention_factor=_longrope_attention_factor(params, factor, original),
+            factors=tuple(_required(params.get("short_factor"), "short_factor", kind)),
+        )
+    raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: default, linear, llama3, yarn, longrope")
 
 
-def _required(value: float | None, name: str, kind: str) -> float:
+def _required(value: Any, name: str, kind: str) -> Any:
     if value is None:
         raise ValueError(f"config.json: rope scaling {kind!r} needs {name!r}")
     return value
@@ -556,7 +927,21 @@ def _yarn_attention_factor(params: dict[str, Any], factor: float) -> float:
     return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
 
 
-def _max_positions(config: Any, rope: RopeSpec) -> int:
-    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one."""
-    extended = int(rope.factor * rope.original_max_positions) if rope.kind == "yarn" else 0
-    return max(config.max_position_embeddings, extended)
+def _longrope_attention_factor(params: dict[str, Any], factor: float, original: int) -> float:
+    """The temperature of the LongRoPE paper (arXiv 2402.13753), as checkpoints override it."""
+    if params.get("attention_factor") is not None:
+        return params["attention_factor"]
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _max_positions(config: Any, layers: tuple[LayerSpec, ...]) -> int:
+    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one.
+
+    With LongRoPE all keys of a longer sequence turn by other frequencies, also the keys of its first tokens. So a
+    sequence ends where the frequencies for short ones do.
+    """
+    ropes = {layer.mixer.rope for layer in layers}
+    if any(rope.kind == "longrope" for rope in ropes):
+        return min(rope.original_max_positions for rope in ropes if rope.kind == "longrope")
+    extended = (int(rope.factor * rope.original_max_positions) for rope in ropes if rope.kind == "yarn")
+    return max(config.max_position_embeddings, *extended, 0)

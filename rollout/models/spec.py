@@ -20,11 +20,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-RopeKind = Literal["none", "default", "linear", "llama3", "yarn"]
+RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope"]
 #: none; each head alone, with one weight for all heads; all heads together.
 QKNorm = Literal["none", "head", "full"]
+#: What a gated feed-forward block applies to its gate: SiLU, GELU, or GELU with tanh in the place of erf.
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 #: How a router turns logits into the weights of experts.
-Scoring = Literal["softmax"]
+Scoring = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,14 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
-    attention_factor: float = 1.0  # yarn: multiplies sine and cosine
+    attention_factor: float = 1.0  # yarn, longrope: multiplies sine and cosine
+    factors: tuple[float, ...] = ()  # longrope: what divides each frequency
+    share: float = 1.0  # of a head's dimensions, the first ones: they turn, the others stay
+    interleaved: bool = False  # a dimension turns with its neighbour, and not with the one half of them further on
+
+    def width(self, head_dim: int) -> int:
+        """Dimensions of a head that turn."""
+        return int(head_dim * self.share)
 
 
 class LinearSpec(NamedTuple):
@@ -71,6 +80,15 @@ class AttentionNames(NamedTuple):
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o: str = "self_attn.o_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    gate: str = "self_attn.gate_proj"
+    sinks: str = "self_attn.sinks"  # a tensor, no module
+
+
+class QueryGrowth(NamedTuple):
+    """A factor of the queries that grows with their position p: 1 + beta ln(1 + floor(p / positions))."""
+
+    beta: float
+    positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +108,11 @@ class AttentionSpec:
     eps: float  # of the query and key norms
     names: AttentionNames = AttentionNames()
     scale: float | None = None  # factor of the scores; None: the head dimension to the power of -1/2
+    softcap: float | None = None  # bounds the scaled scores s: softcap tanh(s / softcap)
+    unit_offset: bool = False  # the weights of the query and key norms are stored less 1
+    growth: QueryGrowth | None = None
+    sinks: bool = False  # each head has a score that takes part in the softmax and has no value
+    gate: bool = False  # a sigmoid of a product of the token weights the output, each value of each head on its own
 
     @property
     def q_dim(self) -> int:
@@ -132,12 +155,13 @@ class DenseNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A gated feed-forward block with SiLU."""
+    """A gated feed-forward block."""
 
     hidden: int
     intermediate: int
     bias: bool
     names: DenseNames = DenseNames()
+    activation: Activation = "silu"
 
     @property
     def gate_up(self) -> LinearSpec:
@@ -157,9 +181,18 @@ class RouterSpec:
 
     scoring: Scoring
     top_k: int
-    renormalize: bool  # the weights of the chosen experts add up to 1
-    bias: bool = False  # the router has a tensor that is added to the scores of its experts, float32 [E]
+    renormalize: bool  # the weights of the chosen experts add up to 1, before `scale`
+    bias: bool = False  # a tensor is added to the scores for the choice, and not to the weights: float32 [E]
     float32: bool = False  # logits are computed in float32 and not rounded to the model's dtype
+    groups: int = 1  # number of groups of neighbouring experts
+    top_groups: int = 1  # number of groups that a token takes experts of: with the largest sums of two scores
+    scale: float = 1.0  # factor of the weights
+    logit_bias: bool = False  # the product that makes the logits has a bias
+
+    @property
+    def plain(self) -> bool:
+        """True for the rule that the kernels have: the largest softmax, of logits in the model's dtype."""
+        return self == RouterSpec("softmax", self.top_k, self.renormalize)
 
 
 class MoENames(NamedTuple):
@@ -170,7 +203,7 @@ class MoENames(NamedTuple):
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
-    #: Tensors of all experts together, the alternative to those of single experts.
+    #: Tensors of all experts together, the alternative to those of single experts. Biases have these names and "_bias".
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
     shared: DenseNames = DenseNames(
@@ -179,9 +212,19 @@ class MoENames(NamedTuple):
     shared_gate: str = "mlp.shared_expert_gate"
 
 
+class ClampedGLU(NamedTuple):
+    """The activation of gpt-oss; see `clamped_glu` of the kernels."""
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """A mixture of gated feed-forward experts with SiLU."""
+    """A mixture of gated feed-forward experts with SiLU, or with biases and a clamped GLU.
+
+    With the latter gates and values alternate, and checkpoints have only the tensors of all experts, transposed.
+    """
 
     hidden: int
     experts: int
@@ -190,6 +233,7 @@ class MoESpec:
     names: MoENames = MoENames()
     shared: DenseSpec | None = None  # an expert that every token takes, added to the others
     shared_gate: bool = False  # a sigmoid of the token weights the shared expert's output
+    clamped: ClampedGLU | None = None
 
 
 FeedForwardSpec = DenseSpec | MoESpec
@@ -197,20 +241,22 @@ FeedForwardSpec = DenseSpec | MoESpec
 # --- layers and the model --------------------------------------------------------------------------------------------
 
 
-#: Where the norm of a block stands: the block reads the normalised stream, or its output is normalised.
-NormPlace = Literal["before", "after"]
+#: Where the norm of a block stands: the block reads the normalised stream, its output is normalised, or both.
+NormPlace = Literal["before", "after", "around"]
 
 
 class LayerNames(NamedTuple):
-    """Norms of a layer."""
+    """Norms of a layer. The last two are those after the blocks, where a block has a norm on each side."""
 
     mixer_norm: str = "input_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
+    mixer_output_norm: str = ""
+    feed_forward_output_norm: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A mixer and a feed-forward block, each with a norm; the layer adds their outputs to the residual stream."""
+    """A mixer and a feed-forward block, each with norms; the layer adds their outputs to the residual stream."""
 
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
@@ -250,13 +296,19 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     names: ModelNames = ModelNames()
     embed_scale: float = 1.0  # factor of the embedding
+    embed_scale_rounded: bool = False  # this factor is rounded to the model's dtype
     logit_divisor: float = 1.0
+    logit_softcap: float | None = None  # bounds the logits l: softcap tanh(l / softcap)
+    unit_offset: bool = False  # the weights of all norms are stored less 1
+    #: Beginnings of the names of tensors that checkpoints and updates may have and that text needs none of.
+    unused: tuple[str, ...] = ()
 
     @functools.cached_property
     def plain_stream(self) -> bool:
-        """True if the residual stream is Llama's: norms before blocks, and no factor anywhere."""
+        """True if the residual stream is Llama's: norms before blocks, and no factor or bound anywhere."""
         plain_layers = all(layer.norms == "before" and layer.residual_scale == 1.0 for layer in self.layers)
-        return plain_layers and self.embed_scale == self.logit_divisor == 1.0
+        plain_ends = self.embed_scale == self.logit_divisor == 1.0 and self.logit_softcap is None
+        return plain_layers and plain_ends and not self.unit_offset
 
     @functools.cached_property
     def sparse_layers(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ gathered               prefill on Hopper where blocks of queries see many keys: 
 
 from rollout_kernels.attention.paged import (
     DecodePlan,
+    kernels_take,
     paged_decode_attention,
     paged_prefill_attention,
     plan_decode,
@@ -21,6 +22,7 @@ from rollout_kernels.attention.paged import (
 
 __all__ = [
     "DecodePlan",
+    "kernels_take",
     "paged_decode_attention",
     "paged_prefill_attention",
     "plan_decode",

@@ -15,6 +15,9 @@ limits another token's precision, no calibration is needed, and a page stays sel
 bytes. Scales are float32, because a rounded scale would add its error to every code. A head's scales are contiguous
 within a page, as a tile reads them.
 
+Two variants of the softmax: a softcap bounds the scaled scores s by `softcap tanh(s / softcap)`; a sink is a score that
+a query head has beside those of the context: it takes its share of the softmax and adds no value.
+
 The host never reads a tensor's values here. A masked position gets a large negative score instead of minus infinity,
 so a row without context (padding) gives a finite result. Page positions after the end of a row's context may hold
 another row's data, which may be NaN (a broken adapter): they are not read, or are zeroed before they are multiplied.
@@ -156,22 +159,32 @@ def paged_decode_attention(
     window: int | None,
     max_context: int,
     scales_P2GS: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
     plan: DecodePlan | DecodeWork | None = None,
 ) -> torch.Tensor:
-    """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
+    """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, V].
+
+    V is the dimension of the values. `kernels_take` says for which of these arguments there are kernels.
 
     Args:
         q_BHD: H is a multiple of G; query head h reads KV head `h // (H / G)`.
         k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`.
-        v_cache_PSGD: likewise.
+        v_cache_PSGD: likewise; its last dimension may be another one.
         page_table_BP: int32.
         context_lens_B: int32 or int64; a length may be 0 (the result is then finite and meaningless).
         scale: factor of the scores.
         window: W, or None for full attention.
         max_context: upper bound on the context lengths.
         scales_P2GS: float32 scales of e4m3 codes, or None.
-        plan: the result of `plan_paged_decode` for the same rows and window; computed here if None.
+        softcap: bound of the scores, or None.
+        sinks_H: the sink of each query head, or None.
+        plan: the result of `plan_paged_decode` for the same rows and window; computed here if None. Where there is no
+            kernel, it must be that of `plan_decode`.
     """
+    if plan is None and not kernels_take(k_cache_PSGD, v_cache_PSGD, softcap, sinks_H):
+        dtype, page_size = q_BHD.dtype, k_cache_PSGD.shape[1]
+        plan = plan_decode(page_table_BP, context_lens_B, page_size, window, max_context, dtype)
     if plan is None:
         plan = plan_paged_decode(
             page_table_BP,
@@ -195,17 +208,20 @@ def paged_decode_attention(
             window=window,
             scales_P2GS=scales_P2GS,
             work=plan,
+            softcap=softcap,
+            sinks_H=sinks_H,
         )
     rows, heads, dim = q_BHD.shape
     kv_heads = k_cache_PSGD.shape[2]
     k_NSGD, v_NSGD = _pages(k_cache_PSGD, v_cache_PSGD, scales_P2GS, plan.pages_N, q_BHD.dtype)
     k_BGCD, v_BGCD = (
-        x.view(rows, -1, kv_heads, dim).masked_fill_(plan.hidden_BC11, 0.0).transpose(1, 2) for x in (k_NSGD, v_NSGD)
+        x.view(rows, -1, kv_heads, x.shape[-1]).masked_fill_(plan.hidden_BC11, 0.0).transpose(1, 2)
+        for x in (k_NSGD, v_NSGD)
     )
     # The query heads of one KV head take the place of query positions, since they all see the same context.
-    q_BGQD = q_BHD.view(rows, kv_heads, heads // kv_heads, dim)
-    out_BGQD = F.scaled_dot_product_attention(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale=scale)
-    return out_BGQD.reshape(rows, heads, dim)
+    q_BGQD = q_BHD.reshape(rows, kv_heads, heads // kv_heads, dim)
+    out_BGQD = _attend(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale, softcap, _by_group(sinks_H, kv_heads))
+    return out_BGQD.reshape(rows, heads, -1)
 
 
 def paged_prefill_attention(
@@ -218,6 +234,8 @@ def paged_prefill_attention(
     scale: float,
     window: int | None,
     scales_P2GS: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
     query_starts_C1: torch.Tensor | None = None,
     context_lens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -226,24 +244,29 @@ def paged_prefill_attention(
     Args:
         q_THD: queries of all chunks; H is a multiple of G.
         k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`.
-        v_cache_PSGD: likewise.
+        v_cache_PSGD: likewise; its last dimension V may be another one.
         page_table_BP: int32; row i belongs to chunk i.
         chunks: `(query_start, query_len, context_len)` of each chunk, host integers. Its queries are
             `q_THD[query_start : query_start + query_len]`, at the last `query_len` positions of its context.
         scale: factor of the scores.
         window: W, or None for full attention.
         scales_P2GS: float32 scales of e4m3 codes, or None.
+        softcap: bound of the scores, or None.
+        sinks_H: the sink of each query head, or None.
         query_starts_C1: the starts as int32 on the device, plus the total at the end.
         context_lens_B: the context lengths on the device.
 
     Returns:
-        [T, H, D] in the queries' dtype. The torch twin runs on a CPU, and where the two device tensors are missing.
+        [T, H, V] in the queries' dtype. The torch twin runs on a CPU, where the two device tensors are missing, and
+        where there is no kernel (`kernels_take`).
     """
-    if q_THD.is_cuda and query_starts_C1 is not None and context_lens_B is not None:
+    has_kernel = kernels_take(k_cache_PSGD, v_cache_PSGD, softcap, sinks_H)
+    if has_kernel and query_starts_C1 is not None and context_lens_B is not None:
         from rollout_kernels.attention.gathered import attend_gathered, takes
         from rollout_kernels.attention.triton_prefill import prefill_attention
 
-        if takes(q_THD, chunks, k_cache_PSGD.shape[2], window, scale):
+        plain = softcap is None and sinks_H is None
+        if plain and takes(q_THD, chunks, k_cache_PSGD.shape[2], window, scale):
             return attend_gathered(
                 q_THD,
                 k_cache_PSGD,
@@ -267,15 +290,26 @@ def paged_prefill_attention(
             scale=scale,
             window=window,
             scales_P2GS=scales_P2GS,
+            softcap=softcap,
+            sinks_H=sinks_H,
         )
-    out_THD = torch.empty_like(q_THD)
+    out_THD = q_THD.new_empty(*q_THD.shape[:2], v_cache_PSGD.shape[3])
     for row, (start, length, context) in enumerate(chunks):
         for begin in range(0, length, _QUERY_BLOCK):
             end = min(begin + _QUERY_BLOCK, length)
             block = slice(start + begin, start + end)
             span = (context - length + begin, context - length + end)
             out_THD[block] = _attend_block(
-                q_THD[block], k_cache_PSGD, v_cache_PSGD, scales_P2GS, page_table_BP[row], span, scale, window
+                q_THD[block],
+                k_cache_PSGD,
+                v_cache_PSGD,
+                scales_P2GS,
+                page_table_BP[row],
+                span,
+                scale,
+                window,
+                softcap,
+                sinks_H,
             )
     return out_THD
 
@@ -289,8 +323,10 @@ def _attend_block(
     span: tuple[int, int],
     scale: float,
     window: int | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of one row's queries at positions span[0] .. span[1] - 1; returns [Q, H, D]."""
+    """Attention of one row's queries at positions span[0] .. span[1] - 1; returns [Q, H, V]."""
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
     queries, heads, dim = q_QHD.shape
     first_page = 0 if window is None else max(0, span[0] - window + 1) // page_size
@@ -305,15 +341,53 @@ def _attend_block(
     if window is not None:
         visible_QC = visible_QC & (key_pos_C > query_pos_Q1 - window)
     group = heads // kv_heads
-    q_GRQD = q_QHD.view(queries, kv_heads, group, dim).permute(1, 2, 0, 3)
-    out_GRQD = F.scaled_dot_product_attention(
+    q_GRQD = q_QHD.reshape(queries, kv_heads, group, dim).permute(1, 2, 0, 3)
+    sinks_GR1 = _by_group(sinks_H, kv_heads)
+    out_GRQD = _attend(
         q_GRQD,
         k_GCD[:, None].expand(-1, group, -1, -1),
         v_GCD[:, None].expand(-1, group, -1, -1),
         _bias(visible_QC, q_QHD.dtype),
-        scale=scale,
+        scale,
+        softcap,
+        None if sinks_GR1 is None else sinks_GR1[..., None],
     )
-    return out_GRQD.permute(2, 0, 1, 3).reshape(queries, heads, dim)
+    return out_GRQD.permute(2, 0, 1, 3).reshape(queries, heads, -1)
+
+
+def kernels_take(
+    k_cache_PSGD: torch.Tensor, v_cache_PSGD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None
+) -> bool:
+    """True if there are kernels for attention over this cache: on a GPU, equal dimensions, codes with plain scores."""
+    same_dims = k_cache_PSGD.shape[3] == v_cache_PSGD.shape[3]
+    plain = softcap is None and sinks_H is None
+    return k_cache_PSGD.is_cuda and same_dims and (plain or k_cache_PSGD.dtype != torch.uint8)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of q [..., Q, D] over k and v [..., C, D]; `bias` and `sinks` fit scores of [..., Q, C]."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores = scores + bias.float()
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    return torch.matmul(weights if sinks is None else weights[..., :-1], v.float()).to(q.dtype)
+
+
+def _by_group(sinks_H: torch.Tensor | None, kv_heads: int) -> torch.Tensor | None:
+    return None if sinks_H is None else sinks_H.view(kv_heads, -1, 1)
 
 
 def _pages(

@@ -16,7 +16,6 @@ S page size, L slots for parts.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -24,7 +23,16 @@ import triton
 import triton.language as tl
 
 from rollout_kernels.attention.segments import SHARED_TILE
-from rollout_kernels.attention.triton_decode_combine import HIDDEN, combine_kernel, read_item, store_item, weigh
+from rollout_kernels.attention.triton_decode_combine import (
+    HIDDEN,
+    LOG2_E,
+    combine_kernel,
+    read_item,
+    score_factors,
+    softcapped,
+    store_item,
+    weigh,
+)
 from rollout_kernels.attention.triton_decode_fp8 import decode_codes_kernel
 from rollout_kernels.attention.triton_decode_plan import DecodeConfig, DecodeWork, plan_decode_work
 from rollout_kernels.common.triton_math import dot, follow, follow_options, narrow
@@ -40,6 +48,7 @@ def _decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    sinks_ptr,
     table_ptr,
     out_ptr,
     part_ptr,
@@ -51,6 +60,7 @@ def _decode_kernel(
     lens_ptr,
     rows,
     scale_log2,
+    softcap_log2,
     window,
     stride_q_row,
     stride_q_head,
@@ -63,6 +73,7 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_OWN: tl.constexpr,
@@ -82,24 +93,24 @@ def _decode_kernel(
         row, begin, end, first_slot, count, length, sharing, place = read_item(items_ptr, i)
         if BLOCK_OWN == BLOCK_M:
             _attend(
-                q_ptr, k_base, v_base, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, lens_ptr, rows,
-                scale_log2, window, stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
-                kv_head, row, begin, end, first_slot, count, length, sharing, place,
-                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, FUSED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
+                q_ptr, k_base, v_base, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr,
+                lens_ptr, rows, scale_log2, softcap_log2, window, stride_q_row, stride_q_head, stride_page,
+                stride_slot, stride_table, kv_head, row, begin, end, first_slot, count, length, sharing, place,
+                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, SOFTCAP, FUSED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
             )  # fmt: skip
         elif sharing > 1:
             _attend(
-                q_ptr, k_base, v_base, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, lens_ptr, rows,
-                scale_log2, window, stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
-                kv_head, row, begin, end, first_slot, count, length, sharing, place,
-                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, FUSED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
+                q_ptr, k_base, v_base, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr,
+                lens_ptr, rows, scale_log2, softcap_log2, window, stride_q_row, stride_q_head, stride_page,
+                stride_slot, stride_table, kv_head, row, begin, end, first_slot, count, length, sharing, place,
+                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, SOFTCAP, FUSED, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
             )  # fmt: skip
         else:  # one row's heads alone: a smaller tile is faster
             _attend(
-                q_ptr, k_base, v_base, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr, lens_ptr, rows,
-                scale_log2, window, stride_q_row, stride_q_head, stride_page, stride_slot, stride_table,
-                kv_head, row, begin, end, first_slot, count, length, 1, place,
-                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, FUSED, BLOCK_OWN, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
+                q_ptr, k_base, v_base, sinks_ptr, table_ptr, out_ptr, part_ptr, lse_ptr, slots_ptr, arrivals_ptr,
+                lens_ptr, rows, scale_log2, softcap_log2, window, stride_q_row, stride_q_head, stride_page,
+                stride_slot, stride_table, kv_head, row, begin, end, first_slot, count, length, 1, place,
+                H, D, GROUP, PAGE_SIZE, HAS_WINDOW, SOFTCAP, FUSED, BLOCK_OWN, BLOCK_N, BLOCK_D, BLOCK_G, BLOCK_I,
             )  # fmt: skip
 
 
@@ -108,6 +119,7 @@ def _attend(
     q_ptr,
     k_base,
     v_base,
+    sinks_ptr,
     table_ptr,
     out_ptr,
     part_ptr,
@@ -117,6 +129,7 @@ def _attend(
     lens_ptr,
     rows,
     scale_log2,
+    softcap_log2,
     window,
     stride_q_row,
     stride_q_head,
@@ -137,6 +150,7 @@ def _attend(
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     FUSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -160,6 +174,10 @@ def _attend(
     table = table_ptr + row.to(tl.int64) * stride_table
     peak = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if sinks_ptr is not None:  # a row's first part has the score that its heads have beside those of the context
+        sink = tl.load(sinks_ptr + head + m % BLOCK_G, mask=m % BLOCK_G < GROUP, other=0.0).to(tl.float32)
+        peak = tl.where(place == 0, sink * LOG2_E, peak)
+        total += tl.where((place == 0) & (tl.arange(0, BLOCK_N) == 0)[None, :], 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     n = begin * BLOCK_N + tl.arange(0, BLOCK_N)
     page = tl.load(table + n // PAGE_SIZE, mask=n < length, other=0)
@@ -177,6 +195,8 @@ def _attend(
         next_n = n + BLOCK_N
         page = tl.load(table + next_n // PAGE_SIZE, mask=next_n < length, other=0)
         score = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * scale_log2
+        if SOFTCAP:
+            score = softcapped(score, softcap_log2)
         visible = (n < length)[None, :]
         if HAS_WINDOW:
             visible = visible & (n[None, :] >= context[:, None] - window)
@@ -223,6 +243,8 @@ def decode_attention(
     window: int | None,
     scales_P2GS: torch.Tensor | None = None,
     work: DecodeWork | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
 
@@ -239,6 +261,8 @@ def decode_attention(
         scales_P2GS: float32, contiguous: scales of keys, then of values.
         work: the result of `plan_decode_work` for the same lengths and window; computed here if None. Launches that
             share a plan must follow each other on one stream.
+        softcap: bounds the scaled scores; None with e4m3 codes.
+        sinks_H: a score of each head that takes part in the softmax and has no value, contiguous; None with e4m3 codes.
     """
     rows, heads, dim = q_BHD.shape
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
@@ -260,13 +284,20 @@ def decode_attention(
     block_g, block_d = triton.next_power_of_2(group), max(64 if coded else 16, triton.next_power_of_2(dim))
     sizes = {"H": heads, "D": dim, "GROUP": group, "BLOCK_G": block_g, "BLOCK_D": block_d}
     sizes["BLOCK_I"] = min(max(_COMBINED_VALUES // (block_g * block_d), 1), _COMBINED_PARTS)
-    caches = [k_cache_PSGD, v_cache_PSGD]
+    caches, variants = (k_cache_PSGD, v_cache_PSGD), {}
+    third: torch.Tensor | None = sinks_H
+    factors: tuple[float, ...] = score_factors(scale, softcap)
     if scales_P2GS is not None:
         assert dim % 4 == 0, "e4m3 caches are for head dimensions that are multiples of 4"
-        caches = [*(cache.view(torch.int32) for cache in caches), scales_P2GS]  # four codes a word
+        assert softcap is None and sinks_H is None
+        caches = (k_cache_PSGD.view(torch.int32), v_cache_PSGD.view(torch.int32))  # four codes a word
+        third, factors = scales_P2GS, factors[:1]
+    else:
+        variants = {"SOFTCAP": softcap is not None}
     (decode_codes_kernel if coded else _decode_kernel)[(kv_heads, shares)](
         q_BHD,
         *caches,
+        third,
         page_table_BP,
         out_BHD,
         part_LHD,
@@ -277,7 +308,7 @@ def decode_attention(
         work.arrivals_BG,
         context_lens_B,
         rows,
-        scale * math.log2(math.e),
+        *factors,
         window or 0,
         q_BHD.stride(0),
         q_BHD.stride(1),
@@ -294,6 +325,7 @@ def decode_attention(
         maxnreg=config.max_registers,
         **follow_options(device),
         **sizes,
+        **variants,
     )
     if not config.fused:
         combine_kernel[(kv_heads, rows)](

@@ -10,6 +10,8 @@ tile.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,7 @@ from rollout_kernels.common.triton_math import follow, narrow
 
 #: Score of a hidden position. It is finite, so a row without visible positions stays finite.
 HIDDEN = tl.constexpr(-1e30)
+LOG2_E = tl.constexpr(math.log2(math.e))
 _WORDS = tl.constexpr(ITEM_WORDS)
 
 
@@ -29,6 +32,21 @@ def read_item(items_ptr, i):
         tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5),
         tl.load(item + 6), tl.load(item + 7),
     )  # fmt: skip
+
+
+def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What a kernel multiplies products of queries and keys by, and the softcap; both for scores in base 2.
+
+    With a softcap the first one is for `softcapped`.
+    """
+    log2_e = math.log2(math.e)
+    return (scale * log2_e, 0.0) if softcap is None else (2.0 * log2_e * scale / softcap, softcap * log2_e)
+
+
+@triton.jit
+def softcapped(twice, softcap_log2):
+    """`softcap tanh(s / softcap)` in base 2; `twice` is 2 s / softcap in base 2."""
+    return softcap_log2 * (1.0 - 2.0 / (tl.exp2(twice) + 1.0))
 
 
 @triton.jit

@@ -11,6 +11,7 @@ host has seen it. Inputs are a `StepInput` and device tensors; nothing here know
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -24,15 +25,22 @@ from rollout.engine.step.scores import StepScores
 from rollout.engine.step.upload import StepInput
 from rollout.models.batch import AttentionBatch, Chunk, KVCache, WantedTokens
 from rollout.models.decoder import Decoder
-from rollout.models.fused import FusedDecoder, supports
+from rollout.models.fused import FusedDecoder, obstacle, supports
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
+
+log = logging.getLogger(__name__)
 
 _ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
 
 
 def make_forward(model: Decoder, fused_experts: bool, deterministic: bool) -> Decoder | FusedDecoder:
     """What runs the forwards of a model: the fused kernels where they support it, else the model itself."""
-    return FusedDecoder(model, deterministic) if supports(model, fused_experts) else model
+    if supports(model, fused_experts):
+        return FusedDecoder(model, deterministic)
+    if model.embed.is_cuda:
+        reason = obstacle(model, fused_experts)
+        log.warning("%s runs by torch and not by the fused kernels: %s", model.spec.architecture, reason)
+    return model
 
 
 class DeviceStep:
