@@ -9,6 +9,7 @@ triton_prefill         prefill on a GPU: chunks of prompts
 
 from rollout_kernels.attention.paged import (
     DecodePlan,
+    kernels_take,
     paged_decode_attention,
     paged_prefill_attention,
     plan_decode,
@@ -18,6 +19,7 @@ from rollout_kernels.attention.paged import (
 
 __all__ = [
     "DecodePlan",
+    "kernels_take",
     "paged_decode_attention",
     "paged_prefill_attention",
     "plan_decode",

@@ -151,21 +151,31 @@ def paged_decode_attention(
     max_context: int,
     scales_P2GS: torch.Tensor | None = None,
     plan: DecodePlan | DecodeWork | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, D].
+    """Attention of one query a row over the row's context, whose last position is the query's own. Returns [B, H, V].
+
+    V is the dimension of the values. `kernels_take` says for which of these arguments there are kernels.
 
     Args:
         q_BHD: H is a multiple of G; query head h reads KV head `h // (H / G)`.
         k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`.
-        v_cache_PSGD: likewise.
+        v_cache_PSGD: likewise; its last dimension may be another one.
         page_table_BP: int32.
         context_lens_B: int32 or int64; a length may be 0 (the result is then finite and meaningless).
         scale: factor of the scores.
         window: W, or None for full attention.
         max_context: upper bound on the context lengths.
         scales_P2GS: float32 scales of e4m3 codes, or None.
-        plan: the result of `plan_paged_decode` for the same rows and window; computed here if None.
+        plan: the result of `plan_paged_decode` for the same rows and window; computed here if None. Where there is no
+            kernel, it must be that of `plan_decode`.
+        softcap: bounds the scaled scores s: softcap tanh(s / softcap).
+        sinks_H: a score of each query head that takes part in the softmax and has no value.
     """
+    if plan is None and not kernels_take(k_cache_PSGD, v_cache_PSGD, softcap, sinks_H):
+        dtype, page_size = q_BHD.dtype, k_cache_PSGD.shape[1]
+        plan = plan_decode(page_table_BP, context_lens_B, page_size, window, max_context, dtype)
     if plan is None:
         plan = plan_paged_decode(
             page_table_BP,
@@ -194,12 +204,14 @@ def paged_decode_attention(
     kv_heads = k_cache_PSGD.shape[2]
     k_NSGD, v_NSGD = _pages(k_cache_PSGD, v_cache_PSGD, scales_P2GS, plan.pages_N, q_BHD.dtype)
     k_BGCD, v_BGCD = (
-        x.view(rows, -1, kv_heads, dim).masked_fill_(plan.hidden_BC11, 0.0).transpose(1, 2) for x in (k_NSGD, v_NSGD)
+        x.view(rows, -1, kv_heads, x.shape[-1]).masked_fill_(plan.hidden_BC11, 0.0).transpose(1, 2)
+        for x in (k_NSGD, v_NSGD)
     )
     # The query heads of one KV head take the place of query positions, since they all see the same context.
-    q_BGQD = q_BHD.view(rows, kv_heads, heads // kv_heads, dim)
-    out_BGQD = F.scaled_dot_product_attention(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale=scale)
-    return out_BGQD.reshape(rows, heads, dim)
+    q_BGQD = q_BHD.reshape(rows, kv_heads, heads // kv_heads, dim)
+    sinks_GQ1 = None if sinks_H is None else sinks_H.view(kv_heads, -1, 1)
+    out_BGQD = _attend(q_BGQD, k_BGCD, v_BGCD, plan.bias_B11C, scale, softcap, sinks_GQ1)
+    return out_BGQD.reshape(rows, heads, -1)
 
 
 def paged_prefill_attention(
@@ -214,13 +226,15 @@ def paged_prefill_attention(
     scales_P2GS: torch.Tensor | None = None,
     query_starts_C1: torch.Tensor | None = None,
     context_lens_B: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of chunks of prompts over their rows' contexts, which include this step's keys.
 
     Args:
         q_THD: queries of all chunks; H is a multiple of G.
         k_cache_PSGD: the queries' dtype, or uint8 codes with `scales_P2GS`.
-        v_cache_PSGD: likewise.
+        v_cache_PSGD: likewise; its last dimension V may be another one.
         page_table_BP: int32; row i belongs to chunk i.
         chunks: `(query_start, query_len, context_len)` of each chunk, host integers. Its queries are
             `q_THD[query_start : query_start + query_len]`, at the last `query_len` positions of its context.
@@ -229,11 +243,15 @@ def paged_prefill_attention(
         scales_P2GS: float32 scales of e4m3 codes, or None.
         query_starts_C1: the starts as int32 on the device, plus the total at the end.
         context_lens_B: the context lengths on the device.
+        softcap: bounds the scaled scores s: softcap tanh(s / softcap).
+        sinks_H: a score of each query head that takes part in the softmax and has no value.
 
     Returns:
-        [T, H, D] in the queries' dtype. The torch twin runs on a CPU, and where the two device tensors are missing.
+        [T, H, V] in the queries' dtype. The torch twin runs on a CPU, where the two device tensors are missing, and
+        where there is no kernel (`kernels_take`).
     """
-    if q_THD.is_cuda and query_starts_C1 is not None and context_lens_B is not None:
+    has_kernel = kernels_take(k_cache_PSGD, v_cache_PSGD, softcap, sinks_H)
+    if has_kernel and query_starts_C1 is not None and context_lens_B is not None:
         from rollout_kernels.attention.triton_prefill import prefill_attention
 
         return prefill_attention(
@@ -248,14 +266,23 @@ def paged_prefill_attention(
             window=window,
             scales_P2GS=scales_P2GS,
         )
-    out_THD = torch.empty_like(q_THD)
+    out_THD = q_THD.new_empty(*q_THD.shape[:2], v_cache_PSGD.shape[3])
     for row, (start, length, context) in enumerate(chunks):
         for begin in range(0, length, _QUERY_BLOCK):
             end = min(begin + _QUERY_BLOCK, length)
             block = slice(start + begin, start + end)
             span = (context - length + begin, context - length + end)
             out_THD[block] = _attend_block(
-                q_THD[block], k_cache_PSGD, v_cache_PSGD, scales_P2GS, page_table_BP[row], span, scale, window
+                q_THD[block],
+                k_cache_PSGD,
+                v_cache_PSGD,
+                scales_P2GS,
+                page_table_BP[row],
+                span,
+                scale,
+                window,
+                softcap,
+                sinks_H,
             )
     return out_THD
 
@@ -269,8 +296,10 @@ def _attend_block(
     span: tuple[int, int],
     scale: float,
     window: int | None,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of one row's queries at positions span[0] .. span[1] - 1; returns [Q, H, D]."""
+    """Attention of one row's queries at positions span[0] .. span[1] - 1; returns [Q, H, V]."""
     page_size, kv_heads = k_cache_PSGD.shape[1:3]
     queries, heads, dim = q_QHD.shape
     first_page = 0 if window is None else max(0, span[0] - window + 1) // page_size
@@ -285,15 +314,42 @@ def _attend_block(
     if window is not None:
         visible_QC = visible_QC & (key_pos_C > query_pos_Q1 - window)
     group = heads // kv_heads
-    q_GRQD = q_QHD.view(queries, kv_heads, group, dim).permute(1, 2, 0, 3)
-    out_GRQD = F.scaled_dot_product_attention(
-        q_GRQD,
-        k_GCD[:, None].expand(-1, group, -1, -1),
-        v_GCD[:, None].expand(-1, group, -1, -1),
-        _bias(visible_QC, q_QHD.dtype),
-        scale=scale,
-    )
-    return out_GRQD.permute(2, 0, 1, 3).reshape(queries, heads, dim)
+    q_GRQD = q_QHD.reshape(queries, kv_heads, group, dim).permute(1, 2, 0, 3)
+    k_GRCD, v_GRCD = (x_GCD[:, None].expand(-1, group, -1, -1) for x_GCD in (k_GCD, v_GCD))
+    sinks_GR11 = None if sinks_H is None else sinks_H.view(kv_heads, group, 1, 1)
+    out_GRQD = _attend(q_GRQD, k_GRCD, v_GRCD, _bias(visible_QC, q_QHD.dtype), scale, softcap, sinks_GR11)
+    return out_GRQD.permute(2, 0, 1, 3).reshape(queries, heads, -1)
+
+
+def kernels_take(
+    k_cache_PSGD: torch.Tensor, v_cache_PSGD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None
+) -> bool:
+    """True if there are kernels for attention over this cache: on a GPU, equal dimensions, plain scores."""
+    same_dims = k_cache_PSGD.shape[3] == v_cache_PSGD.shape[3]
+    return k_cache_PSGD.is_cuda and same_dims and softcap is None and sinks_H is None
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of [..., Q, D] over [..., C, D]; `bias` and `sinks` are broadcast to [..., Q, C] and [..., Q, 1]."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + bias
+    if sinks is None:
+        return torch.matmul(scores.softmax(-1).to(v.dtype), v)
+    column = sinks.float().expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+    return torch.matmul(weights.to(v.dtype), v)
 
 
 def _pages(

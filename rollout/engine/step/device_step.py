@@ -23,14 +23,17 @@ from rollout.engine.step.upload import StepInput
 from rollout.models.batch import AttentionBatch, Chunk, KVCache
 from rollout.models.decoder import Decoder
 from rollout.models.fused import FusedDecoder, supports
+from rollout.models.language_model import LanguageModel
 from rollout.models.lora_slots import AdapterSlots, StepAdapters
 
 _ADAPTER = Feature.ADAPTER.value  # flags of an enum are slow to test
 
 
-def make_forward(model: Decoder, fused_experts: bool, deterministic: bool) -> Decoder | FusedDecoder:
+def make_forward(model: LanguageModel, fused_experts: bool, deterministic: bool) -> LanguageModel | FusedDecoder:
     """What runs the forwards of a model: the fused kernels where they support it, else the model itself."""
-    return FusedDecoder(model, deterministic) if supports(model, fused_experts) else model
+    if isinstance(model, Decoder) and supports(model, fused_experts):
+        return FusedDecoder(model, deterministic)
+    return model
 
 
 class DeviceStep:
@@ -41,8 +44,8 @@ class DeviceStep:
 
     def __init__(
         self,
-        model: Decoder,
-        forward: Decoder | FusedDecoder,
+        model: LanguageModel,
+        forward: LanguageModel | FusedDecoder,
         kv: KVCache,
         rows: RowState,
         adapters: AdapterSlots | None = None,

@@ -1,0 +1,1 @@
+HELD: tuple[str, ...] = ()
