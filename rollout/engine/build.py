@@ -329,8 +329,8 @@ def _check_fallback(engine: EngineSettings, architecture: str) -> None:
     }
     if wrong := [setting for setting, is_asked in asked.items() if is_asked]:
         raise ValueError(
-            f"{architecture} runs through transformers' own code, which has no adapters, routing, deterministic mode or "
-            f"coded experts: set {' and '.join(wrong)}"
+            f"{architecture} runs through transformers' own code, which has no adapters, routing, deterministic mode "
+            f"or coded experts: set {' and '.join(wrong)}"
         )
 
 

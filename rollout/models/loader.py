@@ -176,13 +176,16 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
         seed = source.settings.random_seed if source.random else None
         module = make_module(cls, source.config, dtype, device, seed)
         model = TransformersModel(module, max_positions(source.config))
-    except CheckpointError:
+        if not source.random:
+            copy_tensors(tensors, model.hf_views(), None, source.progress)
+        check_start(model)
+    except (CheckpointError, torch.OutOfMemoryError):
         raise
     except ValueError as error:
         raise ValueError(f"{refused}: {error}") from error
-    if not source.random:
-        copy_tensors(tensors, model.hf_views(), None, source.progress)
-    check_start(model)
+    # Code of transformers that does not expect packed tokens or these sizes fails in many ways.
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{refused}: its own code fails: {type(error).__name__}: {error!s:.500}") from error
     return model
 
 

@@ -110,12 +110,18 @@ class TransformersModel:
         return all_views(self.hf_regions())
 
 
+class _States(MoeModelOutputWithPast):
+    """The result of a base model, with all that output layers ask it for."""
+
+    cross_attentions = None
+
+
 class _GivenStates(nn.Module):
     """Stands in for the module without its output layer: returns the hidden states that it is given."""
 
-    def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> MoeModelOutputWithPast:
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _States:
         """The result of a model whose last hidden states these are."""
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return _States(last_hidden_state=inputs_embeds)
 
 
 class _Float32Output(nn.Module):

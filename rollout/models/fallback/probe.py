@@ -2,7 +2,8 @@
 
 Under the name `PROBE` a mask function and an attention function are registered. The mask function makes a mask as
 transformers does and remembers what it means. The attention function notes the shapes of keys and values, and which of
-these masks it got. A layer whose mask is none of them made one itself, which the paged cache cannot serve.
+these masks it got. A layer whose mask is none of them made one itself, which the paged cache cannot serve. Nor can a
+layer be served that passes more tensors to the function: choices of positions, or biases.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from rollout.models.spec import KVShape
 
 PROBE = "rollout_probe"
 _TOKENS = 8
+#: Tensors in the call of an attention function that say nothing of scores.
+_KNOWN = {"position_ids", "cache_position"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class LayerFacts:
 class _Notes:
     """What a probe has seen so far."""
 
-    masks: list[tuple[torch.Tensor, Visible]] = field(default_factory=list)
+    #: Each mask with what it means, or why it cannot be served.
+    masks: list[tuple[torch.Tensor, Visible | ValueError]] = field(default_factory=list)
     layers: dict[nn.Module, LayerFacts] = field(default_factory=dict)
 
 
@@ -70,7 +74,11 @@ def probe_layers(module: Any, vocab: int) -> dict[nn.Module, LayerFacts]:
 
 def _probe_mask(*, q_length: int, kv_length: int, mask_function: MaskFunction, **rest: Any) -> torch.Tensor:
     """A mask of 0 and 1 that layers may hand on; what it means is noted."""
-    visible = read_mask(mask_function)
+    visible: Visible | ValueError
+    try:
+        visible = read_mask(mask_function)
+    except ValueError as error:  # no layer may use it
+        visible = error
     mask = torch.ones(1, 1, q_length, kv_length, device=rest.get("device"))
     _NOTES.get().masks.append((mask, visible))
     return mask
@@ -84,17 +92,23 @@ def _probe_attention(
     attention_mask: torch.Tensor | None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Note the layer; its output is zeros."""
     notes = _NOTES.get()
     index = len(notes.layers)
     if module in notes.layers:
         raise ValueError(f"its layer {notes.layers[module].index} computes attention twice for a token")
-    masks = [visible for mask, visible in notes.masks if mask is attention_mask]
-    if not masks:
+    visible = next((visible for mask, visible in notes.masks if mask is attention_mask), None)
+    if visible is None:
         what = "is called without a mask" if attention_mask is None else "makes its mask itself"
         raise ValueError(f"its layer {index} {what}, so what its tokens see is not known")
+    if isinstance(visible, ValueError):
+        raise ValueError(f"in its layer {index} {visible}")
+    unknown = sorted(name for name, value in rest.items() if name not in _KNOWN and isinstance(value, torch.Tensor))
+    if unknown or rest.get("is_causal") is False:
+        what = " and ".join(unknown) or "is_causal = False"
+        raise ValueError(f"its layer {index} passes {what} to its attention, which the paged cache cannot apply")
     if key.shape[2] != query.shape[2]:
         raise ValueError(f"its layer {index} attends to other tokens than those of the sequence")
     kv = KVShape(key.shape[1], key.shape[3], value.shape[3])
@@ -102,7 +116,7 @@ def _probe_attention(
         raise ValueError(
             f"its layer {index} has {query.shape[1]} query heads, {kv.heads} of keys, {value.shape[1]} of values"
         )
-    notes.layers[module] = LayerFacts(index, kv, masks[0].window, softcap is not None, s_aux is not None)
+    notes.layers[module] = LayerFacts(index, kv, visible.window, softcap is not None, s_aux is not None)
     return value.new_zeros(1, query.shape[2], query.shape[1], kv.v_dim), None
 
 

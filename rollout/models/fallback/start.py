@@ -1,9 +1,9 @@
 """What is checked of a fallback model at every start: its steps over the paged cache against its own eager attention.
 
 Two rows get their prompts in chunks, then decode together. Their logits are compared with those of the same module
-under transformers' eager attention and experts, on the same device, with the same weights. A model whose layers take
-something into account that the attention interface does not pass on (position biases, a prefix that sees itself) differs
-there, and is refused instead of being served wrongly.
+under transformers' eager attention and experts, on the same device, with the same weights. If layers take something into
+account that the attention interface does not pass on, such as biases by position, the model differs there. It is then
+refused, and not served wrongly.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ def check_start(model: TransformersModel) -> None:
         error = float(torch.cat(parts).median())
         if not error <= tolerance:
             raise ValueError(
-                f"{model.spec.architecture} cannot be served through transformers' code: over the paged cache its "
-                f"logits after {kind} differ from its own eager attention by {error:.2g} of their standard deviation "
+                f"over the paged cache its logits after {kind} differ from its own eager attention by {error:.2g} of their standard deviation "
                 f"({tolerance:g} is allowed), so its attention depends on more than queries, keys and values"
             )
 
