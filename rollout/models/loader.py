@@ -36,6 +36,7 @@ from rollout.models.checkpoint_tensors import (
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel, LanguageModelSpec
+from rollout.models.names import Region, all_views
 from rollout.models.random_init import fill_random
 from rollout.models.registry import is_native, spec_from_config
 
@@ -169,7 +170,7 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     try:
         outline = make_module(cls, source.config, dtype, torch.device("meta"))
         regions, (own, aliases) = checkpoint_regions(outline), own_tensors(outline)
-        tensors = _used_tensors(source.tensors, cls, aliases)
+        tensors = _used_tensors(source.tensors, cls, regions, aliases)
         if not source.random:
             check_tensors(source.folder, tensors, regions, architecture, None)
         _check_memory(own.values(), source.folder, device)
@@ -189,12 +190,15 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
     return model
 
 
-def _used_tensors(tensors: dict[str, StoredTensor], cls: Any, aliases: dict[str, str]) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint that a class of transformers reads; it declares names that it leaves out."""
+def _used_tensors(
+    tensors: dict[str, StoredTensor], cls: Any, regions: list[Region], aliases: dict[str, str]
+) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint without those that a class of transformers declares that it leaves out."""
     patterns = [re.compile(pattern) for pattern in cls._keys_to_ignore_on_load_unexpected or ()]
-    unused = [name for name in tensors if any(pattern.search(name) for pattern in patterns)]
+    known = all_views(regions)
+    unused = {name for name in tensors if name not in known and any(pattern.search(name) for pattern in patterns)}
     if unused:
-        log.info("tensors that this model does not use", extra={"tensors": len(unused), "first": unused[0]})
+        log.info("tensors that this model does not use", extra={"tensors": len(unused), "first": min(unused)})
     return {name: stored for name, stored in tensors.items() if name not in aliases and name not in unused}
 
 
