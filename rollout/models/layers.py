@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from rollout_kernels import (
     apply_rope,
+    gated,
     head_rms_norm,
     moe_experts,
     paged_decode_attention,
     paged_prefill_attention,
     rms_norm,
     route,
-    silu_mul,
     write_kv,
 )
 from rollout_kernels.moe.formats import ExpertWeights, Format, scale_shape
@@ -162,16 +162,18 @@ class Linear(Block):
 
 
 class RMSNorm(Block):
-    """Root-mean-square normalisation of the last dimension."""
+    """Root-mean-square normalisation of the last dimension; with `unit_offset` its weight is stored less 1."""
 
-    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, width: int, eps: float, dtype: torch.dtype, device: torch.device, unit_offset: bool = False
+    ) -> None:
         super().__init__()
         self.weight = empty_parameter(width, dtype=dtype, device=device)
-        self.eps = eps
+        self.eps, self.unit_offset = eps, unit_offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., width] to the same."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.unit_offset)
 
 
 # --- mixers ----------------------------------------------------------------------------------------------------------
@@ -195,14 +197,14 @@ class Attention(Block):
             self.head_kinds: torch.Tensor  # which of the two weights a head takes
             self.register_buffer("head_kinds", kinds, persistent=False)
         elif spec.qk_norm == "full":
-            self.q_norm = RMSNorm(spec.q_dim, spec.eps, dtype, device)
-            self.k_norm = RMSNorm(spec.kv_dim, spec.eps, dtype, device)
+            self.q_norm = RMSNorm(spec.q_dim, spec.eps, dtype, device, spec.unit_offset)
+            self.k_norm = RMSNorm(spec.kv_dim, spec.eps, dtype, device, spec.unit_offset)
 
     def forward(self, x_TH: torch.Tensor, context: StepContext) -> LastProduct:
         """Attention of the normalised `x_TH`."""
         batch, cache = context.batch, context.kv.layer(self.layer)
         q_TQD = self.project(x_TH, context.cos_sin[self.rope], context.slots_T, cache, batch.adapters)
-        out_TK = self.attend(q_TQD, batch, cache).flatten(1)
+        out_TK = self.attend(self.grown(q_TQD, batch), batch, cache).flatten(1)
         return LastProduct(self.o_proj, out_TK, batch.adapters, self.layer, "o")
 
     def project(
@@ -215,10 +217,22 @@ class Attention(Block):
     ) -> torch.Tensor:
         """Queries of the normalised `x_TH`, [T, Q, D]; keys and values go to the cache at `slots_T`, int64."""
         qk_THD, v_TGD = self._project(x_TH, adapters)
-        qk_THD = apply_rope(qk_THD, *cos_sin)
+        qk_THD = apply_rope(qk_THD, *cos_sin, self.spec.rope.interleaved)
         q_TQD, k_TGD = qk_THD[:, : self.spec.heads], qk_THD[:, self.spec.heads :]
         write_kv(k_TGD, v_TGD, cache.k_PSGD, cache.v_PSGD, slots_T, cache.scales_P2GS)
         return q_TQD
+
+    def grown(self, q_TQD: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Queries times the factor that grows with their positions, if the spec has one."""
+        growth = self.spec.growth
+        if growth is None:
+            return q_TQD
+
+        def factors() -> torch.Tensor:
+            steps_T = (batch.positions_T // growth.positions).float()
+            return (1.0 + growth.beta * torch.log1p(steps_T)).to(q_TQD.dtype)[:, None, None]
+
+        return q_TQD * batch.shared(growth, factors)
 
     def attend(self, q_TQD: torch.Tensor, batch: AttentionBatch, cache: LayerKV) -> torch.Tensor:
         """Attention of a step's queries over this layer's cache, [T, Q, D]."""
@@ -233,6 +247,7 @@ class Attention(Block):
                 scale=self.scale,
                 window=window,
                 scales_P2GS=cache.scales_P2GS,
+                softcap=self.spec.softcap,
                 query_starts_C1=batch.query_starts_C1,
                 context_lens_B=batch.context_lens_B,
             )
@@ -246,6 +261,7 @@ class Attention(Block):
             window=window,
             max_context=batch.max_context,
             scales_P2GS=cache.scales_P2GS,
+            softcap=self.spec.softcap,
             plan=batch.decode_plan(window, cache.k_PSGD, q_TQD),
         )
 
@@ -264,7 +280,8 @@ class Attention(Block):
         qk_heads = spec.heads + spec.kv_heads
         qk_THD, v_TGD = qkv_THD[:, :qk_heads], qkv_THD[:, qk_heads:]
         if spec.qk_norm == "head":
-            qk_THD = head_rms_norm(qk_THD, self.qk_norm_weight.index_select(0, self.head_kinds), spec.eps)
+            weight_HD = self.qk_norm_weight.index_select(0, self.head_kinds)
+            qk_THD = head_rms_norm(qk_THD, weight_HD, spec.eps, spec.unit_offset)
         return qk_THD, v_TGD
 
     def regions(self, prefix: str) -> list[Region]:
@@ -296,7 +313,8 @@ class DenseFeedForward(Block):
         gate_up_T2I = self.gate_up_proj(x_TH)
         if adapters is not None:
             adapters.add(self.layer, "gate_up", gate_up_T2I, x_TH)
-        return LastProduct(self.down_proj, silu_mul(gate_up_T2I), adapters, self.layer, "down")
+        gated_TI = gated(gate_up_T2I, self.spec.activation)
+        return LastProduct(self.down_proj, gated_TI, adapters, self.layer, "down")
 
     def regions(self, prefix: str) -> list[Region]:
         """Hugging Face tensors under the layer's `prefix`."""
@@ -310,11 +328,12 @@ class SharedExpert(Block):
         super().__init__()
         self.gate_up_proj = Linear(spec.gate_up, dtype, device)
         self.down_proj = Linear(spec.down, dtype, device)
+        self.activation = spec.activation
         self.gate = None if gate is None else Linear(LinearSpec(spec.hidden, (gate,), (1,), False), dtype, device)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Its output for the normalised `x_TH`, [T, H]."""
-        y_TH = self.down_proj(silu_mul(self.gate_up_proj(x_TH)))
+        y_TH = self.down_proj(gated(self.gate_up_proj(x_TH), self.activation))
         return y_TH if self.gate is None else y_TH * torch.sigmoid(self.gate(x_TH))
 
     def regions(self, prefix: str) -> list[Region]:
@@ -399,7 +418,8 @@ class SparseFeedForward(Block):
             down[f"{prefix}{names.down.format(expert)}.weight"] = self._view("down", expert)
         bias = []
         if self.router_bias is not None:
-            bias = [Region(tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias))]
+            views = tuple({f"{prefix}{name}": self.router_bias.data} for name in names.router_bias)
+            bias = [Region(views, kept_if_absent=True)]
         return [
             Region(tuple({f"{prefix}{name}.weight": self.router.data} for name in names.router)),
             *bias,

@@ -30,15 +30,17 @@ from rollout.models.checkpoint_tensors import (
     StoredTensor,
     check_tensors,
     copy_tensors,
+    first_names,
     list_tensors,
     stored_dtype,
 )
 from rollout.models.coded_experts import check_format
 from rollout.models.decoder import Decoder
 from rollout.models.language_model import LanguageModel, LanguageModelSpec
-from rollout.models.names import Region, all_views
+from rollout.models.names import Region, all_views, is_needed
 from rollout.models.random_init import fill_random
 from rollout.models.registry import is_native, spec_from_config
+from rollout.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,10 @@ class LoadedModel:
         if (alias := self.spec.tied_name) is not None:
             views[alias] = views[self.spec.tied_to]
         return views
+
+    def kept_if_absent(self) -> frozenset[str]:
+        """Names of tensors that an update may leave out: they keep their values."""
+        return frozenset(all_views(region for region in self.model.hf_regions() if region.kept_if_absent))
 
 
 def fetch(settings: ModelSettings, progress: Progress | None = None) -> Path:
@@ -134,16 +140,25 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
             f"{source.folder}/config.json lacks a value that {architecture} needs: {error}"
         ) from error
     check_format(spec, experts)
+    tensors = _needed(source.tensors, spec)
     outline = Decoder(spec, source.dtype, torch.device("meta"), experts)  # shapes without memory
     if not source.random:
-        check_tensors(source.folder, source.tensors, outline.hf_regions(), architecture, spec.tied_name)
+        check_tensors(source.folder, tensors, outline.hf_regions(), architecture)
     _check_memory(outline.parameters(), source.folder, device)
     model = Decoder(spec, source.dtype, device, experts)
     if source.random:
         fill_random(model, source.settings.random_seed)
     else:
-        copy_tensors(source.tensors, model.hf_views(), spec.tied_name, source.progress)
+        copy_tensors(tensors, model.hf_views(), source.progress)
     return model.eval()
+
+
+def _needed(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
+    """The tensors that are read; says which ones of the checkpoint text needs none of."""
+    unused = [name for name in tensors if name.startswith(spec.unused)]
+    if unused:
+        log.info("%d tensors of the checkpoint are not used: %s", len(unused), first_names(unused))
+    return {name: stored for name, stored in tensors.items() if is_needed(name, spec.tied_name, spec.unused)}
 
 
 def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
@@ -172,13 +187,13 @@ def _load_fallback(source: _Source, experts: Format) -> LanguageModel:
         regions, (own, aliases) = checkpoint_regions(outline), own_tensors(outline)
         tensors = _used_tensors(source.tensors, cls, regions, aliases)
         if not source.random:
-            check_tensors(source.folder, tensors, regions, architecture, None)
+            check_tensors(source.folder, tensors, regions, architecture)
         _check_memory(own.values(), source.folder, device)
         seed = source.settings.random_seed if source.random else None
         module = make_module(cls, source.config, dtype, device, seed)
         model = TransformersModel(module, max_positions(source.config))
         if not source.random:
-            copy_tensors(tensors, model.hf_views(), None, source.progress)
+            copy_tensors(tensors, model.hf_views(), source.progress)
         check_start(model)
     except (CheckpointError, torch.OutOfMemoryError):
         raise
@@ -198,8 +213,12 @@ def _used_tensors(
     known = all_views(regions)
     unused = {name for name in tensors if name not in known and any(pattern.search(name) for pattern in patterns)}
     if unused:
-        log.info("tensors that this model does not use", extra={"tensors": len(unused), "first": min(unused)})
-    return {name: stored for name, stored in tensors.items() if name not in aliases and name not in unused}
+        log.info("%d tensors of the checkpoint are not used: %s", len(unused), first_names(sorted(unused)))
+    return {
+        name: stored
+        for name, stored in tensors.items()
+        if is_needed(name, None) and name not in aliases and name not in unused
+    }
 
 
 def _check_memory(tensors: Iterable[torch.Tensor], folder: Path, device: torch.device) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rollout.config import ModelImpl
-from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, Rule, integer, layer_list
+from rollout.models.config_rules import FLAG, MOST_LAYERS, NUMBER, TEXT, Rule, integer, layer_list
 from rollout.models.spec import (
+    Activation,
     AttentionNames,
     AttentionSpec,
     DenseNames,
@@ -31,6 +32,7 @@ from rollout.models.spec import (
     MoESpec,
     NormPlace,
     QKNorm,
+    QueryGrowth,
     RopeSpec,
     RouterSpec,
     Scoring,
@@ -72,6 +74,22 @@ class Key(NamedTuple):
     """The value of this key of config.json."""
 
     name: str
+
+
+class Power(NamedTuple):
+    """The value of this key of config.json, raised to a power."""
+
+    name: str
+    exponent: float
+
+
+#: Activations by their names in config.json.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 # --- what a value is in each layer -----------------------------------------------------------------------------------
@@ -201,7 +219,9 @@ class MoEFamily:
 class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
-    model_type: str  # in config.json: the config class that transformers reads it with
+    model_type: str  # in config.json
+    read_as: str | None = None  # the model type that transformers reads config.json as; None: its own
+    activation: Key = declared(TEXT, Key("hidden_act"))
     qkv_bias: bool | Key = declared(FLAG, False)
     o_bias: bool | Key = declared(FLAG, False)
     mlp_bias: bool | Key = declared(FLAG, False)
@@ -210,12 +230,24 @@ class Family:
     windows: ByLayer[int | None] = no_windows
     #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
     ropes: ByLayer[Any] = same_rope
-    attention_scale: Key | None = declared(NUMBER, None)
+    partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
+    interleaved_rope: bool = False
+    grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
+    attention_scale: Key | Power | None = declared(NUMBER, None)
+    attention_softcap: Key | None = declared(NUMBER, None)
     norms: NormPlace = "before"
+    unit_offset: bool = False
     residual_scale: float | Key = declared(NUMBER, 1.0)
-    embed_scale: float | Key = declared(NUMBER, 1.0)
+    embed_scale: float | Key | Power = declared(NUMBER, 1.0)
+    embed_scale_rounded: bool = False
     logit_divisor: float | Key = declared(NUMBER, 1.0)
+    logit_softcap: Key | None = declared(NUMBER, None)
+    bidirectional: Key | None = declared(FLAG, None)  # true: tokens see those after them, which is refused
     moe: MoEFamily | None = None
+    #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images.
+    unused: tuple[str, ...] = ("mtp.", "visual.", "model.visual.")
+    #: How many layers follow the last one in checkpoints, for the prediction of several tokens at once.
+    unused_layers: Key | None = declared(integer(0, MOST_LAYERS), None)
     names: ModelNames = ModelNames()
     layer_names: LayerNames = LayerNames()
     attention_names: AttentionNames = AttentionNames()
@@ -223,6 +255,10 @@ class Family:
 
 
 _ATTENTION_BIAS = Key("attention_bias")
+_NORMS_AROUND = LayerNames(
+    "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+)
+_GATE_UP = DenseNames(gate_up=("mlp.gate_up_proj",))
 _NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
 
 #: By the name that stands in the `architectures` of a config.json.
@@ -277,11 +313,79 @@ FAMILIES: dict[str, Family] = {
         model_type="mistral",
         windows=same_window,
     ),
+    "MinistralForCausalLM": Family(
+        model_type="ministral",
+        windows=windows_by_type,
+    ),
+    "Ministral3ForCausalLM": Family(
+        model_type="ministral3",
+        windows=same_window,
+        grown_queries=True,
+    ),
+    "MiMoForCausalLM": Family(
+        model_type="mimo",
+        read_as="qwen2",  # transformers has no MiMo
+        qkv_bias=True,
+        windows=windows_by_type,
+        unused=("model.mtp_layers.",),
+    ),
+    "GlmForCausalLM": Family(
+        model_type="glm",
+        qkv_bias=_ATTENTION_BIAS,
+        partial_rope=True,
+        interleaved_rope=True,
+        dense_names=_GATE_UP,
+    ),
+    "Glm4ForCausalLM": Family(
+        model_type="glm4",
+        qkv_bias=_ATTENTION_BIAS,
+        partial_rope=True,
+        interleaved_rope=True,
+        norms="around",
+        layer_names=LayerNames(
+            "input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"
+        ),
+        dense_names=_GATE_UP,
+    ),
+    "Gemma2ForCausalLM": Family(
+        model_type="gemma2",
+        activation=Key("hidden_activation"),
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        windows=windows_by_type,
+        attention_scale=Power("query_pre_attn_scalar", -0.5),
+        attention_softcap=Key("attn_logit_softcapping"),
+        norms="around",
+        unit_offset=True,
+        embed_scale=Power("hidden_size", 0.5),
+        embed_scale_rounded=True,
+        logit_softcap=Key("final_logit_softcapping"),
+        bidirectional=Key("use_bidirectional_attention"),
+        layer_names=_NORMS_AROUND,
+    ),
+    "Gemma3ForCausalLM": Family(
+        model_type="gemma3_text",
+        activation=Key("hidden_activation"),
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        windows=windows_by_type,
+        ropes=ropes_by_type,
+        attention_scale=Power("query_pre_attn_scalar", -0.5),
+        norms="around",
+        unit_offset=True,
+        embed_scale=Power("hidden_size", 0.5),
+        embed_scale_rounded=True,
+        logit_softcap=Key("final_logit_softcapping"),
+        bidirectional=Key("use_bidirectional_attention"),
+        layer_names=_NORMS_AROUND,
+    ),
     "Phi3ForCausalLM": Family(  # Phi-4 too
         model_type="phi3",
         windows=same_window,
         attention_names=AttentionNames(qkv=("self_attn.qkv_proj",)),
-        dense_names=DenseNames(gate_up=("mlp.gate_up_proj",)),
+        partial_rope=True,
+        dense_names=_GATE_UP,
     ),
     "SmolLM3ForCausalLM": Family(
         model_type="smollm3",
@@ -366,6 +470,11 @@ def check_model_type(architecture: str, model_type: Any) -> None:
         raise ValueError(f"model_type {model_type!r:.80} does not belong to {architecture}; it must be {expected!r}")
 
 
+def read_as(architecture: str) -> str | None:
+    """The model type that transformers reads config.json as; None: the one that stands there."""
+    return FAMILIES[architecture].read_as
+
+
 def config_rules(architecture: str) -> dict[str, Rule]:
     """What the keys of config.json that this architecture reads may hold, where they are not null."""
     return _COMMON | _rules(FAMILIES[architecture])
@@ -380,7 +489,7 @@ def _rules(declaration: Family | MoEFamily) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
     for entry in fields(declaration):
         match getattr(declaration, entry.name):
-            case Key(name):
+            case Key(name) | Power(name, _):
                 rules[name] = entry.metadata["rule"]
             case ByLayer() as values:
                 rules |= values.rules
@@ -401,9 +510,8 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
     """
     check_supported(architecture)
     family = FAMILIES[architecture]
-    activation = getattr(config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu")
+    if family.bidirectional is not None and _value(config, family.bidirectional):
+        raise ValueError(f"{family.bidirectional.name} is set, and a model that generates must not see later tokens")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError("quantized checkpoints are not supported; use one with float32, bfloat16 or float16 weights")
     layers = _layers(config, family)
@@ -412,25 +520,36 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
-        max_positions=max(_max_positions(config, layer.mixer.rope) for layer in layers),
+        max_positions=_max_positions(config, layers),
         tied=bool(config.tie_word_embeddings),
         layers=layers,
         names=family.names,
         embed_scale=_value(config, family.embed_scale),
+        embed_scale_rounded=family.embed_scale_rounded,
         logit_divisor=_value(config, family.logit_divisor),
+        logit_softcap=_value(config, family.logit_softcap),
+        unit_offset=family.unit_offset,
+        unused=_unused(config, family),
     )
+
+
+def _unused(config: Any, family: Family) -> tuple[str, ...]:
+    count, more = config.num_hidden_layers, _value(config, family.unused_layers) or 0
+    return family.unused + tuple(family.names.layer.format(count + i) for i in range(more))
 
 
 def _layers(config: Any, family: Family) -> tuple[LayerSpec, ...]:
     count = config.num_hidden_layers
     sparse = (False,) * count if family.moe is None else family.moe.sparse(config)
     mixers = list(zip(family.windows(config), family.ropes(config), strict=True))
-    ropes = {kind: _rope(config, kind) for _, kind in mixers}
+    ropes = {kind: _rope(config, kind, family) for _, kind in mixers}
     attention = {(window, kind): _attention(config, family, ropes[kind], window) for window, kind in set(mixers)}
     feed_forward: dict[bool, FeedForwardSpec] = {}
     if not all(sparse):
         feed_forward[False] = _dense(config, family)
     if family.moe is not None and any(sparse):
+        if _activation(config, family) != "silu":
+            raise ValueError(f"{family.activation.name} of experts must be silu")
         feed_forward[True] = _moe(config, family.moe)
     return tuple(
         LayerSpec(
@@ -460,11 +579,23 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         eps=config.rms_norm_eps,
         names=family.attention_names,
         scale=_value(config, family.attention_scale),
+        softcap=_value(config, family.attention_softcap),
+        unit_offset=family.unit_offset,
+        growth=_growth(config) if family.grown_queries else None,
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
     if spec.head_dim % 2 or not spec.head_dim:
         raise ValueError(f"head_dim ({spec.head_dim}) must be even and at least 2, for rotary embeddings")
+    if not rope.width(spec.head_dim) or rope.width(spec.head_dim) % 2:
+        raise ValueError(
+            f"partial_rotary_factor ({rope.share}) must leave an even number of {spec.head_dim} dimensions, at least 2"
+        )
+    if rope.factors and len(rope.factors) != rope.width(spec.head_dim) // 2:
+        raise ValueError(
+            f"short_factor and long_factor have {len(rope.factors)} numbers for {rope.width(spec.head_dim) // 2} "
+            "frequencies"
+        )
     if window is not None and window < 1:
         raise ValueError("sliding_window must be at least 1")
     return spec
@@ -472,7 +603,16 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
 
 def _dense(config: Any, family: Family) -> DenseSpec:
     bias = _value(config, family.mlp_bias)
-    return DenseSpec(config.hidden_size, config.intermediate_size, bias, family.dense_names)
+    activation = _activation(config, family)
+    return DenseSpec(config.hidden_size, config.intermediate_size, bias, family.dense_names, activation)
+
+
+def _activation(config: Any, family: Family) -> Activation:
+    name = getattr(config, family.activation.name, "silu")
+    if name not in _ACTIVATIONS:
+        supported = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"{family.activation.name} {name!r:.80} is not supported; supported: {supported}")
+    return _ACTIVATIONS[name]
 
 
 def _moe(config: Any, family: MoEFamily) -> MoESpec:
@@ -506,27 +646,50 @@ def _shared(config: Any, family: MoEFamily) -> DenseSpec | None:
 
 
 def _value(config: Any, declared: Any) -> Any:
+    if isinstance(declared, Power):
+        return getattr(config, declared.name) ** declared.exponent
     return getattr(config, declared.name) if isinstance(declared, Key) else declared
 
 
 # --- rotary embedding ------------------------------------------------------------------------------------------------
 
 
-def _rope(config: Any, part: str | None) -> RopeSpec:
+def _rope(config: Any, part: str | None, family: Family) -> RopeSpec:
     if part is None:
         return RopeSpec("none", theta=1.0)
+    params = _rope_parameters(config, part)
+    share = params.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not family.partial_rope:
+        raise ValueError("partial_rotary_factor other than 1 is not supported for this architecture")
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
+    return replace(_scaled_rope(config, params), share=share, interleaved=family.interleaved_rope)
+
+
+def _rope_parameters(config: Any, part: str = "") -> dict[str, Any]:
     # transformers folds the older `rope_theta` and `rope_scaling` keys into this one when it reads a config.
     params = dict(config.rope_parameters or {})
-    if part:
-        params = dict(params.get(part) or {})
+    return dict(params.get(part) or {}) if part else params
+
+
+def _growth(config: Any) -> QueryGrowth | None:
+    """The factor of queries that `rope_parameters` describes; transformers reads both keys without a default."""
+    params = _rope_parameters(config)
+    beta, positions = params.get("llama_4_scaling_beta"), params.get("original_max_position_embeddings")
+    if beta is None or positions is None:
+        raise ValueError("rope_parameters must have llama_4_scaling_beta and original_max_position_embeddings")
+    if type(positions) is not int:
+        raise ValueError(f"original_max_position_embeddings ({positions}) must be an integer")
+    return QueryGrowth(beta, positions)
+
+
+def _scaled_rope(config: Any, params: dict[str, Any]) -> RopeSpec:
     kind = params.get("rope_type", "default")
     theta = params.get("rope_theta")
     if theta is None:
         raise ValueError("config.json gives no rope_theta")
     if theta <= 1:
         raise ValueError(f"rope_theta ({theta}) must be more than 1")
-    if params.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor other than 1 is not supported")
     if kind == "default":
         return RopeSpec("default", theta)
     factor = params.get("factor")
@@ -554,10 +717,20 @@ def _rope(config: Any, part: str | None) -> RopeSpec:
             truncate=params.get("truncate", True),
             attention_factor=_yarn_attention_factor(params, factor),
         )
-    raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: default, linear, llama3, yarn")
+    if kind == "longrope":
+        factor = factor or config.max_position_embeddings / original
+        return RopeSpec(
+            "longrope",
+            theta,
+            factor=factor,
+            original_max_positions=original,
+            attention_factor=_longrope_attention_factor(params, factor, original),
+            factors=tuple(_required(params.get("short_factor"), "short_factor", kind)),
+        )
+    raise ValueError(f"rope_type {kind!r:.80} is not supported; supported: default, linear, llama3, yarn, longrope")
 
 
-def _required(value: float | None, name: str, kind: str) -> float:
+def _required(value: Any, name: str, kind: str) -> Any:
     if value is None:
         raise ValueError(f"config.json: rope scaling {kind!r} needs {name!r}")
     return value
@@ -575,7 +748,21 @@ def _yarn_attention_factor(params: dict[str, Any], factor: float) -> float:
     return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
 
 
-def _max_positions(config: Any, rope: RopeSpec) -> int:
-    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one."""
-    extended = int(rope.factor * rope.original_max_positions) if rope.kind == "yarn" else 0
-    return max(config.max_position_embeddings, extended)
+def _longrope_attention_factor(params: dict[str, Any], factor: float, original: int) -> float:
+    """The temperature of the LongRoPE paper (arXiv 2402.13753), as checkpoints override it."""
+    if params.get("attention_factor") is not None:
+        return params["attention_factor"]
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _max_positions(config: Any, layers: tuple[LayerSpec, ...]) -> int:
+    """Longest context that the model was made for; checkpoints extended by YaRN may still state the original one.
+
+    With LongRoPE all keys of a longer sequence turn by other frequencies, those of its first tokens too. So a sequence
+    ends where the frequencies for short ones do.
+    """
+    ropes = {layer.mixer.rope for layer in layers}
+    if any(rope.kind == "longrope" for rope in ropes):
+        return min(rope.original_max_positions for rope in ropes if rope.kind == "longrope")
+    extended = (int(rope.factor * rope.original_max_positions) for rope in ropes if rope.kind == "yarn")
+    return max(config.max_position_embeddings, *extended, 0)

@@ -20,9 +20,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-RopeKind = Literal["none", "default", "linear", "llama3", "yarn"]
+RopeKind = Literal["none", "default", "linear", "llama3", "yarn", "longrope"]
 #: none; each head alone, with one weight for all heads; all heads together.
 QKNorm = Literal["none", "head", "full"]
+#: What a gated feed-forward block applies to its gate: SiLU, GELU, or GELU with tanh in the place of erf.
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 #: How a router turns logits into the weights of experts.
 Scoring = Literal["softmax"]
 
@@ -40,7 +42,14 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
-    attention_factor: float = 1.0  # yarn: multiplies sine and cosine
+    attention_factor: float = 1.0  # yarn, longrope: multiplies sine and cosine
+    factors: tuple[float, ...] = ()  # longrope: what divides each frequency
+    share: float = 1.0  # of a head's dimensions, the first ones: they turn, the others stay
+    interleaved: bool = False  # a dimension turns with its neighbour, and not with the one half of them further on
+
+    def width(self, head_dim: int) -> int:
+        """Dimensions of a head that turn."""
+        return int(head_dim * self.share)
 
 
 class KVShape(NamedTuple):
@@ -86,6 +95,13 @@ class AttentionNames(NamedTuple):
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
 
 
+class QueryGrowth(NamedTuple):
+    """A factor of the queries that grows with their position p: 1 + beta ln(1 + floor(p / positions))."""
+
+    beta: float
+    positions: int
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention over the paged cache."""
@@ -103,6 +119,9 @@ class AttentionSpec:
     eps: float  # of the query and key norms
     names: AttentionNames = AttentionNames()
     scale: float | None = None  # factor of the scores; None: the head dimension to the power of -1/2
+    softcap: float | None = None  # bounds the scaled scores s: softcap tanh(s / softcap)
+    unit_offset: bool = False  # the weights of the query and key norms are stored less 1
+    growth: QueryGrowth | None = None
 
     @property
     def q_dim(self) -> int:
@@ -145,12 +164,13 @@ class DenseNames(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A gated feed-forward block with SiLU."""
+    """A gated feed-forward block."""
 
     hidden: int
     intermediate: int
     bias: bool
     names: DenseNames = DenseNames()
+    activation: Activation = "silu"
 
     @property
     def gate_up(self) -> LinearSpec:
@@ -210,20 +230,22 @@ FeedForwardSpec = DenseSpec | MoESpec
 # --- layers and the model --------------------------------------------------------------------------------------------
 
 
-#: Where the norm of a block stands: the block reads the normalised stream, or its output is normalised.
-NormPlace = Literal["before", "after"]
+#: Where the norm of a block stands: the block reads the normalised stream, its output is normalised, or both.
+NormPlace = Literal["before", "after", "around"]
 
 
 class LayerNames(NamedTuple):
-    """Norms of a layer."""
+    """Norms of a layer. The last two are those after the blocks, where a block has a norm on each side."""
 
     mixer_norm: str = "input_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
+    mixer_output_norm: str = ""
+    feed_forward_output_norm: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A mixer and a feed-forward block, each with a norm; the layer adds their outputs to the residual stream."""
+    """A mixer and a feed-forward block, each with norms; the layer adds their outputs to the residual stream."""
 
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
@@ -259,13 +281,19 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     names: ModelNames = ModelNames()
     embed_scale: float = 1.0  # factor of the embedding
+    embed_scale_rounded: bool = False  # this factor is rounded to the model's dtype
     logit_divisor: float = 1.0
+    logit_softcap: float | None = None  # bounds the logits l: softcap tanh(l / softcap)
+    unit_offset: bool = False  # the weights of all norms are stored less 1
+    #: Beginnings of the names of tensors that checkpoints and updates may have and that text needs none of.
+    unused: tuple[str, ...] = ()
 
     @functools.cached_property
     def plain_stream(self) -> bool:
-        """True if the residual stream is Llama's: norms before blocks, and no factor anywhere."""
+        """True if the residual stream is Llama's: norms before blocks, and no factor or bound anywhere."""
         plain_layers = all(layer.norms == "before" and layer.residual_scale == 1.0 for layer in self.layers)
-        return plain_layers and self.embed_scale == self.logit_divisor == 1.0
+        plain_ends = self.embed_scale == self.logit_divisor == 1.0 and self.logit_softcap is None
+        return plain_layers and plain_ends and not self.unit_offset
 
     @functools.cached_property
     def sparse_layers(self) -> tuple[int, ...]:

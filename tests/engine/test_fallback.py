@@ -11,7 +11,7 @@ from rollout.config import ModelSettings
 from rollout.models import load_model
 from rollout.models.fallback.held import HELD
 from tests.support.engine.harness import Bench
-from tests.support.engine.updates import Mailbox, Update, boundary, swap_in_the_middle
+from tests.support.engine.updates import Mailbox, Update, swap_in_the_middle
 from tests.support.models.fallback import CONFIGS, make_checkpoint
 from tests.support.models.paged import PagedRunner
 

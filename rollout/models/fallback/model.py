@@ -39,6 +39,7 @@ class FallbackSpec:
     tied_name: str | None  # the name of the output layer's tensor, if that is another one
     tied_to: str  # the name of that one
     moe: MoESpec | None = None  # routers and experts of a module are not known here
+    unused: tuple[str, ...] = ()  # beginnings of names that updates may have and that it has no use for
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:

@@ -1,9 +1,9 @@
 """What is checked of a fallback model at every start: its steps over the paged cache against its own eager attention.
 
 Two rows get their prompts in chunks, then decode together. Their logits are compared with those of the same module
-under transformers' eager attention and experts, on the same device, with the same weights. If layers take something into
-account that the attention interface does not pass on, such as biases by position, the model differs there. It is then
-refused, and not served wrongly.
+under transformers' eager attention and experts, on the same device, with the same weights. If layers take into account
+what the attention interface does not pass on, such as biases by position, the model differs there. It is then refused,
+and not served wrongly.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ def check_start(model: TransformersModel) -> None:
         error = float(torch.cat(parts).median())
         if not error <= tolerance:
             raise ValueError(
-                f"over the paged cache its logits after {kind} differ from its own eager attention by {error:.2g} of their standard deviation "
-                f"({tolerance:g} is allowed), so its attention depends on more than queries, keys and values"
+                f"over the paged cache its logits after {kind} differ from those of its own eager attention by "
+                f"{error:.2g} of their standard deviation ({tolerance:g} is allowed), so its attention depends on more "
+                "than queries, keys and values"
             )
 
 

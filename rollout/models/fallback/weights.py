@@ -51,6 +51,7 @@ def checkpoint_regions(module: Any) -> list[Region]:
     own, _ = own_tensors(module)
     with _WithoutCopies(), torch.no_grad():
         stored = revert_weight_conversion(module, dict(own))
+    buffers = {name for name, _ in module.named_buffers()}  # trainers send parameters only
     owner = {_storage(tensor): name for name, tensor in own.items()}
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, view in stored.items():
@@ -64,7 +65,8 @@ def checkpoint_regions(module: Any) -> list[Region]:
         views = parts[name]
         if sum(view.numel() for view in views.values()) != tensor.numel():
             raise ValueError(f"transformers saves only a part of {name}, so weights cannot be written")
-        regions.append(Region((views,) if set(views) == {name} else (views, {name: tensor})))
+        alternatives = (views,) if set(views) == {name} else (views, {name: tensor})
+        regions.append(Region(alternatives, kept_if_absent=name in buffers))
     return regions
 
 

@@ -21,6 +21,7 @@ from rollout.demo.counting import Counter
 from rollout.engine.sizing import DeviceMemory, kv_dtype, kv_pages
 from rollout.engine.step.rehearsal import StepNeeds
 from rollout.models.batch import KVCache
+from rollout.models.spec import KVShape
 from tests.support.engine.harness import Bench, Completion, load
 from tests.support.engine.updates import Mailbox, Update
 from tests.support.models.families import make_checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,10 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     `family` is one of `FAMILIES`, or the stem of transformers' classes, and then `overrides` are its whole config.
     """
     stem, config = _CONFIGS.get(family, (family, {}))
-    config_class = getattr(transformers, f"{stem}Config")
-    values = {"pad_token_id": None, **_COMMON, **config, **overrides}
-    model = getattr(transformers, f"{stem}ForCausalLM")._from_config(
-        config_class(**values), attn_implementation="eager", dtype=torch.float32
+    model_class = getattr(transformers, f"{stem}ForCausalLM")
+    values = copy.deepcopy({"pad_token_id": None, **_COMMON, **config, **overrides})  # configs change their maps
+    model = model_class._from_config(
+        model_class.config_class(**values), attn_implementation="eager", dtype=torch.float32
     )
     # The grouped matrix product that transformers prefers refuses widths that are not multiples of 16 bytes.
     model.set_experts_implementation("eager")
