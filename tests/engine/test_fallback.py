@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
-from rollout.config import ModelSettings
+from rollout.config import EngineSettings, ModelSettings, Settings
+from rollout.engine.build import sleeping_memory
+from rollout.engine.device.streams import CpuDevice
 from rollout.models import load_model
 from rollout.models.fallback.held import HELD
 from tests.support.engine.harness import Bench
@@ -95,3 +97,48 @@ def test_greedy_tokens_equal_transformers_through_preemptions_and_a_swap(made):
     bench.close()
     for name, view in model.hf_views().items():
         view.copy_(before[name])
+
+
+@pytest.fixture(scope="module")
+def cohere(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("cohere")
+    return folder, make_checkpoint("CohereForCausalLM", folder)
+
+
+def greedy(reference, prompt, count):
+    tokens = []
+    for _ in range(count):
+        tokens.append(int(logits_of(reference, prompt + tokens)[-1].argmax()))
+    return tokens
+
+
+def test_weights_and_kv_of_a_fallback_model_come_back_after_a_sleep(cohere):
+    folder, reference = cohere
+    model = load(folder)
+    settings = Settings(engine=EngineSettings(sleep=True, max_rows=4, kv_pages=64, page_size=4))
+    memory = sleeping_memory(settings, CpuDevice(), model)
+    assert memory is not None
+    memory.save()
+    memory.release()
+    memory.restore()
+    bench = Bench(model, sleep=True)
+    prompt = prompt_of(model, 20, 5)
+    bench.submit("a", prompt, 20)
+    bench.run()
+    assert bench.tokens("a") == greedy(reference, prompt, 20)
+    bench.close()
+
+
+def test_a_cache_of_codes_gives_the_log_probs_of_the_native_family_with_one(tmp_path):
+    make_checkpoint("LlamaForCausalLM", tmp_path)
+    prompt = list(range(3, 60))
+    logprobs = []
+    for impl in ("native", "transformers"):
+        settings = ModelSettings(path=str(tmp_path), dtype="float32", model_impl=impl)
+        bench = Bench(load_model(settings, torch.device("cpu")).model, kv_dtype="fp8_e4m3", prefill_chunk_tokens=23)
+        bench.submit("a", prompt, 3, prompt_logprobs=True)
+        bench.run()
+        logprobs.append(torch.tensor(bench.completions["a", 0].prompt_logprobs[1:]))
+        bench.close()
+    assert (logprobs[0] - logprobs[1]).abs().median() < 1e-3

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Operations whose result on the host, or whose size, depends on values on the device.
 _READING = {
-    *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"),
+    *("_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount"),
     *("unique_dim", "unique_consecutive", "_unique", "_unique2"),
 }
 #: Operations that read the positions of a mask among their indices.
@@ -29,6 +29,10 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` and note it if it reads."""
         kwargs = kwargs or {}
+        with self:  # an operation that is made of others: look at these
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         name = func._schema.name.removeprefix("aten::")
         by_sizes = name == "repeat_interleave" and kwargs.get("output_size") is None and func._overloadname == "Tensor"
         if name in _READING or by_sizes or (name in _INDEXING and any(_is_mask(index) for index in args[1])):
