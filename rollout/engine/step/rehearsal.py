@@ -18,7 +18,7 @@ from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Upload, put_decode, put_prefill, put_scored, put_tops
-from rollout.models.fused import FusedDecoder
+from rollout.models.decoder import Decoder
 
 #: All that can be asked of sampling at once.
 ALL_FEATURES = functools.reduce(lambda a, b: a | b, Feature)
@@ -68,7 +68,7 @@ def steps_to_rehearse(
     forward = executor.step.forward
     largest = largest_prompts(max_rows, chunk_tokens, max_context)
     one = min(chunk_tokens, max_context)
-    kernel_sizes = forward.kernel_sizes() if isinstance(forward, FusedDecoder) else []
+    kernel_sizes = [] if isinstance(forward, Decoder) else forward.kernel_sizes()
     prefills = [size for size in kernel_sizes if one < size < sum(largest)]
     lengths = sorted({*_SPAN_LENGTHS, *kernel_sizes})
     prompts = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in lengths)]

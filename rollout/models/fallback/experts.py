@@ -43,20 +43,54 @@ def is_plain(module: Any) -> bool:
 
 
 def _plain(module: Any, x_TH: torch.Tensor, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    gate_up_EGH, down_EHI = module.gate_up_proj, module.down_proj
-    even = x_TH.shape[1] % 2 == 0 and down_EHI.shape[2] % 2 == 0
-    if not (x_TH.is_cuda and x_TH.dtype in (torch.bfloat16, torch.float16) and even):
-        return moe_experts(x_TH, weights_TK.float(), experts_TK.long(), gate_up_EGH, down_EHI)
-    from rollout_kernels.moe.dispatch import MoEShape, moe_plan
-    from rollout_kernels.moe.dispatch import run_experts as by_kernels
+    gate_up_EGH, down_EHI = module.gate_up_proj.data, module.down_proj.data
+    if x_TH.is_cuda and kernels_take(module):
+        return by_kernels(x_TH, weights_TK, experts_TK, gate_up_EGH, down_EHI)
+    return moe_experts(x_TH, weights_TK.float(), experts_TK.long(), gate_up_EGH, down_EHI)
+
+
+def kernels_take(module: Any) -> bool:
+    """True if the kernels run these experts on a GPU: 16 bits, and even widths."""
+    down_EHI = module.down_proj
+    even = down_EHI.shape[1] % 2 == 0 and down_EHI.shape[2] % 2 == 0
+    return is_plain(module) and even and down_EHI.dtype in (torch.bfloat16, torch.float16)
+
+
+def by_kernels(
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts_TK: torch.Tensor,
+    gate_up_EGH: torch.Tensor,
+    down_EHI: torch.Tensor,
+) -> torch.Tensor:
+    """What `moe_experts` computes, by the kernels; nothing is read on the host."""
+    from rollout_kernels.moe import dispatch
     from rollout_kernels.moe.formats import ExpertWeights
     from rollout_kernels.moe.triton_router import Routing
 
-    shape = MoEShape(len(gate_up_EGH), experts_TK.shape[1], x_TH.shape[1], down_EHI.shape[2])
-    plan = moe_plan(shape, "plain", x_TH.dtype, len(x_TH))
+    plan = dispatch.moe_plan(_shape(gate_up_EGH, experts_TK.shape[1]), "plain", x_TH.dtype, len(x_TH))
     routing = Routing(experts_TK.int().contiguous(), weights_TK.float().contiguous())
-    gate_up, down = ExpertWeights(gate_up_EGH.data, halves=2), ExpertWeights(down_EHI.data)
-    return by_kernels(x_TH.contiguous(), routing, gate_up, down, plan)
+    return dispatch.run_experts(
+        x_TH.contiguous(), routing, ExpertWeights(gate_up_EGH, halves=2), ExpertWeights(down_EHI), plan
+    )
+
+
+def kernel_sizes(module: Any, top_k: int) -> set[int]:
+    """Numbers of tokens up to which these experts run by the same kernels; none if no kernels run them."""
+    if not kernels_take(module):
+        return set()
+    from rollout_kernels.moe.dispatch import table_entry
+    from rollout_kernels.moe.triton_group_pairs import last_pairs
+
+    bands = [most for most, _ in table_entry(_shape(module.gate_up_proj, top_k), "plain").bands[:-1]]
+    return {*bands, *(pairs // top_k for pairs in last_pairs())} - {0}
+
+
+def _shape(gate_up_EGH: torch.Tensor, top_k: int) -> Any:
+    from rollout_kernels.moe.dispatch import MoEShape
+
+    experts, outputs, hidden = gate_up_EGH.shape
+    return MoEShape(experts, top_k, hidden, outputs // 2)
 
 
 def _rows_are_aligned(module: Any) -> bool:

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from rollout.models.batch import AttentionBatch, KVCache
 from rollout.models.fallback.attention import RUNNING, FallbackStep
+from rollout.models.fallback.experts import kernel_sizes
 from rollout.models.fallback.probe import LayerFacts, probe_layers
 from rollout.models.fallback.weights import checkpoint_regions, own_tensors
 from rollout.models.layers import float32_product
@@ -101,6 +102,14 @@ class TransformersModel:
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Logits of selected hidden states, float32 [S, V]."""
         return self._head(inputs_embeds=hidden_SH[None], use_cache=False).logits[0].float()
+
+    def kernel_sizes(self) -> list[int]:
+        """Numbers of tokens up to which a step runs by the same kernels of experts, ascending."""
+        blocks = [module for module in self.module.modules() if hasattr(module, "_apply_gate")]
+        top_k = getattr(self.module.config.get_text_config(), "num_experts_per_tok", None)
+        if not blocks or type(top_k) is not int:
+            return []
+        return sorted(set().union(*(kernel_sizes(block, top_k) for block in blocks)))
 
     def hf_regions(self) -> list[Region]:
         """The module's parameters and saved buffers, each once, under the checkpoint's names and its own."""

@@ -24,6 +24,7 @@ from rollout.config import EngineSettings, ModelSettings
 from rollout.engine.build import check_model
 from rollout.models import CheckpointError, Decoder, LoadedModel, load_model
 from rollout.models.fallback.attention import PAGED, paged_attention
+from rollout.models.fallback.experts import by_kernels, kernels_take
 from rollout.models.fallback.host_reads import HostReads
 from rollout.models.fallback.masks import read_mask
 from rollout.models.fallback.start import capture_obstacle
@@ -267,6 +268,21 @@ def test_operations_that_wait_for_the_device_are_found(operation: Any, reads: bo
     with torch.inference_mode(), HostReads() as found:
         operation(torch.randn(3))
     assert bool(found.found) == reads
+
+
+def test_the_kernels_of_experts_compute_what_eager_experts_do(tmp_path: Path) -> None:
+    make_checkpoint("MixtralForCausalLM", tmp_path)
+    model = load(tmp_path, dtype="float16").model
+    block = next(module for module in model.module.modules() if hasattr(module, "_apply_gate"))  # type: ignore[union-attr]
+    assert kernels_take(block)
+    generator = torch.Generator().manual_seed(0)
+    x_TH = torch.randn(5, block.hidden_dim, generator=generator).half()
+    experts_TK = torch.stack([torch.randperm(len(block.down_proj), generator=generator)[:2] for _ in range(5)])
+    weights_TK = torch.rand(5, 2, generator=generator)
+    ours = by_kernels(x_TH, weights_TK, experts_TK, block.gate_up_proj.data, block.down_proj.data)
+    eager = type(block).forward.__wrapped__(block.float(), x_TH.float(), experts_TK, weights_TK)
+    assert (ours.float() - eager).norm() < 5e-3 * eager.norm()
+    assert block.gate_up_proj.dtype == torch.float32 and not kernels_take(block)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
