@@ -37,7 +37,7 @@ def run_experts(
 def is_plain(module: Any) -> bool:
     """True if the experts are those that our kernels know."""
     layout = module.has_gate and module.is_concatenated and not module.is_transposed
-    extras = module.has_bias or getattr(module, "has_post_expert_norm", False) or module._is_expert_parallel
+    extras = module.has_bias or getattr(module, "has_post_expert_norm", False)  # older releases have no such norm
     own_gate = type(module)._apply_gate.__module__ != ExpertsInterface.__module__
     return layout and not extras and not own_gate and isinstance(module.act_fn, (nn.SiLU, type(ACT2FN["silu"])))
 

@@ -116,7 +116,7 @@ SPARSE = ["full_attention", "minimax_m3_sparse"]
         ("BartForCausalLM", {"d_model": 32, "is_encoder_decoder": True}, "encoder"),
         ("ElectraForCausalLM", {"embedding_size": 32, "max_position_embeddings": 64}, "tokens see later ones"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "tokens see later ones"),
-        ("DiffLlamaForCausalLM", {}, "twice"),
+        ("DiffLlamaForCausalLM", {}, "attention"),
         ("DogeForCausalLM", {}, "mask"),
     ],
 )
