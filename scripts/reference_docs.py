@@ -113,9 +113,9 @@ the paged cache with those of the model's own eager attention, and refuses a mod
 to its original context.
 
 Tests hold the architectures below against transformers in float32 on a CPU, with tiny random weights: logits within
-1e-4 of eager attention after chunked prompts and decode steps; greedy tokens and log-probs through the engine with
-several rows, preemptions, and a swap in the middle. Other architectures may work, too: the check at the start is made
-for every model."""
+1e-4 of eager attention after chunked prompts and 200 decode steps; greedy tokens and log-probs through the engine
+with several rows, preemptions, and a swap in the middle. Other architectures may work, too: the check at the start is
+made for every model."""
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 

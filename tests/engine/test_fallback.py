@@ -59,15 +59,15 @@ def test_what_the_table_says_of_a_model_is_so(made):
 
 def test_prefill_and_decode_give_the_logits_of_eager_attention(made):
     (model, _), (reference, _) = made
-    ids = [prompt_of(model, length, length) for length in (90, 61)]
-    runner, sizes = PagedRunner(model, rows=2, max_tokens=90), random.Random(3)
+    ids = [prompt_of(model, length, length) for length in (240, 211)]
+    runner, sizes = PagedRunner(model, rows=2, max_tokens=240), random.Random(3)
     ours = [[], []]
     while any(runner.lengths[row] < 40 for row in (0, 1)):
         begin = list(runner.lengths)
         pieces = {row: ids[row][begin[row] : min(40, begin[row] + sizes.randint(1, 15))] for row in (1, 0)}
         for row, logits in runner.prefill({row: piece for row, piece in pieces.items() if piece}).items():
             ours[row].append(logits)
-    for position in range(40, 90):
+    for position in range(40, 240):
         step = {row: ids[row][position] for row in (0, 1) if position < len(ids[row])}
         for row, logits in runner.decode(step, padding=position % 3).items():
             ours[row].append(logits[None])
@@ -92,7 +92,8 @@ def test_greedy_tokens_equal_transformers_through_preemptions_and_a_swap(made):
         assert len(tokens) == 40
         by_version = [logits_of(reference, prompt + tokens)[len(prompt) - 1 : -1] for reference in references]
         for index, (token, version) in enumerate(zip(tokens, versions, strict=True)):
-            assert token == int(by_version[version][index].argmax())
+            logits = by_version[version][index]
+            assert logits[token] > logits.max() - 1e-3  # the largest one, whatever the rounding of this CPU
         logprobs = torch.stack(
             [by_version[v][i].log_softmax(-1)[t] for i, (t, v) in enumerate(zip(tokens, versions, strict=True))]
         )

@@ -127,6 +127,8 @@ def make_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:
                 gain = 1.5 if any(part in name for part in ("q_proj", "k_proj", "o_proj", "qkv", "c_attn")) else 1.0
                 parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
             else:
+                if architecture == "NemotronForCausalLM" and name.endswith("norm.weight"):
+                    parameter.zero_()  # it adds 1 to what is stored, and transformers stores 1 at first
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("bias") and buffer.is_floating_point():  # of routers
