@@ -50,6 +50,7 @@ from rollout.engine.step.pipeline import Pipeline
 from rollout.engine.step.rehearsal import StepNeeds, measure_steps
 from rollout.engine.step.row_state import RowState
 from rollout.engine.step.scores import scored_multiple
+from rollout.engine.step.shared_pages import make_shared_pages, most_shared_rows
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import ALIGNMENT_WORDS
 from rollout.metrics.meter import Meter
@@ -213,7 +214,10 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     mover, books = executor.mover, allocator.offload_books
     offload = None if mover is None or books is None else Offload(roster, books, mover)
     sizes, multiple = None if executor.graphs is None else executor.graphs.sizes, scored_multiple(device.torch_device)
-    packer = Packer(multiple, adapters is not None, sizes)
+    step, shared = executor.step, None
+    if step.shares_pages:
+        shared = make_shared_pages(native(model).spec, step.kv, engine.deterministic)
+    packer = Packer(multiple, adapters is not None, sizes, shared)
     scheduler = Scheduler(limits, roster, upload_words)
     return EngineParts(roster, scheduler, Pipeline(slots, engine.pipeline_depth), packer, executor, offload)
 
@@ -255,7 +259,7 @@ def _build_executor(
     context = context_limit(settings, model)
     kv = _allocate_kv(model, _LEAST_PAGES, engine) if lasting is None else lasting.kv
     forward = make_forward(model, engine.fused_experts, engine.deterministic)
-    step = DeviceStep(model, forward, kv, rows, adapters, exact_sums=engine.deterministic)
+    step = DeviceStep(model, forward, kv, rows, adapters, engine.deterministic, _shares_pages(site))
     captured = engine.cuda_graphs and capturable(model, engine.fused_experts)
     graph_rows = min(engine.max_rows, engine.cuda_graph_rows) if captured else None
     streams = Streams.make(device, adapters is not None)
@@ -367,6 +371,14 @@ def _check_deterministic(engine: EngineSettings, model: Decoder) -> None:
             f"products{experts}; torch's own products on a {model.embed.device.type} depend on the batch"
         )
     check_deterministic(model.spec)
+
+
+def _shares_pages(site: _Site) -> bool:
+    """Whether decode attention reads pages that several rows share once. The torch twin has no gain from it."""
+    engine, on_gpu = site.settings.engine, site.device.torch_device.type == "cuda"
+    if not (engine.group_attention and on_gpu and isinstance(site.model, Decoder)):
+        return False
+    return most_shared_rows(site.model.spec, engine.kv_dtype != "auto", engine.deterministic) > 1
 
 
 def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: int | None) -> KVCache:

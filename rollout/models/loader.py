@@ -31,6 +31,7 @@ from rollout.models.checkpoint_tensors import (
     check_tensors,
     copy_tensors,
     first_names,
+    join_mxfp4,
     list_tensors,
     stored_dtype,
 )
@@ -140,7 +141,7 @@ def _load_native(source: _Source, experts: Format) -> Decoder:
             f"{source.folder}/config.json lacks a value that {architecture} needs: {error}"
         ) from error
     check_format(spec, experts)
-    tensors = _needed(source.tensors, spec)
+    tensors = _needed(join_mxfp4(source.tensors), spec)
     outline = Decoder(spec, source.dtype, torch.device("meta"), experts)  # shapes without memory
     if not source.random:
         check_tensors(source.folder, tensors, outline.hf_regions(), architecture)

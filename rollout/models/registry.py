@@ -21,6 +21,7 @@ from rollout.models.spec import (
     Activation,
     AttentionNames,
     AttentionSpec,
+    ClampedGLU,
     DenseNames,
     DenseSpec,
     FeedForwardSpec,
@@ -41,7 +42,7 @@ from rollout.models.spec import (
 #: Experts of all layers together; each has its own tensors.
 _MAX_EXPERTS = 1 << 16
 _WIDTH = integer(1, 1 << 22)
-_WINDOW = integer(1, 1 << 31)
+_WINDOW = integer(0, 1 << 31)  # transformers writes 0 where windows are not used
 
 #: Keys that `spec_from_config` reads for every family, and those that transformers makes lists or other keys of.
 _COMMON: dict[str, Rule] = {
@@ -81,6 +82,14 @@ class Power(NamedTuple):
 
     name: str
     exponent: float
+
+
+class If(NamedTuple):
+    """A value where the flag under this key of config.json is true, and another one elsewhere."""
+
+    name: str
+    value: Any
+    otherwise: Any
 
 
 #: Activations by their names in config.json.
@@ -166,6 +175,12 @@ def ropes_where_listed(config: Any) -> tuple[str | None, ...]:
     return tuple("" if has_rope else None for has_rope in config.no_rope_layers)
 
 
+@by_layer(layer_types=layer_list(str))
+def ropes_in_windows(config: Any) -> tuple[str | None, ...]:
+    """Layers with a window have a rotary embedding, the others none."""
+    return tuple("" if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
 @by_layer()
 def all_sparse(config: Any) -> tuple[bool, ...]:
     """Every layer has experts."""
@@ -179,6 +194,15 @@ def sparse_by_step(config: Any) -> tuple[bool, ...]:
         layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
         for layer in range(config.num_hidden_layers)
     )
+
+
+def sparse_from(key: str) -> ByLayer[bool]:
+    """The first layers are dense; `key` says how many."""
+
+    def sparse(config: Any) -> tuple[bool, ...]:
+        return tuple(layer >= getattr(config, key) for layer in range(config.num_hidden_layers))
+
+    return ByLayer(sparse, {key: integer(0, MOST_LAYERS)})
 
 
 @by_layer(mlp_layer_types=layer_list(str))
@@ -209,8 +233,15 @@ class MoEFamily:
     scoring: Scoring = "softmax"
     router_bias: bool = False
     router_float32: bool = False
+    groups: int | Key = declared(integer(1, 4096), 1)
+    top_groups: int | Key = declared(integer(1, 4096), 1)
+    scale: float | Key = declared(NUMBER, 1.0)
     shared_intermediate: Key | None = declared(_WIDTH, None)  # of the expert that every token takes
+    shared_experts: Key | None = declared(integer(0, 4096), None)  # or: how many experts' width it has
     shared_gate: bool = False
+    logit_bias: bool = False
+    clamp_alpha: Key | None = declared(NUMBER, None)  # with the limit: experts have biases and a clamped GLU
+    clamp_limit: Key | None = declared(NUMBER, None)
     sparse: ByLayer[bool] = all_sparse
     names: MoENames = MoENames()
 
@@ -220,30 +251,34 @@ class Family:
     """What differs from Llama without biases. For the fields see the specs that are built from them."""
 
     model_type: str  # in config.json
+    models: str = ""  # those of this family, for the docs
     read_as: str | None = None  # the model type that transformers reads config.json as; None: its own
     activation: Key = declared(TEXT, Key("hidden_act"))
     qkv_bias: bool | Key = declared(FLAG, False)
     o_bias: bool | Key = declared(FLAG, False)
     mlp_bias: bool | Key = declared(FLAG, False)
-    qk_norm: QKNorm = "none"
+    qk_norm: QKNorm | If = declared(FLAG, "none")
     clip_qkv: Key | None = declared(NUMBER, None)
     windows: ByLayer[int | None] = no_windows
     #: The map inside `rope_parameters` that a layer takes; empty: all of it. None: the layer has no rotary embedding.
     ropes: ByLayer[Any] = same_rope
     partial_rope: bool = False  # `partial_rotary_factor` may be less than 1
     interleaved_rope: bool = False
+    attention_gate: bool = False
+    attention_sinks: bool = False
     grown_queries: bool = False  # `llama_4_scaling_beta` of `rope_parameters` says by what
     attention_scale: Key | Power | None = declared(NUMBER, None)
     attention_softcap: Key | None = declared(NUMBER, None)
     norms: NormPlace = "before"
     unit_offset: bool = False
     residual_scale: float | Key = declared(NUMBER, 1.0)
-    embed_scale: float | Key | Power = declared(NUMBER, 1.0)
+    embed_scale: float | Key | Power | If = declared(NUMBER, 1.0)
     embed_scale_rounded: bool = False
     logit_divisor: float | Key = declared(NUMBER, 1.0)
     logit_softcap: Key | None = declared(NUMBER, None)
     bidirectional: Key | None = declared(FLAG, None)  # true: tokens see those after them, which is refused
     moe: MoEFamily | None = None
+    mxfp4: bool = False  # checkpoints may have experts in this format; they are decoded when they are loaded
     #: Beginnings of the names of tensors that text needs none of: prediction of several tokens at once, images.
     unused: tuple[str, ...] = ("mtp.", "visual.", "model.visual.")
     #: How many layers follow the last one in checkpoints, for the prediction of several tokens at once.
@@ -258,6 +293,9 @@ _ATTENTION_BIAS = Key("attention_bias")
 _NORMS_AROUND = LayerNames(
     "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 )
+_SHARED_EXPERTS = DenseNames(
+    ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
+)
 _GATE_UP = DenseNames(gate_up=("mlp.gate_up_proj",))
 _NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernorm")
 
@@ -265,17 +303,20 @@ _NORMS_AFTER = LayerNames("post_attention_layernorm", "post_feedforward_layernor
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         model_type="llama",
+        models="Llama 3 to 3.3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         mlp_bias=Key("mlp_bias"),
     ),
     "Qwen2ForCausalLM": Family(
         model_type="qwen2",
+        models="Qwen2, Qwen2.5",
         qkv_bias=True,
         windows=windows_by_type,
     ),
     "Qwen3ForCausalLM": Family(
         model_type="qwen3",
+        models="Qwen3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
@@ -283,6 +324,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3MoeForCausalLM": Family(
         model_type="qwen3_moe",
+        models="Qwen3-MoE",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="head",
@@ -296,6 +338,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "MixtralForCausalLM": Family(
         model_type="mixtral",
+        models="Mixtral",
         windows=same_window,
         moe=MoEFamily(
             experts=Key("num_local_experts"),
@@ -311,19 +354,23 @@ FAMILIES: dict[str, Family] = {
     ),
     "MistralForCausalLM": Family(
         model_type="mistral",
+        models="Mistral, Magistral",
         windows=same_window,
     ),
     "MinistralForCausalLM": Family(
         model_type="ministral",
+        models="Ministral (2024)",
         windows=windows_by_type,
     ),
     "Ministral3ForCausalLM": Family(
         model_type="ministral3",
+        models="Ministral 3, text",
         windows=same_window,
         grown_queries=True,
     ),
     "MiMoForCausalLM": Family(
         model_type="mimo",
+        models="MiMo-7B",
         read_as="qwen2",  # transformers has no MiMo
         qkv_bias=True,
         windows=windows_by_type,
@@ -331,6 +378,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "GlmForCausalLM": Family(
         model_type="glm",
+        models="GLM-4-9B",
         qkv_bias=_ATTENTION_BIAS,
         partial_rope=True,
         interleaved_rope=True,
@@ -338,6 +386,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Glm4ForCausalLM": Family(
         model_type="glm4",
+        models="GLM-4-0414",
         qkv_bias=_ATTENTION_BIAS,
         partial_rope=True,
         interleaved_rope=True,
@@ -349,6 +398,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2",
+        models="Gemma 2",
         activation=Key("hidden_activation"),
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
@@ -365,6 +415,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": Family(
         model_type="gemma3_text",
+        models="Gemma 3, text",
         activation=Key("hidden_activation"),
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
@@ -380,8 +431,9 @@ FAMILIES: dict[str, Family] = {
         bidirectional=Key("use_bidirectional_attention"),
         layer_names=_NORMS_AROUND,
     ),
-    "Phi3ForCausalLM": Family(  # Phi-4 too
+    "Phi3ForCausalLM": Family(
         model_type="phi3",
+        models="Phi-3, Phi-4, Phi-4-mini",
         windows=same_window,
         attention_names=AttentionNames(qkv=("self_attn.qkv_proj",)),
         partial_rope=True,
@@ -389,6 +441,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "SmolLM3ForCausalLM": Family(
         model_type="smollm3",
+        models="SmolLM3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         mlp_bias=Key("mlp_bias"),
@@ -397,12 +450,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "SeedOssForCausalLM": Family(
         model_type="seed_oss",
+        models="Seed-OSS",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=Key("attention_out_bias"),
         mlp_bias=Key("mlp_bias"),
     ),
     "GraniteForCausalLM": Family(
         model_type="granite",
+        models="Granite 3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         mlp_bias=Key("mlp_bias"),
@@ -413,6 +468,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(
         model_type="olmo2",
+        models="OLMo 2",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="full",
@@ -421,6 +477,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo3ForCausalLM": Family(
         model_type="olmo3",
+        models="OLMo 3",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="full",
@@ -429,8 +486,109 @@ FAMILIES: dict[str, Family] = {
         norms="after",
         layer_names=_NORMS_AFTER,
     ),
+    "Qwen2MoeForCausalLM": Family(
+        model_type="qwen2_moe",
+        models="Qwen1.5-MoE, Qwen2-MoE",
+        qkv_bias=Key("qkv_bias"),
+        windows=windows_by_type,
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            sparse=sparse_by_step,
+            shared_intermediate=Key("shared_expert_intermediate_size"),
+            shared_gate=True,
+        ),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        model_type="glm4_moe",
+        models="GLM-4.5, 4.6, 4.7",
+        qkv_bias=_ATTENTION_BIAS,
+        qk_norm=If("use_qk_norm", "head", "none"),
+        partial_rope=True,
+        unused_layers=Key("num_nextn_predict_layers"),
+        moe=MoEFamily(
+            experts=Key("n_routed_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=Key("norm_topk_prob"),
+            scoring="sigmoid",
+            router_bias=True,
+            router_float32=True,
+            groups=Key("n_group"),
+            top_groups=Key("topk_group"),
+            scale=Key("routed_scaling_factor"),
+            sparse=sparse_from("first_k_dense_replace"),
+            shared_experts=Key("n_shared_experts"),
+            names=MoENames(shared=_SHARED_EXPERTS),
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        model_type="minimax_m2",
+        models="MiniMax-M2",
+        qk_norm="full",
+        partial_rope=True,
+        moe=MoEFamily(
+            experts=Key("num_local_experts"),
+            intermediate=Key("intermediate_size"),
+            renormalize=True,
+            scoring="sigmoid",
+            router_bias=True,
+            names=MoENames(
+                router=("block_sparse_moe.gate", "mlp.gate"),
+                router_bias=("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
+                gate="block_sparse_moe.experts.{}.w1",
+                up="block_sparse_moe.experts.{}.w3",
+                down="block_sparse_moe.experts.{}.w2",
+            ),
+        ),
+    ),
+    "AfmoeForCausalLM": Family(
+        model_type="afmoe",
+        models="AFMoE (Trinity)",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        qk_norm="head",
+        windows=windows_by_type,
+        ropes=ropes_in_windows,
+        attention_gate=True,
+        norms="around",
+        embed_scale=If("mup_enabled", Power("hidden_size", 0.5), 1.0),
+        layer_names=LayerNames(
+            "input_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+        ),
+        moe=MoEFamily(
+            experts=Key("num_experts"),
+            intermediate=Key("moe_intermediate_size"),
+            renormalize=True,
+            scoring="sigmoid",
+            router_bias=True,
+            scale=Key("route_scale"),
+            sparse=sparse_from("num_dense_layers"),
+            shared_experts=Key("num_shared_experts"),
+            names=MoENames(router=("mlp.router.gate",), router_bias=("mlp.expert_bias",), shared=_SHARED_EXPERTS),
+        ),
+    ),
+    "GptOssForCausalLM": Family(
+        model_type="gpt_oss",
+        models="gpt-oss",
+        qkv_bias=_ATTENTION_BIAS,
+        o_bias=_ATTENTION_BIAS,
+        windows=windows_by_type,
+        attention_sinks=True,
+        mxfp4=True,
+        moe=MoEFamily(
+            experts=Key("num_local_experts"),
+            intermediate=Key("intermediate_size"),
+            renormalize=True,
+            logit_bias=True,
+            clamp_alpha=Key("swiglu_alpha"),
+            clamp_limit=Key("swiglu_limit"),
+            names=MoENames(router=("mlp.router",)),
+        ),
+    ),
     "OlmoeForCausalLM": Family(
         model_type="olmoe",
+        models="OLMoE",
         qkv_bias=_ATTENTION_BIAS,
         o_bias=_ATTENTION_BIAS,
         qk_norm="full",
@@ -491,6 +649,10 @@ def _rules(declaration: Family | MoEFamily) -> dict[str, Rule]:
         match getattr(declaration, entry.name):
             case Key(name) | Power(name, _):
                 rules[name] = entry.metadata["rule"]
+            case If(name, Power(powered, _)):
+                rules |= {name: FLAG, powered: entry.metadata["rule"]}
+            case If(name):
+                rules[name] = FLAG
             case ByLayer() as values:
                 rules |= values.rules
             case MoEFamily() as moe:
@@ -512,7 +674,8 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
     family = FAMILIES[architecture]
     if family.bidirectional is not None and _value(config, family.bidirectional):
         raise ValueError(f"{family.bidirectional.name} is set, and a model that generates must not see later tokens")
-    if getattr(config, "quantization_config", None) is not None:
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None and not (family.mxfp4 and _quantization(quantized) == "mxfp4"):
         raise ValueError("quantized checkpoints are not supported; use one with float32, bfloat16 or float16 weights")
     layers = _layers(config, family)
     return ModelSpec(
@@ -531,6 +694,10 @@ def spec_from_config(config: Any, architecture: str) -> ModelSpec:
         unit_offset=family.unit_offset,
         unused=_unused(config, family),
     )
+
+
+def _quantization(config: Any) -> Any:
+    return config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
 
 
 def _unused(config: Any, family: Family) -> tuple[str, ...]:
@@ -574,7 +741,7 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         window=window,
         qkv_bias=_value(config, family.qkv_bias),
         o_bias=_value(config, family.o_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=_value(config, family.qk_norm),
         clip_qkv=_value(config, family.clip_qkv),
         eps=config.rms_norm_eps,
         names=family.attention_names,
@@ -582,6 +749,8 @@ def _attention(config: Any, family: Family, rope: RopeSpec, window: int | None) 
         softcap=_value(config, family.attention_softcap),
         unit_offset=family.unit_offset,
         growth=_growth(config) if family.grown_queries else None,
+        gate=family.attention_gate,
+        sinks=family.attention_sinks,
     )
     if spec.heads % spec.kv_heads:
         raise ValueError(f"num_attention_heads ({spec.heads}) is not a multiple of the KV heads ({spec.kv_heads})")
@@ -626,10 +795,15 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
             renormalize=_value(config, family.renormalize),
             bias=family.router_bias,
             float32=family.router_float32,
+            groups=_value(config, family.groups),
+            top_groups=_value(config, family.top_groups),
+            scale=_value(config, family.scale),
+            logit_bias=family.logit_bias,
         ),
         names=family.names,
         shared=_shared(config, family),
         shared_gate=family.shared_gate,
+        clamped=_clamped(config, family),
     )
     layers = config.num_hidden_layers
     if layers * spec.experts > _MAX_EXPERTS:
@@ -637,15 +811,39 @@ def _moe(config: Any, family: MoEFamily) -> MoESpec:
         raise ValueError(f"{family.experts.name} is {spec.experts}; with {layers} layers it must be at most {most}")
     if not 1 <= spec.router.top_k <= spec.experts:
         raise ValueError(f"{family.top_k.name} ({spec.router.top_k}) must be between 1 and {spec.experts}")
+    _check_groups(spec)
     return spec
+
+
+def _clamped(config: Any, family: MoEFamily) -> ClampedGLU | None:
+    if family.clamp_alpha is None:
+        return None
+    return ClampedGLU(_value(config, family.clamp_alpha), _value(config, family.clamp_limit))
+
+
+def _check_groups(spec: MoESpec) -> None:
+    router = spec.router
+    if router.groups == 1:
+        return
+    size = spec.experts // router.groups
+    if size * router.groups != spec.experts or size < 2:
+        raise ValueError(f"{spec.experts} experts do not make {router.groups} groups of two or more")
+    if not router.top_k / size <= router.top_groups <= router.groups:
+        raise ValueError(
+            f"topk_group ({router.top_groups}) must be at most {router.groups} and have {router.top_k} experts"
+        )
 
 
 def _shared(config: Any, family: MoEFamily) -> DenseSpec | None:
     width = _value(config, family.shared_intermediate)
+    if family.shared_experts is not None:
+        width = (_value(config, family.shared_experts) or 0) * _value(config, family.intermediate)
     return DenseSpec(config.hidden_size, width, False, family.names.shared) if width else None
 
 
 def _value(config: Any, declared: Any) -> Any:
+    if isinstance(declared, If):
+        return _value(config, declared.value if getattr(config, declared.name) else declared.otherwise)
     if isinstance(declared, Power):
         return getattr(config, declared.name) ** declared.exponent
     return getattr(config, declared.name) if isinstance(declared, Key) else declared

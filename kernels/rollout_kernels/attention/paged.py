@@ -125,11 +125,13 @@ def plan_paged_decode(
     window: int | None,
     max_context: int,
     dtype: torch.dtype | None = None,
+    segments_SW: torch.Tensor | None = None,
 ) -> DecodePlan | DecodeWork:
     """The plan that `paged_decode_attention` needs on this device; all layers with one window share it.
 
-    `heads` is the number of query heads. `dtype` is the queries' dtype; by default the cache's. For the other
-    arguments see `plan_decode`.
+    `heads` is the number of query heads. `dtype` is the queries' dtype; by default the cache's. `segments_SW` says what
+    rows share (`segments.make_segments`, for tiles of `SHARED_TILE` query heads); the torch twin reads all rows on
+    their own. For the other arguments see `plan_decode`.
     """
     _, page_size, kv_heads, dim = k_cache_PSGD.shape
     dtype = dtype or k_cache_PSGD.dtype
@@ -138,8 +140,12 @@ def plan_paged_decode(
     from rollout_kernels.attention.triton_decode import default_decode_config
     from rollout_kernels.attention.triton_decode_plan import plan_decode_work
 
-    config = default_decode_config(dim, dtype, len(context_lens_B), coded=k_cache_PSGD.dtype == torch.uint8)
-    return plan_decode_work(context_lens_B, kv_heads, group=heads // kv_heads, window=window, config=config)
+    coded = k_cache_PSGD.dtype == torch.uint8
+    config = default_decode_config(dim, dtype, len(context_lens_B), coded, shared=segments_SW is not None)
+    group = heads // kv_heads
+    return plan_decode_work(
+        context_lens_B, kv_heads, group=group, window=window, config=config, segments_SW=segments_SW
+    )
 
 
 def paged_decode_attention(
@@ -202,6 +208,8 @@ def paged_decode_attention(
             window=window,
             scales_P2GS=scales_P2GS,
             work=plan,
+            softcap=softcap,
+            sinks_H=sinks_H,
         )
     rows, heads, dim = q_BHD.shape
     kv_heads = k_cache_PSGD.shape[2]
@@ -267,6 +275,8 @@ def paged_prefill_attention(
             scale=scale,
             window=window,
             scales_P2GS=scales_P2GS,
+            softcap=softcap,
+            sinks_H=sinks_H,
         )
     out_THD = q_THD.new_empty(*q_THD.shape[:2], v_cache_PSGD.shape[3])
     for row, (start, length, context) in enumerate(chunks):
@@ -333,9 +343,10 @@ def _attend_block(
 def kernels_take(
     k_cache_PSGD: torch.Tensor, v_cache_PSGD: torch.Tensor, softcap: float | None, sinks_H: torch.Tensor | None
 ) -> bool:
-    """True if there are kernels for attention over this cache: on a GPU, equal dimensions, plain scores."""
+    """True if there are kernels for attention over this cache: on a GPU, equal dimensions, codes with plain scores."""
     same_dims = k_cache_PSGD.shape[3] == v_cache_PSGD.shape[3]
-    return k_cache_PSGD.is_cuda and same_dims and softcap is None and sinks_H is None
+    plain = softcap is None and sinks_H is None
+    return k_cache_PSGD.is_cuda and same_dims and (plain or k_cache_PSGD.dtype != torch.uint8)
 
 
 def _attend(

@@ -47,6 +47,11 @@ class FallbackSpec:
         """What each layer keeps of a token."""
         return tuple(layer.kv for layer in self.layers)
 
+    @property
+    def plain_scores(self) -> bool:
+        """True if no layer's attention has a softcap or sinks."""
+        return not any(layer.softcap or layer.sinks for layer in self.layers)
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache that one token takes in all layers."""
         return sum(shape.bytes_per_token(dtype) for shape in self.kv_shapes)

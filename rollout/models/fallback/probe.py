@@ -35,11 +35,6 @@ class LayerFacts:
     softcap: bool  # its scores are bounded
     sinks: bool  # its softmax has a score without a value
 
-    @property
-    def plain(self) -> bool:
-        """True if the kernels of attention run it on a GPU."""
-        return self.kv.k_dim == self.kv.v_dim and not self.softcap and not self.sinks
-
 
 @dataclass(slots=True)
 class _Notes:

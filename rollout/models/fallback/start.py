@@ -93,11 +93,8 @@ def check_start(model: TransformersModel) -> None:
 
 def capture_obstacle(model: TransformersModel) -> str | None:
     """Why decode steps of a model cannot be captured as CUDA graphs; None if they can. Runs a step on its device."""
-    odd = [layer for layer in model.spec.layers if not layer.plain]
-    if odd:
-        reasons = {"softcap": odd[0].softcap, "sinks": odd[0].sinks}
-        names = [name for name, present in reasons.items() if present] or ["values of another dimension than keys"]
-        return f"its attention has {' and '.join(names)}, for which there are no kernels"
+    if any(shape.k_dim != shape.v_dim for shape in model.spec.kv_shapes):
+        return "its attention has values of another dimension than keys, for which there are no kernels"
     tokens = _tokens(model)
     *prompts, decode = list(_steps(tokens))[:3]
     with torch.inference_mode():

@@ -148,7 +148,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
                 gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight", "o_proj.weight")) else 1.0
                 parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith("bias"):  # of routers
+            if name.endswith("_bias"):  # of routers
                 buffer.normal_(0.0, 0.3, generator=generator)
         model.model.norm.weight.mul_(torch.randint(0, 2, (model.config.hidden_size,), generator=generator) * 2 - 1)
         model.lm_head.weight.normal_(0.0, 4.0 * model.config.hidden_size**-0.5, generator=generator)
