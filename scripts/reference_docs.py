@@ -49,8 +49,9 @@ such as row, page and step are in the [glossary](../architecture.md#glossary).""
 _MODELS_INTRODUCTION = """\
 # Models
 
-The families that a worker runs, by the name in `architectures` of config.json. A hub checkpoint of another architecture
-is refused. Checkpoints are safetensors in 16 or 32 bits; those of gpt-oss may be in MXFP4, which is decoded to 16 bits.
+The families that a worker runs natively, by the name in `architectures` of config.json. Other architectures run
+through transformers' own code, or are refused: [fallback](fallback.md). Checkpoints are safetensors in 16 or 32 bits;
+those of gpt-oss may be in MXFP4, which is decoded to 16 bits.
 
 How it runs on a GPU, for the default config of transformers (biases and other options of a config may change it):
 
