@@ -52,6 +52,19 @@ class RopeSpec:
         return int(head_dim * self.share)
 
 
+class KVShape(NamedTuple):
+    """What one layer keeps of a token: a key and a value for each KV head."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of KV cache that one token takes; e4m3 codes have float32 scales as well."""
+        scales = 2 * torch.float32.itemsize if dtype == torch.float8_e4m3fn else 0
+        return self.heads * ((self.k_dim + self.v_dim) * dtype.itemsize + scales)
+
+
 class LinearSpec(NamedTuple):
     """A matrix product whose weight holds one or more modules of a checkpoint, side by side along the outputs."""
 
@@ -135,10 +148,10 @@ class AttentionSpec:
         """The output product."""
         return LinearSpec(self.q_dim, (self.names.o,), (self.hidden,), self.o_bias)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache that one token takes in this layer; e4m3 codes have float32 scales as well."""
-        scale = torch.float32.itemsize if dtype == torch.float8_e4m3fn else 0
-        return 2 * self.kv_heads * (self.head_dim * dtype.itemsize + scale)
+    @property
+    def kv_shape(self) -> KVShape:
+        """What it keeps of a token."""
+        return KVShape(self.kv_heads, self.head_dim, self.head_dim)
 
 
 MixerSpec = AttentionSpec
@@ -269,10 +282,6 @@ class LayerSpec:
         """True if the feed-forward block is a mixture of experts."""
         return isinstance(self.feed_forward, MoESpec)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of KV cache that one token takes in this layer."""
-        return self.mixer.kv_bytes_per_token(dtype)
-
 
 class ModelNames(NamedTuple):
     """Modules outside the layers, and the prefix of a layer; `{}` stands for its number."""
@@ -328,6 +337,21 @@ class ModelSpec:
         return tuple(dict.fromkeys((layer.mixer.rope, layer.mixer.head_dim) for layer in self.layers))
 
     @property
+    def plain_scores(self) -> bool:
+        """True if no layer's attention has a softcap or sinks."""
+        return not any(layer.mixer.softcap or layer.mixer.sinks for layer in self.layers)
+
+    @functools.cached_property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """What each layer keeps of a token."""
+        return tuple(layer.mixer.kv_shape for layer in self.layers)
+
+    @property
+    def tied_to(self) -> str:
+        """The name of the tensor that a tied output layer is."""
+        return f"{self.names.embed}.weight"
+
+    @property
     def tied_name(self) -> str | None:
         """The name of the output layer's tensor where that is the embedding; it may be sent and is not needed."""
         return f"{self.names.lm_head}.weight" if self.tied else None
@@ -338,4 +362,4 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of KV cache that one token takes in all layers."""
-        return sum(layer.kv_bytes_per_token(dtype) for layer in self.layers)
+        return sum(shape.bytes_per_token(dtype) for shape in self.kv_shapes)

@@ -21,7 +21,7 @@ from rollout.engine.step.graphs import DecodeGraphs
 from rollout.engine.step.scores import scored_multiple
 from rollout.engine.step.slot import Slot
 from rollout.engine.step.upload import Upload, put_decode, put_prefill, put_scored, put_tops
-from rollout.models.fused import FusedDecoder
+from rollout.models.decoder import Decoder
 
 #: All that can be asked of sampling at once.
 ALL_FEATURES = functools.reduce(lambda a, b: a | b, Feature)
@@ -76,7 +76,7 @@ def longest_contexts(max_rows: int, chunk_tokens: int, max_context: int) -> list
 
 
 def _more_than_gathered(max_rows: int, chunk_tokens: int, max_context: int) -> list[int] | None:
-    """A long span and short ones that end contexts of more tokens together than attention gathers; None if there are none."""
+    """Spans, a long one first, that end contexts of more tokens than attention gathers; None if there are none."""
     earlier = max_context - SHORT_CHUNK - 1
     count = MOST_GATHERED // max(earlier, 1) + 1
     spans = [SHORT_CHUNK + 1] + [1] * (count - 1)
@@ -93,7 +93,7 @@ def steps_to_rehearse(
     forward = executor.step.forward
     largest = largest_prompts(max_rows, chunk_tokens, max_context)
     one = min(chunk_tokens, max_context)
-    kernel_sizes = forward.kernel_sizes() if isinstance(forward, FusedDecoder) else []
+    kernel_sizes = [] if isinstance(forward, Decoder) else forward.kernel_sizes()
     prefills = [size for size in kernel_sizes if one < size < sum(largest)]
     lengths = sorted({*_SPAN_LENGTHS, *kernel_sizes})
     prompts = [(largest, ALL_FEATURES), ([one], PLAIN), *(([length], PLAIN) for length in lengths)]
@@ -110,8 +110,8 @@ def steps_to_rehearse(
     for spans in longest_contexts(max_rows, chunk_tokens, gathered):
         if gathered > spans[0]:
             steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(spans), earlier=gathered - spans[0]))
-    if (spans := _more_than_gathered(max_rows, chunk_tokens, max_context)) is not None:
-        steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(spans), earlier=max_context - spans[0]))
+    if (more := _more_than_gathered(max_rows, chunk_tokens, max_context)) is not None:
+        steps.append(Rehearsed(_possible(executor, PLAIN), prompts=tuple(more), earlier=max_context - more[0]))
     captured_all = graph_rows is not None and graph_rows >= max_rows
     decodes = {*_powers_of_two(max_rows), *(size for size in kernel_sizes if size < max_rows)}
     steps += [Rehearsed(PLAIN | also, rows=size) for size in sorted(decodes) if not captured_all for also in adapters]

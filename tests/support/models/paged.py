@@ -133,7 +133,8 @@ def check(loaded: LoadedModel, reference: Any, adapters: AdapterSlots | None = N
     """Two rows: a prompt in two chunks and decode steps, by the generic path and the fused one, where there is one."""
     with torch.no_grad():
         exact = reference(torch.tensor([PROMPT])).logits[0].float()
-    fused = [FusedDecoder(loaded.model)] if loaded.spec.plain_stream else []
+    native = isinstance(loaded.model, Decoder)
+    fused = [FusedDecoder(loaded.model)] if native and loaded.spec.plain_stream else []
     for forward in (loaded.model, *fused):
         runner = PagedRunner(loaded.model, rows=2, max_tokens=len(PROMPT), forward=forward)
         if adapters is not None:
