@@ -149,6 +149,12 @@ class Chat:
         if body.max_completion_tokens is not None:
             fields["max_tokens"] = body.max_completion_tokens
         demanded = body.tool_constraint()
+        if body.tools and demanded is None and body.tool_choice != "none" and gateway.tools is None:
+            raise bad_request(
+                "this gateway knows no format of tool calls for this model: start it with --tool-parser, or set "
+                "'tool_choice' to 'none'",
+                "tools",
+            )
         if demanded is not None:
             if fields["constraint"] is not None:
                 raise bad_request("a 'tool_choice' that demands a call is a constraint; send no other", "tool_choice")
@@ -179,7 +185,8 @@ class _Message:
         self._tools: ToolStream | None = None
         if demanded:
             self._tools = _DemandedCalls(body.named_tool())
-        elif body.tools and body.tool_choice != "none" and gateway.tools is not None:
+        elif body.tools and body.tool_choice != "none":
+            assert gateway.tools is not None
             self._tools = gateway.tools.stream()
         self.calls = 0
 
