@@ -369,8 +369,10 @@ class ClientCore:
         if self._closed or self._questions or now < self._ask_at or not self.fleet.newcomers:
             return
         there = [endpoint for endpoint in self.endpoints if self.connections[endpoint].can_send]
-        if not set(there).intersection(self.fleet.newcomers):
-            return  # `absorb` asks when one comes
+        coming = [endpoint for endpoint in self.endpoints if not self.connections[endpoint].gone]
+        newcomers = set(self.fleet.newcomers)
+        if not newcomers.intersection(there) or not set(coming) <= newcomers.union(there):
+            return  # `absorb` asks when a worker comes
         self._ask_at = now + _ASK_AGAIN_S
         self._questions = [self.start("status", {}, endpoint, math.inf) for endpoint in there]
         for question in self._questions:
