@@ -38,12 +38,22 @@ class TransportChoice:
     """The senders of one publisher, and the refusals of each worker. Belongs to the publisher's thread."""
 
     def __init__(self, transport: str, folder: str | None, curve: ClientCurve | None, endpoints: Sequence[str]) -> None:
-        self._folder, self._curve, self._endpoints = folder, curve, endpoints
+        self._folder, self._curve = folder, curve
+        self._endpoints = list(endpoints)  # the senders see it change
         self._asked = transport
         self.senders: dict[str, TransportSender] = {}
         self.refusals: dict[str, dict[str, str]] = {}  # by endpoint and transport: why not
         if transport != "auto":
             self._sender(transport)
+
+    def add(self, endpoint: str) -> None:
+        """A worker joins."""
+        self._endpoints.append(endpoint)
+
+    def remove(self, endpoint: str) -> None:
+        """A worker has left."""
+        self._endpoints.remove(endpoint)
+        self.refusals.pop(endpoint, None)
 
     @property
     def for_gpus(self) -> bool:

@@ -35,7 +35,7 @@ class PublisherSetup:
 
     folder: str | None  # where `disk` writes
     curve: ClientCurve | None  # keys for workers with CURVE
-    endpoints: Sequence[str]  # of the workers
+    endpoints: Sequence[str]  # of the workers; changes when one joins or leaves
 
 
 @dataclass(frozen=True)
