@@ -92,7 +92,7 @@ async def _start(settings: GatewaySettings, client: RolloutPool, curve: ClientCu
         text,
         settings.served_model_name or (status["model"],),
         status["max_context_tokens"],
-        FolderUpdates(settings.endpoints, settings.weights_root, settings.update_s, curve),
+        FolderUpdates(settings.weights_root, settings.update_s, curve),
         tool_parser(settings.tool_parser, text.template),
         REASONING_PARSERS[settings.reasoning_parser],
     )

@@ -102,7 +102,7 @@ class Control:
         """
         newest = max(status["weights_version"] for status in await self._workers.known(fresh=True))
         wanted = max(newest, self._workers.published) + 1 if version is None else _version(version)
-        await self._gateway.updates.publish(folder, wanted, field)
+        await self._gateway.updates.publish(self._workers.pool.endpoints, folder, wanted, field)
         self._workers.published = max(self._workers.published, wanted)
         return wanted
 

@@ -22,25 +22,22 @@ _INDEX = "model.safetensors.index.json"
 
 
 class FolderUpdates:
-    """Publishes folders below `root` to all workers, one after the other."""
+    """Publishes folders below `root`, one after the other."""
 
-    def __init__(
-        self, endpoints: Sequence[str], root: str | None, update_s: float, curve: ClientCurve | None = None
-    ) -> None:
-        self._endpoints = list(endpoints)
+    def __init__(self, root: str | None, update_s: float, curve: ClientCurve | None = None) -> None:
         self._root = None if root is None else Path(root).expanduser().resolve()
         self._update_s = update_s
         self._curve = curve
         self._one_at_a_time = asyncio.Lock()
 
-    async def publish(self, folder: str, version: int, field: str) -> list[WorkerReport]:
-        """Publish a folder's weights as `version`; returns when all workers use them.
+    async def publish(self, endpoints: Sequence[str], folder: str, version: int, field: str) -> list[WorkerReport]:
+        """Publish a folder's weights as `version`; returns when the workers at these endpoints use them.
 
         Raises `HttpError` for a folder that cannot be read, and `RolloutError` for an update that a worker refuses.
         """
         files = self._files(folder, field)
         async with self._one_at_a_time:
-            return await asyncio.to_thread(self._publish, files, version, field)
+            return await asyncio.to_thread(self._publish, endpoints, files, version, field)
 
     def _files(self, folder: str, field: str) -> list[Path]:
         if self._root is None:
@@ -62,7 +59,7 @@ class FolderUpdates:
             raise bad_request(f"{folder!r:.200} has no complete set of safetensors files", field)
         return files
 
-    def _publish(self, files: list[Path], version: int, field: str) -> list[WorkerReport]:
+    def _publish(self, endpoints: Sequence[str], files: list[Path], version: int, field: str) -> list[WorkerReport]:
         try:
             from safetensors import SafetensorError
             from safetensors.torch import load_file
@@ -80,7 +77,7 @@ class FolderUpdates:
                 tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
             raise bad_request(f"{file.name} cannot be read: {error!s:.200}", field) from error
-        with WeightPublisher(self._endpoints, curve=self._curve, apply_s=self._update_s) as publisher:
+        with WeightPublisher(endpoints, curve=self._curve, apply_s=self._update_s) as publisher:
             try:
                 handle = publisher.publish(tensors, version)
             except ValueError as error:  # a dtype that no worker takes

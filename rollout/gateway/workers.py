@@ -1,6 +1,6 @@
 """The workers behind a gateway: requests to them, what they report, and the sessions that they hold.
 
-    handlers --> Workers --> RolloutPool (AsyncRolloutClient, or a client that balances a fleet) --> workers
+    handlers --> Workers --> RolloutPool (AsyncRolloutClient, which balances the fleet) --> workers
 
 A request enters by `generate`, `generate_all` or `stream`, which count it, may refuse it (429) or hold it (a pause that
 waits), and cancel it at the worker when the handler's task is cancelled.
@@ -31,10 +31,6 @@ class ChunkStream(Protocol):
     """A stream of chunks: `AsyncStream`."""
 
     @property
-    def endpoint(self) -> str:
-        """Where it runs."""
-
-    @property
     def result(self) -> GenerateResult | None:
         """The whole result, once it has come."""
 
@@ -49,7 +45,7 @@ class ChunkStream(Protocol):
 
 
 class RolloutPool(Protocol):
-    """What a gateway uses of `AsyncRolloutClient`. A client that balances a fleet has the same methods."""
+    """What a gateway uses of `AsyncRolloutClient`."""
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -131,9 +127,8 @@ class Workers:
     async def generate(self, known_id: str, request: TokenRequest, session: str | None) -> GenerateResult:
         """The result of one request. Raises `RolloutError` and `HttpError`."""
         async with self._counted(known_id, [request]):
-            with self.sessions.turn(session, request.n) as place:
-                result: GenerateResult = await self.pool.generate(**_arguments(request), **place)
-                self.sessions.seen(session, result.endpoint)
+            with self.sessions.turn(session, request.n) as turn:
+                result: GenerateResult = await self.pool.generate(**_arguments(request), **turn)
             self._finished(result)
             return result
 
@@ -161,9 +156,8 @@ class Workers:
     ) -> AsyncIterator[ChunkStream]:
         """The chunks of one request, at least `every` tokens each. Leaving the block cancels it."""
         async with self._counted(known_id, [request]):
-            with self.sessions.turn(session, request.n) as place:
-                stream = await self.pool.generate(**_arguments(request), **place, stream="tokens", stream_every=every)
-                self.sessions.seen(session, stream.endpoint)
+            with self.sessions.turn(session, request.n) as turn:
+                stream = await self.pool.generate(**_arguments(request), **turn, stream="tokens", stream_every=every)
                 try:
                     yield stream
                 finally:
@@ -253,56 +247,48 @@ class Workers:
 
 
 class Sessions:
-    """Which worker has the KV of which `X-Session-ID`.
+    """The conversations that clients name by `X-Session-ID`, whose KV the pool keeps at one worker each.
 
     One turn at a time uses the session's own KV. Other requests of the session, and those for several completions, go
-    to the same worker, whose prefix cache may help them.
+    where the pool finds their prompt.
     """
 
     def __init__(self, pool: RolloutPool, idle_s: float) -> None:
         self._pool = pool
         self._idle_s = idle_s
-        self._places: OrderedDict[str, tuple[float, str | None]] = OrderedDict()  # by last use: when, endpoint
+        self._used: OrderedDict[str, float] = OrderedDict()  # when, the oldest first
         self._busy: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._used)
 
     @contextmanager
     def turn(self, session: str | None, n: int) -> Iterator[dict[str, Any]]:
-        """The fields that bring a request to the session's worker."""
-        if session is None:
+        """The fields of a request of this session."""
+        if session is None or n > 1 or session in self._busy:
             yield {}
             return
         self._forget_old()
-        _, endpoint = self._places.pop(session, (0.0, None))
-        self._places[session] = (time.monotonic(), endpoint)
-        if n > 1 or session in self._busy:
-            yield {} if endpoint is None else {"endpoint": endpoint}
-            return
         self._busy.add(session)
         try:
             yield {"session": session}
         finally:
             self._busy.discard(session)
-
-    def seen(self, session: str | None, endpoint: str | None) -> None:
-        """A request of the session runs, or ran, at this endpoint."""
-        if session is not None and session in self._places and endpoint is not None:
-            self._places[session] = (time.monotonic(), endpoint)
+            self._used[session] = time.monotonic()
+            self._used.move_to_end(session)
 
     def end(self, session: str) -> bool:
         """Forget a session and free its KV; False if it is unknown."""
-        if self._places.pop(session, None) is None:
+        if self._used.pop(session, None) is None:
             return False
         self._pool.end_session(session)
         return True
 
     def _forget_old(self) -> None:
         limit = time.monotonic() - self._idle_s
-        while self._places:
-            session, (used_s, _) = next(iter(self._places.items()))
-            if used_s > limit and len(self._places) < _MAX_SESSIONS:
+        while self._used:
+            session, used_s = next(iter(self._used.items()))
+            if used_s > limit and len(self._used) < _MAX_SESSIONS:
                 return
             self.end(session)
 
