@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -45,6 +47,8 @@ def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
         backlog=_BACKLOG,
     )
     server = _Server(config, url, settings.ready_file)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has ended
+        signal.signal(number, signal.SIG_IGN)
     try:
         server.run(sockets=[listening])
     finally:
@@ -73,6 +77,12 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._url = url
         self._ready_file = ready_file
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the end; at once while no worker has answered yet."""
+        super().handle_exit(sig, frame)
+        if not self.started:
+            raise SystemExit(0)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and announce the URL."""
