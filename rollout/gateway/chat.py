@@ -17,7 +17,7 @@ from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, usage, 
 from rollout.gateway.logprobs import prompt_entries
 from rollout.gateway.messages import RenderedChat, Rendering, render_chat
 from rollout.gateway.reasoning import ReasoningStream
-from rollout.gateway.sampling import OpenAiBody, TokenId
+from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, OpenAiBody, TokenId
 from rollout.gateway.tools import ToolCall, ToolStream
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion
@@ -44,8 +44,8 @@ class ChatBody(OpenAiBody):
 
     messages: list[Any]
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
@@ -83,11 +83,11 @@ class ChatBody(OpenAiBody):
                 for name, parameters in functions.items()
             ]
             most = {} if self.parallel_tool_calls else {"maxItems": 1}
-            return {"json_schema": {"type": "array", "minItems": 1, "items": {"anyOf": kinds}, **most}}
+            return {"json_schema": json.dumps({"type": "array", "minItems": 1, "items": {"anyOf": kinds}, **most})}
         name = self.named_tool()
         if name not in functions:
             raise bad_request("'tool_choice' names a function of 'tools'", "tool_choice")
-        return {"json_schema": functions[name]}
+        return {"json_schema": json.dumps(functions[name])}
 
     def named_tool(self) -> str | None:
         """The function that must be called, if `tool_choice` names one."""

@@ -13,7 +13,7 @@ from rollout.gateway.answers import EventStream, json_answer, merged, unless_gon
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, usage, version_runs
 from rollout.gateway.logprobs import LogprobFormat, prompt_entries
-from rollout.gateway.sampling import OpenAiBody, TokenId
+from rollout.gateway.sampling import MAX_TOP, OpenAiBody, TokenId
 from rollout.gateway.text import TextPieces
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
@@ -27,7 +27,7 @@ class CompletionBody(OpenAiBody):
     switched_off: ClassVar = OpenAiBody.switched_off | {"logprobs_mode": (None,)}
 
     prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=_MAX_PROMPTS)]
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     echo: bool = False
 
     @property

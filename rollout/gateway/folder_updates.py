@@ -44,7 +44,10 @@ class FolderUpdates:
             raise HttpError(
                 403, "this gateway reads no folders; start it with --weights-root FOLDER, above the folder", field
             )
-        path = Path(folder).expanduser().resolve()
+        try:
+            path = Path(folder).expanduser().resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise bad_request(f"{folder!r:.200} is no path: {error}", field) from error
         if not path.is_relative_to(self._root):
             raise HttpError(403, f"{folder!r:.200} is not below --weights-root", field)
         files = sorted(path.glob("*.safetensors"))

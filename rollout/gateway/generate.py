@@ -18,7 +18,7 @@ from rollout.gateway.bodies import Body
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, finish_reason, new_id, usage, version_runs
 from rollout.gateway.logprobs import prompt_entries
-from rollout.gateway.sampling import SamplingBody, StreamOptions, TokenId
+from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody, StreamOptions, TokenId
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion
 
@@ -29,8 +29,8 @@ ShowExperts = Callable[[Completion, int], Any]
 class GenerateParams(SamplingBody):
     """The `sampling_params` of a request."""
 
-    logprobs: int | None = Field(None, ge=0)
-    routed_experts_prompt_start: int = Field(0, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    routed_experts_prompt_start: int = Field(0, ge=0, le=MAX_TOKEN_ID)
 
 
 class GenerateBody(Body):
@@ -52,7 +52,7 @@ class GenerateBody(Body):
     request_id: str | None = Field(None, min_length=1, max_length=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: int = 0
+    priority: Int32 = 0
     return_token_ids: bool = False
     return_weight_versions: bool = False
 

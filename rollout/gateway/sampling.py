@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -10,7 +11,9 @@ from rollout.gateway.bodies import Body
 from rollout.gateway.errors import bad_request
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_TOP = 20  # likeliest tokens at each position
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Int32 = Annotated[int, Field(ge=-MAX_TOKEN_ID, le=MAX_TOKEN_ID)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 #: JSON texts whose outermost value is an object, in xgrammar's EBNF.
@@ -51,7 +54,7 @@ class StructuredOutputs(Body):
         given: list[dict[str, Any]] = [
             {name: value}
             for name, value in (
-                ("json_schema", self.json_),
+                ("json_schema", self.json_ if isinstance(self.json_, str | None) else json.dumps(self.json_)),
                 ("regex", self.regex),
                 ("choices", self.choice),
                 ("grammar", self.grammar),
@@ -86,7 +89,7 @@ class ResponseFormat(Body):
             return None
         if self.type == "json_object":
             return {"grammar": _JSON_OBJECT}
-        return {"json_schema": JsonSchema.take(self.json_schema, f"{place}json_schema.").schema_}
+        return {"json_schema": json.dumps(JsonSchema.take(self.json_schema, f"{place}json_schema.").schema_)}
 
 
 class SamplingBody(Body):
@@ -116,7 +119,7 @@ class SamplingBody(Body):
     n: int = Field(1, ge=1, le=1024)
     temperature: Number = 1.0
     top_p: Number = 1.0
-    top_k: int = 0
+    top_k: Int32 = 0
     min_p: Number = 0.0
     repetition_penalty: Number = 1.0
     presence_penalty: Number = 0.0
@@ -220,7 +223,7 @@ class OpenAiBody(SamplingBody):
 
     model: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=128)
-    priority: int = 0
+    priority: Int32 = 0
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False

@@ -21,7 +21,7 @@ from rollout.gateway.bodies import Body
 from rollout.gateway.control import Control
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, finish_reason, new_id
-from rollout.gateway.sampling import SamplingBody, TokenId
+from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody, TokenId
 from rollout.gateway.text import TextPieces
 from rollout.gateway.workers import TokenRequest
 from trainer_bridge.client.results import Completion, GenerateResult
@@ -40,8 +40,8 @@ class SglangParams(SamplingBody):
         "stream_interval": (None,),
     }
 
-    max_new_tokens: int | None = Field(None, ge=1)
-    min_new_tokens: int = Field(0, ge=0)
+    max_new_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    min_new_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
     sampling_seed: int | None = Field(None, ge=0, lt=2**63)
     no_stop_trim: bool = False
     json_schema: str | None = None
@@ -96,13 +96,13 @@ class GenerateBody(Body):
     sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
     rid: str | list[str] | None = None
     return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = Field(0, ge=0)
+    logprob_start_len: Int32 = -1
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP)
     return_routed_experts: bool = False
-    routed_experts_start_len: int = Field(0, ge=0)
+    routed_experts_start_len: int = Field(0, ge=0, le=MAX_TOKEN_ID)
     stream: bool = False
     lora_path: str | None = None
-    priority: int = 0
+    priority: Int32 = 0
 
     @property
     def several(self) -> bool:
