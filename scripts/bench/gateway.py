@@ -11,7 +11,8 @@ watched, with an event for each token, alone and next to others that get 16 toke
 the commits by their order: the commits are shifted so that no token arrives before its step, by as few steps as
 possible.
 
-On few cores the worker, the gateway and the client compete: then the gateway's work slows the worker, too.
+On few cores the worker, the gateway and the client compete: then the gateway's work slows the worker, too. So the CPU
+time of a token is reported as well: of the client (`zmq`, `http`), and of the gateway.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -94,18 +96,29 @@ async def compare_throughput(endpoint: str, args: argparse.Namespace) -> list[di
     rows = []
     for every in args.stream_every:
         speeds: dict[str, list[float]] = {"zmq": [], "http": []}
-        with serving(endpoint, every) as port:
+        cpu_us: dict[str, list[float]] = {"zmq": [], "http": [], "gateway": []}
+        with serving(endpoint, every) as (port, pid):
             async with AsyncRolloutClient(endpoint) as client:
                 ways = {"zmq": zmq_streamer(client, every), "http": http_streamer(port)}
                 for turn in range(args.turns + 1):
                     for name in sorted(ways, reverse=turn % 2 == 0):
-                        start = time.perf_counter()
+                        start, own_s, gateway_s = time.perf_counter(), time.process_time(), cpu_s(pid)
                         counts = await asyncio.gather(*(count(ways[name](args.tokens)) for _ in range(args.rows)))
                         if turn:  # the first turn warms up
-                            speeds[name].append(sum(counts) / (time.perf_counter() - start))
+                            tokens = sum(counts)
+                            speeds[name].append(tokens / (time.perf_counter() - start))
+                            cpu_us[name].append(1e6 * (time.process_time() - own_s) / tokens)
+                            if name == "http":
+                                cpu_us["gateway"].append(1e6 * (cpu_s(pid) - gateway_s) / tokens)
         zmq, http = (statistics.median(speeds[name]) for name in ("zmq", "http"))
         rows.append(
-            {"stream_every": every, "zmq_tokens_per_s": zmq, "http_tokens_per_s": http, "http_share": http / zmq}
+            {
+                "stream_every": every,
+                "zmq_tokens_per_s": zmq,
+                "http_tokens_per_s": http,
+                "http_share": http / zmq,
+                **{f"{name}_cpu_us_per_token": statistics.median(values) for name, values in cpu_us.items()},
+            }
         )
     return rows
 
@@ -116,8 +129,8 @@ async def compare_latency(args: argparse.Namespace) -> list[dict[str, Any]]:
     for beside in (0, args.rows - 1):
         with (
             paced_worker(args, beside + 1) as (endpoint, commits),
-            serving(endpoint, 1) as one,
-            serving(endpoint, 16) as many,
+            serving(endpoint, 1) as (one, _),
+            serving(endpoint, 16) as (many, _),
         ):
             arrivals: list[tuple[str, np.ndarray]] = []
             async with AsyncRolloutClient(endpoint) as client:
@@ -232,6 +245,12 @@ def serve_paced(folder: Path, rows: int, tokens: int, step_s: float) -> None:
     engine.executor.close()
 
 
+def cpu_s(pid: int) -> float:
+    """Seconds of CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def count(stream: AsyncIterator[tuple[float, int]]) -> int:
     """Tokens of a stream."""
     return sum([tokens async for _, tokens in stream])
@@ -277,8 +296,8 @@ def http_streamer(port: int) -> Streamer:
 
 
 @contextlib.contextmanager
-def serving(endpoint: str, every: int) -> Iterator[int]:
-    """The port of a gateway process."""
+def serving(endpoint: str, every: int) -> Iterator[tuple[int, int]]:
+    """The port and the process id of a gateway."""
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready.json"
         command = [
@@ -299,7 +318,7 @@ def serving(endpoint: str, every: int) -> Iterator[int]:
                 if process.poll() is not None or time.monotonic() > end:
                     raise RuntimeError("the gateway did not start")
                 time.sleep(0.05)
-            yield int(json.loads(ready.read_text())["url"].rpartition(":")[2])
+            yield int(json.loads(ready.read_text())["url"].rpartition(":")[2]), process.pid
         finally:
             process.terminate()
             process.wait()
