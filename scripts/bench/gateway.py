@@ -202,7 +202,7 @@ def paced_worker(args: argparse.Namespace, rows: int) -> Iterator[tuple[str, Cal
             process.stdin.close()
             if process.wait(_START_S) != 0:
                 raise RuntimeError("the paced worker failed")
-            return np.load(Path(folder) / "commits.npy", allow_pickle=False)
+            return np.array(json.loads((Path(folder) / "commits.json").read_text()))
 
         try:
             yield process.stdout.readline().strip(), commits
@@ -240,7 +240,7 @@ def serve_paced(folder: Path, rows: int, tokens: int, step_s: float) -> None:
         engine.tick()
         if time.perf_counter() - looked_s > _STATUS_S:
             status[0], looked_s = inspector.status(), time.perf_counter()
-    np.save(folder / "commits.npy", np.array(meter.times))
+    (folder / "commits.json").write_text(json.dumps(meter.times))
     server.stop()
     engine.executor.close()
 
