@@ -277,7 +277,7 @@ class RayFleet:
         return self._newest
 
     def workers(self) -> list[WorkerState]:
-        """All workers, also those that are gone for good."""
+        """All workers, even a worker that is gone for good."""
         with self._changed:
             return [_state_of(worker, worker in self._leave) for worker in self._workers]
 
