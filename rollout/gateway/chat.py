@@ -28,6 +28,8 @@ class ChatBody(OpenAiBody):
 
     ignored: ClassVar = OpenAiBody.ignored | {
         "include_reasoning": "reasoning is always shown apart from the answer",
+        "separate_reasoning": "as include_reasoning; routers add it",
+        "stream_reasoning": "as include_reasoning; routers add it",
         "mm_processor_kwargs": "there are no images",
     }
     switched_off: ClassVar = OpenAiBody.switched_off | {

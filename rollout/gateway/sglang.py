@@ -87,6 +87,10 @@ class GenerateBody(Body):
         "token_ids_logprob": (None,),
         "session_params": (None,),
         "custom_logit_processor": (None,),
+        "model": (None,),  # sglang-router adds these
+        "background": (None, False),
+        "no_logs": (None, False),
+        "return_entropy": (None, False),
     }
 
     text: str | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = None
