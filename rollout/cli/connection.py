@@ -19,17 +19,22 @@ _CONNECT_S = 4.0
 def add_worker(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
     """Declare ENDPOINT and the flags that `connect` reads."""
     parser.add_argument("endpoint", metavar="ENDPOINT", help="address of the worker, such as tcp://127.0.0.1:5757")
-    add_access(parser, timeout_s)
+    add_connection(parser, timeout_s)
 
 
-def add_access(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
+def add_connection(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
     """Declare the flags that `connect` reads."""
+    add_access(parser)
     shown = "no limit" if timeout_s is None else f"{timeout_s:g}"
+    parser.add_argument("--timeout-s", type=float, default=timeout_s, help=f"seconds to wait for an answer [{shown}]")
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that `curve_of` reads."""
     parser.add_argument("--curve-key", metavar="FILE", help="this client's secret key file, for a worker with CURVE")
     parser.add_argument(
         "--curve-server-key", metavar="FILE", help="the worker's public key file; required with --curve-key"
     )
-    parser.add_argument("--timeout-s", type=float, default=timeout_s, help=f"seconds to wait for an answer [{shown}]")
 
 
 def connect(endpoint: str, args: argparse.Namespace) -> RolloutClient:
@@ -41,7 +46,7 @@ def connect(endpoint: str, args: argparse.Namespace) -> RolloutClient:
     # The connection's time-out comes first, because its error is more specific.
     limits = {} if args.timeout_s is None else {"connect_timeout_s": min(0.8 * args.timeout_s, _CONNECT_S)}
     try:
-        return RolloutClient(endpoint, timeout_s=args.timeout_s, curve=_curve(args), **limits)
+        return RolloutClient(endpoint, timeout_s=args.timeout_s, curve=curve_of(args), **limits)
     except ValueError as error:  # not an endpoint
         raise UsageError(f"{endpoint}: {error}") from error
 
@@ -51,7 +56,8 @@ def where(endpoint: str, error: RolloutError) -> str:
     return str(error) if endpoint in str(error) else f"{endpoint}: {error}"
 
 
-def _curve(args: argparse.Namespace) -> ClientCurve | None:
+def curve_of(args: argparse.Namespace) -> ClientCurve | None:
+    """The keys of the flags, or None. Raises `UsageError` for one flag without the other."""
     from trainer_bridge.wire.keys import ClientCurve
 
     if args.curve_key is None and args.curve_server_key is None:

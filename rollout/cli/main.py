@@ -25,6 +25,7 @@ from rollout.process.logs import complain
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "serve": ("rollout.cli.serve", "run a worker"),
+        "gateway": ("rollout.cli.gateway", "serve workers over HTTP: OpenAI, vLLM and SGLang dialects"),
         "status": ("rollout.cli.status", "show the state of a worker"),
         "generate": ("rollout.cli.generate", "complete a prompt on a worker"),
         "top": ("rollout.cli.top", "watch workers live in the terminal"),

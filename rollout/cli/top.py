@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from rollout.cli.connection import add_access, connect
+from rollout.cli.connection import add_connection, connect
 from rollout.cli.parser import UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="with --once: print one line of JSON for each worker")
     parser.add_argument("--sort", choices=("length", "age"), default="length", help="order of the rows [length]")
     parser.add_argument("--interval-s", type=float, default=1.0, help="seconds between two polls [1]")
-    add_access(parser, timeout_s=5.0)
+    add_connection(parser, timeout_s=5.0)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -34,6 +34,17 @@ def test_requests_run_without_a_waiting_thread(worker: WorkerProcess) -> None:
         assert [len(result.completions) for result in many.result(30)] == [2, 2]
 
 
+def test_workers_join_and_leave_from_any_thread(worker: WorkerProcess) -> None:
+    with BackgroundClient("tcp://127.0.0.1:9", resume=True) as client:
+        waiting = client.generate("5:", return_text=True, **COUNT)
+        client.add(worker.endpoint)
+        assert waiting.result(60).endpoint == worker.endpoint
+        client.remove("tcp://127.0.0.1:9", "now")
+        assert client.generate("5:", **COUNT).result(30).endpoint == worker.endpoint
+        with pytest.raises(ValueError, match="last endpoint"):
+            client.remove(worker.endpoint)
+
+
 def test_future_raises_what_the_client_does(worker: WorkerProcess) -> None:
     with BackgroundClient(worker.endpoint) as client, pytest.raises(BadRequest):
         client.generate("5:", temperature=-1.0).result(30)

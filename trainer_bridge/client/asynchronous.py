@@ -248,8 +248,16 @@ class AsyncRolloutClient:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """All endpoints."""
+        """All endpoints except the ones that are being removed."""
         return tuple(self._core.endpoints)
+
+    def add(self, endpoint: str) -> None:
+        """As `RolloutClient.add`."""
+        self._core.add(endpoint)
+
+    def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
+        """As `RolloutClient.remove`."""
+        self._core.remove(endpoint, mode)
 
     def end_session(self, session: str) -> None:
         """Free a session's KV on its worker. Does not wait for the answer.
@@ -294,22 +302,23 @@ class AsyncRolloutClient:
         if self._loop is not None:
             raise RuntimeError("this client belongs to another event loop; make one for each loop")
         self._loop = loop
-        self._core.on_unread = lambda place: loop.call_soon(self._core.absorb, place)
+        self._core.on_unread = lambda endpoint: loop.call_soon(self._core.absorb, endpoint)
+        self._core.on_newcomers = lambda seconds: loop.call_later(seconds, self._core.ask_newcomers)
         self._core.on_closing = self._unwatch
         self._core.on_opened = self._watch
-        for place in range(len(self._core.connections)):
-            self._watch(place)
+        for endpoint in self._core.connections:
+            self._watch(endpoint)
 
-    def _watch(self, place: int) -> None:
+    def _watch(self, endpoint: str) -> None:
         assert self._loop is not None
-        connection = self._core.connections[place]
+        connection = self._core.connections[endpoint]
         for socket in (connection.socket, connection.monitor):
-            self._loop.add_reader(socket.get(zmq.FD), self._core.absorb, place)
-        self._loop.call_soon(self._core.absorb, place)
+            self._loop.add_reader(socket.get(zmq.FD), self._core.absorb, endpoint)
+        self._loop.call_soon(self._core.absorb, endpoint)
 
-    def _unwatch(self, place: int) -> None:
+    def _unwatch(self, endpoint: str) -> None:
         assert self._loop is not None
-        connection = self._core.connections[place]
+        connection = self._core.connections[endpoint]
         for socket in (connection.socket, connection.monitor):
             self._loop.remove_reader(socket.get(zmq.FD))
 

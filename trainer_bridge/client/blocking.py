@@ -42,8 +42,10 @@ _Value = TypeVar("_Value")
 class RolloutClient:
     """Sends requests to one or several workers. Not thread-safe.
 
-    A request goes to the endpoint with the fewest completions of this client in flight; all requests of one `session`
-    go to the same endpoint. All errors are in `trainer_bridge.wire.errors`.
+    A request goes to the endpoint with the fewest completions of this client in flight. Requests that begin with the
+    same prompt, of 64 tokens or more, go to the same endpoint until it has far more to do than another one; all
+    requests of one `session` go to the same endpoint as long as it can be reached. `add` and `remove` change the
+    endpoints at any time. All errors are in `trainer_bridge.wire.errors`.
 
     Args:
         endpoints: The workers' request sockets.
@@ -89,8 +91,11 @@ class RolloutClient:
         resumes = resume or journal is not None
         given = (client, timeout_s, connect_timeout_s, curve, acknowledge, heartbeat_s)
         self._core = make_core(endpoints, *given, resume=policy if resumes else None)
-        self._core.on_opened = lambda place: self._watch()
-        self._watch()
+        self._poller = zmq.Poller()
+        self._watched: dict[zmq.Socket, str] = {}  # endpoints by socket
+        self._core.on_opened, self._core.on_closing = self._watch, self._unwatch
+        for endpoint in self._core.connections:
+            self._watch(endpoint)
 
     # --- generate -----------------------------------------------------------------------------------------------------
 
@@ -296,8 +301,23 @@ class RolloutClient:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """All endpoints."""
+        """All endpoints except the ones that are being removed."""
         return tuple(self._core.endpoints)
+
+    def add(self, endpoint: str) -> None:
+        """Add a worker. It gets requests once its weights are as new as the weights of the other workers.
+
+        An endpoint that is being removed stays instead. Raises ValueError for one that is there already.
+        """
+        self._core.add(endpoint)
+
+    def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
+        """Send nothing new to a worker; returns at once. Its sessions continue on other workers.
+
+        With `drain` requests in flight there end there; with `now` they fail with `ConnectionLost`, or, if this client
+        resumes, continue on other workers. The worker itself goes on. Raises ValueError for the last endpoint.
+        """
+        self._core.remove(endpoint, mode)
 
     def end_session(self, session: str) -> None:
         """Free a session's KV on its worker. Does not wait for the reply.
@@ -327,19 +347,23 @@ class RolloutClient:
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        self._poller = zmq.Poller()
-        self._places: dict[zmq.Socket, int] = {}
-        for place, connection in enumerate(self._core.connections):
-            for socket in (connection.socket, connection.monitor):
-                self._poller.register(socket, zmq.POLLIN)
-                self._places[socket] = place
+    def _watch(self, endpoint: str) -> None:
+        connection = self._core.connections[endpoint]
+        for socket in (connection.socket, connection.monitor):
+            self._poller.register(socket, zmq.POLLIN)
+            self._watched[socket] = endpoint
+
+    def _unwatch(self, endpoint: str) -> None:
+        connection = self._core.connections[endpoint]
+        for socket in (connection.socket, connection.monitor):
+            self._poller.unregister(socket)
+            del self._watched[socket]
 
     def _wait_once(self, wait_s: float | None) -> None:
         """Wait until something has come, and take it in."""
         ready = self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
-        for place in sorted({self._places[socket] for socket, _ in ready}):
-            self._core.absorb(place)
+        for endpoint in sorted({self._watched[socket] for socket, _ in ready}):
+            self._core.absorb(endpoint)
 
     def _wait(self, waits: Generator[float | None, None, _Value], calls: list[ClientCall]) -> _Value:
         """Run one of the core's waits to its end. If it fails, abandon the calls."""

@@ -17,12 +17,14 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import zmq
 
 from trainer_bridge.client.assembly import Assembler
 from trainer_bridge.client.generate_request import AttachFields, RequestPlan, StreamKind, attach_fields
+from trainer_bridge.client.placement import Fleet
 from trainer_bridge.client.results import Chunk, Completion, GenerateResult, read_chunk, read_result
 from trainer_bridge.wire import codec as wire
 from trainer_bridge.wire.connection import REFUSED_S, Connection, close_when_dropped
@@ -41,6 +43,7 @@ _CONNECT_S = 30.0
 _LINGER_S = 1.0
 _MESSAGES_A_LOOK = 64
 _MOST_ACKS = 1024  # in one message
+_ASK_AGAIN_S = 1.0  # whether newcomers have current weights
 _ENVELOPE_FIELDS = ("v", "id", "op")
 _NO_JOURNAL = "this client has no journal; make it with journal="
 
@@ -56,14 +59,14 @@ def check_id(request_id: str, in_flight: Collection[str]) -> None:
 class ClientCall:
     """One request in flight, or its outcome: one of `result`, `reply` and `error`. `ClientCore` makes and changes it.
 
-    `place` is the index of its endpoint, `weight` what it adds to that endpoint's load, `deadline` of
-    `time.monotonic`. `on_update` is called whenever something has come for it.
+    `weight` is what it adds to its endpoint's load, `deadline` of `time.monotonic`. `on_update` is called whenever
+    something has come for it.
     """
 
-    def __init__(self, request_id: str, op: str, place: int, weight: int, deadline: float) -> None:
+    def __init__(self, request_id: str, op: str, endpoint: str, weight: int, deadline: float) -> None:
         self.id = request_id
         self.op = op
-        self.place = place
+        self.endpoint = endpoint
         self.weight = weight
         self.deadline = deadline
         self.started = time.monotonic()
@@ -97,15 +100,13 @@ class ClientCall:
 class ClientCore:
     """Connections to all endpoints and the calls in flight on them. Not thread-safe.
 
-    `on_unread`, `on_closing` and `on_opened` are called with the index of an endpoint: when there may be more to
-    `absorb`, before its socket is closed, and after another one was opened.
+    `on_unread`, `on_closing` and `on_opened` are called with an endpoint: when there may be more to `absorb`, before
+    its socket is closed, and after another one was opened. `on_newcomers` is called with the seconds after which to
+    call `ask_newcomers` again.
 
     If `acknowledges` is true, results are acknowledged at their worker once they are here, or in the journal. This is
     the default, except for clients with a name and without a journal, which may come back for their results.
     """
-
-    #: Whether a session continues at another endpoint when its own is gone.
-    moves_sessions = False
 
     def __init__(
         self,
@@ -117,30 +118,32 @@ class ClientCore:
         acknowledge: bool | None = None,
         heartbeat_s: float = 10.0,
     ) -> None:
-        self.endpoints = [endpoints] if isinstance(endpoints, str) else list(endpoints)
-        if not self.endpoints or len(set(self.endpoints)) != len(self.endpoints):
+        given = [endpoints] if isinstance(endpoints, str) else list(endpoints)
+        if not given or len(set(given)) != len(given):
             raise ValueError("give at least one endpoint, and each of them once")
+        self.fleet = Fleet(given)
         self.timeout_s = timeout_s
-        self.sessions: dict[str, int] = {}
-        self.on_unread: Callable[[int], object] = lambda place: None
-        self.on_closing: Callable[[int], object] = lambda place: None
-        self.on_opened: Callable[[int], object] = lambda place: None
+        self.on_unread: Callable[[str], object] = lambda endpoint: None
+        self.on_closing: Callable[[str], object] = lambda endpoint: None
+        self.on_opened: Callable[[str], object] = lambda endpoint: None
+        self.on_newcomers: Callable[[float], object] = lambda seconds: None
         self.client = client
         self._connect_timeout_s = connect_timeout_s
         self._calls: dict[str, ClientCall] = {}
-        self._loads = [0] * len(self.endpoints)
-        self._chosen = [0] * len(self.endpoints)  # when each was chosen last: breaks ties
         self._counter = itertools.count(1)
         self._prefix = uuid.uuid4().hex[:12]
         self._closed = False
         self.acknowledges = client is None if acknowledge is None else acknowledge
-        self._to_acknowledge: dict[int, list[str]] = {}  # by endpoint
+        self._to_acknowledge: dict[str, list[str]] = {}  # by endpoint
+        self._questions: list[ClientCall] = []  # to all workers, while there are newcomers
+        self._ask_at = 0.0  # when to put them again
         self._context = zmq.Context()
-        self.connections: list[Connection] = []
+        self._connect = partial(Connection, self._context, curve=curve, heartbeat_s=heartbeat_s)
+        self.connections: dict[str, Connection] = {}
         close_when_dropped(self, self._context, self.connections)
         try:
-            for endpoint in self.endpoints:
-                self.connections.append(Connection(self._context, endpoint, curve, heartbeat_s))
+            for endpoint in given:
+                self.connections[endpoint] = self._connect(endpoint)
         except ValueError:
             self.close()
             self.term()
@@ -156,40 +159,45 @@ class ClientCore:
             call.assembler = Assembler(plan.n, plan.prior, whole=plan.stream == "completions")
         return call
 
-    def launch(self, plan: RequestPlan, timeout_s: float | None, avoid: Collection[int] = ()) -> ClientCall:
+    def launch(self, plan: RequestPlan, timeout_s: float | None, avoid: Collection[str] = ()) -> ClientCall:
         """Send a generate request to one worker; to none of the endpoints `avoid` where there are others."""
-        for place in range(len(self.connections)):
-            self.absorb(place)  # a loss that is not known yet is not a loss of this call, nor a place for it
-        call = self.start("generate", plan.fields, self._choose(plan, avoid), timeout_s, plan.n, plan.request_id)
+        self._absorb_all()  # a loss that is not known yet is not a loss of this call
+        self.ask_newcomers()
+        if plan.endpoint is not None:
+            self.check_known(plan.endpoint)
+        gone = {endpoint for endpoint, connection in self.connections.items() if connection.gone}
+        endpoint = self.fleet.choose(plan, gone, avoid)
+        call = self.start("generate", plan.fields, endpoint, timeout_s, plan.n, plan.request_id)
         call.detached = bool(plan.fields.get("detached"))
         return call
 
     def control(self, op: str, endpoint: str | None, timeout_s: float | None = None, **fields: Any) -> list[ClientCall]:
         """Send a control message to one endpoint, or to all."""
-        places = range(len(self.endpoints)) if endpoint is None else [self._place_of(endpoint)]
-        for place in places:
-            self.absorb(place)  # as in `launch`
-        return [self.start(op, fields, place, timeout_s) for place in places]
+        if endpoint is not None:
+            self.check_known(endpoint)
+        self._absorb_all()  # as in `launch`
+        asked = self.endpoints if endpoint is None else [endpoint]
+        return [self.start(op, fields, each, timeout_s) for each in asked]
 
     def start(
         self,
         op: str,
         fields: dict[str, Any],
-        place: int,
+        endpoint: str,
         timeout_s: float | None = None,
         weight: int = 0,
         request_id: str | None = None,
     ) -> ClientCall:
         """Send one request to one endpoint, whose connection was looked at just now."""
         self._check_open()
-        if self.connections[place].refused is not None:  # ZeroMQ would not try again
-            self._reopen(place)
+        if self.connections[endpoint].refused is not None:  # ZeroMQ would not try again
+            self._reopen(endpoint)
         request_id = self.next_id() if request_id is None else request_id
         check_id(request_id, self._calls)
-        self._send(place, request_id, self._header(op, request_id) | fields)
-        call = ClientCall(request_id, op, place, weight, self.deadline(timeout_s))
+        self._send(endpoint, request_id, self._header(op, request_id) | fields)
+        call = ClientCall(request_id, op, endpoint, weight, self.deadline(timeout_s))
         self._calls[request_id] = call
-        self._loads[place] += weight
+        self.fleet[endpoint].load += weight
         return call
 
     def deadline(self, timeout_s: float | None) -> float:
@@ -202,24 +210,24 @@ class ClientCore:
         if not self._forget(call):
             return
         call.error = RolloutError("the request was abandoned by its client", code="abandoned", request_id=call.id)
-        if not self.connections[call.place].withdraw(call.id) and call.op == "generate" and not call.detached:
-            self.disown(call.place, call.id)
+        if not self.connections[call.endpoint].withdraw(call.id) and call.op == "generate" and not call.detached:
+            self.disown(call.endpoint, call.id)
 
     def acknowledge(self, call: ClientCall) -> None:
         """Acknowledge the result of a call after the messages at hand are taken in."""
-        self._to_acknowledge.setdefault(call.place, []).append(call.target or call.id)
+        self._to_acknowledge.setdefault(call.endpoint, []).append(call.target or call.id)
 
-    def disown(self, place: int, request_id: str) -> None:
-        """Cancel a request at a worker. The answer is ignored."""
-        cancel_id = self.next_id()
-        self._send(place, cancel_id, self._header("cancel", cancel_id) | {"target": request_id})
+    def disown(self, endpoint: str, request_id: str) -> None:
+        """Cancel a request at a worker, unless it was removed. The answer is ignored."""
+        if endpoint in self.connections:
+            cancel_id = self.next_id()
+            self._send(endpoint, cancel_id, self._header("cancel", cancel_id) | {"target": request_id})
 
     def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
         """Send `cancel` for a request to where it is, or may be; returns the calls to wait for."""
-        for place in range(len(self.connections)):
-            self.absorb(place)
+        self._absorb_all()
         if endpoint is None and target in self._calls:
-            endpoint = self.endpoints[self._calls[target].place]
+            endpoint = self._calls[target].endpoint
         return self.control("cancel", endpoint, target=target)
 
     def attach(self, target: str, stream: Literal[False] | StreamKind, given: AttachFields) -> ClientCall:
@@ -237,25 +245,25 @@ class ClientCore:
 
         Endpoints that are gone hold nothing. The answers are not waited for.
         """
-        known = self.sessions.pop(session, None)
-        for place in range(len(self.connections)) if known is None else (known,):
-            connection = self.connections[place]
+        home = self.fleet.session_home(session)
+        self.fleet.end_session(session)
+        for endpoint in self.endpoints if home is None else (home,):
+            connection = self.connections[endpoint]
             if not connection.gone and not connection.socket.closed:
-                self.start("end_session", {"session": session}, place)
+                self.start("end_session", {"session": session}, endpoint)
 
     def close(self) -> None:
         """Cancel all calls in flight and close all sockets; then call `term`."""
         if self._closed:
             return
-        for place in range(len(self.connections)):
-            self.absorb(place, sys.maxsize)
+        self._absorb_all(sys.maxsize)
         self.end_requests()
         self._closed = True
         for call in list(self._calls.values()):
             self.abandon(call)
             call.fail(ConnectionLost("the client was closed"))
-        for place, connection in enumerate(self.connections):
-            self.on_closing(place)
+        for endpoint, connection in self.connections.items():
+            self.on_closing(endpoint)
             connection.close(_LINGER_S)
 
     def end_requests(self) -> None:
@@ -277,15 +285,15 @@ class ClientCore:
         header: dict[str, Any] = {"v": wire.PROTOCOL_VERSION, "op": op, "id": request_id}
         return header if self.client is None else header | {"client": self.client}
 
-    def _send(self, place: int, request_id: str, header: dict[str, Any]) -> None:
-        self.connections[place].send(request_id, wire.encode(header))
-        self.on_unread(place)
+    def _send(self, endpoint: str, request_id: str, header: dict[str, Any]) -> None:
+        self.connections[endpoint].send(request_id, wire.encode(header))
+        self.on_unread(endpoint)
 
     def _forget(self, call: ClientCall) -> bool:
         if self._calls.get(call.id) is not call:
             return False
         del self._calls[call.id]
-        self._loads[call.place] -= call.weight
+        self.fleet[call.endpoint].load -= call.weight
         return True
 
     # --- journal ------------------------------------------------------------------------------------------------------
@@ -306,92 +314,153 @@ class ClientCore:
             raise ValueError("this client has several endpoints; say which one with endpoint=")
         return self.endpoints[0] if endpoint is None else endpoint
 
-    def _place_of(self, endpoint: str) -> int:
-        if endpoint not in self.endpoints:
+    @property
+    def endpoints(self) -> list[str]:
+        """All endpoints except the ones that are being removed."""
+        return self.fleet.endpoints
+
+    def check_known(self, endpoint: str) -> None:
+        """Raise ValueError for an endpoint that this client does not have."""
+        if endpoint not in self.connections:
             raise ValueError(f"{endpoint!r} is not an endpoint of this client; it has {', '.join(self.endpoints)}")
-        return self.endpoints.index(endpoint)
 
     def reachable(self, plan: RequestPlan) -> bool:
         """True if an endpoint that a request may go to is not known to be gone."""
         if plan.endpoint is not None:
-            return not self.connections[self._place_of(plan.endpoint)].gone
-        return any(not connection.gone for connection in self.connections)
+            return plan.endpoint in self.connections and not self.connections[plan.endpoint].gone
+        return any(not self.connections[endpoint].gone for endpoint in self.endpoints)
 
-    def _choose(self, plan: RequestPlan, avoid: Collection[int] = ()) -> int:
-        # A worker that is gone has no load, and would otherwise attract everything.
-        there = [place for place, connection in enumerate(self.connections) if not connection.gone]
-        welcome = [place for place in there if place not in avoid]
-        if plan.endpoint is not None:
-            place = self._place_of(plan.endpoint)
-        elif plan.session in self.sessions and (self.sessions[plan.session] in welcome or not self.moves_sessions):
-            place = self.sessions[plan.session]
-        else:
-            candidates = welcome or there or range(len(self.connections))
-            place = min(candidates, key=lambda place: (self._loads[place], self._chosen[place]))
-        self._chosen[place] = next(self._counter)
-        if plan.session is not None:
-            self.sessions[plan.session] = place
-        return place
+    def add(self, endpoint: str) -> None:
+        """Add an endpoint, or keep one that is being removed. Raises ValueError for one that is there already."""
+        self._check_open()
+        connection = None if endpoint in self.connections else self._connect(endpoint)
+        if self.fleet.add(endpoint) and connection is not None:
+            self.connections[endpoint] = connection
+            self.on_opened(endpoint)
+
+    def remove(self, endpoint: str, mode: Literal["drain", "now"]) -> None:
+        """Send nothing new to an endpoint; close its connection once nothing is in flight there.
+
+        With `now` calls in flight there fail with `ConnectionLost`, and their requests are cancelled.
+        """
+        self._check_open()
+        if mode not in ("drain", "now"):
+            raise ValueError(f"mode is {mode!r}; use 'drain' or 'now'")
+        self.check_known(endpoint)
+        self.fleet.leave(endpoint)
+        for call in self._calls_at(endpoint) if mode == "now" else ():
+            self.abandon(call)
+            call.fail(ConnectionLost(f"{endpoint} was removed from this client"))
+        self.absorb(endpoint)
+
+    def _calls_at(self, endpoint: str) -> list[ClientCall]:
+        return [call for call in self._calls.values() if call.endpoint == endpoint]
+
+    def _drop_if_left(self, endpoint: str) -> None:
+        """Close the connection of an endpoint that is being removed, once nothing is in flight there."""
+        if self.fleet[endpoint].leaving and not self._calls_at(endpoint):
+            self.on_closing(endpoint)
+            self.connections.pop(endpoint).close(_LINGER_S)
+            self.fleet.drop(endpoint)
+
+    def ask_newcomers(self) -> None:
+        """While there are newcomers, ask all workers for their weights version: at most once in a second."""
+        now = time.monotonic()
+        if self._closed or self._questions or now < self._ask_at or not self.fleet.newcomers:
+            return
+        there = [endpoint for endpoint in self.endpoints if self.connections[endpoint].can_send]
+        coming = [endpoint for endpoint in self.endpoints if not self.connections[endpoint].gone]
+        newcomers = set(self.fleet.newcomers)
+        if not newcomers.intersection(there) or not set(coming) <= newcomers.union(there):
+            return  # `absorb` asks when a worker comes
+        self._ask_at = now + _ASK_AGAIN_S
+        self._questions = [self.start("status", {}, endpoint, math.inf) for endpoint in there]
+        for question in self._questions:
+            question.on_update = self._admit
+
+    def _admit(self) -> None:
+        """Use the newcomers with current weights, once all workers have answered or are lost."""
+        if not all(question.done for question in self._questions):
+            return
+        replies = {question.endpoint: question.reply for question in self._questions if question.reply is not None}
+        self._questions = []
+        versions = {endpoint: reply.get("weights_version") for endpoint, reply in replies.items()}
+        whole = {
+            endpoint: version
+            for endpoint, version in versions.items()
+            if type(version) is int and replies[endpoint].get("state") != "stale"
+        }
+        self.fleet.admit(whole)
+        if self.fleet.newcomers:
+            self.on_newcomers(_ASK_AGAIN_S)
 
     # --- replies ------------------------------------------------------------------------------------------------------
 
-    def absorb(self, place: int, most: int = _MESSAGES_A_LOOK) -> None:
+    def absorb(self, endpoint: str, most: int = _MESSAGES_A_LOOK) -> None:
         """Take in at most `most` messages of one connection, so that others get their turn.
 
         If the connection was lost, its calls fail and another one is opened, over which unsent messages go.
         """
-        if self._closed:
+        if self._closed or endpoint not in self.connections:
             return
-        connection = self.connections[place]
+        connection = self.connections[endpoint]
         was_connected, was_refusing = connection.connected, connection.refusing_since_s is not None
         messages, lost = connection.drain(most)
         for frames in messages:
-            self._take(place, frames)
+            self._take(endpoint, frames)
         if connection.refused is not None:
-            self._fail_all(place, AccessRefused, connection.refused, unsent=True)
+            self._fail_all(endpoint, AccessRefused, connection.refused, unsent=True)
         if lost:
-            self._reopen(place)
-            self._fail_all(place, ConnectionLost, f"the connection to {connection.endpoint} was lost")
+            self._reopen(endpoint)
+            self.fleet.lost(endpoint)
+            self._fail_all(endpoint, ConnectionLost, f"the connection to {endpoint} was lost")
         elif connection.connected and not was_connected:
             self.endpoint_came()
+            self._ask_at = 0.0
+            self.ask_newcomers()
         if not was_refusing and connection.refusing_since_s is not None:  # calls have another limit now
-            for call in [call for call in self._calls.values() if call.place == place]:
+            for call in self._calls_at(endpoint):
                 call.on_update()
-        self._send_acknowledgements(place)
+        self._send_acknowledgements(endpoint)
         if len(messages) >= most:
-            self.on_unread(place)
+            self.on_unread(endpoint)
+        self._drop_if_left(endpoint)
+
+    def _absorb_all(self, most: int = _MESSAGES_A_LOOK) -> None:
+        for endpoint in list(self.connections):
+            self.absorb(endpoint, most)
 
     def endpoint_came(self) -> None:
         """An endpoint can be reached (again)."""
 
-    def _send_acknowledgements(self, place: int) -> None:
+    def _send_acknowledgements(self, endpoint: str) -> None:
         """Send collected acknowledgements. A worker that is gone needs none."""
-        ids = self._to_acknowledge.pop(place, [])
-        if ids and self.connections[place].can_send:
+        ids = self._to_acknowledge.pop(endpoint, [])
+        if ids and self.connections[endpoint].can_send:
             for start in range(0, len(ids), _MOST_ACKS):
                 ack_id = self.next_id()
-                self._send(place, ack_id, self._header("ack", ack_id) | {"targets": ids[start : start + _MOST_ACKS]})
+                self._send(endpoint, ack_id, self._header("ack", ack_id) | {"targets": ids[start : start + _MOST_ACKS]})
 
-    def _reopen(self, place: int) -> None:
-        self.on_closing(place)
-        self.connections[place].reopen()
-        self.on_opened(place)
+    def _reopen(self, endpoint: str) -> None:
+        self.on_closing(endpoint)
+        self.connections[endpoint].reopen()
+        self.on_opened(endpoint)
 
-    def _take(self, place: int, frames: list[bytes]) -> None:
+    def _take(self, endpoint: str, frames: list[bytes]) -> None:
         _, frames = wire.split_envelope(frames)
         try:
             reply = wire.decode(frames, wire.REPLY_LIMITS)
         except wire.WireError as error:
-            self._blame(place, wire.header_id(frames), f"a reply cannot be read: {error}")
+            self._blame(endpoint, wire.header_id(frames), f"a reply cannot be read: {error}")
             return
         request_id = reply.get("id")
         call = self._calls.get(request_id) if isinstance(request_id, str) else None
         if call is not None:
             self._apply(call, reply)
         elif request_id is None:
-            self._blame(place, None, f"the worker could not read a request: {reply.get('message')}")
+            self._blame(endpoint, None, f"the worker could not read a request: {reply.get('message')}")
         elif reply.get("op") == "result" and self.acknowledges:  # of something abandoned
-            self._to_acknowledge.setdefault(place, []).append(str(request_id))
+            self._to_acknowledge.setdefault(endpoint, []).append(str(request_id))
 
     def _apply(self, call: ClientCall, reply: dict[str, Any]) -> None:
         try:
@@ -415,7 +484,7 @@ class ClientCore:
             call.assembler.add(chunk)
             call.chunks.append(chunk)
         elif op == "result" and call.op in ("generate", "attach"):
-            result = read_result(reply, self.endpoints[call.place])
+            result = read_result(reply, call.endpoint)
             if call.assembler is not None:
                 for chunk in call.assembler.missing(result):
                     call.assembler.add(chunk)
@@ -428,19 +497,19 @@ class ClientCore:
         else:
             raise ProtocolError(f"the worker answered {call.op} with {op!r:.40}")
 
-    def _blame(self, place: int, request_id: str | None, message: str) -> None:
+    def _blame(self, endpoint: str, request_id: str | None, message: str) -> None:
         """Fail the call of a broken reply; if its id is unknown, all calls at that endpoint."""
         call = self._calls.get(request_id) if request_id is not None else None
         if call is None:
-            self._fail_all(place, ProtocolError, message)
+            self._fail_all(endpoint, ProtocolError, message)
         else:
             self.abandon(call)
             call.fail(ProtocolError(message))
 
-    def _fail_all(self, place: int, kind: type[RolloutError], message: str, unsent: bool = False) -> None:
+    def _fail_all(self, endpoint: str, kind: type[RolloutError], message: str, unsent: bool = False) -> None:
         """Fail the calls that were sent to one endpoint; with `unsent` those, too, that wait for the connection."""
-        connection = self.connections[place]
-        for call in [call for call in self._calls.values() if call.place == place]:
+        connection = self.connections[endpoint]
+        for call in self._calls_at(endpoint):
             if connection.waits(call.id) and not (unsent and connection.withdraw(call.id)):
                 continue
             self._forget(call)
@@ -459,7 +528,7 @@ class ClientCore:
         if call.done:
             return 0.0
         now, limit = time.monotonic(), call.deadline
-        connection = self.connections[call.place]
+        connection = self.connections[call.endpoint]
         connect_s = self._connect_s(connection)
         if not connection.connected:
             limit = min(limit, call.started + connect_s)
@@ -500,8 +569,8 @@ class StreamView:
 
     @property
     def endpoint(self) -> str:
-        """Where it runs."""
-        return self._core.endpoints[self._call.place]
+        """Where it runs; empty for a request that waits for its first worker."""
+        return self._call.endpoint
 
     @property
     def result(self) -> GenerateResult | None:

@@ -101,8 +101,6 @@ def make_core(
 class ResumingCore(ClientCore):
     """A `ClientCore` whose `generate` requests outlive their workers."""
 
-    moves_sessions = True
-
     def __init__(self, policy: ResumePolicy, *given: Any) -> None:
         self.resumer = Resumer(self, policy)
         super().__init__(*given)
@@ -110,6 +108,8 @@ class ResumingCore(ClientCore):
     def generate(self, plan: RequestPlan) -> ClientCall:
         """Begin a request, or go on with one that the journal knows."""
         self._check_open()
+        if plan.endpoint is not None:
+            self.check_known(plan.endpoint)
         return self.resumer.start(plan)
 
     def abandon(self, call: ClientCall) -> None:
@@ -121,8 +121,7 @@ class ResumingCore(ClientCore):
 
     def cancel(self, target: str, endpoint: str | None) -> list[ClientCall]:
         """Send `cancel` for a request to where it is, or may be; returns the calls to wait for."""
-        for place in range(len(self.connections)):
-            self.absorb(place)
+        self._absorb_all()
         if target not in self.resumer.calls:
             return super().cancel(target, endpoint)
         self.resumer.cancel(self.resumer.calls[target])
@@ -213,8 +212,8 @@ class Resumer:
         """End a request with the tokens it has: cancel its legs at their workers, end waiting completions here."""
         call.cancelled = True
         for leg in list(call.legs):
-            if self._core.connections[leg.place].connected:
-                self._core.disown(leg.place, leg.id)
+            if self._core.connections[leg.endpoint].connected:
+                self._core.disown(leg.endpoint, leg.id)
             else:
                 self._core.abandon(leg)
                 self._leg_lost(call, leg, ConnectionLost("it had not been sent yet"))
@@ -259,7 +258,7 @@ class Resumer:
         call.restore(saved)
         for endpoint, leg_id in () if call.done else saved.legs:
             if endpoint in self._core.endpoints:
-                self._disown(self._core.endpoints.index(endpoint), leg_id)
+                self._disown(endpoint, leg_id)
         return call
 
     def _pump(self, call: ResumedCall, first_id: str | None = None) -> None:
@@ -298,17 +297,17 @@ class Resumer:
         call.resumes += call.begun or any(part.error is not None for part in parts)
         call.add_leg(leg, parts, time.monotonic(), bool(plan.fields.get("prompt_logprobs")))
         if self.journal is not None:
-            self.journal.sent(call.id, self._core.endpoints[leg.place], leg.id)
+            self.journal.sent(call.id, leg.endpoint, leg.id)
 
     def _leg_id(self, call: ResumedCall) -> str:
         """A fresh id for a leg; it begins with the request's id, for readers of the worker's log."""
         fresh = self._core.next_id()
         return f"{call.id[: wire.MAX_ID_CHARS - len(fresh) - 1]}/{fresh}"
 
-    def _disown(self, place: int, leg_id: str) -> None:
+    def _disown(self, endpoint: str, leg_id: str) -> None:
         """End what a lost connection may have left running: a client with a name keeps it by coming back."""
         if self._core.client is not None:
-            self._core.disown(place, leg_id)
+            self._core.disown(endpoint, leg_id)
 
     def _due(self, call: ResumedCall, part: ResumedCompletion, now: float) -> float:
         """When to look at a waiting completion again; `endpoint_came` reports an endpoint that is back."""
@@ -345,12 +344,12 @@ class Resumer:
         handed_back = None if call.cancelled else _handed_back(chunk.part)
         if handed_back is not None:
             chunk = replace(chunk, part=replace(chunk.part, finish_reason=None, stop=None, error=None))
-        place = None if part.leg is None else part.leg.place
+        endpoint = None if part.leg is None else part.leg.endpoint
         chunk = call.take(part, chunk)
         if self.journal is not None:
             self.journal.add(call.id, chunk)
         if handed_back is not None:
-            self._suspend(call, part, handed_back, place)
+            self._suspend(call, part, handed_back, endpoint)
 
     def _leg_done(self, call: ResumedCall, leg: ClientCall, result: GenerateResult) -> None:
         for completion in result.completions:
@@ -371,19 +370,19 @@ class Resumer:
         mine = [call.parts[index] for index in call.legs.pop(leg)]
         parts = [part for part in mine if part.leg is leg and not part.done]
         if isinstance(error, ConnectionLost):
-            self._disown(leg.place, leg.id)
+            self._disown(leg.endpoint, leg.id)
         if not parts:
             return
         if not (isinstance(error, (ConnectionLost, Unavailable, InternalError)) or _full_later(call, error)):
             self._fail(call, error)
             return
-        place = None if isinstance(error, ConnectionLost) else leg.place
+        endpoint = None if isinstance(error, ConnectionLost) else leg.endpoint
         for part in parts:
-            self._suspend(call, part, error, place)
+            self._suspend(call, part, error, endpoint)
         if call.cancelled:
             self._end_waiting(call, "cancelled")
 
-    def _suspend(self, call: ResumedCall, part: ResumedCompletion, error: RolloutError, avoid: int | None) -> None:
+    def _suspend(self, call: ResumedCall, part: ResumedCompletion, error: RolloutError, avoid: str | None) -> None:
         """A completion waits for another worker."""
         if call.done:
             return

@@ -45,7 +45,7 @@ class ResumedCompletion:
     faults: int = 0  # lost workers for which this request may be to blame
     down_since: float | None = None
     down_s: float = 0.0  # time without a worker since the last new token, up to `down_since`
-    avoid: int | None = None  # the endpoint that refused it last
+    avoid: str | None = None  # the endpoint that refused it last
     error: RolloutError | None = None  # the last one
 
     def suspend(self, error: RolloutError, now: float) -> None:
@@ -65,7 +65,7 @@ class ResumedCall(ClientCall):
     def __init__(
         self, request_id: str, plan: RequestPlan, seed: int, deadline: float, started_unix_s: float | None = None
     ) -> None:
-        super().__init__(request_id, "generate", 0, 0, deadline)
+        super().__init__(request_id, "generate", "", 0, deadline)
         self.plan = plan
         self.seed = seed
         self.started_unix_s = time.time() if started_unix_s is None else started_unix_s
@@ -121,7 +121,7 @@ class ResumedCall(ClientCall):
         """A worker has these completions now, and the log-probs of the prompt to tell with `scores`."""
         self.legs[leg] = [part.index for part in parts]
         self.scoring = leg if scores else self.scoring
-        self.place = leg.place
+        self.endpoint = leg.endpoint
         for part in parts:
             assert part.down_since is not None, "it has a worker"
             part.leg = leg

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack
 
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.batch import MAX_IN_FLIGHT, BatchItem
@@ -48,6 +48,22 @@ class BackgroundClient:
     ) -> Future[list[GenerateResult]]:
         """As `RolloutClient.generate_many`, but a future of its results."""
         return self._run(self._client.generate_many(requests, max_in_flight=max_in_flight, **common))
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """As `RolloutClient.endpoints`."""
+        return self._client.endpoints
+
+    def add(self, endpoint: str) -> None:
+        """As `RolloutClient.add`."""
+        self._run(self._change(self._client.add, endpoint)).result()
+
+    def remove(self, endpoint: str, mode: Literal["drain", "now"] = "drain") -> None:
+        """As `RolloutClient.remove`."""
+        self._run(self._change(self._client.remove, endpoint, mode)).result()
+
+    async def _change(self, change: Callable[..., None], *given: str) -> None:
+        change(*given)
 
     def close(self) -> None:
         """Cancel what is unfinished and end the connections and the thread. Idempotent."""

@@ -30,6 +30,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainer_bridge.publish.control_link import ControlLink, ask_all
@@ -58,6 +59,14 @@ _OFFER_S = 0.1  # between two offers to give way to a newer update
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A worker that joins, with the connection to it, or leaves (None)."""
+
+    endpoint: str
+    joins: ControlLink | None
+
+
 class WeightPublisher:
     """Publishes weights to one or several workers.
 
@@ -67,7 +76,7 @@ class WeightPublisher:
     called `publish` less often.
 
     Args:
-        endpoints: The workers' request sockets, as `RolloutClient` takes them.
+        endpoints: The workers' request sockets, as `RolloutClient` takes them. `add` and `remove` change them.
         transport: `shm` (one host), `zmq`, `cuda_ipc` (GPUs of one host), `nccl`, `disk`, or `auto`: for each worker
             the first of `cuda_ipc`, `nccl`, `shm` and `zmq` that works. Reports and the log name it and the reason.
             Default: `auto`.
@@ -126,7 +135,7 @@ class WeightPublisher:
         self._kept = KeptUpdate() if keep else None
         self._client = f"publisher-{secrets.token_hex(4)}"
         self._links = {link.endpoint: link for link in self._connect()}
-        self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Payload, PublishHandle] | _Change | None] = queue.SimpleQueue()
         self._newest: dict[str | None, int] = {}  # the last version that was published, by adapter; None: the model's
         self._jobs_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
@@ -156,11 +165,33 @@ class WeightPublisher:
             payload.adapter = {"name": adapter, "config": _config_map(adapter_config)}
         handle = PublishHandle(payload)
         with self._jobs_lock:
-            if self._closing.is_set():
-                raise ValueError("this publisher is closed; make a new one")
+            self._check_not_closed()
             self._newest[adapter] = handle.version
             self._jobs.put((payload, handle))
         return handle
+
+    def add(self, endpoint: str) -> None:
+        """Publish to one more worker, from the next `publish` on; with `keep` it gets the last update within seconds.
+
+        Updates that were published before go on without it. Raises ValueError for an endpoint that is there already.
+        """
+        with self._jobs_lock:
+            self._check_not_closed()
+            if endpoint in self.endpoints:
+                raise ValueError(f"{endpoint!r} is an endpoint of this publisher already")
+            link = ControlLink(endpoint, self._client, self._curve, self._refused_s)
+            self.endpoints = [*self.endpoints, endpoint]
+            self._jobs.put(_Change(endpoint, link))
+
+    def remove(self, endpoint: str) -> None:
+        """Publish no more to a worker, from the next `publish` on. Raises ValueError for the last endpoint."""
+        with self._jobs_lock:
+            self._check_not_closed()
+            left = [other for other in self.endpoints if other != endpoint]
+            if len(left) == len(self.endpoints) or not left:
+                raise ValueError(f"{endpoint!r} is not an endpoint of this publisher, or its last one")
+            self.endpoints = left
+            self._jobs.put(_Change(endpoint, None))
 
     def status(self, timeout_s: float = 10.0) -> list[dict[str, Any]]:
         """Each worker's weights `version`, `state`, `incoming` update and `last` report, in the order of `endpoints`.
@@ -195,6 +226,10 @@ class WeightPublisher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _check_not_closed(self) -> None:
+        if self._closing.is_set():
+            raise ValueError("this publisher is closed; make a new one")
+
     def _connect(self) -> list[ControlLink]:
         links: list[ControlLink] = []
         try:
@@ -210,6 +245,9 @@ class WeightPublisher:
 
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
+            if isinstance(job, _Change):
+                self._apply(job)
+                continue
             payload, handle = job
             error: RolloutError | None = None
             try:
@@ -219,7 +257,7 @@ class WeightPublisher:
                 kept = self._kept if payload.adapter is None else None
                 if kept is not None:
                     kept.fill(payload)
-                self._publish(payload, handle, self.endpoints)
+                self._publish(payload, handle, list(self._links))
                 if kept is not None:
                     kept.keep_finished(payload, handle, self._closing)
             except RolloutError as caught:
@@ -236,7 +274,18 @@ class WeightPublisher:
         if self._ranks is not None:
             self._ranks.close()
 
-    def _next_job(self) -> tuple[Payload, PublishHandle] | None:
+    def _apply(self, change: _Change) -> None:
+        """Have a worker join or leave, between two updates."""
+        if change.joins is not None:
+            self._links[change.endpoint] = change.joins
+            self._choice.add(change.endpoint)
+            return
+        self._links.pop(change.endpoint).close()
+        self._choice.remove(change.endpoint)
+        if self._kept is not None:
+            self._kept.forgive(change.endpoint)
+
+    def _next_job(self) -> tuple[Payload, PublishHandle] | _Change | None:
         """Wait for the next update. Meanwhile, send the kept one to restarted workers with older weights."""
         while self._kept is not None:
             try:
@@ -319,7 +368,7 @@ class WeightPublisher:
                 lambda recipient: {
                     "action": "commit",
                     "token": recipient.token.hex(),
-                    "options": finished[recipient.transport],
+                    "options": finished[recipient.route],
                 },
                 "commit",
                 self._apply_s,
@@ -336,7 +385,7 @@ class WeightPublisher:
     def _deliver(
         self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]
     ) -> dict[str, dict[str, Any]]:
-        """Begin the update and transfer it to all recipients that accept it; the options of `commit` by transport."""
+        """Begin the update and transfer it to all recipients that accept it; the options of `commit` by route."""
         self._begin(payload, handle, recipients)
         handle.phase = "transfer"
         self._check_open(handle)
@@ -371,7 +420,7 @@ class WeightPublisher:
             handle.phase = "begin"
             self._ask(
                 [recipient for recipient in left if not recipient.error],
-                lambda recipient: {**begin, "transport": recipient.transport, "options": options[recipient.transport]},  # noqa: B023
+                lambda recipient: {**begin, "transport": recipient.transport, "options": options[recipient.route]},  # noqa: B023
                 "begin",
                 self._begin_s,
                 note=_note_grant,

@@ -35,7 +35,7 @@ class PublisherSetup:
 
     folder: str | None  # where `disk` writes
     curve: ClientCurve | None  # keys for workers with CURVE
-    endpoints: Sequence[str]  # of the workers
+    endpoints: Sequence[str]  # of the workers; changes when one joins or leaves
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Transport:
     receiver: Callable[[WorkerSetup], TransportReceiver | None]
     sender: Callable[[PublisherSetup], TransportSender]
     gpu_to_gpu: bool = False  # `auto` takes it for tensors on a GPU only
+    in_group: bool = False  # the workers of a sender form a group, which takes time; one that joins gets its own
     can_send: Callable[[], bool] = lambda: True  # whether `auto` may try it in this trainer's process
 
 
@@ -98,7 +99,7 @@ TRANSPORTS: dict[str, Transport] = {
     "shm": Transport(lambda worker: ShmReceiver(worker.buckets), lambda publisher: ShmSender(publisher.curve)),
     "disk": Transport(lambda worker: DiskReceiver(), _disk_sender),
     "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender, gpu_to_gpu=True),
-    "nccl": Transport(_nccl_receiver, _nccl_sender, gpu_to_gpu=True, can_send=_has_nccl),
+    "nccl": Transport(_nccl_receiver, _nccl_sender, gpu_to_gpu=True, in_group=True, can_send=_has_nccl),
 }
 
 #: What `auto` tries, in this order; the last one works between any two hosts. `transport_choice` has the reasons.

@@ -19,7 +19,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import zmq
@@ -195,8 +195,8 @@ class Connection:
         self.socket.close(linger_ms)
 
 
-def close_when_dropped(owner: object, context: zmq.Context, connections: list[Connection]) -> None:
-    """Close the connections that are in the list by then, and their context, once `owner` is garbage.
+def close_when_dropped(owner: object, context: zmq.Context, connections: Mapping[str, Connection]) -> None:
+    """Close the connections that are in the map by then, and their context, once `owner` is garbage.
 
     A context that the garbage collector finds waits without limit for sockets that are still open. At the end of the
     process nothing waits, and threads may still use the sockets, so they are left alone.
@@ -204,10 +204,10 @@ def close_when_dropped(owner: object, context: zmq.Context, connections: list[Co
     weakref.finalize(owner, _close_all, context, connections, os.getpid()).atexit = False
 
 
-def _close_all(context: zmq.Context, connections: list[Connection], process: int) -> None:
+def _close_all(context: zmq.Context, connections: Mapping[str, Connection], process: int) -> None:
     if os.getpid() != process:  # a fork has a copy of the client, but not its sockets
         return
-    for connection in connections:
+    for connection in connections.values():
         connection.close()
     context.term()
 

@@ -91,9 +91,13 @@ class TextCodec:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         options: dict[str, Any] | None = None,
+        template: str | None = None,
     ) -> str:
-        """The rendered text of messages; arguments and errors as in `encode_chat`."""
-        if not self.has_chat_template:
+        """The rendered text of messages; arguments and errors as in `encode_chat`.
+
+        `template` replaces the model's chat template. It runs in the sandbox, but may take any time: trust its source.
+        """
+        if not self.has_chat_template and template is None:
             raise bad_request("this model has no chat template; send a 'prompt' instead", "messages")
         options = dict(options or {})
         for name in options:
@@ -101,7 +105,9 @@ class TextCodec:
                 raise bad_request("this option is reserved; remove it", f"chat_template_kwargs.{name}")
         options.setdefault("add_generation_prompt", not options.get("continue_final_message", False))
         try:
-            text = self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, tokenize=False, **options
+            )
         # A template is a program that runs on the client's data; every error is about that data.
         except Exception as error:
             raise bad_request(

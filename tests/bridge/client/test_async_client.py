@@ -49,7 +49,9 @@ def test_a_send_that_takes_the_signal_of_a_reply_looks_for_the_reply(serve: Serv
             stream = await client.generate([1], stream="tokens")
             ping = asyncio.create_task(client.ping())
             await asyncio.sleep(0)  # the ping is sent
-            client._core.connections[0].socket.poll(5000)  # its reply has come, and ZeroMQ has taken back its signal
+            client._core.connections[client.endpoints[0]].socket.poll(
+                5000
+            )  # its reply has come, and ZeroMQ has taken back its signal
             stream.close()  # sends
             await ping
 

@@ -159,7 +159,7 @@ class NcclSender(TransportSender):
     why = "from device to device"
 
     def __init__(self, endpoints: Sequence[str]) -> None:
-        self._hosts = [local_address(endpoint) for endpoint in endpoints]
+        self._endpoints = endpoints
         self._server: StoreServer | None = None
         self._kept = KeptGroup()
         self._kept_with: Members = ()
@@ -170,7 +170,8 @@ class NcclSender(TransportSender):
         if self._server is None or self._others is None:
             self._others = OtherRanks(payload)
             try:
-                self._server = StoreServer([*self._hosts, *self._others.hosts], timeout_s=30.0)
+                hosts = [local_address(endpoint) for endpoint in self._endpoints]
+                self._server = StoreServer([*hosts, *self._others.hosts], timeout_s=30.0)
             except (OSError, RuntimeError) as error:
                 raise RolloutError(f"prepare: no store can be opened: {error!s:.200}; use the transport zmq") from error
         where = {"hosts": self._server.hosts, "port": self._server.port}

@@ -1,0 +1,369 @@
+"""`POST /v1/chat/completions`, `.../render`, `/tokenize` and `/detokenize`: conversations, tools and reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout.gateway.answers import EventStream, json_answer, unless_gone
+from rollout.gateway.bodies import Body
+from rollout.gateway.errors import bad_request
+from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, usage, version_runs
+from rollout.gateway.logprobs import prompt_entries
+from rollout.gateway.messages import RenderedChat, Rendering, render_chat
+from rollout.gateway.reasoning import ReasoningStream
+from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, OpenAiBody, TokenId
+from rollout.gateway.tools import ToolCall, ToolStream
+from rollout.gateway.workers import TokenRequest
+from trainer_bridge.client.results import Completion
+
+
+class ChatBody(OpenAiBody):
+    """The body of `/v1/chat/completions`."""
+
+    ignored: ClassVar = OpenAiBody.ignored | dict.fromkeys(
+        ("separate_reasoning", "stream_reasoning"), "reasoning is always apart from the answer; routers add the field"
+    )
+    switched_off: ClassVar = OpenAiBody.switched_off | {
+        "audio": (None,),
+        "include_reasoning": (None, True),
+        "mm_processor_kwargs": (None, {}),
+        "modalities": (None, ["text"]),
+        "prediction": (None,),
+        "web_search_options": (None,),
+        "reasoning_effort": (None,),
+        "verbosity": (None,),
+        "functions": (None,),
+        "function_call": (None,),
+        "echo": (None, False),
+    }
+
+    messages: list[Any]
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+    @property
+    def rendering(self) -> Rendering:
+        """How the messages are rendered."""
+        options = dict(self.chat_template_kwargs)
+        if self.documents is not None:
+            options["documents"] = self.documents
+        if self.continue_final_message:
+            options["continue_final_message"] = True
+        if self.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self.add_generation_prompt
+        return Rendering(self.tools or None, options, self.chat_template, self.add_special_tokens)
+
+    def tool_constraint(self) -> dict[str, Any] | None:
+        """The constraint of a `tool_choice` that demands a call: the arguments of the function, or a list of calls."""
+        if self.tool_choice in (None, "none", "auto"):
+            return None
+        functions = self._functions()
+        if self.tool_choice == "required":
+            kinds = [
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "parameters": parameters},
+                    "required": ["name", "parameters"],
+                }
+                for name, parameters in functions.items()
+            ]
+            most = {} if self.parallel_tool_calls else {"maxItems": 1}
+            return {"json_schema": json.dumps({"type": "array", "minItems": 1, "items": {"anyOf": kinds}, **most})}
+        name = self.named_tool()
+        if name not in functions:
+            raise bad_request("'tool_choice' names a function of 'tools'", "tool_choice")
+        return {"json_schema": json.dumps(functions[name])}
+
+    def named_tool(self) -> str | None:
+        """The function that must be called, if `tool_choice` names one."""
+        if not isinstance(self.tool_choice, dict):
+            return None
+        function = self.tool_choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise bad_request('send {"type": "function", "function": {"name": ...}}', "tool_choice")
+        return name
+
+    def _functions(self) -> dict[str, dict[str, Any]]:
+        if not self.tools:
+            raise bad_request("'tool_choice' needs 'tools'; add them or remove it", "tool_choice")
+        found = {}
+        for place, tool in enumerate(self.tools):
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise bad_request("a tool has a 'function' with a 'name'", f"tools.{place}.function")
+            found[function["name"]] = function.get("parameters") or {"type": "object", "properties": {}}
+        return found
+
+
+class Chat:
+    """Answers chat requests."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        body = ChatBody.take(await self._gateway.body(request))
+        return await unless_gone(request, self._answer(request, body))
+
+    async def render(self, request: Request) -> Response:
+        """`/v1/chat/completions/render`: the prompt of a conversation as token ids, without generating."""
+        body = ChatBody.take(await self._gateway.body(request))
+        chat = await render_chat(self._gateway, body.messages, body.rendering)
+        return json_answer(
+            {
+                "request_id": new_id("render-", request, body.request_id),
+                "model": body.model or self._gateway.names[0],
+                "token_ids": chat.token_ids,
+                "features": None,
+            }
+        )
+
+    async def _answer(self, request: Request, body: ChatBody) -> Response:
+        gateway = self._gateway
+        session, place = gateway.placement(request)
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise bad_request("'max_tokens' and 'max_completion_tokens' differ; send one of them", "max_tokens")
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request("'top_logprobs' needs 'logprobs': true", "top_logprobs")
+        if body.stream and body.prompt_logprobs is not None:
+            raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
+        fields = await gateway.openai_fields(body) | place
+        fields |= {"return_text": body.skip_special_tokens, "logprobs": body.top_logprobs}
+        if body.max_completion_tokens is not None:
+            fields["max_tokens"] = body.max_completion_tokens
+        demanded = body.tool_constraint()
+        if body.tools and demanded is None and body.tool_choice != "none" and gateway.tools is None:
+            raise bad_request(
+                "this gateway knows no format of tool calls for this model: start it with --tool-parser, or set "
+                "'tool_choice' to 'none'",
+                "tools",
+            )
+        if demanded is not None:
+            if fields["constraint"] is not None:
+                raise bad_request("a 'tool_choice' that demands a call is a constraint; send no other", "tool_choice")
+            fields["constraint"] = demanded
+        chat = await render_chat(gateway, body.messages, body.rendering)
+        call = _Call(
+            gateway,
+            body,
+            chat,
+            TokenRequest(chat.token_ids, fields, body.n),
+            new_id("chatcmpl-", request, body.request_id),
+            session,
+        )
+        if body.stream:
+            return EventStream(call.events(), gateway.settings.send_s)
+        return json_answer(await call.whole())
+
+
+class _Message:
+    """One completion on its way to a message: its text is cut into reasoning, content and tool calls."""
+
+    def __init__(self, gateway: Gateway, body: ChatBody, prompt: str) -> None:
+        self._pieces = gateway.text.pieces(not body.skip_special_tokens, body.stop, body.include_stop_str_in_output)
+        demanded = body.tool_constraint() is not None
+        self._reasoning: ReasoningStream | None = None
+        if gateway.reasoning is not None and not demanded:
+            self._reasoning = gateway.reasoning.stream(prompt)
+        self._tools: ToolStream | None = None
+        if demanded:
+            self._tools = _DemandedCalls(body.named_tool())
+        elif body.tools and body.tool_choice != "none":
+            assert gateway.tools is not None
+            self._tools = gateway.tools.stream()
+        self.calls = 0
+
+    def take(self, part: Completion) -> tuple[str, str, list[ToolCall]]:
+        """What new tokens add: reasoning, content, complete calls."""
+        last = part.finish_reason is not None
+        text, reasoning = self._pieces.take(part), ""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.feed(text, last)
+        calls: list[ToolCall] = []
+        if self._tools is not None:
+            text, calls = self._tools.feed(text, last)
+        self.calls += len(calls)
+        return reasoning, text, calls
+
+    def finish_reason(self, part: Completion) -> str | None:
+        """How the message ended."""
+        reason = finish_reason(part)
+        return "tool_calls" if reason == "stop" and self.calls else reason
+
+
+class _DemandedCalls:
+    """The calls of a completion that is constrained to be calls: of one function its arguments, else a list."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+        self._text = ""
+
+    def feed(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
+        """Nothing until the end; then the calls, or the text if it was cut short."""
+        self._text += text
+        if not last:
+            return "", []
+        try:
+            value = json.loads(self._text)
+        except ValueError:
+            return self._text, []
+        if self._name is not None:
+            return "", [ToolCall(self._name, self._text)]
+        return "", [ToolCall(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in value]
+
+
+class _Call:
+    """One request, and how its answer looks."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        body: ChatBody,
+        chat: RenderedChat,
+        request: TokenRequest,
+        request_id: str,
+        session: str | None,
+    ) -> None:
+        self._gateway = gateway
+        self._body = body
+        self._chat = chat
+        self._request = request
+        self._id = request_id
+        self._session = session
+        self._head = {"id": request_id, "created": now(), "model": body.model or gateway.names[0]}
+        self._logprobs = gateway.logprob_format(body.top_logprobs, body.return_tokens_as_token_ids)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer without streaming."""
+        result = await self._gateway.workers.generate(self._id, self._request, self._session)
+        choices = []
+        for completion in result.completions:
+            message = _Message(self._gateway, self._body, self._chat.text)
+            reasoning, content, calls = message.take(completion)
+            shown: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+            if self._gateway.reasoning is not None:
+                shown["reasoning_content"] = shown["reasoning"] = reasoning or None
+            if calls:
+                shown["tool_calls"] = [call.shown() for call in calls]
+            choices.append({"index": completion.index, "message": shown, **self._facts(completion, message, 0)})
+        answer = self._head | {"object": "chat.completion", "choices": choices, "usage": usage([result])}
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = self._request.prompt
+        if self._body.prompt_logprobs is not None:
+            assert result.prompt_logprobs is not None
+            name = self._gateway.text.token_text
+            answer["prompt_logprobs"] = prompt_entries(self._request.prompt, result.prompt_logprobs, name)
+        return answer
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of the stream."""
+        head = self._head | {"object": "chat.completion.chunk"}
+        n, every = self._request.n, self._gateway.settings.stream_every
+        messages = [_Message(self._gateway, self._body, self._chat.text) for _ in range(n)]
+        begun = [False] * n
+        async with self._gateway.workers.stream(self._id, self._request, every, self._session) as stream:
+            async for chunk in stream:
+                message = messages[chunk.index]
+                delta = self._delta(message, chunk.part)
+                event: dict[str, Any] = head | {"choices": [{"index": chunk.index, "delta": delta}]}
+                if not begun[chunk.index]:
+                    begun[chunk.index] = True
+                    delta["role"] = "assistant"
+                    if self._body.return_token_ids and chunk.index == 0:
+                        event["prompt_token_ids"] = self._request.prompt
+                event["choices"][0] |= self._facts(chunk.part, message, chunk.offset)
+                yield event
+            assert stream.result is not None
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield head | {"choices": [], "usage": usage([stream.result])}
+
+    def _delta(self, message: _Message, part: Completion) -> dict[str, Any]:
+        """The message that new tokens add."""
+        earlier = message.calls
+        reasoning, content, calls = message.take(part)
+        delta: dict[str, Any] = {}
+        if content or not (reasoning or calls):
+            delta["content"] = content
+        if reasoning:
+            delta["reasoning_content"] = delta["reasoning"] = reasoning
+        if calls:
+            delta["tool_calls"] = [{"index": earlier + place, **call.shown()} for place, call in enumerate(calls)]
+        return delta
+
+    def _facts(self, part: Completion, message: _Message, start: int) -> dict[str, Any]:
+        """What a choice, or the new tokens of one, has beside its text."""
+        facts: dict[str, Any] = {
+            "logprobs": self._logprobs.content(part) if self._body.logprobs else None,
+            "finish_reason": message.finish_reason(part),
+            "stop_reason": part.stop,
+        }
+        if self._body.return_token_ids:
+            facts["token_ids"] = part.token_ids.tolist()
+        if self._body.return_weight_versions:
+            facts["weight_versions"] = version_runs(part, start)
+        return facts
+
+
+class TokenizeBody(Body):
+    """The body of `/tokenize`: a text, or a conversation."""
+
+    switched_off: ClassVar = {"return_token_strs": (None, False)}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class DetokenizeBody(Body):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+async def tokenize(gateway: Gateway, request: Request) -> Response:
+    """`/tokenize`: token ids of a text or a conversation."""
+    body = TokenizeBody.take(await gateway.body(request))
+    await gateway.adapter_of(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("send exactly one of 'prompt' and 'messages'", "prompt")
+    if body.prompt is not None:
+        ids = await gateway.text.encode(body.prompt, body.add_special_tokens is not False)
+    else:
+        options = dict(body.chat_template_kwargs) | {"add_generation_prompt": body.add_generation_prompt}
+        if body.continue_final_message:
+            options["continue_final_message"] = True
+        how = Rendering(body.tools or None, options, body.chat_template, bool(body.add_special_tokens))
+        ids = (await render_chat(gateway, body.messages or [], how)).token_ids
+    return json_answer({"count": len(ids), "max_model_len": gateway.context_tokens, "tokens": ids, "token_strs": None})
+
+
+async def detokenize(gateway: Gateway, request: Request) -> Response:
+    """`/detokenize`: the text of token ids, special tokens included."""
+    body = DetokenizeBody.take(await gateway.body(request))
+    await gateway.adapter_of(body.model)
+    return json_answer({"prompt": await gateway.text.decode(body.tokens)})

@@ -1,0 +1,177 @@
+"""`POST /v1/completions`: text or token ids, one prompt or several, with `n`, `echo`, log-probs and streaming."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout.gateway.answers import EventStream, json_answer, merged, unless_gone
+from rollout.gateway.errors import bad_request
+from rollout.gateway.gateway import Gateway, finish_reason, new_id, now, usage, version_runs
+from rollout.gateway.logprobs import LogprobFormat, prompt_entries
+from rollout.gateway.sampling import MAX_TOP, OpenAiBody, TokenId
+from rollout.gateway.text import TextPieces
+from rollout.gateway.workers import TokenRequest
+from trainer_bridge.client.results import Completion, GenerateResult
+
+_MAX_PROMPTS = 4096
+
+
+class CompletionBody(OpenAiBody):
+    """The body of `/v1/completions`."""
+
+    switched_off: ClassVar = OpenAiBody.switched_off | {"logprobs_mode": (None,)}
+
+    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=_MAX_PROMPTS)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts."""
+        if isinstance(self.prompt, str) or all(isinstance(part, int) for part in self.prompt):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class Completions:
+    """Answers requests for completions."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        gateway = self._gateway
+        body = CompletionBody.take(await gateway.body(request))
+        return await unless_gone(request, self._answer(request, body))
+
+    async def _answer(self, request: Request, body: CompletionBody) -> Response:
+        gateway = self._gateway
+        session, place = gateway.placement(request)
+        fields = await gateway.openai_fields(body) | place
+        scored = body.echo and body.logprobs is not None
+        if scored and body.logprobs:
+            raise bad_request("with echo the worker has log-probs of the prompt's own tokens only; send 0", "logprobs")
+        if body.stream and (scored or body.prompt_logprobs is not None):
+            raise bad_request("a stream has no log-probs of the prompt; remove 'stream'", "stream")
+        fields["logprobs"] = body.logprobs or 0
+        fields["prompt_logprobs"] = scored or body.prompt_logprobs is not None
+        fields["return_text"] = gateway.text.there and body.skip_special_tokens
+        prompts = [
+            await gateway.text.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts
+        ]
+        echoed = [await gateway.text.decode(prompt) if body.echo else "" for prompt in prompts]
+        requests = [TokenRequest(prompt, fields, body.n) for prompt in prompts]
+        call = _Call(gateway, body, requests, new_id("cmpl-", request, body.request_id), session, echoed)
+        if body.stream:
+            return EventStream(call.events(), gateway.settings.send_s)
+        return json_answer(await call.whole())
+
+
+class _Call:
+    """One request: its prompts, and how its answer looks."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        body: CompletionBody,
+        requests: list[TokenRequest],
+        request_id: str,
+        session: str | None,
+        echoed: list[str],
+    ) -> None:
+        self._gateway = gateway
+        self._body = body
+        self._requests = requests
+        self._id = request_id
+        self._session = session
+        self._echoed = echoed
+        self._head = {
+            "id": request_id,
+            "object": "text_completion",
+            "created": now(),
+            "model": body.model or gateway.names[0],
+        }
+        self._logprobs: LogprobFormat | None = None
+        if body.logprobs is not None:
+            self._logprobs = gateway.logprob_format(body.logprobs, body.return_tokens_as_token_ids)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer without streaming."""
+        results = await self._gateway.workers.generate_all(self._id, self._requests, self._session)
+        choices: list[dict[str, Any]] = []
+        for request, result, echoed in zip(self._requests, results, self._echoed, strict=True):
+            for completion in result.completions:
+                choice = self._choice(completion, self._pieces(), len(choices), 0, len(echoed))
+                choice["text"] = echoed + choice["text"]
+                if self._body.echo and self._logprobs is not None:
+                    assert result.prompt_logprobs is not None
+                    before = self._logprobs.prompt_columns(request.prompt, result.prompt_logprobs)
+                    choice["logprobs"] = {name: before[name] + choice["logprobs"][name] for name in before}
+                if self._body.prompt_logprobs is not None:
+                    assert result.prompt_logprobs is not None
+                    name = self._gateway.text.token_text
+                    choice["prompt_logprobs"] = prompt_entries(request.prompt, result.prompt_logprobs, name)
+                if self._body.return_token_ids:
+                    choice["prompt_token_ids"] = request.prompt
+                choices.append(choice)
+        return self._head | {"choices": choices, "usage": usage(results)}
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of the stream."""
+        results: list[GenerateResult] = []
+        sources = [self._stream(number, request, results) for number, request in enumerate(self._requests)]
+        async for choice in merged(sources):
+            yield self._head | {"choices": [choice]}
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield self._head | {"choices": [], "usage": usage(results)}
+
+    async def _stream(
+        self, number: int, request: TokenRequest, results: list[GenerateResult]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        workers, every = self._gateway.workers, self._gateway.settings.stream_every
+        pieces = [self._pieces() for _ in range(request.n)]
+        echoed = self._echoed[number]
+        begun, characters = [False] * request.n, [len(echoed)] * request.n
+        async with workers.stream(self._id, request, every, self._session) as stream:
+            async for chunk in stream:
+                index = chunk.index
+                choice = self._choice(
+                    chunk.part, pieces[index], number * request.n + index, chunk.offset, characters[index]
+                )
+                characters[index] += len(choice["text"])
+                if not begun[index]:
+                    begun[index] = True
+                    choice["text"] = echoed + choice["text"]
+                    if self._body.return_token_ids:
+                        choice["prompt_token_ids"] = request.prompt
+                yield choice
+            assert stream.result is not None
+            results.append(stream.result)
+
+    def _choice(self, part: Completion, pieces: TextPieces, index: int, start: int, characters: int) -> dict[str, Any]:
+        """A choice, or the new tokens of one. `characters`: of its text so far."""
+        body = self._body
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": pieces.take(part),
+            "logprobs": None if self._logprobs is None else self._logprobs.columns(part, characters),
+            "finish_reason": finish_reason(part),
+            "stop_reason": part.stop,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = part.token_ids.tolist()
+        if body.return_weight_versions:
+            choice["weight_versions"] = version_runs(part, start)
+        return choice
+
+    def _pieces(self) -> TextPieces:
+        body = self._body
+        special = self._gateway.text.there and not body.skip_special_tokens
+        return self._gateway.text.pieces(special, body.stop, body.include_stop_str_in_output)

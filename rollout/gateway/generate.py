@@ -1,0 +1,149 @@
+"""vLLM's `POST /inference/v1/generate`, and SkyRL's `/skyrl/v1/generate`: token ids in, token ids out.
+
+Answers have no text. Tokens are named `token_id:N`, and have the integer as `token_id`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, ClassVar
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollout.gateway import experts
+from rollout.gateway.answers import EventStream, json_answer, unless_gone
+from rollout.gateway.bodies import Body
+from rollout.gateway.errors import bad_request
+from rollout.gateway.gateway import Gateway, finish_reason, new_id, usage, version_runs
+from rollout.gateway.logprobs import prompt_entries
+from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody, StreamOptions, TokenId
+from rollout.gateway.workers import TokenRequest
+from trainer_bridge.client.results import Completion
+
+#: A completion's experts, from a position on, as the answer has them.
+ShowExperts = Callable[[Completion, int], Any]
+
+
+class GenerateParams(SamplingBody):
+    """The `sampling_params` of a request."""
+
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    routed_experts_prompt_start: int = Field(0, ge=0, le=MAX_TOKEN_ID)
+
+
+class GenerateBody(Body):
+    """The body of `/inference/v1/generate`."""
+
+    ignored: ClassVar = {
+        "cache_salt": "prefix keys hold the weights version and the adapter; there is no salt",
+    }
+    switched_off: ClassVar = {
+        "features": (None,),
+        "content_parts": (None, []),
+        "kv_transfer_params": (None,),
+        "ec_transfer_params": (None,),
+    }
+
+    token_ids: list[TokenId] = Field(min_length=1)
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: Int32 = 0
+    return_token_ids: bool = False
+    return_weight_versions: bool = False
+
+
+def vllm_experts(gateway: Gateway) -> ShowExperts | None:
+    """How `/inference/v1/generate` shows experts: as the gateway is set."""
+    match gateway.settings.routed_experts:
+        case "off":
+            return None
+        case "npy":
+            return lambda completion, start: experts.npy(experts.expert_array(completion)[start:])
+        case "object":
+            return lambda completion, start: experts.described(experts.expert_array(completion), start)
+
+
+def skyrl_experts(completion: Completion, start: int) -> Any:
+    """SkyRL: nested lists of integers."""
+    return experts.expert_array(completion)[start:].tolist()
+
+
+class Generate:
+    """Answers requests with token ids. `show` says how experts look; None: the answer has none."""
+
+    def __init__(self, gateway: Gateway, show: ShowExperts | None) -> None:
+        self._gateway = gateway
+        self._show = show
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        gateway = self._gateway
+        body = GenerateBody.take(await gateway.body(request))
+        params = GenerateParams.take(body.sampling_params, "sampling_params.")
+        return await unless_gone(request, self._answer(request, body, params))
+
+    async def _answer(self, request: Request, body: GenerateBody, params: GenerateParams) -> Response:
+        gateway = self._gateway
+        session, place = gateway.placement(request)
+        if body.stream and (params.prompt_logprobs is not None or self._show is not None):
+            raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
+        fields = params.worker_fields("sampling_params.") | place
+        fields |= {"adapter": await gateway.adapter_of(body.model), "priority": -body.priority}
+        fields |= {"logprobs": params.logprobs or 0, "return_routing": "all" if self._show is not None else False}
+        request_id = new_id("", request, body.request_id)
+        call = TokenRequest(body.token_ids, fields, params.n)
+        if body.stream:
+            events = self._events(request_id, call, body, params, session)
+            return EventStream(events, gateway.settings.send_s)
+        result = await gateway.workers.generate(request_id, call, session)
+        answer: dict[str, Any] = {
+            "request_id": request_id,
+            "choices": [self._choice(completion, body, params, 0) for completion in result.completions],
+            "prompt_logprobs": None,
+            "usage": usage([result]),
+        }
+        if result.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_entries(body.token_ids, result.prompt_logprobs, gateway.text.token_text)
+        if body.return_token_ids:
+            answer["prompt_token_ids"] = body.token_ids
+        return json_answer(answer)
+
+    async def _events(
+        self, request_id: str, call: TokenRequest, body: GenerateBody, params: GenerateParams, session: str | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        workers, every = self._gateway.workers, self._gateway.settings.stream_every
+        first = body.return_token_ids
+        async with workers.stream(request_id, call, every, session) as stream:
+            async for chunk in stream:
+                event: dict[str, Any] = {
+                    "request_id": request_id,
+                    "choices": [self._choice(chunk.part, body, params, chunk.offset)],
+                }
+                if first:
+                    event["prompt_token_ids"], first = body.token_ids, False
+                yield event
+            assert stream.result is not None
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield {"request_id": request_id, "choices": [], "usage": usage([stream.result])}
+
+    def _choice(self, part: Completion, body: GenerateBody, params: GenerateParams, start: int) -> dict[str, Any]:
+        """A choice, or the new tokens of one."""
+        choice: dict[str, Any] = {
+            "index": part.index,
+            "token_ids": part.token_ids.tolist(),
+            "logprobs": None,
+            "finish_reason": finish_reason(part),
+            "stop_reason": part.stop,
+        }
+        if params.logprobs is not None:
+            choice["logprobs"] = self._gateway.logprob_format(params.logprobs, by_id=True).content(part)
+        if self._show is not None:
+            choice["routed_experts"] = self._show(part, params.routed_experts_prompt_start)
+        if body.return_weight_versions:
+            choice["weight_versions"] = version_runs(part, start)
+        return choice

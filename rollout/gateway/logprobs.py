@@ -1,0 +1,118 @@
+"""Log-probs in the formats of OpenAI and vLLM.
+
+The log-prob of a sampled token, by the setting `--logprobs`:
+
+    policy      log-softmax of logits / temperature, without truncation and penalties: what a trainer recomputes
+    processed   under the distribution that the token was drawn from (vLLM's `processed_logprobs`)
+    raw         log-softmax of the logits (vLLM's `raw_logprobs`)
+
+`top_logprobs` are log-probs at temperature 1 in every mode, the sampled token among them. All numbers are finite: a
+number that is unknown ends the request with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollout.gateway.errors import HttpError
+from rollout.gateway.settings import LogprobMode
+from trainer_bridge.client.results import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobFormat:
+    """How the log-probs of an answer look. `top`: likeliest tokens at each position. `name` shows a token."""
+
+    mode: LogprobMode
+    top: int
+    name: Callable[[int], str]
+    by_id: bool  # tokens are shown as `token_id:N`
+
+    def sampled(self, part: Completion) -> list[float]:
+        """The log-prob of each token."""
+        match self.mode:
+            case "raw":
+                values = part.raw_logprobs
+            case "processed":
+                values = part.logprobs if part.drawn_logprobs is None else part.drawn_logprobs
+            case "policy":
+                values = part.logprobs
+        if not np.isfinite(values).all():
+            raise HttpError(500, "the worker has no log-prob for a token of this completion; send the request again")
+        return [float(value) for value in values]
+
+    def content(self, part: Completion) -> dict[str, Any]:
+        """Log-probs as chat and generate answers have them: an entry for each token."""
+        tokens, values, tops = part.token_ids.tolist(), self.sampled(part), self._tops(part)
+        entries = []
+        for token, value, top in zip(tokens, values, tops, strict=True):
+            entry = self._entry(token, value)
+            entry["top_logprobs"] = [self._entry(other, logprob) for other, logprob in top.items()]
+            entries.append(entry)
+        return {"content": entries}
+
+    def columns(self, part: Completion, offset: int = 0) -> dict[str, Any]:
+        """Log-probs as answers of `/v1/completions` have them. `offset`: characters of text before this part."""
+        ids = part.token_ids.tolist()
+        tokens = [self.shown(token) for token in ids]
+        tops = [{self.shown(other): logprob for other, logprob in top.items()} for top in self._tops(part)]
+        offsets = []
+        for token in ids:
+            offsets.append(offset)
+            offset += len(self.name(token))
+        return {"tokens": tokens, "token_logprobs": self.sampled(part), "top_logprobs": tops, "text_offset": offsets}
+
+    def prompt_columns(self, token_ids: list[int], logprobs: np.ndarray) -> dict[str, Any]:
+        """`columns` of a prompt; the first token has none."""
+        values: list[float | None] = [None, *(float(value) for value in logprobs[1:])]
+        offsets, offset = [], 0
+        for token in token_ids:
+            offsets.append(offset)
+            offset += len(self.name(token))
+        tops = [None if value is None else {self.shown(t): value} for t, value in zip(token_ids, values, strict=True)]
+        tokens = [self.shown(token) for token in token_ids]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def shown(self, token: int) -> str:
+        """A token's name in the answer."""
+        return f"token_id:{token}" if self.by_id else self.name(token)
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        shown = self.shown(token)
+        return {
+            "token": shown,
+            "token_id": token,
+            "logprob": logprob,
+            "bytes": None if self.by_id else list(shown.encode()),
+        }
+
+    def _tops(self, part: Completion) -> list[dict[int, float]]:
+        """For each position the likeliest tokens and the sampled one, likeliest first; empty without `top`."""
+        if not self.top:
+            return [{} for _ in range(len(part))]
+        if part.top_ids is None or part.top_logprobs is None:
+            raise HttpError(500, "the worker sent no likeliest tokens; send the request again")
+        found = []
+        rows = zip(part.token_ids.tolist(), part.raw_logprobs, part.top_ids.tolist(), part.top_logprobs, strict=True)
+        for token, own, ids, values in rows:
+            top = {other: float(value) for other, value in zip(ids, values, strict=True)}
+            top.setdefault(token, float(own))
+            found.append(top)
+        return found
+
+
+def prompt_entries(token_ids: list[int], logprobs: np.ndarray, name: Callable[[int], str]) -> list[Any]:
+    """Log-probs of a prompt as vLLM has them: null, then `{"id": {"logprob", "rank", "decoded_token"}}` for each token.
+
+    The first token has none. The rank is null: the worker does not count it.
+    """
+    return [
+        None
+        if position == 0
+        else {str(token): {"logprob": float(logprobs[position]), "rank": None, "decoded_token": name(token)}}
+        for position, token in enumerate(token_ids)
+    ]

@@ -1,0 +1,94 @@
+"""Runs a gateway: its socket, its client of the workers, uvicorn, and the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from rollout.gateway.access import read_keys
+from rollout.gateway.app import make_app
+from rollout.gateway.settings import GatewaySettings
+from rollout.process.announce import say, withdraw, write_whole
+from rollout.process.logs import set_up
+from trainer_bridge.client.asynchronous import AsyncRolloutClient
+from trainer_bridge.wire.keys import ClientCurve
+
+_BACKLOG = 2048
+_GRACE_S = 5
+
+
+def serve(settings: GatewaySettings, curve: ClientCurve | None) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code. Raises ValueError for settings that cannot work."""
+    set_up("info", "text", "gateway")
+    keys = read_keys(settings.api_key_file, settings.host)
+    listening = _bind(settings.host, settings.port)
+    shown = f"[{settings.host}]" if ":" in settings.host else settings.host
+    url = f"http://{shown}:{listening.getsockname()[1]}"
+
+    def pool() -> AsyncRolloutClient:
+        return AsyncRolloutClient(
+            settings.endpoints, curve=curve, resume=settings.resumes, resume_timeout_s=settings.resume_s
+        )
+
+    config = uvicorn.Config(
+        make_app(settings, keys, pool, curve),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_S,
+        server_header=False,
+        lifespan="on",
+        ws="none",
+        backlog=_BACKLOG,
+    )
+    server = _Server(config, url, settings.ready_file)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again once it has ended
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        server.run(sockets=[listening])
+    finally:
+        if settings.ready_file is not None:
+            withdraw(Path(settings.ready_file))
+    return 0 if server.started else 1
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket. uvicorn listens at it once a worker has answered."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise ValueError(f"cannot listen at {host}:{port}: {error.strerror or error}; choose another --port") from error
+    return listening
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which says when it is ready."""
+
+    def __init__(self, config: uvicorn.Config, url: str, ready_file: str | None) -> None:
+        super().__init__(config)
+        self._url = url
+        self._ready_file = ready_file
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the end; at once while no worker has answered yet."""
+        super().handle_exit(sig, frame)
+        if not self.started:
+            raise SystemExit(0)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and announce the URL."""
+        await super().startup(sockets)
+        if self.started:
+            fact = {"event": "ready", "url": self._url, "pid": os.getpid()}
+            if self._ready_file is not None:
+                write_whole(Path(self._ready_file), json.dumps(fact))
+            say(fact)

@@ -1,0 +1,377 @@
+"""SGLang's dialect, as slime uses it: `/generate`, and its admin endpoints.
+
+The answer to one prompt is an object, to several prompts or `n` > 1 a list of objects. A stream has the whole text so
+far in every event, as SGLang's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from rollout.gateway import experts
+from rollout.gateway.admin import UpdateBody
+from rollout.gateway.answers import EventStream, json_answer, merged, unless_gone
+from rollout.gateway.bodies import Body
+from rollout.gateway.control import Control
+from rollout.gateway.errors import bad_request
+from rollout.gateway.gateway import Gateway, finish_reason, new_id
+from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody, TokenId
+from rollout.gateway.text import TextPieces
+from rollout.gateway.workers import TokenRequest
+from trainer_bridge.client.results import Completion, GenerateResult
+
+_MAX_PROMPTS = 4096
+_STREAM_EVERY = 16  # tokens of an event: each event repeats all earlier text
+
+
+class SglangParams(SamplingBody):
+    """The `sampling_params` of a request, for one prompt."""
+
+    switched_off: ClassVar = SamplingBody.switched_off | {
+        "stop_regex": (None, []),
+        "custom_params": (None, {}),
+        "structural_tag": (None,),
+        "stream_interval": (None,),
+    }
+
+    max_new_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    min_new_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
+    sampling_seed: int | None = Field(None, ge=0, lt=2**63)
+    no_stop_trim: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def response_constraint(self, place: str) -> dict[str, Any] | None:
+        """SGLang's constraints."""
+        kinds = (("json_schema", self.json_schema), ("regex", self.regex), ("grammar", self.ebnf))
+        given = {name: value for name, value in kinds if value is not None}
+        if len(given) > 1:
+            raise bad_request("send one of json_schema, regex and ebnf", place + next(iter(given)))
+        return given or None
+
+    def worker_fields(self, place: str = "") -> dict[str, Any]:
+        """The arguments of `generate`."""
+        fields = super().worker_fields(place)
+        for ours, theirs in (("seed", "sampling_seed"), ("max_tokens", "max_new_tokens")):
+            if getattr(self, theirs) is not None:
+                fields[ours] = getattr(self, theirs)
+        if self.min_new_tokens:
+            fields["stop"]["min_tokens"] = self.min_new_tokens
+        return fields
+
+
+class GenerateBody(Body):
+    """The body of `/generate`."""
+
+    ignored: ClassVar = {"log_metrics": "metrics are always counted; routers add the field"}
+    switched_off: ClassVar = {
+        "return_text_in_logprobs": (None, False),
+        "return_bytes": (None, False),
+        "bootstrap_host": (None,),
+        "bootstrap_port": (None,),
+        "bootstrap_room": (None,),
+        "image_data": (None, []),
+        "video_data": (None, []),
+        "audio_data": (None, []),
+        "input_embeds": (None,),
+        "return_hidden_states": (None, False),
+        "token_ids_logprob": (None,),
+        "session_params": (None,),
+        "custom_logit_processor": (None,),
+        "model": (None,),  # sglang-router adds these
+        "background": (None, False),
+        "no_logs": (None, False),
+        "return_entropy": (None, False),
+    }
+
+    text: str | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = None
+    input_ids: list[TokenId] | Annotated[list[list[TokenId]], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = (
+        None
+    )
+    sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
+    rid: str | list[str] | None = None
+    return_logprob: bool = False
+    logprob_start_len: Int32 = -1
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP)
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = Field(0, ge=0, le=MAX_TOKEN_ID)
+    stream: bool = False
+    lora_path: str | None = None
+    priority: Int32 = 0
+
+    @property
+    def several(self) -> bool:
+        """True if the answer is a list."""
+        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts."""
+        if (self.text is None) == (self.input_ids is None):
+            raise bad_request("send exactly one of 'text' and 'input_ids'", "text")
+        given: Any = self.text if self.text is not None else self.input_ids
+        return list(given) if self.several else [given]
+
+    def params(self, count: int) -> list[SglangParams]:
+        """The sampling parameters of each prompt."""
+        if isinstance(self.sampling_params, dict):
+            return [SglangParams.take(self.sampling_params, "sampling_params.")] * count
+        if len(self.sampling_params) != count:
+            raise bad_request(f"send parameters for each of the {count} prompts", "sampling_params")
+        given = enumerate(self.sampling_params)
+        return [SglangParams.take(params, f"sampling_params.{place}.") for place, params in given]
+
+
+class SglangGenerate:
+    """Answers `/generate`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        body = GenerateBody.take(await self._gateway.body(request))
+        return await unless_gone(request, self._answer(request, body))
+
+    async def _answer(self, request: Request, body: GenerateBody) -> Response:
+        gateway = self._gateway
+        prompts = body.prompts
+        params = body.params(len(prompts))
+        session = request.headers.get("x-smg-routing-key") or None
+        found, place = gateway.placement(request)
+        common: dict[str, Any] = place | {
+            "adapter": await gateway.adapter_of(body.lora_path),
+            "priority": body.priority,
+            "logprobs": body.top_logprobs_num if body.return_logprob else 0,
+            "prompt_logprobs": body.return_logprob and body.logprob_start_len >= 0,
+            "return_routing": "all" if body.return_routed_experts else False,
+        }
+        if body.stream and (common["prompt_logprobs"] or body.return_routed_experts):
+            raise bad_request("a stream has neither experts nor log-probs of the prompt; remove 'stream'", "stream")
+        requests = []
+        for prompt, each in zip(prompts, params, strict=True):
+            ids = await gateway.text.encode(prompt) if isinstance(prompt, str) else prompt
+            shown = {"return_text": gateway.text.there and each.skip_special_tokens}
+            requests.append(TokenRequest(ids, each.worker_fields("sampling_params.") | common | shown, each.n))
+        rid = body.rid if isinstance(body.rid, str) else None
+        call = _Call(gateway, body, params, requests, new_id("", request, rid), found or session)
+        if body.stream:
+            return EventStream(call.events(), gateway.settings.send_s)
+        answers = await call.whole()
+        return json_answer(answers if body.several or params[0].n > 1 else answers[0])
+
+
+class _Call:
+    """One request: its prompts, and how its answers look."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        body: GenerateBody,
+        params: list[SglangParams],
+        requests: list[TokenRequest],
+        request_id: str,
+        session: str | None,
+    ) -> None:
+        self._gateway = gateway
+        self._body = body
+        self._params = params
+        self._requests = requests
+        self._id = request_id
+        self._session = session
+
+    async def whole(self) -> list[dict[str, Any]]:
+        """The answers without streaming, prompt by prompt."""
+        results = await self._gateway.workers.generate_all(self._id, self._requests, self._session)
+        return [
+            self._shown(place, completion, self._pieces(place).take(completion), result)
+            for place, result in enumerate(results)
+            for completion in result.completions
+        ]
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of the stream."""
+        async for event in merged([self._stream(place) for place in range(len(self._requests))]):
+            yield event
+
+    async def _stream(self, place: int) -> AsyncGenerator[dict[str, Any], None]:
+        request, workers = self._requests[place], self._gateway.workers
+        every = max(_STREAM_EVERY, self._gateway.settings.stream_every)
+        texts, pieces = [""] * request.n, [self._pieces(place) for _ in range(request.n)]
+        async with workers.stream(self._id, request, every, self._session) as stream:
+            async for chunk in stream:
+                index = chunk.index
+                texts[index] += pieces[index].take(chunk.part)
+                whole = next(part for part in stream.partials() if part.index == index)
+                event = self._shown(place, whole, texts[index], None)
+                if self._body.several or request.n > 1:
+                    event["index"] = sum(each.n for each in self._requests[:place]) + index
+                yield event
+
+    def _shown(self, place: int, completion: Completion, text: str, result: GenerateResult | None) -> dict[str, Any]:
+        """The answer for one completion."""
+        request, params = self._requests[place], self._params[place]
+        several = len(self._requests) > 1 or params.n > 1
+        meta: dict[str, Any] = {
+            "id": f"{self._id}-{place}-{completion.index}" if several else self._id,
+            "finish_reason": _finish(completion),
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": len(completion),
+            "cached_tokens": 0 if result is None else result.cached_tokens,
+            "weight_version": str(completion.versions[-1][0]) if completion.versions else None,
+            "weight_versions": [list(run) for run in completion.versions],
+        }
+        if result is not None:
+            meta["e2e_latency"] = result.timing.total_s
+        if self._body.return_logprob:
+            form = self._gateway.logprob_format(self._body.top_logprobs_num, by_id=True)
+            tokens = completion.token_ids.tolist()
+            pairs = zip(form.sampled(completion), tokens, strict=True)
+            meta["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
+            if self._body.top_logprobs_num:
+                assert completion.top_ids is not None and completion.top_logprobs is not None
+                meta["output_top_logprobs"] = [
+                    [[float(value), token, None] for value, token in zip(values, ids, strict=True)]
+                    for ids, values in zip(completion.top_ids.tolist(), completion.top_logprobs, strict=True)
+                ]
+            if result is not None and result.prompt_logprobs is not None:
+                meta["input_token_logprobs"] = self._prompt_logprobs(request.prompt, result.prompt_logprobs)
+        if self._body.return_routed_experts:
+            start = self._body.routed_experts_start_len
+            meta["routed_experts"] = experts.raw(experts.expert_array(completion)[start:])
+        return {"text": text, "output_ids": completion.token_ids.tolist(), "meta_info": meta}
+
+    def _prompt_logprobs(self, prompt: list[int], logprobs: np.ndarray) -> list[list[Any]]:
+        start = self._body.logprob_start_len
+        return [
+            [None if position == 0 else float(logprobs[position]), prompt[position], None]
+            for position in range(start, len(prompt))
+        ]
+
+    def _pieces(self, place: int) -> TextPieces:
+        params = self._params[place]
+        special = self._gateway.text.there and not params.skip_special_tokens
+        return self._gateway.text.pieces(special, params.stop, params.no_stop_trim or params.include_stop_str_in_output)
+
+
+def _finish(completion: Completion) -> dict[str, Any] | None:
+    """SGLang's finish reason: null while the completion goes on."""
+    match finish_reason(completion):
+        case None:
+            return None
+        case "stop":
+            return {"type": "stop", "matched": completion.stop}
+        case "length":
+            return {"type": "length", "length": len(completion)}
+        case _:
+            return {"type": "abort", "message": "the request was aborted"}
+
+
+class AbortBody(Body):
+    """The body of `/abort_request`."""
+
+    ignored: ClassVar = {"abort_message": "for readers"}
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class PauseBody(Body):
+    """The body of `/pause_generation`."""
+
+    mode: str = "abort"
+
+
+class MemoryBody(Body):
+    """The body of `/release_memory_occupation` and `/resume_memory_occupation`."""
+
+    tags: list[str] | None = None
+
+
+class SglangAdmin:
+    """Answers SGLang's admin requests."""
+
+    def __init__(self, gateway: Gateway, control: Control) -> None:
+        self._gateway = gateway
+        self._control = control
+
+    async def pause(self, request: Request) -> Response:
+        """`/pause_generation`: mode `abort` (default), `retract` or `in_place`, which both keep running requests."""
+        mode = PauseBody.take(await self._gateway.optional_body(request)).mode
+        modes: dict[str, Any] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+        if mode not in modes:
+            raise bad_request(f"use {', '.join(modes)}", "mode")
+        await unless_gone(request, self._control.pause(modes[mode]))
+        return json_answer({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def resume(self, request: Request) -> Response:
+        """`/continue_generation`."""
+        await self._control.resume()
+        return json_answer({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def abort(self, request: Request) -> Response:
+        """`/abort_request {rid | abort_all}`."""
+        body = AbortBody.take(await self._gateway.body(request))
+        if not body.abort_all and not body.rid:
+            raise bad_request("name a request in 'rid', or set 'abort_all'", "rid")
+        await self._control.abort(None if body.abort_all else body.rid)
+        return Response(status_code=200)
+
+    async def flush_cache(self, request: Request) -> Response:
+        """`/flush_cache`: nothing needs to be flushed, since prefix keys hold the weights version."""
+        await self._gateway.workers.known(fresh=True)
+        return PlainTextResponse("Cache flushed: KV of older weights is never used.\n")
+
+    async def release_memory(self, request: Request) -> Response:
+        """`/release_memory_occupation`: a sleep that keeps a copy of the weights."""
+        body = MemoryBody.take(await self._gateway.optional_body(request))
+        await self._control.sleep(1, body.tags)
+        return Response(status_code=200)
+
+    async def resume_memory(self, request: Request) -> Response:
+        """`/resume_memory_occupation`."""
+        body = MemoryBody.take(await self._gateway.optional_body(request))
+        await self._control.wake(body.tags)
+        return Response(status_code=200)
+
+    async def update_from_disk(self, request: Request) -> Response:
+        """`/update_weights_from_disk {model_path, weight_version}`."""
+        body = UpdateBody.take(await self._gateway.body(request))
+        folder, field = body.folder()
+        version = await self._control.update_from_folder(folder, body.weight_version, field)
+        return json_answer(
+            {
+                "success": True,
+                "message": f"Succeeded to update model weights to version {version}.",
+                "num_paused_requests": 0,
+            }
+        )
+
+    async def weight_version(self, request: Request) -> Response:
+        """`/get_weight_version` and `/weight_version`."""
+        return json_answer({"weight_version": str(await self._control.version())})
+
+    async def model_info(self, request: Request) -> Response:
+        """`/get_model_info` and `/model_info`."""
+        name = self._gateway.names[0]
+        version = str(await self._control.version())
+        return json_answer(
+            {"model_path": name, "tokenizer_path": name, "is_generation": True, "weight_version": version}
+        )
+
+    async def loads(self, request: Request) -> Response:
+        """`/v1/loads` and `/get_load`: running and waiting completions of each worker."""
+        loads = []
+        for rank, state in enumerate(await self._gateway.workers.states(fresh=True)):
+            if state.status is not None:
+                running, waiting = state.status["rows"]["running"], state.status["queue"]["waiting"]
+                counts = {"num_reqs": running + waiting, "num_running_reqs": running, "num_waiting_reqs": waiting}
+                loads.append({"dp_rank": rank, **counts, "num_tokens": state.status["pages"]["used"]})
+        return json_answer({"loads": loads, "dp_rank_count": len(loads)})

@@ -1,0 +1,297 @@
+"""The workers of a gateway: requests to them, their states, and the sessions that they hold.
+
+    handlers --> Workers --> RolloutPool (AsyncRolloutClient, which balances the fleet) --> workers
+
+A request enters by `generate`, `generate_all` or `stream`, which count it, may refuse it (429) or hold it (a pause that
+waits), and cancel it at the worker when the handler's task is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rollout.gateway.errors import HttpError
+from rollout.gateway.settings import GatewaySettings
+from trainer_bridge.client.results import Chunk, Completion, GenerateResult
+from trainer_bridge.wire.errors import NotFound, RolloutError, Unavailable
+
+_STATUS_S = 5.0  # for a worker to answer a question about its state
+_FRESH_S = 0.5  # a status may be this old
+_MAX_SESSIONS = 65_536
+
+
+class ChunkStream(Protocol):
+    """A stream of chunks: `AsyncStream`."""
+
+    @property
+    def result(self) -> GenerateResult | None:
+        """The whole result, once it has come."""
+
+    def partials(self) -> list[Completion]:
+        """The completions so far."""
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        """The chunks, as they come."""
+
+    def close(self) -> None:
+        """Stop reading, and cancel the request."""
+
+
+class RolloutPool(Protocol):
+    """What a gateway uses of `AsyncRolloutClient`."""
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The workers' endpoints."""
+
+    @property
+    def generate(self) -> Callable[..., Any]:
+        """Await its answer: a result or, with `stream`, a stream."""
+
+    @property
+    def generate_as_completed(self) -> Callable[..., AsyncGenerator[Any, None]]:
+        """The outcomes of many requests."""
+
+    async def control(
+        self, op: str, *, endpoint: str | None = None, timeout_s: float | None = None, **fields: Any
+    ) -> list[dict[str, Any]]:
+        """A control message to one worker or all."""
+
+    async def cancel(self, target: str) -> None:
+        """End a request with the tokens that it has."""
+
+    def end_session(self, session: str) -> None:
+        """Free a session's KV."""
+
+    async def close(self) -> None:
+        """Cancel all requests and close the connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """A prompt as token ids, and the arguments of `AsyncRolloutClient.generate`."""
+
+    prompt: list[int]
+    fields: dict[str, Any]
+    n: int = 1
+    request_id: str = field(default_factory=lambda: f"gateway-{uuid.uuid4().hex}")
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the gateway has done since its start."""
+
+    requests: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker's `status` reply, or the error that came instead."""
+
+    endpoint: str
+    status: dict[str, Any] | None
+    error: RolloutError | None = None
+
+
+class Workers:
+    """All workers of a gateway."""
+
+    def __init__(self, pool: RolloutPool, settings: GatewaySettings) -> None:
+        self.pool = pool
+        self.counts = Counts()
+        self.in_flight = 0  # completions
+        self.published = settings.min_version  # the newest version that this gateway has published
+        self.sessions = Sessions(pool, settings.session_s)
+        self._most = settings.max_in_flight
+        self._running: dict[str, set[str]] = {}  # ids at workers, by the id that the client knows
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._states: list[WorkerState] = []
+        self._asked_s = -1e9
+        self._asking = asyncio.Lock()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, known_id: str, request: TokenRequest, session: str | None) -> GenerateResult:
+        """The result of one request. Raises `RolloutError` and `HttpError`."""
+        async with self._counted(known_id, [request]):
+            with self.sessions.turn(session, request.n) as turn:
+                result: GenerateResult = await self.pool.generate(**_arguments(request), **turn)
+            self._finished(result)
+            return result
+
+    async def generate_all(
+        self, known_id: str, requests: list[TokenRequest], session: str | None
+    ) -> list[GenerateResult]:
+        """The results of several requests, in order. The first error ends all.
+
+        Requests that do not fit into a worker's queue are sent again later. Raises as `generate`.
+        """
+        if len(requests) == 1:
+            return [await self.generate(known_id, requests[0], session)]
+        results: dict[int, GenerateResult] = {}
+        async with self._counted(known_id, requests):
+            outcomes = self.pool.generate_as_completed([_arguments(request) for request in requests])
+            async with aclosing(outcomes) as settled:
+                async for outcome in settled:
+                    results[outcome.index] = outcome.unwrap()
+                    self._finished(results[outcome.index])
+        return [results[index] for index in range(len(requests))]
+
+    @asynccontextmanager
+    async def stream(
+        self, known_id: str, request: TokenRequest, every: int, session: str | None
+    ) -> AsyncIterator[ChunkStream]:
+        """The chunks of one request, at least `every` tokens each. Leaving the block cancels it."""
+        async with self._counted(known_id, [request]):
+            with self.sessions.turn(session, request.n) as turn:
+                stream = await self.pool.generate(**_arguments(request), **turn, stream="tokens", stream_every=every)
+                try:
+                    yield stream
+                finally:
+                    stream.close()
+                    if stream.result is not None:
+                        self._finished(stream.result)
+
+    async def abort(self, known_id: str | None) -> int:
+        """End a request, or all, with their tokens so far; how many there were. An id may lack its prefix."""
+        targets = [
+            target
+            for name, ids in self._running.items()
+            for target in ids
+            if known_id in (None, name, name.partition("-")[2])
+        ]
+        outcomes = await asyncio.gather(*map(self.pool.cancel, targets), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, NotFound):  # it has just ended
+                raise outcome
+        return len(targets)
+
+    # --- pauses ------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Hold new requests, and return when the running ones have ended."""
+        self._open.clear()
+        await self._idle.wait()
+
+    def admit(self) -> None:
+        """Let requests in again."""
+        self._open.set()
+
+    # --- states ------------------------------------------------------------------------------------------------------
+
+    async def states(self, fresh: bool = False) -> list[WorkerState]:
+        """The state of every worker, at most half a second old; with `fresh` asked for now."""
+        async with self._asking:
+            if fresh or time.monotonic() - self._asked_s > _FRESH_S:
+                self._states = list(await asyncio.gather(*map(self._state, self.pool.endpoints)))
+                self._asked_s = time.monotonic()
+            return self._states
+
+    async def known(self, fresh: bool = False) -> list[dict[str, Any]]:
+        """The statuses of the workers that answer. Raises `Unavailable` if none does."""
+        states = await self.states(fresh)
+        statuses = [state.status for state in states if state.status is not None]
+        if not statuses:
+            raise Unavailable(f"no worker answers: {states[0].error}")
+        return statuses
+
+    async def _state(self, endpoint: str) -> WorkerState:
+        try:
+            return WorkerState(endpoint, (await self.pool.control("status", endpoint=endpoint, timeout_s=_STATUS_S))[0])
+        except RolloutError as error:
+            return WorkerState(endpoint, None, error)
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _counted(self, known_id: str, requests: list[TokenRequest]) -> AsyncIterator[None]:
+        weight = sum(request.n for request in requests)
+        if weight > self._most:
+            raise HttpError(400, f"the request has {weight} completions, more than --max-in-flight ({self._most})")
+        if self.in_flight + weight > self._most:
+            self.counts.refused += 1
+            raise HttpError(429, f"{self.in_flight} completions are in flight; try again later", retry_s=1.0)
+        ids = {request.request_id for request in requests}
+        self.in_flight += weight
+        try:
+            await self._open.wait()
+            self._idle.clear()
+            self.counts.requests += 1
+            self._running.setdefault(known_id, set()).update(ids)
+            yield
+        finally:
+            self.in_flight -= weight
+            if known_id in self._running:
+                self._running[known_id] -= ids
+                if not self._running[known_id]:
+                    del self._running[known_id]
+            if not self._running:
+                self._idle.set()
+
+    def _finished(self, result: GenerateResult) -> None:
+        self.counts.prompt_tokens += result.prompt_tokens
+        self.counts.tokens += sum(map(len, result.completions))
+
+
+class Sessions:
+    """The conversations that clients name by `X-Session-ID`, whose KV the pool keeps at one worker each.
+
+    One turn at a time uses the session's own KV. Other requests of the session, and those for several completions, go
+    where the pool finds their prompt.
+    """
+
+    def __init__(self, pool: RolloutPool, idle_s: float) -> None:
+        self._pool = pool
+        self._idle_s = idle_s
+        self._used: OrderedDict[str, float] = OrderedDict()  # when, the oldest first
+        self._busy: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    @contextmanager
+    def turn(self, session: str | None, n: int) -> Iterator[dict[str, Any]]:
+        """The fields of a request of this session."""
+        if session is None or n > 1 or session in self._busy:
+            yield {}
+            return
+        self._forget_old()
+        self._busy.add(session)
+        try:
+            yield {"session": session}
+        finally:
+            self._busy.discard(session)
+            self._used[session] = time.monotonic()
+            self._used.move_to_end(session)
+
+    def end(self, session: str) -> bool:
+        """Forget a session and free its KV; False if it is unknown."""
+        if self._used.pop(session, None) is None:
+            return False
+        self._pool.end_session(session)
+        return True
+
+    def _forget_old(self) -> None:
+        limit = time.monotonic() - self._idle_s
+        while self._used:
+            session, used_s = next(iter(self._used.items()))
+            if used_s > limit and len(self._used) < _MAX_SESSIONS:
+                return
+            self.end(session)
+
+
+def _arguments(request: TokenRequest) -> dict[str, Any]:
+    return {"prompt": request.prompt, "n": request.n, "request_id": request.request_id, **request.fields}

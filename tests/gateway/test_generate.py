@@ -1,0 +1,104 @@
+"""vLLM's `/inference/v1/generate` and SGLang's `/generate`; the worker's own client says what is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tests.support.gateway.harness import events, post, refused
+from tests.support.worker.harness import token_ids
+from trainer_bridge.client.blocking import RolloutClient
+
+PROMPT = token_ids("17:")
+DRAWN: dict[str, Any] = {"temperature": 2.5, "seed": 4}
+
+
+def test_tokens_of_vllm(client: httpx.Client, direct: RolloutClient) -> None:
+    (truth,) = direct.generate(PROMPT, logprobs=1, max_tokens=15, **DRAWN).completions
+    params = {**DRAWN, "max_tokens": 15, "logprobs": 1, "skip_special_tokens": False, "output_kind": 2}
+    body = {"model": "ones", "token_ids": PROMPT, "sampling_params": params, "cache_salt": "7", "priority": 3}
+    answer = post(client, "/inference/v1/generate", body)
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == truth.token_ids.tolist() and choice["finish_reason"] == truth.finish_reason
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert [entry["token_id"] for entry in content] == choice["token_ids"]
+    assert np.array_equal(np.float32([entry["logprob"] for entry in content]), truth.logprobs)
+    streamed = [event["choices"][0] for event in events(client, "/inference/v1/generate", body)]
+    assert [token for each in streamed for token in each["token_ids"]] == choice["token_ids"]
+    assert streamed[-1]["finish_reason"] == choice["finish_reason"]
+
+
+def test_prompt_log_probs_of_vllm(client: httpx.Client, direct: RolloutClient) -> None:
+    truth = direct.generate(PROMPT, max_tokens=1, prompt_logprobs=True)
+    params = {"max_tokens": 1, "prompt_logprobs": 0}
+    found = post(client, "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params})["prompt_logprobs"]
+    assert found[0] is None
+    values = [entry[str(token)]["logprob"] for entry, token in zip(found[1:], PROMPT[1:], strict=True)]
+    assert np.array_equal(np.float32(values), truth.prompt_logprobs[1:])
+
+
+def test_wrong_fields_of_vllm(client: httpx.Client) -> None:
+    path = "/inference/v1/generate"
+    assert refused(client, path, {"token_ids": []}) == "token_ids"
+    assert refused(client, path, {"token_ids": PROMPT, "features": {"mm_hashes": {}}}) == "features"
+    assert refused(client, path, {"token_ids": PROMPT, "sampling_params": {"topk": 3}}) == "sampling_params.topk"
+    assert refused(client, path, {"token_ids": PROMPT, "sampling_params": []}) == "sampling_params"
+    headers = {"X-data-parallel-rank": "1"}
+    assert refused(client, path, {"token_ids": PROMPT}, headers=headers) == "X-data-parallel-rank"
+
+
+def test_tokens_of_sglang(client: httpx.Client, direct: RolloutClient) -> None:
+    (truth,) = direct.generate(PROMPT, logprobs=2, max_tokens=40, **DRAWN).completions
+    params = {"temperature": 2.5, "sampling_seed": 4, "max_new_tokens": 40, "skip_special_tokens": False}
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": params,
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "rid": "mine",
+    }
+    answer = post(client, "/generate", body)
+    meta = answer["meta_info"]
+    assert answer["output_ids"] == truth.token_ids.tolist() and meta["id"] == "mine"
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert np.array_equal(np.float32([entry[0] for entry in meta["output_token_logprobs"]]), truth.logprobs)
+    assert [[entry[1] for entry in row] for row in meta["output_top_logprobs"]] == truth.top_ids.tolist()
+    assert meta["finish_reason"]["type"] == truth.finish_reason and meta["completion_tokens"] == len(truth)
+    assert meta["prompt_tokens"] == 3 and int(meta["weight_version"]) == truth.versions[-1][0]
+    streamed = events(client, "/generate", body)
+    assert streamed[-1]["output_ids"] == answer["output_ids"] and streamed[-1]["text"] == answer["text"]
+    assert streamed[-1]["meta_info"]["output_token_logprobs"] == meta["output_token_logprobs"]
+    assert all(streamed[-1]["text"].startswith(event["text"]) for event in streamed)
+
+
+def test_batches_and_stops_of_sglang(client: httpx.Client) -> None:
+    body = {"text": ["17:", "98:"], "sampling_params": {"stop": " 2", "no_stop_trim": True, "max_new_tokens": 9}}
+    found = post(client, "/generate", body)
+    assert [each["text"] for each in found] == [" 18 19 2", " 99 100 1"]
+    assert [each["meta_info"]["finish_reason"] for each in found] == [
+        {"type": "stop", "matched": " 2"},
+        {"type": "length", "length": 9},
+    ]
+    several = post(client, "/generate", {"text": "17:", "sampling_params": {"n": 2, "max_new_tokens": 3}})
+    assert [each["text"] for each in several] == [" 18", " 18"]
+    scored = {
+        "text": "17: 18",
+        "return_logprob": True,
+        "logprob_start_len": 2,
+        "sampling_params": {"max_new_tokens": 1},
+    }
+    found = post(client, "/generate", scored)["meta_info"]["input_token_logprobs"]
+    assert [entry[1] for entry in found] == token_ids("17: 18")[2:]
+
+
+def test_wrong_fields_of_sglang(client: httpx.Client) -> None:
+    assert refused(client, "/generate", {"sampling_params": {}}) == "text"
+    assert (
+        refused(client, "/generate", {"text": "17:", "sampling_params": {"max_tokns": 1}})
+        == "sampling_params.max_tokns"
+    )
+    assert refused(client, "/generate", {"text": ["1:", "2:"], "sampling_params": [{}]}) == "sampling_params"
+    assert refused(client, "/generate", {"text": "17:", "return_hidden_states": True}) == "return_hidden_states"

@@ -1,0 +1,92 @@
+"""Hostile requests do not disturb the requests of others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.gateway.harness import gateway, post, refused
+from tests.support.gateway.hostile import RAW, mutations
+from tests.support.worker.harness import until
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
+
+
+def bystand(client: httpx.Client) -> None:
+    """A request whose tokens are known."""
+    body = {"prompt": "995:", "max_tokens": 12, "return_token_ids": True}
+    assert post(client, "/v1/completions", body)["choices"][0]["text"] == " 996 997 998"
+
+
+def send(client: httpx.Client, path: str, data: bytes) -> None:
+    """Send a body: the answer is one, or an error in OpenAI's form that is not our fault."""
+    answer = client.post(path, content=data)
+    if answer.status_code != 200:
+        error = answer.json()["error"]
+        assert 400 <= answer.status_code < 500 and error["message"] and error["code"] == answer.status_code, (
+            data,
+            answer.text,
+        )
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        lines = [line for line in answer.text.splitlines() if line]
+        assert lines[-1] == "data: [DONE]" or "error" in json.loads(lines[-1].removeprefix("data: "))
+
+
+def batter(client: httpx.Client, seed: int, count: int) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        hostile = [threads.submit(send, client, path, data) for path, data in mutations(seed, count)]
+        for _ in range(max(2, count // 100)):
+            bystand(client)
+        for each in hostile:
+            each.result()
+    bystand(client)
+
+
+def test_mutated_requests(client: httpx.Client) -> None:
+    batter(client, 1, 150)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_many_mutated_requests(client: httpx.Client, seed: int) -> None:
+    batter(client, seed, 10_000)
+
+
+def test_bytes_that_are_no_request(client: httpx.Client) -> None:
+    address = (client.base_url.host, client.base_url.port)
+    with contextlib.ExitStack() as stack:
+        for data in RAW * 10:
+            connection = stack.enter_context(socket.create_connection(address))
+            with contextlib.suppress(OSError):
+                connection.sendall(data)
+        bystand(client)
+
+
+def test_bodies_that_are_too_large_or_too_slow(worker: WorkerProcess) -> None:
+    with gateway([worker.endpoint], max_body_bytes=2000, body_s=0.5) as small:
+        assert refused(small, "/v1/completions", {"prompt": "1" * 3000}, 413) is None
+        assert small.post("/generate", content=(b"x" * 100 for _ in range(50))).status_code == 413
+        with socket.create_connection((small.base_url.host, small.base_url.port)) as slow:
+            slow.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+            slow.settimeout(60)
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+        bystand(small)
+
+
+def test_a_reader_that_stops_is_cut_off(worker: WorkerProcess, direct: RolloutClient) -> None:
+    body: dict[str, Any] = {"prompt": "17:", "stream": True, "ignore_eos": True, "n": 8, "logprobs": 5}
+    data = json.dumps(body).encode()
+    with gateway([worker.endpoint], send_s=0.3) as client, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect((client.base_url.host, client.base_url.port))
+        reader.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
+        until(lambda: direct.status()["rows"]["running"] == 8, "the rows")
+        until(lambda: direct.status()["rows"]["running"] == 0, "their end")
+        bystand(client)
+        until(lambda: "in_flight 0" in client.get("/metrics").text, "the end of the stream")

@@ -1,0 +1,70 @@
+"""A gateway in a thread of the test's process, and its clients."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from rollout.gateway.app import make_app
+from rollout.gateway.settings import GatewaySettings
+from tests.support.patience import PATIENCE_S
+from tests.support.worker.harness import until
+from trainer_bridge.client.asynchronous import AsyncRolloutClient
+
+
+@contextmanager
+def gateway(endpoints: Sequence[str], keys: tuple[bytes, ...] = (), **settings: Any) -> Iterator[httpx.Client]:
+    """A client of a gateway that serves these workers for the time of the block."""
+    given = GatewaySettings(tuple(endpoints), **settings)
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def pool() -> AsyncRolloutClient:
+        return AsyncRolloutClient(endpoints, resume=given.resumes, resume_timeout_s=given.resume_s)
+
+    server = uvicorn.Server(
+        uvicorn.Config(make_app(given, keys, pool), log_config=None, lifespan="on", timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        until(lambda: server.started or not thread.is_alive(), "the gateway")
+        assert thread.is_alive(), "the gateway did not start"
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def post(client: httpx.Client, path: str, body: Any = None, **options: Any) -> Any:
+    """The JSON of an answer with status 200."""
+    answer = client.post(path, json=body, **options)
+    assert answer.status_code == 200, answer.text
+    return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
+
+
+def refused(client: httpx.Client, path: str, body: Any, status: int = 400, **options: Any) -> str | None:
+    """The field that an error names; the answer must be an error with this status, in OpenAI's form."""
+    answer = client.post(path, json=body, **options)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["message"] and error["type"] and error["code"] == status
+    return error["param"]
+
+
+def events(client: httpx.Client, path: str, body: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """All events of a stream, which must end with [DONE]."""
+    with client.stream("POST", path, json={**body, "stream": True}, **options) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]

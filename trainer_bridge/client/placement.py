@@ -1,0 +1,200 @@
+"""Which worker of a fleet gets a request. Plain data and decisions; `ClientCore` has the connections.
+
+    a request with `endpoint=`    that worker
+    a turn of a session           the worker that has its KV
+    a prompt that was sent before the least loaded of the workers that hold the longest part of it,
+                                  unless that one has far more to do than the least loaded worker
+    any other                     the least loaded worker
+
+Load is counted in completions of this client in flight. A worker that was lost or added is a newcomer: it may hold old
+weights. It is used once its weights are as new as those of the other workers; before that only where there is no other
+worker. A worker that is leaving gets no new requests.
+
+A worker holds a prompt from when a request with it was sent there. New weights drop prefix caches; the next request
+with the prompt then fills the cache again, at the same worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from trainer_bridge.client.generate_request import RequestPlan
+
+#: A prompt is known by its blocks of this size: 64 token ids. A shorter prompt is not worth a detour.
+_BLOCK_BYTES = 256
+_DIGEST_BYTES = 16
+_MOST_BLOCKS = 1 << 16  # remembered for a worker
+#: A worker has far more to do than another one with more than this many, and this many times, its completions.
+_FAR_MORE, _FAR_TIMES = 16, 1.5
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One worker of the fleet. `held` are the prompt blocks that were sent to it, the oldest first."""
+
+    endpoint: str
+    load: int = 0
+    chosen: int = 0  # when it was chosen last: breaks ties
+    newcomer: bool = False
+    leaving: bool = False
+    held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    def hold(self, blocks: Iterable[bytes]) -> None:
+        """Note that it was sent these blocks."""
+        for block in blocks:
+            self.held[block] = None
+            self.held.move_to_end(block)
+        while len(self.held) > _MOST_BLOCKS:
+            self.held.popitem(last=False)
+
+
+class Fleet:
+    """The workers of one client, and where its sessions are."""
+
+    def __init__(self, endpoints: Iterable[str]) -> None:
+        self._members = {endpoint: Member(endpoint) for endpoint in endpoints}
+        self._sessions: dict[str, str] = {}  # endpoints by session
+        self._counter = itertools.count(1)
+
+    def __getitem__(self, endpoint: str) -> Member:
+        return self._members[endpoint]
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The endpoints that are not leaving."""
+        return [member.endpoint for member in self if not member.leaving]
+
+    @property
+    def newcomers(self) -> list[str]:
+        """The endpoints whose weights have to be looked at before they are used; none while there is no choice."""
+        staying = [member for member in self if not member.leaving]
+        return [member.endpoint for member in staying if member.newcomer] if len(staying) > 1 else []
+
+    # --- who belongs to it --------------------------------------------------------------------------------------------
+
+    def add(self, endpoint: str) -> bool:
+        """Add a worker as a newcomer, or keep one that was leaving. False if it was kept. Raises ValueError."""
+        known = self._members.get(endpoint)
+        if known is None:
+            self._members[endpoint] = Member(endpoint, newcomer=True)
+        elif known.leaving:
+            known.leaving = False
+        else:
+            raise ValueError(f"{endpoint!r} is an endpoint of this client already")
+        return known is None
+
+    def leave(self, endpoint: str) -> None:
+        """Give a worker no new requests; its sessions go on elsewhere. Raises ValueError for the last one."""
+        if self.endpoints == [endpoint]:
+            raise ValueError(f"{endpoint!r} is the last endpoint of this client; add another one first, or close it")
+        self._members[endpoint].leaving = True
+        self._sessions = {name: home for name, home in self._sessions.items() if home != endpoint}
+
+    def drop(self, endpoint: str) -> None:
+        """Forget a worker that has left."""
+        del self._members[endpoint]
+
+    def lost(self, endpoint: str) -> None:
+        """A worker is gone, with all that it held. If one comes back there, it is a newcomer."""
+        member = self._members[endpoint]
+        member.newcomer = True
+        member.held.clear()
+
+    def admit(self, versions: Mapping[str, int]) -> None:
+        """Use the newcomers whose weights are current. `versions` are the weights versions of workers that serve."""
+        settled = [version for endpoint, version in versions.items() if not self._is_newcomer(endpoint)]
+        current = max(settled or versions.values(), default=0)
+        for endpoint, version in versions.items():
+            if version >= current and endpoint in self._members:
+                self._members[endpoint].newcomer = False
+
+    def _is_newcomer(self, endpoint: str) -> bool:
+        return endpoint not in self._members or self._members[endpoint].newcomer
+
+    # --- where to go --------------------------------------------------------------------------------------------------
+
+    def session_home(self, session: str) -> str | None:
+        """The endpoint that has a session's KV, if it is known."""
+        return self._sessions.get(session)
+
+    def end_session(self, session: str) -> None:
+        """Forget where a session is."""
+        self._sessions.pop(session, None)
+
+    def choose(self, plan: RequestPlan, gone: Collection[str], avoid: Collection[str] = ()) -> str:
+        """The endpoint for a request; none that is `gone`, nor one to `avoid`, where there are others."""
+        blocks = prompt_blocks(plan.fields) if len(self._members) > 1 else []
+        member = self._members[plan.endpoint] if plan.endpoint is not None else self._choose(plan, blocks, gone, avoid)
+        member.chosen = next(self._counter)
+        member.hold(blocks)
+        if plan.session is not None:
+            self._sessions[plan.session] = member.endpoint
+        return member.endpoint
+
+    def _choose(self, plan: RequestPlan, blocks: list[bytes], gone: Collection[str], avoid: Collection[str]) -> Member:
+        staying = [member for member in self if not member.leaving]
+        # A worker that is gone has no load, and would otherwise attract everything.
+        there = [member for member in staying if member.endpoint not in gone]
+        welcome = [member for member in there if member.endpoint not in avoid]
+        settled = [member for member in welcome if not member.newcomer]
+        candidates = settled or welcome or there or staying
+        home = None if plan.session is None else self._sessions.get(plan.session)
+        for member in candidates:
+            if member.endpoint == home:
+                return member
+        least = _least_loaded(candidates)
+        holders = _holders(candidates, blocks)
+        if holders and not _far_more(holder := _least_loaded(holders), least):
+            return holder
+        return least
+
+
+def _least_loaded(members: list[Member]) -> Member:
+    return min(members, key=lambda member: (member.load, member.chosen))
+
+
+def _far_more(member: Member, least: Member) -> bool:
+    return member.load > max(least.load + _FAR_MORE, least.load * _FAR_TIMES)
+
+
+def _holders(members: list[Member], blocks: list[bytes]) -> list[Member]:
+    """The members that hold the longest part of a prompt, if that is half of it or more."""
+    for block in reversed(blocks[(len(blocks) - 1) // 2 :]):
+        if holders := [member for member in members if block in member.held]:
+            return holders
+    return []
+
+
+def prompt_blocks(fields: Mapping[str, Any]) -> list[bytes]:
+    """A key for each whole block of a request's prompt; it depends on the adapter and on all blocks before.
+
+    `fields` are those of a `generate` message. Prompts that begin with the same n blocks have the same first n keys.
+    """
+    content = memoryview(_prompt_bytes(fields))
+    adapter = fields.get("adapter") or ""
+    state = blake2b(adapter.encode(), digest_size=_DIGEST_BYTES)
+    keys = []
+    for end in range(_BLOCK_BYTES, len(content) + 1, _BLOCK_BYTES):
+        state.update(content[end - _BLOCK_BYTES : end])
+        keys.append(state.digest())
+    return keys
+
+
+def _prompt_bytes(fields: Mapping[str, Any]) -> bytes:
+    prompt = fields.get("prompt")
+    if isinstance(prompt, np.ndarray):
+        return prompt.tobytes()
+    if isinstance(prompt, str):
+        return prompt.encode("utf-8", "surrogatepass")
+    return b"".join(msgpack.packb(part, default=repr) for part in (fields.get("tools"), *fields["messages"]))
