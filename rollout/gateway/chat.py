@@ -26,14 +26,12 @@ from trainer_bridge.client.results import Completion
 class ChatBody(OpenAiBody):
     """The body of `/v1/chat/completions`."""
 
-    ignored: ClassVar = OpenAiBody.ignored | {
-        "include_reasoning": "reasoning is always shown apart from the answer",
-        "separate_reasoning": "as include_reasoning; routers add it",
-        "stream_reasoning": "as include_reasoning; routers add it",
-        "mm_processor_kwargs": "there are no images",
-    }
     switched_off: ClassVar = OpenAiBody.switched_off | {
         "audio": (None,),
+        "include_reasoning": (None, True),
+        "separate_reasoning": (None, True),  # vllm-router and sglang-router add this field and the next one
+        "stream_reasoning": (None, True),
+        "mm_processor_kwargs": (None, {}),
         "modalities": (None, ["text"]),
         "prediction": (None,),
         "web_search_options": (None,),
