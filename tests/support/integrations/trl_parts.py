@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from scripts.bench.shapes import model_config
+from tests.support.tokenizer_folder import make_tokenizer_folder
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import Completion
 
 CHECKPOINT = Path(__file__).parents[3] / "rollout" / "demo" / "checkpoints" / "ones"
@@ -20,13 +23,30 @@ VOCAB, EOS = 16, 1
 def make_checkpoint(folder: Path, seed: int) -> Path:
     """A model with random weights, and the demo's tokenizer of digits, space, colon and line end."""
     folder.mkdir(parents=True)
-    torch.manual_seed(seed)
-    shape = {**model_config("toy"), "vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": 0}
-    config = AutoConfig.for_model(**{**shape, "torch_dtype": "float32", "initializer_range": 0.2})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    _save_model(folder, seed, vocab_size=VOCAB, eos_token_id=EOS, pad_token_id=0)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(CHECKPOINT / name, folder / name)
     return folder
+
+
+def make_chat_checkpoint(folder: Path, seed: int, template: str) -> Path:
+    """A model with random weights and a byte-level tokenizer with a chat template, whose words are merged tokens.
+
+    A model that spells such a word makes other tokens of it than the tokenizer.
+    """
+    folder.mkdir(parents=True)
+    make_tokenizer_folder(folder, template, [template, "tool_call name add arguments"] * 4, vocab=600)
+    tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<|im_start|>")
+    tokenizer.save_pretrained(folder)
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    _save_model(folder, seed, vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=pad)
+    return folder
+
+
+def _save_model(folder: Path, seed: int, **shape: Any) -> None:
+    torch.manual_seed(seed)
+    shape = {**model_config("toy"), "bos_token_id": None, "torch_dtype": "float32", "initializer_range": 0.2, **shape}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.float32).save_pretrained(folder)
 
 
 @torch.no_grad()
@@ -42,6 +62,36 @@ def plain_copy(model: Any, folder: Path) -> Any:
     copy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     copy.load_state_dict(model.state_dict())
     return copy.eval()
+
+
+def served_error(worker: WorkerProcess, model: Any) -> float:
+    """The largest difference between log-probs of the worker and of a model, at tokens that the worker draws."""
+    prompt = [8, 9, 14]
+    with RolloutClient(worker.endpoint, timeout_s=30.0) as client:
+        drawn = client.generate(prompt, n=8, max_tokens=24, seed=5, stop={"ignore_eos": True}).completions
+    theirs = [torch.tensor(item.logprobs) - logprobs_of(model, prompt, item, 1.0) for item in drawn]
+    return float(torch.cat(theirs).abs().max())
+
+
+class ServedWeights(TrainerCallback):
+    """Compares what the worker serves with the trainer's model, each time that the trainer calls the method `when`."""
+
+    def __init__(self, worker: WorkerProcess, checkpoint: Path, when: str) -> None:
+        self._worker, self._checkpoint = worker, checkpoint
+        self._before: Any = None
+        self.versions: list[int] = []
+        self.errors: list[float] = []
+        self.errors_of_old: list[float] = []
+        setattr(self, when, self._compare)
+
+    def _compare(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        now = plain_copy(model, self._checkpoint)
+        with RolloutClient(self._worker.endpoint, timeout_s=30.0) as client:
+            self.versions.append(client.status()["weights_version"])
+        self.errors.append(served_error(self._worker, now))
+        if self._before is not None:
+            self.errors_of_old.append(served_error(self._worker, self._before))
+        self._before = now
 
 
 def tree_attention(
