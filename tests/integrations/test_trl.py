@@ -18,7 +18,8 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.integrations.integration_worker import start
-from tests.support.integrations.trl_parts import ServedWeights, make_checkpoint, tree_attention
+from tests.support.integrations.tiny_checkpoints import make_checkpoint
+from tests.support.integrations.trl_parts import ServedWeights, tree_attention
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.integrations.trl import RolloutWorker, Sample, WeightTransfer, async_grpo_parts
 from trainer_bridge.publish.publisher import WeightPublisher

@@ -1,4 +1,4 @@
-"""TRL's own trainers, with a worker in place of vLLM: their steps, weights, log-probs, and the tokens of several turns."""
+"""TRL's own trainers with a worker in place of vLLM: their steps, weights, log-probs, and tokens of several turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
 
 from tests.support.integrations.integration_worker import start
-from tests.support.integrations.trl_parts import ServedWeights, make_chat_checkpoint, make_checkpoint
+from tests.support.integrations.tiny_checkpoints import make_chat_checkpoint, make_checkpoint
+from tests.support.integrations.trl_parts import ServedWeights
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import Completion
 from trainer_bridge.integrations.trl_generation import WorkerGeneration, WorkerRollouts, use_workers

@@ -6,7 +6,7 @@
 
     TRL calls                            what happens
     vllm_generation.sync_weights()       rank 0 publishes; all ranks go on when every worker uses the weights
-    vllm_generation.generate(prompts)    each rank sends its prompts; equal neighbours are one request of several completions
+    vllm_generation.generate(prompts)    each rank sends its prompts, equal neighbours as one request
 
 GRPO, RLOO, Distillation, SDPO, SDFT, GOLD and IW-OPD call these two methods and nothing else. Invariants:
 

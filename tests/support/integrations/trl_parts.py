@@ -1,52 +1,17 @@
-"""A tiny model with a tokenizer, what it makes of a completion, and attention for TRL's trainer on a CPU."""
+"""What a tiny model makes of a completion, whether a worker serves it, and attention for TRL's trainer on a CPU."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from scripts.bench.shapes import model_config
-from tests.support.tokenizer_folder import make_tokenizer_folder
 from trainer_bridge.client.blocking import RolloutClient
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import Completion
-
-CHECKPOINT = Path(__file__).parents[3] / "rollout" / "demo" / "checkpoints" / "ones"
-VOCAB, EOS = 16, 1
-
-
-def make_checkpoint(folder: Path, seed: int) -> Path:
-    """A model with random weights, and the demo's tokenizer of digits, space, colon and line end."""
-    folder.mkdir(parents=True)
-    _save_model(folder, seed, vocab_size=VOCAB, eos_token_id=EOS, pad_token_id=0)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(CHECKPOINT / name, folder / name)
-    return folder
-
-
-def make_chat_checkpoint(folder: Path, seed: int, template: str) -> Path:
-    """A model with random weights and a byte-level tokenizer with a chat template, whose words are merged tokens.
-
-    A model that spells such a word makes other tokens of it than the tokenizer.
-    """
-    folder.mkdir(parents=True)
-    make_tokenizer_folder(folder, template, [template, "tool_call name add arguments"] * 4, vocab=600)
-    tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<|im_start|>")
-    tokenizer.save_pretrained(folder)
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    _save_model(folder, seed, vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=pad)
-    return folder
-
-
-def _save_model(folder: Path, seed: int, **shape: Any) -> None:
-    torch.manual_seed(seed)
-    shape = {**model_config("toy"), "bos_token_id": None, "torch_dtype": "float32", "initializer_range": 0.2, **shape}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.float32).save_pretrained(folder)
 
 
 @torch.no_grad()
