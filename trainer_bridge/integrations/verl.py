@@ -63,7 +63,7 @@ except Exception as error:
     raise
 
 _SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "constraint"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
@@ -117,7 +117,10 @@ class Server:
         audio_data: Any = None,
         mm_processor_kwargs: Any = None,
     ) -> TokenOutput:
-        """One completion. Raises ValueError for what cannot be served, `RolloutError` if it fails."""
+        """One completion. Beside verl's sampling parameters, `constraint` is that of the client's `generate`.
+
+        Raises ValueError for what cannot be served, `RolloutError` if the completion fails.
+        """
         for name, given in {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}.items():
             if given is not None:
                 raise ValueError(f"the prompt has {name}, and a rollout worker serves text")
@@ -396,8 +399,8 @@ class _Updates:
         for endpoint, node in places:
             if "//127." in endpoint and node != ray.get_runtime_context().get_node_id():
                 raise ValueError(
-                    f"the worker at {endpoint} is on another node and serves its own node alone; set bind and weights_bind "
-                    "of rollout.engine_kwargs.rollout to tcp://{host}:0, and on a closed network insecure to true"
+                    f"the worker at {endpoint} is on another node and serves its own alone; set bind and "
+                    "weights_bind of rollout.engine_kwargs.rollout to tcp://{host}:0, and insecure to true on a closed network"
                 )
         if self._publisher is None or self._publisher.endpoints != endpoints:
             if self._publisher is not None:

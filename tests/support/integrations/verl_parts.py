@@ -1,4 +1,4 @@
-"""verl's configuration for a tiny model on a CPU, and a trainer's rank that holds such a model."""
+"""verl's configuration for a tiny model on a CPU, a trainer's rank with such a model, and a loop that calls tools."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import register as register_loop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from tests.support.integrations.integration_worker import worker_environment
 
-WORKER = "trainer_bridge.integrations.verl"
 #: Flags of the workers: little memory, and float32 as the model has it.
 FLAGS = {"device": "cpu", "kv_pages": 512, "dtype": "float32", "max_rows": 16}
 
@@ -40,7 +42,7 @@ def compose_config(checkpoint: Path, *overrides: str) -> DictConfig:
                 "actor_rollout_ref.rollout.name=rollout",
                 "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
                 "actor_rollout_ref.rollout.prompt_length=512",
-                "actor_rollout_ref.rollout.response_length=256",
+                "actor_rollout_ref.rollout.response_length=1024",
                 *flags,
                 *overrides,
             ],
@@ -81,3 +83,14 @@ def trainer_ranks(checkpoint: Path, ranks: int) -> RayWorkerGroup:
     """A group of such ranks, without GPUs."""
     made = RayClassWithInitArgs(ray.remote(TrainerRank), checkpoint=str(checkpoint), engine={"bucket_size": 1 << 20})
     return RayWorkerGroup(RayResourcePool([ranks], use_gpu=False, max_colocate_count=1), made, device_name="cpu")
+
+
+TOOL_CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9]+, "b": [0-9]\}\}\n</tool_call>'
+
+
+@register_loop("calling_agent")
+class CallingLoop(ToolAgentLoop):
+    """verl's loop with tools, whose model can say nothing but calls of `add`."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        return await super().run({**sampling_params, "constraint": {"regex": TOOL_CALL}}, **kwargs)
