@@ -60,9 +60,17 @@ def servers(config: Any) -> Iterator[LLMServerManager]:
         ray.shutdown()
 
 
+def managed_by(manager: type, servers: LLMServerManager, trainer: Any, config: Any) -> Any:
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
+    return manager(engine, trainer, servers.get_replicas())
+
+
 @pytest.fixture(scope="module")
-def trainer(servers: LLMServerManager, checkpoint: Path) -> Any:
-    return trainer_ranks(checkpoint, 2)
+def trainer(servers: LLMServerManager, checkpoint: Path, config: Any) -> Any:
+    """Two ranks with a model, whose weights the replicas have: before that they generate nothing."""
+    ranks = trainer_ranks(checkpoint, 2)
+    managed_by(CheckpointManager, servers, ranks, config).update_weights(1)
+    return ranks
 
 
 def generate(servers: LLMServerManager, count: int = 1, client: type | None = None, **changes: Any) -> list[Any]:
@@ -113,11 +121,6 @@ def test_verl_finds_the_parts_under_their_name() -> None:
 BOTH = pytest.mark.parametrize("manager", [CheckpointManager, CheckpointEngineManager], ids=["ours", "verl's"])
 
 
-def managed_by(manager: type, servers: LLMServerManager, trainer: Any, config: Any) -> Any:
-    engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
-    return manager(engine, trainer, servers.get_replicas())
-
-
 @BOTH
 def test_every_replica_serves_the_weights_that_a_checkpoint_manager_sent(
     servers: LLMServerManager, trainer: Any, config: Any, checkpoint: Path, manager: type
@@ -152,7 +155,7 @@ def test_updates_abort_nothing_and_tokens_know_their_steps(
     assert all(10 <= first <= last <= next(steps) for first, last in spans)
 
 
-def test_requests_wait_while_generation_is_paused(servers: LLMServerManager) -> None:
+def test_requests_wait_while_generation_is_paused(servers: LLMServerManager, trainer: Any) -> None:
     replicas = servers.get_replicas()
     for replica in replicas:
         asyncio.run(replica.abort_all_requests())
@@ -164,7 +167,7 @@ def test_requests_wait_while_generation_is_paused(servers: LLMServerManager) -> 
     assert [len(output.token_ids) for output in waiting.result()] == [20] * 4
 
 
-def test_requests_of_a_replica_that_leaves_go_on_at_another(servers: LLMServerManager) -> None:
+def test_requests_of_a_replica_that_leaves_go_on_at_another(servers: LLMServerManager, trainer: Any) -> None:
     leaving = servers.get_replicas()[0]
     running = generate_aside(servers, 6, FullyAsyncLLMServerClient, max_tokens=900, ignore_eos=True)
     balancer = servers.global_load_balancer
@@ -198,7 +201,9 @@ def test_what_cannot_be_served_is_refused(servers: LLMServerManager, config: Any
             serve_flags(dataclasses.replace(rollout, **changes), RolloutMode.STANDALONE)
 
 
-def test_tool_calls_train_on_the_tokens_that_the_engine_drew(servers: LLMServerManager, checkpoint: Path) -> None:
+def test_tool_calls_train_on_the_tokens_that_the_engine_drew(
+    servers: LLMServerManager, trainer: Any, checkpoint: Path
+) -> None:
     tools = Path(__file__).parents[1] / "support" / "integrations" / "verl_tools.py"
     config = compose_config(
         checkpoint,

@@ -399,8 +399,8 @@ class _Updates:
         for endpoint, node in places:
             if "//127." in endpoint and node != ray.get_runtime_context().get_node_id():
                 raise ValueError(
-                    f"the worker at {endpoint} is on another node and serves its own alone; set bind and "
-                    "weights_bind of rollout.engine_kwargs.rollout to tcp://{host}:0, and insecure to true on a closed network"
+                    f"the worker at {endpoint} is on another node and serves its own alone; below "
+                    "rollout.engine_kwargs.rollout set bind and weights_bind to tcp://{host}:0, and insecure to true"
                 )
         if self._publisher is None or self._publisher.endpoints != endpoints:
             if self._publisher is not None:
