@@ -72,7 +72,7 @@ class WorkerGeneration(VLLMGeneration):
             temperature=args.temperature,
             top_p=args.top_p,
             top_k=args.top_k,
-            min_p=getattr(args, "min_p", None),
+            min_p=getattr(args, "min_p", None) or 0.0,
             max_completion_length=args.max_completion_length,
             generation_kwargs=getattr(args, "generation_kwargs", None),
         )

@@ -94,13 +94,13 @@ class Server:
     async def launch(self) -> str:
         """Start the worker. Returns its endpoint. Raises `WorkerFailed`."""
         host = ray.util.get_node_ip_address()
-        flags = {
+        flags: dict[str, Any] = {
             name: value.format(host=host) if isinstance(value, str) else value for name, value in self._flags.items()
         }
         env = {} if self._device is None else {"CUDA_VISIBLE_DEVICES": self._device}
-        self._worker = await asyncio.to_thread(start_worker, self._model, env=env, **flags)
-        self._client = AsyncRolloutClient(self._worker.endpoint)
-        return self._worker.endpoint
+        worker: WorkerProcess = await asyncio.to_thread(start_worker, self._model, env=env, **flags)
+        self._worker, self._client = worker, AsyncRolloutClient(worker.endpoint)
+        return worker.endpoint
 
     async def place(self) -> tuple[str, str]:
         """The worker's endpoint, and the id of its Ray node."""
@@ -181,8 +181,8 @@ class Server:
             return
         async with self._turns:
             if not self._asleep:
-                level = 2 if self._mode == RolloutMode.HYBRID else 1
-                await self._connected().sleep(level, mode="keep", requests="wait")
+                hybrid = self._mode == RolloutMode.HYBRID
+                await self._connected().sleep(2 if hybrid else 1, mode="keep", requests="wait")
                 self._asleep = True
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
