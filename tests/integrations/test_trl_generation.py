@@ -11,18 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("TRL is not installed: pip install 'rollout-engine[trl]'", allow_module_level=True)
 
 import trl
 from datasets import Dataset
-from transformers import AutoTokenizer
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTTrainer
 
 from tests.support.integrations.integration_worker import start
 from tests.support.integrations.tiny_checkpoints import make_chat_checkpoint, make_checkpoint
-from tests.support.integrations.trl_parts import ServedWeights
+from tests.support.integrations.trl_parts import ServedWeights, served_error
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import Completion
 from trainer_bridge.integrations.trl_generation import WorkerGeneration, WorkerRollouts, use_workers
@@ -110,6 +112,21 @@ def test_rloo_steps_with_the_workers_tokens_and_the_worker_with_its_weights(
     with use_workers(trainer, worker.endpoints):
         trainer.train()
     check_steps(trainer, seen, 3)
+
+
+def test_adapters_of_peft_are_merged_for_the_worker_and_stay_apart_in_the_trainer(
+    worker: WorkerProcess, checkpoint: Path
+) -> None:
+    args = config_of(GRPOConfig, checkpoint.parent, max_steps=2, learning_rate=1e-1)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = GRPOTrainer(str(checkpoint), mean_token, args, Dataset.from_list(ROWS), peft_config=lora)
+    with use_workers(trainer, worker.endpoints) as generation:
+        trainer.train()
+        generation.sync_weights()
+    assert max(entry["sampling/sampling_logp_difference/max"] for entry in steps_of(trainer)) < 1e-4
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    assert served_error(worker, base) > 1e-3
+    assert served_error(worker, trainer.model.merge_and_unload().eval()) < 1e-4
 
 
 def test_rollout_func_with_workers_corrects_importance_by_their_log_probs(

@@ -47,8 +47,8 @@ def test_trainer_steps_on_the_workers_tokens_and_log_probs(tmp_path: Path, chang
         for line in re.findall(r"step:\d.*", ended.stdout)
     ]
     assert [step["training/global_step"] for step in steps] == ["1", "2"]
-    for step in steps:
-        assert float(step["actor/grad_norm"]) > 0
-        if step["training/global_step"] == "1" or changes is not SEPARATE:  # there step 2 may be a step behind
-            # of the probabilities of drawn tokens, in the worker and in the trainer
-            assert float(step["training/rollout_probs_diff_max"]) < 1e-4
+    assert all(float(step["actor/grad_norm"]) > 0 for step in steps)
+    # Probabilities of the drawn tokens, in the worker and in the trainer. The trainer computes in float32, but verl
+    # publishes its weights as bfloat16. Those of a step before differ by 0.05, as `separate_async` shows at its second.
+    differences = [float(step["training/rollout_probs_diff_max"]) for step in steps]
+    assert max(differences[:1] if changes is SEPARATE else differences) < 0.02

@@ -117,7 +117,7 @@ class Server:
         audio_data: Any = None,
         mm_processor_kwargs: Any = None,
     ) -> TokenOutput:
-        """One completion. Beside verl's sampling parameters, `constraint` is that of the client's `generate`.
+        """One completion. `sampling_params` may also have `constraint`, as the client's `generate` takes it.
 
         Raises ValueError for what cannot be served, `RolloutError` if the completion fails.
         """
@@ -165,7 +165,7 @@ class Server:
         return {"aborted_count": len(ended), "request_ids": ended}
 
     async def resume_generation(self) -> None:
-        """Take requests again, and go on with those that wait."""
+        """End the pause or the rejection of requests."""
         async with self._turns:
             self._rejecting = False
             if self._paused:
@@ -474,10 +474,10 @@ class BridgeEngine(CheckpointEngine):
         self._is_master = is_master
         self._updates = _Updates(options)
         self._servers: list[str] = []
-        self.server = ""  # beside a worker: its server
+        self.server = ""  # in a replica: its server
 
     def prepare(self) -> str:
-        """The name of the server beside which this engine is; empty in a trainer."""
+        """The name of the replica's server; empty in a trainer."""
         return self.server
 
     @classmethod

@@ -57,6 +57,7 @@ def overrides(folder: Path) -> list[str]:
         f"{actor}.strategy=fsdp2",
         f"{actor}.fsdp_config.strategy=fsdp2",
         f"{actor}.fsdp_config.dtype=float32",
+        f"++{actor}.fsdp_config.mixed_precision.param_dtype=fp32",
         f"{actor}.fsdp_config.model_dtype=fp32",
         f"{actor}.use_torch_compile=False",
         f"{actor}.optim.lr=1e-2",
