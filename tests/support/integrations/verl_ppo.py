@@ -75,6 +75,7 @@ def overrides(folder: Path) -> list[str]:
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
         f"trainer.default_local_dir={folder}/out",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "ray_kwargs.ray_init.num_cpus=16",
         "+ray_kwargs.ray_init.num_gpus=2",
         "+ray_kwargs.ray_init.include_dashboard=False",
