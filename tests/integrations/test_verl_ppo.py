@@ -15,9 +15,7 @@ if any(importlib.util.find_spec(name) is None for name in ("verl", "ray", "trans
     pytest.skip("verl is not installed: pip install 'rollout-engine[verl]'", allow_module_level=True)
 
 from tests.support.integrations.integration_worker import ROOT
-from tests.support.integrations.tiny_checkpoints import make_chat_checkpoint
 
-TEMPLATE = (ROOT / "tests" / "support" / "integrations" / "hermes.jinja").read_text()
 SEPARATE = [
     "trainer.v1.trainer_mode=separate_async",
     "trainer.v1.separate_async.parameter_sync_step=1",
@@ -37,7 +35,6 @@ TRAINERS = {
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("changes", TRAINERS.values(), ids=TRAINERS)
 def test_trainer_steps_on_the_workers_tokens_and_log_probs(tmp_path: Path, changes: list[str]) -> None:
-    make_chat_checkpoint(tmp_path / "model", 3, TEMPLATE)
     command = [sys.executable, "-m", "tests.support.integrations.verl_ppo", str(tmp_path), *changes]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100)
@@ -48,7 +45,7 @@ def test_trainer_steps_on_the_workers_tokens_and_log_probs(tmp_path: Path, chang
     ]
     assert [step["training/global_step"] for step in steps] == ["1", "2"]
     assert all(float(step["actor/grad_norm"]) > 0 for step in steps)
-    # Probabilities of the drawn tokens, in the worker and in the trainer. With weights of the step before they differ by
-    # 0.05, as `separate_async` shows at its second step.
+    # Probabilities of the drawn tokens, in the worker and in the trainer. With weights of the step before they differ
+    # by 0.05, as `separate_async` shows at its second step.
     differences = [float(step["training/rollout_probs_diff_max"]) for step in steps]
     assert max(differences[:1] if changes is SEPARATE else differences) < 1e-5

@@ -21,6 +21,8 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 
 from tests.support.integrations.integration_worker import worker_environment
 
+#: A chat template whose tool calls are Hermes's.
+TEMPLATE = Path(__file__).with_name("hermes.jinja")
 #: Flags of the workers: little memory, and float32 as the model has it.
 FLAGS = {"device": "cpu", "kv_pages": 512, "dtype": "float32", "max_rows": 16}
 

@@ -1,6 +1,6 @@
 """Two steps of verl's PPO trainer on a CPU: `python -m tests.support.integrations.verl_ppo FOLDER [OVERRIDE...]`.
 
-FOLDER holds the checkpoint `model`. The trainer is verl's own with all its Ray actors; GRPO, FSDP2 with gloo, float32.
+The trainer is verl's own with all its Ray actors; GRPO, FSDP2 with gloo, float32. FOLDER gets a tiny model and data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
 from tests.support.integrations.integration_worker import worker_environment
-from tests.support.integrations.verl_parts import compose_config
+from tests.support.integrations.tiny_checkpoints import make_chat_checkpoint
+from tests.support.integrations.verl_parts import TEMPLATE, compose_config
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, **more):\n    return len(solution_str) % 7 / 7\n"
 
@@ -84,7 +85,9 @@ def overrides(folder: Path) -> list[str]:
 
 def main() -> None:
     """Run it; the metrics of each step go to stdout."""
-    folder = Path(sys.argv[1])
+    folder = Path(sys.argv[1]).absolute()
+    if not (folder / "model").exists():
+        make_chat_checkpoint(folder / "model", 3, TEMPLATE.read_text())
     os.environ |= {name: value for name, value in worker_environment().items() if value is not None}
     config = compose_config(folder / "model", *overrides(folder), *sys.argv[2:])
     validate_config(config, need_reference_policy(config), need_critic(config))
