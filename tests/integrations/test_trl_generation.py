@@ -31,7 +31,7 @@ from trainer_bridge.integrations.trl_generation import WorkerGeneration, WorkerR
 
 ROWS = [{"prompt": f"{first}:"} for first in (17, 23, 42, 58)]
 TURNS = 3
-TOOL_CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9]+, "b": [0-9]\}\}\n</tool_call>'
+TOOL_CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [1-9][0-9]{0,3}, "b": [0-9]\}\}\n</tool_call>'
 
 
 def mean_token(completion_ids: list[list[int]], **columns: Any) -> list[float]:

@@ -87,7 +87,7 @@ def trainer_ranks(checkpoint: Path, ranks: int) -> RayWorkerGroup:
     return RayWorkerGroup(RayResourcePool([ranks], use_gpu=False, max_colocate_count=1), made, device_name="cpu")
 
 
-TOOL_CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9]+, "b": [0-9]\}\}\n</tool_call>'
+TOOL_CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [1-9][0-9]{0,3}, "b": [0-9]\}\}\n</tool_call>'
 
 
 @register_loop("calling_agent")
