@@ -9,7 +9,6 @@ Without `--model` it trains the demo's tiny model from random weights: GRPO teac
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer_bridge import RolloutClient, WeightPublisher, start_worker
+from trainer_bridge import start_worker
+from trainer_bridge.integrations.trl_generation import WorkerRollouts
 
 DEMO_MODEL = Path(__file__).parents[1] / "rollout" / "demo" / "checkpoints" / "ones"
 
@@ -28,28 +28,6 @@ DEMO_MODEL = Path(__file__).parents[1] / "rollout" / "demo" / "checkpoints" / "o
 def share_of_sevens(completions: list[str], **columns: Any) -> list[float]:
     """The reward: how much of a completion is the digit 7."""
     return [text.count("7") / max(1, len(text)) for text in completions]
-
-
-class Rollouts:
-    """TRL's `rollout_func`: brings the trainer's weights to the worker, then has it complete the prompts."""
-
-    def __init__(self, client: RolloutClient, publisher: WeightPublisher) -> None:
-        self._client, self._publisher = client, publisher
-        self._versions = itertools.count(1)
-
-    def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
-        """Token ids of prompts and completions, and the log-prob of each completion token, a list for each prompt."""
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        self._publisher.publish(model.state_dict(), next(self._versions)).applied()
-        prompt_ids = trainer.processing_class(prompts)["input_ids"]
-        limits = {"max_tokens": trainer.max_completion_length, "temperature": trainer.temperature}
-        results = self._client.generate_many(prompt_ids, **limits)
-        completions = [result.completions[0] for result in results]
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": [completion.token_ids.tolist() for completion in completions],
-            "logprobs": [completion.logprobs.tolist() for completion in completions],
-        }
 
 
 def fresh_model(folder: Path) -> str:
@@ -79,10 +57,8 @@ def train(model: str, steps: int, output: str, **worker_flags: Any) -> list[floa
     tokenizer = AutoTokenizer.from_pretrained(model)
     with (
         start_worker(model, max_rows=32, device="cpu", **worker_flags) as worker,
-        RolloutClient(worker.endpoint) as client,
-        WeightPublisher(worker.endpoint) as publisher,
+        WorkerRollouts(worker.endpoints) as rollouts,
     ):
-        rollouts = Rollouts(client, publisher)
         trainer = GRPOTrainer(model, share_of_sevens, args, dataset, processing_class=tokenizer, rollout_func=rollouts)
         trainer.train()
     return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

@@ -32,8 +32,6 @@ class ChatBody(OpenAiBody):
     switched_off: ClassVar = OpenAiBody.switched_off | {
         "audio": (None,),
         "include_reasoning": (None, True),
-        "separate_reasoning": (None, True),  # vllm-router and sglang-router add this field and the next one
-        "stream_reasoning": (None, True),
         "mm_processor_kwargs": (None, {}),
         "modalities": (None, ["text"]),
         "prediction": (None,),

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.integrations.integration_worker import start
-from tests.support.integrations.trl_parts import logprobs_of, make_checkpoint, plain_copy, tree_attention
-from trainer_bridge.client.blocking import RolloutClient
+from tests.support.integrations.tiny_checkpoints import make_checkpoint
+from tests.support.integrations.trl_parts import ServedWeights, tree_attention
 from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.integrations.trl import RolloutWorker, Sample, WeightTransfer, async_grpo_parts
 from trainer_bridge.publish.publisher import WeightPublisher
@@ -54,37 +54,8 @@ def tokenizer(checkpoint: Path) -> Any:
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
-def served_error(worker: WorkerProcess, model: Any) -> float:
-    """The largest difference between log-probs of the worker and of a model, at tokens that the worker draws."""
-    prompt = [8, 9, 14]
-    with RolloutClient(worker.endpoint, timeout_s=30.0) as client:
-        drawn = client.generate(prompt, n=8, max_tokens=24, seed=5, stop={"ignore_eos": True}).completions
-    theirs = [torch.tensor(item.logprobs) - logprobs_of(model, prompt, item, 1.0) for item in drawn]
-    return float(torch.cat(theirs).abs().max())
-
-
-class AfterSync(TrainerCallback):
-    """After every step, when TRL has sent its weights: compares what the worker serves with the trainer's model."""
-
-    def __init__(self, worker: WorkerProcess, checkpoint: Path) -> None:
-        self._worker, self._checkpoint = worker, checkpoint
-        self._before: Any = None
-        self.versions: list[int] = []
-        self.errors: list[float] = []
-        self.errors_of_old: list[float] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
-        now = plain_copy(model, self._checkpoint)
-        with WeightPublisher(self._worker.endpoint) as publisher:
-            self.versions.append(publisher.status()[0]["version"])
-        self.errors.append(served_error(self._worker, now))
-        if self._before is not None:
-            self.errors_of_old.append(served_error(self._worker, self._before))
-        self._before = now
-
-
 @pytest.fixture(scope="module")
-def trained(worker: WorkerProcess, checkpoint: Path, tokenizer: Any) -> tuple[Any, AfterSync, int]:
+def trained(worker: WorkerProcess, checkpoint: Path, tokenizer: Any) -> tuple[Any, ServedWeights, int]:
     """TRL's own trainer after a few steps, what was seen after each, and the version that the worker had before."""
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -117,14 +88,14 @@ def trained(worker: WorkerProcess, checkpoint: Path, tokenizer: Any) -> tuple[An
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "none")
         trainer = AsyncGRPOTrainer(str(checkpoint), mean_token, config, dataset, tokenizer, **parts)
     AttentionInterface.register(TREE_ATTENTION, tree_attention)
-    seen = AfterSync(worker, checkpoint)
+    seen = ServedWeights(worker, checkpoint, "on_step_end")
     trainer.add_callback(seen)  # the last one: after TRL's own that sends the weights
     trainer.train()
     return trainer, seen, before
 
 
 @needs_trl
-def test_trl_trainer_steps_with_finite_loss(trained: tuple[Any, AfterSync, int]) -> None:
+def test_trl_trainer_steps_with_finite_loss(trained: tuple[Any, ServedWeights, int]) -> None:
     logs = [entry for entry in trained[0].state.log_history if "loss" in entry]
     assert len(logs) == STEPS
     assert all(math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"]) for entry in logs)
@@ -134,7 +105,7 @@ def test_trl_trainer_steps_with_finite_loss(trained: tuple[Any, AfterSync, int])
 
 
 @needs_trl
-def test_worker_serves_the_trainers_weights_after_every_step(trained: tuple[Any, AfterSync, int]) -> None:
+def test_worker_serves_the_trainers_weights_after_every_step(trained: tuple[Any, ServedWeights, int]) -> None:
     _, seen, before = trained
     assert seen.versions == [
         before + 1 + step for step in range(1, STEPS + 1)
@@ -144,7 +115,7 @@ def test_worker_serves_the_trainers_weights_after_every_step(trained: tuple[Any,
 
 
 @needs_trl
-def test_trl_computes_the_log_probs_that_it_was_given(trained: tuple[Any, AfterSync, int]) -> None:
+def test_trl_computes_the_log_probs_that_it_was_given(trained: tuple[Any, ServedWeights, int]) -> None:
     first = next(entry for entry in trained[0].state.log_history if "ratio" in entry)
     assert first["sample/staleness_max"] == 0
     assert abs(first["ratio"] - 1) < 1e-4

@@ -17,7 +17,7 @@ if importlib.util.find_spec("trl") is None:
 
 from scripts import trl_grpo_rollout_func as program
 
-STEPS = 3
+STEPS = 10
 
 
 @torch.no_grad()
@@ -32,16 +32,16 @@ def test_the_worker_completes_with_the_trainers_weights_of_every_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     errors: list[float] = []
-    plain = program.Rollouts.__call__
+    plain = program.WorkerRollouts.__call__
 
-    def compared(self: program.Rollouts, prompts: list[str], trainer: Any) -> dict[str, list]:
+    def compared(self: program.WorkerRollouts, prompts: list[str], trainer: Any) -> dict[str, list]:
         told = plain(self, prompts, trainer)
         first = {name: values[0] for name, values in told.items()}
         theirs = logprobs_of(trainer.model, first["prompt_ids"], first["completion_ids"])
         errors.append(float((theirs - torch.tensor(first["logprobs"])).abs().max()))
         return told
 
-    monkeypatch.setattr(program.Rollouts, "__call__", compared)
+    monkeypatch.setattr(program.WorkerRollouts, "__call__", compared)
     flags = {"env": worker_environment(), "log_file": tmp_path / "worker.log", "wandb": False}
     model = program.fresh_model(tmp_path / "model")
     rewards = program.train(model, STEPS, str(tmp_path / "trl"), progress=False, **flags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,13 +17,15 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer_folder(folder: Path, template: str | None = TEMPLATE) -> Path:
+def make_tokenizer_folder(
+    folder: Path, template: str | None = TEMPLATE, corpus: Sequence[str] = CORPUS, vocab: int = 300
+) -> Path:
     """A byte-level BPE tokenizer: every text has ids, and characters beyond ASCII take several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet))
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}

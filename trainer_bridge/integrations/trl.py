@@ -101,9 +101,14 @@ class WeightTransfer:
             raise RuntimeError("send_weights came before init_weight_transfer")
         # A worker may have taken an attempt that failed: the next one must be newer to it.
         self._versions.append(self.sent + 1)
-        handle = self._publisher.publish(list(iterator), version=self.base + len(self._versions))
+        handle = self._publisher.publish(list(iterator), version=self.version)
         handle.applied()
         self.sent += 1
+
+    @property
+    def version(self) -> int:
+        """The workers' version of the last update, also of one that failed."""
+        return self.base + len(self._versions)
 
     def trainer_version(self, version: int) -> int:
         """The trainer's version of a worker's weights."""

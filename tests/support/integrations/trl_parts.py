@@ -1,32 +1,17 @@
-"""A tiny model with a tokenizer, what it makes of a completion, and attention for TRL's trainer on a CPU."""
+"""What a tiny model makes of a completion, whether a worker serves it, and attention for TRL's trainer on a CPU."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from scripts.bench.shapes import model_config
+from trainer_bridge.client.blocking import RolloutClient
+from trainer_bridge.client.launch import WorkerProcess
 from trainer_bridge.client.results import Completion
-
-CHECKPOINT = Path(__file__).parents[3] / "rollout" / "demo" / "checkpoints" / "ones"
-VOCAB, EOS = 16, 1
-
-
-def make_checkpoint(folder: Path, seed: int) -> Path:
-    """A model with random weights, and the demo's tokenizer of digits, space, colon and line end."""
-    folder.mkdir(parents=True)
-    torch.manual_seed(seed)
-    shape = {**model_config("toy"), "vocab_size": VOCAB, "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": 0}
-    config = AutoConfig.for_model(**{**shape, "torch_dtype": "float32", "initializer_range": 0.2})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(CHECKPOINT / name, folder / name)
-    return folder
 
 
 @torch.no_grad()
@@ -42,6 +27,36 @@ def plain_copy(model: Any, folder: Path) -> Any:
     copy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     copy.load_state_dict(model.state_dict())
     return copy.eval()
+
+
+def served_error(worker: WorkerProcess, model: Any) -> float:
+    """The largest difference between log-probs of the worker and of a model, at tokens that the worker draws."""
+    prompt = [8, 9, 14]
+    with RolloutClient(worker.endpoint, timeout_s=30.0) as client:
+        drawn = client.generate(prompt, n=8, max_tokens=24, seed=5, stop={"ignore_eos": True}).completions
+    theirs = [torch.tensor(item.logprobs) - logprobs_of(model, prompt, item, 1.0) for item in drawn]
+    return float(torch.cat(theirs).abs().max())
+
+
+class ServedWeights(TrainerCallback):
+    """Compares what the worker serves with the trainer's model, each time that the trainer calls the method `when`."""
+
+    def __init__(self, worker: WorkerProcess, checkpoint: Path, when: str) -> None:
+        self._worker, self._checkpoint = worker, checkpoint
+        self._before: Any = None
+        self.versions: list[int] = []
+        self.errors: list[float] = []
+        self.errors_of_old: list[float] = []
+        setattr(self, when, self._compare)
+
+    def _compare(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        now = plain_copy(model, self._checkpoint)
+        with RolloutClient(self._worker.endpoint, timeout_s=30.0) as client:
+            self.versions.append(client.status()["weights_version"])
+        self.errors.append(served_error(self._worker, now))
+        if self._before is not None:
+            self.errors_of_old.append(served_error(self._worker, self._before))
+        self._before = now
 
 
 def tree_attention(
