@@ -80,7 +80,9 @@ class EngineSettings(_Section):
         description="clients of one priority that wait get equal numbers of tokens, however many completions each has "
         "queued, and their prompts are computed in turn; false: all goes in the order of arrival",
     )
-    prefill_chunk_tokens: int = Field(2048, ge=1, description="most prompt tokens in one prefill step")
+    prefill_chunk_tokens: int | None = Field(
+        None, ge=1, description="most prompt tokens in one prefill step; none: 8192 on a GPU, 2048 on a CPU"
+    )
     cuda_graphs: bool = Field(
         True, description="capture decode steps as CUDA graphs; a MoE model also needs fused_experts"
     )

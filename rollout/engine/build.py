@@ -34,6 +34,7 @@ from rollout.engine.sizing import (
     PoolSize,
     adapter_host_bytes,
     check_row_state,
+    chunk_tokens,
     host_kv_pages,
     kv_dtype,
     kv_pages,
@@ -196,15 +197,16 @@ def _build_parts(site: _Site, version: int, lasting: _Lasting | None, progress: 
     check_row_state(engine, most_pages, model, device.free_bytes())
     adapters = _adapter_slots(site) if lasting is None else lasting.adapters
     rows = RowState(engine.max_rows, most_pages, vocab, device.torch_device, adapters is not None)
-    words = slot_words(engine.max_rows, most_pages, context, engine.prefill_chunk_tokens)
-    slots = [Slot(device, words, engine.max_rows, vocab, engine.prefill_chunk_tokens, routing) for _ in range(_SLOTS)]
+    chunk = chunk_tokens(engine, device.torch_device)
+    words = slot_words(engine.max_rows, most_pages, context, chunk)
+    slots = [Slot(device, words, engine.max_rows, vocab, chunk, routing) for _ in range(_SLOTS)]
     device.synchronize()  # weights and zeroed buffers were enqueued on a stream that the engine's do not wait for
     executor = _build_executor(site, rows, adapters, slots, lasting, progress)
     limits = SchedulerLimits(
         max_rows=engine.max_rows,
         max_queue=settings.service.max_queue,
         max_context=context,
-        chunk_tokens=engine.prefill_chunk_tokens,
+        chunk_tokens=chunk,
         upload_words=words - ALIGNMENT_WORDS - PADDING_WORDS,
         fair_queue=engine.fair_queue,
     )
@@ -388,8 +390,8 @@ def _planned_kv(site: _Site, executor: Executor, slots: list[Slot], graph_rows: 
     free_bytes = device.free_bytes() - staging_bytes(engine)
     try:
         if device.torch_device.type == "cuda":
-            chunk_tokens = engine.prefill_chunk_tokens
-            needs = measure_steps(executor, slots, engine.max_rows, chunk_tokens, context, graph_rows)
+            chunk = chunk_tokens(engine, device.torch_device)
+            needs = measure_steps(executor, slots, engine.max_rows, chunk, context, graph_rows)
     except torch.OutOfMemoryError as error:
         raise no_room_for_steps(engine, model, free_bytes) from error
     there = DeviceMemory(weight_bytes(model), free_bytes, needs)

@@ -24,6 +24,8 @@ from rollout.models.lora_slots import AdapterSlots
 _GIB = 2**30
 #: `kv_memory_fraction` when it is absent.
 GPU_FRACTION, CPU_FRACTION = 0.85, 0.25
+#: `prefill_chunk_tokens` when it is absent: scripts/bench/prefill_chunks.py.
+GPU_CHUNK, CPU_CHUNK = 8192, 2048
 #: The first compute capability that converts e4m3.
 _FP8_CAPABILITY = (8, 9)
 
@@ -103,12 +105,17 @@ def check_row_state(settings: EngineSettings, most_pages: int, model: LanguageMo
         )
 
 
+def chunk_tokens(settings: EngineSettings, device: torch.device) -> int:
+    """The most prompt tokens of a prefill step. On a GPU, experts are faster the more tokens each of them gets."""
+    return settings.prefill_chunk_tokens or (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK)
+
+
 def no_room_for_steps(settings: EngineSettings, model: LanguageModel, free_bytes: int) -> ValueError:
     """The error for steps that run out of memory before the KV pool is allocated."""
     return ValueError(
         f"the weights take {_gib(weight_bytes(model))} and leave {_gib(free_bytes)} free, which is too little for one "
-        f"step of max_rows = {settings.max_rows} rows or prefill_chunk_tokens = {settings.prefill_chunk_tokens} "
-        "tokens: lower these, or use a device with more memory"
+        f"step of max_rows = {settings.max_rows} rows or prefill_chunk_tokens = "
+        f"{chunk_tokens(settings, model.embed.device)} tokens: lower these, or use a device with more memory"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -182,18 +183,22 @@ def test_long_contexts_that_are_rehearsed_are_ones_that_the_scheduler_can_plan(r
 
 
 def test_a_rehearsal_gathers_as_much_as_prefill_attention_may(model):
-    """Four spans of a chunk, each over a quarter of what is set aside for gathered keys and values."""
+    """Four spans of a chunk, each over a quarter of what is set aside for gathered keys and values; and five, too many."""
     bench = Bench(model, max_rows=6)
     longest = MOST_GATHERED // 4
     steps = steps_to_rehearse(bench.engine.executor, 6, 16384, longest, None)
     bench.close()
     late = [one for one in steps if one.earlier]
-    assert all(one.earlier + length == longest for one in late for length in one.prompts)
-    assert [len(one.prompts) for one in late] == [1, 4]
+    assert all(one.earlier + one.prompts[0] == longest for one in late)
+    assert [len(one.prompts) for one in late] == [1, 4, 5]
+    paid = []
     for one in late:
-        length = one.prompts[0]
-        chunks = tuple((i * length, length, longest) for i in range(len(one.prompts)))
-        assert pays(chunks, 32, 8, None)
+        starts = itertools.accumulate(one.prompts, initial=0)
+        chunks = tuple(
+            (start, length, one.earlier + length) for start, length in zip(starts, one.prompts, strict=False)
+        )
+        paid.append(pays(chunks, 32, 8, None))
+    assert paid == [True, True, False]
 
 
 def test_a_rehearsal_leaves_no_trace(model, prompt_of):
