@@ -64,6 +64,11 @@ class ParameterMap:
         Raises `WeightsRejected`, listing names, when a name is unknown, a shape differs, elements would stay
         unwritten, or elements would be written twice.
         """
+        self.check_tensors(manifest)
+        return self._check_cover([entry.name for entry in manifest.tensors])
+
+    def check_tensors(self, manifest: Manifest) -> None:
+        """Raise `WeightsRejected`, listing names, when a name is unknown or a shape differs."""
         names = [entry.name for entry in manifest.tensors]
         unknown = [name for name in names if name not in self.views]
         if unknown:
@@ -75,7 +80,12 @@ class ParameterMap:
         ]
         if misshaped:
             raise _rejected("wrong shapes", misshaped, "send each tensor whole, in the checkpoint's shape")
-        return self._check_cover(names)
+
+    def missing(self, manifest: Manifest) -> list[str]:
+        """Some of the tensors that would complete the manifest, which passes `check_tensors`; empty if it is whole."""
+        copied, _ = self._split_aliases([entry.name for entry in manifest.tensors])
+        intervals, _ = _stack([(name, self._runs[name]) for name in copied])
+        return [] if np.array_equal(_merge(intervals), self._whole) else self._missing(intervals)
 
     def _check_cover(self, names: list[str]) -> Fit:
         copied, aliases = self._split_aliases(names)
