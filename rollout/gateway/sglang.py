@@ -312,7 +312,7 @@ class SglangAdmin:
         return json_answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: Request) -> Response:
-        """`/continue_generation` and AReaL's; an error while an update lacks tensors, since its dialect cannot finish it."""
+        """`/continue_generation` and AReaL's; an error while an update lacks tensors: no other call ends updates."""
         self._updates.check_whole()
         await self._control.resume()
         return json_answer({"message": "Generation continued successfully.", "status": "ok"})

@@ -16,10 +16,10 @@ from trainer_bridge.wire.errors import WeightsRejected
 
 ID_BYTES = 128
 _MAX_BYTES = 1024
-_MIN_PROTOCOL = 4
+_PROTOCOLS = [("PROTO", 4), ("PROTO", 5)]
 _NOTES = {"PROTO", "FRAME", "MEMOIZE"}  # opcodes that add nothing to the value
 _MODULE = "vllm.distributed.device_communicators.pynccl_wrapper"
-#: The opcodes of the structure; the argument of the one with None is the id.
+#: The opcodes of the structure; that of SHORT_BINBYTES has the id as its argument.
 _SHAPE: list[tuple[str, Any]] = [
     *(("SHORT_BINUNICODE", "_ctypes"), ("SHORT_BINUNICODE", "_unpickle"), ("STACK_GLOBAL", None)),
     *(("SHORT_BINUNICODE", _MODULE), ("SHORT_BINUNICODE", "ncclUniqueId"), ("STACK_GLOBAL", None)),
@@ -34,21 +34,17 @@ def read_nccl_id(data: bytes) -> bytes:
     if len(data) > _MAX_BYTES:
         raise _rejected()
     try:
-        found = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(data)]
-    except (ValueError, UnicodeDecodeError) as error:
+        found = [(opcode.name, argument, place) for opcode, argument, place in pickletools.genops(data)]
+    except ValueError as error:
         raise _rejected() from error
-    if found[:1] != [("PROTO", found[0][1])] or not _MIN_PROTOCOL <= found[0][1] <= 5:
+    first, end = found[0][:2], found[-1][2]
+    shape = [(name, argument) for name, argument, _ in found if name not in _NOTES]
+    if first not in _PROTOCOLS or end != len(data) - 1 or len(shape) != len(_SHAPE):
         raise _rejected()
-    found = [each for each in found if each[0] not in _NOTES]
-    if len(found) != len(_SHAPE):
+    name, nccl_id = shape[_ID]
+    shape[_ID] = (name, None)
+    if shape != _SHAPE or type(nccl_id) is not bytes or len(nccl_id) != ID_BYTES:
         raise _rejected()
-    nccl_id = found[_ID][1]
-    if type(nccl_id) is not bytes or len(nccl_id) != ID_BYTES:
-        raise _rejected()
-    if [each for place, each in enumerate(found) if place != _ID] != _SHAPE[:_ID] + _SHAPE[_ID + 1 :]:
-        raise _rejected()
-    if found[_ID][0] != "SHORT_BINBYTES" or not data.endswith(b"."):
-        raise _rejected()  # bytes after the end
     return nccl_id
 
 

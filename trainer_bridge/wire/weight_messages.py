@@ -12,8 +12,8 @@ For the transport `torch_group`, before the `begin`:
     {op: weights, action: leave,  group}                                  -> {op: ok, left}
 
 `commit` is answered once the update is applied, `join` once all members have met, `gather` once all its tensors have
-come; `missing` lists some of the tensors that the update still lacks. The messages go to the worker's weight socket (`weights_endpoint` in
-its status); the request socket passes them on.
+come; `missing` lists some of the tensors that the update still lacks. The messages go to the worker's weight socket
+(`weights_endpoint` in its status); the request socket passes them on.
 """
 
 from __future__ import annotations

@@ -80,9 +80,7 @@ class TorchGroupReceiver(TransportReceiver):
 
         self._tasks.append(member.join(joined))
 
-    def gather(
-        self, group: str, part: int, tensors: list[TensorEntry], packed_bytes: int | None, then: Then
-    ) -> None:
+    def gather(self, group: str, part: int, tensors: list[TensorEntry], packed_bytes: int | None, then: Then) -> None:
         """Receive one part of an update. Raises `RolloutError` if that cannot begin: then leave the group."""
         member = self._members.get(group)
         if member is None:
