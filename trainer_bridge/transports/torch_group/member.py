@@ -13,7 +13,7 @@ that exceeds its size.
 Invariants:
 
 - torch.distributed's default group is neither used nor changed.
-- Every wait has a deadline; the calls that have none inside NCCL run in a thread of their own.
+- Every wait has a deadline; calls that have none inside torch or NCCL run in a thread of their own.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class GroupMember:
         self._group: BroadcastGroup | None = None
         self._connected = meeting.backend == "gloo" or meeting.kind == "vllm"  # once `_join` has returned
         self._stop = threading.Event()
+        self._connecting: threading.Thread | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weights-torch-group", daemon=True)
         self._thread.start()
@@ -144,8 +145,11 @@ class GroupMember:
         return self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the thread."""
-        self._thread.join(timeout_s)
+        """Wait for the thread, and for one that it has given up on."""
+        until_s = time.monotonic() + timeout_s
+        for thread in (self._thread, self._connecting):
+            if thread is not None:
+                thread.join(max(0.0, until_s - time.monotonic()))
 
     def _order(self, task: Task) -> Task:
         self._tasks.put(task)
@@ -176,10 +180,10 @@ class GroupMember:
         meeting, until_s = self.meeting, time.monotonic() + self._timeout_s
         if meeting.kind == "torch":
             prefix = f"{meeting.name}/{meeting.name}//{_DEVICES[meeting.backend]}/"
-            store: dist.Store = self._connect()
+            store: dist.Store = self._within(until_s, self._connect)
             self._group = self._meet(store, prefix, until_s)
         else:
-            nccl_id = meeting.nccl_id or read_nccl_id(self._value(self._connect(), _ID_KEY))
+            nccl_id = meeting.nccl_id or read_nccl_id(self._within(until_s, lambda: self._value(_ID_KEY)))
             store, prefix = dist.HashStore(), "id"
             dist.PrefixStore(prefix, store).set(_FIRST_ID, nccl_id)  # type: ignore[arg-type]  # bytes, as they are
             self._group = self._within(until_s, lambda: self._meet(store, prefix, until_s))
@@ -203,7 +207,8 @@ class GroupMember:
                 f"{self._timeout_s:g} s: {_first_line(error)}"
             ) from error
 
-    def _value(self, store: dist.Store, key: str) -> bytes:
+    def _value(self, key: str) -> bytes:
+        store = self._connect()
         try:
             return store.get(key)
         except RuntimeError as error:
@@ -260,7 +265,10 @@ class GroupMember:
             return list(buffer.cpu().split(sizes))
 
     def _within(self, until_s: float, work: Callable[[], T]) -> T:
-        """The result of `work`, in a thread of its own: NCCL has no deadline for connecting. Raises `GroupError`."""
+        """The result of `work`, in a thread of its own: torch and NCCL may connect without a deadline.
+
+        Raises `GroupError`.
+        """
         results: list[T] = []
         errors: list[Exception] = []
 
@@ -271,13 +279,15 @@ class GroupMember:
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="weights-torch-group-connect", daemon=True)
+        self._connecting = thread
         thread.start()
         while thread.is_alive() and time.monotonic() < until_s and not self._stop.is_set():
             thread.join(0.05)
         if errors:
             raise errors[0]
         if not results:
-            raise GroupError(f"its members did not connect within {self._timeout_s:g} s")
+            where = f" at {self.meeting.host}:{self.meeting.port}" if self.meeting.host else ""
+            raise GroupError(f"its members did not connect{where} within {self._timeout_s:g} s, or it was left")
         return results[0]
 
 
