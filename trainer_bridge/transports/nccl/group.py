@@ -268,7 +268,7 @@ class BroadcastGroup:
         options._threads = 2
         return ProcessGroupGloo(store, rank, size, options)
 
-    def _nccl(self, store: dist.Store, rank: int, size: int, connect: Connect) -> Any:
+    def _nccl(self, store: dist.Store, rank: int, size: int, connect: Connect = "together") -> Any:
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
