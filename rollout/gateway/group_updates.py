@@ -50,12 +50,11 @@ class GroupUpdates:
         meetings = [{**meeting, "rank": rank_offset + place, "size": world_size} for place in range(len(endpoints))]
         await self._ask([{"action": "join", "group": group, "meeting": each} for each in meetings])
 
-    async def leave(self, group: str) -> None:
-        """Let all workers leave a group. Drops an unfinished update."""
+    async def leave(self, group: str) -> bool:
+        """Let all workers leave a group; false if none was in it. Drops an unfinished update."""
         self._start()
         replies = await self._ask([{"action": "leave", "group": group}] * len(self._pool.endpoints))
-        if not any(reply["left"] for reply in replies):
-            raise HttpError(404, f"no worker is in the group {group!r:.200}", "group_name")
+        return any(reply["left"] for reply in replies)
 
     async def start(self) -> None:
         """Begin a new update; an unfinished one is dropped."""

@@ -139,7 +139,9 @@ class Groups:
 
     async def leave(self, request: Request) -> Response:
         """`/destroy_weights_update_group`."""
-        await self._updates.leave(GroupNameBody.take(await self._gateway.optional_body(request)).group_name)
+        group = GroupNameBody.take(await self._gateway.optional_body(request)).group_name
+        if not await self._updates.leave(group):
+            raise HttpError(404, f"no worker is in the group {group!r}: none joined, or it broke", "group_name")
         return _succeeded("All workers have left the process group.")
 
     async def update(self, request: Request) -> Response:

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 from rollout.demo.counting import check_completion
 from tests.support.bridge.group_trainer import Trainer, trainer
-from tests.support.gateway.harness import post, refused
-from tests.support.worker.harness import ONES, TEXTS, TWOS, tensors, until
+from tests.support.gateway.harness import gateway, post, refused
+from tests.support.worker.harness import ONES, TEXTS, TWOS, launch, tensors, until
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.blocking import RolloutClient
 
@@ -262,3 +262,31 @@ def test_vllms_calls_with_gloo_in_the_place_of_nccl(
     refused(client, "/start_weight_update", {}, 409)
     sender.start("leave", name=group)
     assert sender.done() == {"ok": True}
+
+
+@pytest.mark.nightly
+def test_two_workers_take_their_ranks_and_swap_together(sender: Trainer, tmp_path: Path) -> None:
+    names, port = sorted(tensors(1)), free_port()
+    with (
+        launch(log=tmp_path / "one") as one,
+        launch(log=tmp_path / "two") as two,
+        gateway([one.endpoint, two.endpoint]) as client,
+        RolloutClient([one.endpoint, two.endpoint]) as both,
+    ):
+        sender.join(port, 3, "two")
+        where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 3}
+        assert refused(client, JOIN, where | {"backend": "gloo", "world_size": 2}) == "world_size"
+        assert post(client, JOIN, where | {"backend": "gloo", "group_name": "two"})["success"]
+        assert sender.done() == {"ok": True}
+        for version, step in ((1, 2), (2, 1), (3, 2)):
+            for some in (names[:5], names[5:]):
+                sender.broadcast("two", FILES[step], some)
+                assert post(client, UPDATE, told(step, some, "two"))["success"] and sender.done() == {"ok": True}
+            assert client.get("/weight_info").json() == {"weight_version": version}
+            texts = [text for text in (counted(client) for _ in range(4))]
+            assert texts == [TEXT[step]] * 4
+        two.kill()
+        sender.broadcast("two", FILES[1], names)
+        assert client.post(UPDATE, json=told(1, names, "two")).status_code >= 400
+        sender.done()
+        assert one.endpoint in both.endpoints and counted(client) == TEXT[2]

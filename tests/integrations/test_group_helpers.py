@@ -1,7 +1,7 @@
 """Weights over process groups, held against the packages whose trainers use them.
 
-Single source files are used, so `pip install --no-deps sglang areal vllm` is enough. Seen with sglang 0.5.23, areal 1.0.4
-and vllm 0.33.0: the `init_custom_process_group` of SGLang and AReaL, and how vLLM's weight transfer engine packs tensors.
+Single source files are used, so `pip install --no-deps sglang areal vllm` is enough. Seen with sglang 0.5.23, areal
+1.0.4 and vllm 0.33.0: the `init_custom_process_group` of SGLang and AReaL, and the packing of vLLM's weight transfer.
 """
 
 from __future__ import annotations
