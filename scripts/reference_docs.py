@@ -3,7 +3,8 @@
     python -m scripts.reference_docs            checks that the pages are current (exit status 1 if one is not)
     python -m scripts.reference_docs --write    writes them
 
-A page is one function in `PAGES`. Of `protocol.md` only the table of the sampling rules is made from the code.
+A page is one function in `PAGES`. Of `protocol.md` only the table of the sampling rules is made from the code, of
+`gateway.md` the tables of the flags and of fields that other servers have.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ Only in the report of the whole run: the summary of the run in W&B, the line wit
 `totals` in the last line that the worker prints.
 """
 
+_GATEWAY_PAGE = "../gateway.md"
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
 
@@ -175,10 +177,53 @@ def _markdown(thing: Any) -> str:
 
 def protocol_page() -> str:
     """The page as it is, with the table of the sampling rules made anew."""
-    begin, end = "<!-- sampling rules -->\n", "<!-- end of the sampling rules -->"
-    before, _, rest = (FOLDER / "protocol.md").read_text(encoding="utf-8").partition(begin)
-    table = _table(("rule", "default", "range", "meaning"), [_rule(rule) for rule in RULES])
-    return before + begin + "\n".join(table) + "\n" + end + rest.partition(end)[2]
+    text = (FOLDER / "protocol.md").read_text(encoding="utf-8")
+    return _with_table(text, "sampling rules", ("rule", "default", "range", "meaning"), [_rule(rule) for rule in RULES])
+
+
+def gateway_page() -> str:
+    """The page as it is, with the tables of flags and of other servers' fields made anew."""
+    from rollout.gateway.settings import declared
+
+    text = (FOLDER / _GATEWAY_PAGE).read_text(encoding="utf-8")
+    flags = [
+        (f"`--{name.replace('_', '-')}`", "" if default in (None, ()) else f"`{str(default).lower()}`", meaning)
+        for name, _, meaning, default in declared()
+    ]
+    text = _with_table(text, "flags", ("flag", "default", "meaning"), flags)
+    return _with_table(text, "ignored fields", ("field", "accepted in", "why it changes nothing"), _ignored_fields())
+
+
+def _ignored_fields() -> list[tuple[str, ...]]:
+    """Fields that the gateway accepts with any value: name, places, reason."""
+    from rollout.gateway import admin, chat, completions, generate, sampling, sglang
+
+    places = {
+        "/v1/completions": completions.CompletionBody,
+        "/v1/chat/completions": chat.ChatBody,
+        "/inference/v1/generate": generate.GenerateBody,
+        "its sampling_params": generate.GenerateParams,
+        "/generate": sglang.GenerateBody,
+        "its sampling_params ": sglang.SglangParams,
+        "stream_options": sampling.StreamOptions,
+        "json_schema": sampling.JsonSchema,
+        "/update_weights": admin.UpdateBody,
+        "/v1/load_lora_adapter": admin.AdapterBody,
+        "/collective_rpc": admin.RpcBody,
+        "/abort_request": sglang.AbortBody,
+    }
+    found: dict[tuple[str, str], list[str]] = {}
+    for place, body in places.items():
+        for name, why in body.ignored.items():
+            found.setdefault((name, why), []).append(place.strip())
+    return [(f"`{name}`", ", ".join(dict.fromkeys(where)), why) for (name, why), where in found.items()]
+
+
+def _with_table(text: str, name: str, heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A page with the table between its two comments made anew."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of the {name} -->"
+    before, _, rest = text.partition(begin)
+    return before + begin + "\n".join(_table(heads, list(rows))) + "\n" + end + rest.partition(end)[2]
 
 
 def _rule(rule: SamplingRule) -> tuple[str, ...]:
@@ -220,6 +265,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "errors.md": errors_page,
     "api.md": api_page,
     "protocol.md": protocol_page,
+    _GATEWAY_PAGE: gateway_page,
 }
 
 

@@ -20,7 +20,7 @@ _MIN_CHARS = 16
 
 
 def read_keys(file: str | None, host: str) -> tuple[bytes, ...]:
-    """The tokens in a file, one a line. Raises ValueError if there is none although `host` needs one."""
+    """The tokens in a file, one a line. Raises ValueError if `host` needs a token and there is no file."""
     if file is None:
         if not is_loopback(host):
             raise ValueError(
@@ -48,7 +48,7 @@ def is_loopback(host: str) -> bool:
 
 
 class AccessRule:
-    """ASGI middleware: refuses requests without one of the tokens or, without tokens, those of web pages."""
+    """ASGI middleware: refuses requests without a valid token; if there are no tokens, requests of web pages."""
 
     def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
         self._app = app

@@ -41,9 +41,8 @@ class UpdateBody(Body):
         "clear_cache": "KV of older weights is never used",
         "flush_cache": "KV of older weights is never used",
         "abort_all_requests": "an update aborts nothing",
-        "load_format": "folders hold safetensors",
-        "is_async": "the answer comes when the weights are in use",
     }
+    switched_off: ClassVar = {"load_format": (None, "auto", "safetensors"), "is_async": (None, False)}
 
     weight_dir: str | None = None
     model_path: str | None = None

@@ -25,7 +25,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(HttpError):  # noqa: N818 -- no error of ours
-    """The client has left; nobody reads this error."""
+    """The client has left; this error has no reader."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has left")
@@ -41,17 +41,19 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     return await _race(request.receive, work)
 
 
-async def _race(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+async def _race(receive: Receive, work: Coroutine[Any, Any, _T], *ends: Coroutine[Any, Any, None]) -> _T:
+    """The result of `work`, or `ClientGone` if the client leaves, or one of `ends` ends, before it."""
+    task = asyncio.ensure_future(work)
+    others = [asyncio.ensure_future(each) for each in (_left(receive), *ends)]
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task, *others], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        for each in (task, *others):
+            each.cancel()
+        await asyncio.gather(task, *others, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:
@@ -73,13 +75,14 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._send_s = send_s
+        self._sending_since: float | None = None  # the loop's time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, until it ends or the client has left."""
         try:
-            await _race(receive, self._run(send))
+            await _race(receive, self._run(send), self._unread())
         except ClientGone:
-            pass  # nobody is there to answer
+            pass  # the answer has no reader
         finally:
             await self._events.aclose()
 
@@ -91,20 +94,22 @@ class EventStream(Response):
                 await self._send(send, _body(b"data: " + to_json(event, inf_nan_mode="null") + b"\n\n"))
                 event = await anext(self._events, None)
             await self._send(send, _body(_DONE))
-        except ClientGone:
-            raise
         # The status is sent; the reader finds every later error in the stream.
         except Exception as error:
             await self._send(send, _body(b"data: " + to_json(http_error(error).body()) + b"\n\n"))
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
-        try:
-            async with asyncio.timeout(self._send_s):
-                await send(message)
-        except TimeoutError:
-            log.warning("a client left its stream unread for %g s; it is cut off", self._send_s)
-            raise ClientGone from None
+        self._sending_since = asyncio.get_running_loop().time()
+        await send(message)
+        self._sending_since = None
+
+    async def _unread(self) -> None:
+        """Return once a message has waited for its reader for `send_s` seconds."""
+        loop = asyncio.get_running_loop()
+        while self._sending_since is None or loop.time() - self._sending_since < self._send_s:
+            await asyncio.sleep(self._send_s / 4)
+        log.warning("a client left its stream unread for %g s; it is cut off", self._send_s)
 
 
 def _body(data: bytes) -> dict[str, Any]:

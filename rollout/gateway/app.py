@@ -187,7 +187,7 @@ def _plain(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ClientGone as gone:
-            return gone.response()  # read by nobody
+            return gone.response()  # it has no reader
 
     return endpoint
 

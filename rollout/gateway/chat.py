@@ -26,12 +26,10 @@ from trainer_bridge.client.results import Completion
 class ChatBody(OpenAiBody):
     """The body of `/v1/chat/completions`."""
 
-    ignored: ClassVar = OpenAiBody.ignored | {
-        "include_reasoning": "reasoning is always shown apart from the answer",
-        "mm_processor_kwargs": "there are no images",
-    }
     switched_off: ClassVar = OpenAiBody.switched_off | {
         "audio": (None,),
+        "include_reasoning": (None, True),
+        "mm_processor_kwargs": (None, {}),
         "modalities": (None, ["text"]),
         "prediction": (None,),
         "web_search_options": (None,),

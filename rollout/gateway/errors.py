@@ -109,7 +109,7 @@ def _param(field: str | None) -> str | None:
 
 
 def http_error(error: Exception) -> HttpError:
-    """The answer to any exception of a handler. What nobody foresaw is logged."""
+    """The answer to any exception of a handler. An unforeseen one is logged."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, RolloutError):

@@ -204,15 +204,13 @@ class OpenAiBody(SamplingBody):
 
     ignored: ClassVar = SamplingBody.ignored | {
         "user": "OpenAI's name of an end user",
-        "metadata": "OpenAI's labels of stored answers",
-        "store": "answers are not stored",
-        "service_tier": "there is one",
         "cache_salt": "prefix keys hold the weights version and the adapter; there is no salt",
-        "return_token_offsets": "offsets are not reported",
-        "nvext": "NVIDIA's extensions",
     }
     switched_off: ClassVar = SamplingBody.switched_off | {
         "kv_transfer_params": (None,),
+        "metadata": (None, {}),
+        "store": (None, False),
+        "service_tier": (None, "auto", "default"),
         "guided_json": (None,),
         "guided_regex": (None,),
         "guided_choice": (None,),

@@ -71,15 +71,13 @@ class SglangParams(SamplingBody):
 class GenerateBody(Body):
     """The body of `/generate`."""
 
-    ignored: ClassVar = {
-        "log_metrics": "metrics are always counted",
-        "return_text_in_logprobs": "the third entry of a log-prob is null",
-        "bootstrap_host": "of split prefill",
-        "bootstrap_port": "of split prefill",
-        "bootstrap_room": "of split prefill",
-        "return_bytes": "text is text",
-    }
     switched_off: ClassVar = {
+        "return_text_in_logprobs": (None, False),
+        "log_metrics": (None, True),
+        "return_bytes": (None, False),
+        "bootstrap_host": (None,),
+        "bootstrap_port": (None,),
+        "bootstrap_room": (None,),
         "image_data": (None, []),
         "video_data": (None, []),
         "audio_data": (None, []),

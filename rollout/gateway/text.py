@@ -33,7 +33,7 @@ class Text:
 
     @classmethod
     def load(cls, model: str | None) -> Text:
-        """The tokenizer of a folder or hub id; none if `model` is None. Raises ValueError if it cannot be read."""
+        """The tokenizer of a folder or hub id, or of no model at all. Raises ValueError if it cannot be read."""
         if model is None:
             return cls(None)
         folder = Path(model).expanduser()

@@ -47,7 +47,7 @@ class ToolParser(Protocol):
 
 
 def call_of(value: Any, *argument_names: str) -> ToolCall | None:
-    """The call in a decoded JSON object, or None if it is none."""
+    """The call in a decoded JSON object, or None if it is another object."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     for name in argument_names:

@@ -1,4 +1,4 @@
-"""The workers behind a gateway: requests to them, what they report, and the sessions that they hold.
+"""The workers of a gateway: requests to them, their states, and the sessions that they hold.
 
     handlers --> Workers --> RolloutPool (AsyncRolloutClient, which balances the fleet) --> workers
 

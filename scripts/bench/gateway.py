@@ -3,14 +3,16 @@
 The worker, the gateway and the client (this process) are three processes on one machine. Each turn runs the same
 requests with both clients, one after the other.
 
-    tokens/s     `--rows` streams at once; both clients get events of `stream_every` tokens
-    latency      from the commit of a token's step, as the worker's trace has it, to the token's arrival in the client
+    tokens/s     `--rows` streams at once from a worker on the CPU; both clients get events of `stream_every` tokens
+    latency      from the commit of a token's step to the token's arrival in the client
 
-For the latency one stream is watched, alone and beside `--rows` - 1 others, with an event for each token. Its tokens
-are found in the trace by their order: the trace's steps are shifted so that no token arrives before its step, by as few
-steps as possible.
+For the latency the worker's engine runs on a paced device: a step takes a given time, as on a GPU. One stream is
+watched, with an event for each token, alone and next to others that get 16 tokens an event. Its tokens are found among
+the commits by their order: the commits are shifted so that no token arrives before its step, by as few steps as
+possible.
 
-On few cores the worker, the gateway and the client compete: then the gateway's own work slows the worker, too.
+On few cores the worker, the gateway and the client compete: then the gateway's work slows the worker, too. So the CPU
+time of a token is reported as well: of the client (`zmq`, `http`), and of the gateway.
 """
 
 from __future__ import annotations
@@ -19,28 +21,43 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import rollout.demo
+from rollout.config import EngineSettings, ServiceSettings, Settings
+from rollout.engine.build import local_links
+from rollout.engine.inspect import Inspector
+from rollout.engine.kv.allocator import pages_for
+from rollout.metrics.meter import Meter
+from rollout.metrics.step_timing import StepTiming
+from rollout.service.outbox import Outbox
+from rollout.service.served_model import ServedModel
+from rollout.service.server import ServedEngine, Server
+from rollout.worker import SWITCH_INTERVAL_S
+from scripts.bench.bookkeeping import TINY_SHAPE
 from scripts.bench.output import DEFAULT_FOLDER, print_table, write_results
+from scripts.bench.service_load import make_engine, write_text_folder
 from trainer_bridge.client.asynchronous import AsyncRolloutClient
 from trainer_bridge.client.launch import start_worker
 
 PROMPT = [4, 10, 14]  # `17:`
 _ONES = Path(rollout.demo.__file__).parent / "checkpoints" / "ones"
-_MOST_TRACED = 2000
+_STATUS_S = 0.1
 _START_S = 120.0
 
-#: Streams one completion: (prompt, tokens) to pairs of arrival (Unix time) and number of new tokens.
+#: Streams one completion: (prompt, tokens) to pairs of arrival (perf_counter) and number of new tokens.
 Streamer = Callable[[int], AsyncIterator[tuple[float, int]]]
 
 
@@ -51,10 +68,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="tokens of each stream")
     parser.add_argument("--turns", type=int, default=3, help="turns of each comparison")
     parser.add_argument("--stream-every", type=int, nargs="+", default=[1, 16, 64], help="tokens of an event")
+    parser.add_argument("--step-ms", type=float, default=10.0, help="time of a step of the paced device")
+    parser.add_argument("--paced-worker", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, default=_ONES, help="checkpoint; its vocabulary has the prompt's ids")
     parser.add_argument("--note", default="", help="what else the machine does, for the JSON")
     parser.add_argument("--out", type=Path, default=DEFAULT_FOLDER / "gateway.json")
     args = parser.parse_args()
+    if args.paced_worker is not None:
+        serve_paced(args.paced_worker, args.rows, args.tokens, args.step_ms / 1e3)
+        return
     flags = {
         "max_rows": args.rows,
         "max_context_tokens": args.tokens * 4 + 64,
@@ -63,8 +85,8 @@ def main() -> None:
     }
     with start_worker(args.model, progress=False, **flags) as worker:
         rows = asyncio.run(compare_throughput(worker.endpoint, args))
-        delays = asyncio.run(compare_latency(worker.endpoint, args))
     print_table(f"{args.rows} streams", rows)
+    delays = asyncio.run(compare_latency(args))
     print_table("latency of a token, median, ms", delays)
     write_results(args.out, rows, latency=delays, streams=args.rows, tokens=args.tokens, note=args.note)
 
@@ -74,59 +96,159 @@ async def compare_throughput(endpoint: str, args: argparse.Namespace) -> list[di
     rows = []
     for every in args.stream_every:
         speeds: dict[str, list[float]] = {"zmq": [], "http": []}
-        with serving(endpoint, every) as port:
+        cpu_us: dict[str, list[float]] = {"zmq": [], "http": [], "gateway": []}
+        with serving(endpoint, every) as (port, pid):
             async with AsyncRolloutClient(endpoint) as client:
                 ways = {"zmq": zmq_streamer(client, every), "http": http_streamer(port)}
                 for turn in range(args.turns + 1):
                     for name in sorted(ways, reverse=turn % 2 == 0):
-                        start = time.perf_counter()
+                        start, own_s, gateway_s = time.perf_counter(), time.process_time(), cpu_s(pid)
                         counts = await asyncio.gather(*(count(ways[name](args.tokens)) for _ in range(args.rows)))
                         if turn:  # the first turn warms up
-                            speeds[name].append(sum(counts) / (time.perf_counter() - start))
+                            tokens = sum(counts)
+                            speeds[name].append(tokens / (time.perf_counter() - start))
+                            cpu_us[name].append(1e6 * (time.process_time() - own_s) / tokens)
+                            if name == "http":
+                                cpu_us["gateway"].append(1e6 * (cpu_s(pid) - gateway_s) / tokens)
         zmq, http = (statistics.median(speeds[name]) for name in ("zmq", "http"))
         rows.append(
-            {"stream_every": every, "zmq_tokens_per_s": zmq, "http_tokens_per_s": http, "http_share": http / zmq}
+            {
+                "stream_every": every,
+                "zmq_tokens_per_s": zmq,
+                "http_tokens_per_s": http,
+                "http_share": http / zmq,
+                **{f"{name}_cpu_us_per_token": statistics.median(values) for name, values in cpu_us.items()},
+            }
         )
     return rows
 
 
-async def compare_latency(endpoint: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Median latency of a token in both clients, alone and beside others."""
+async def compare_latency(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Median latency of a token in both clients, alone and next to others."""
     rows = []
-    with serving(endpoint, 1) as port:
-        async with AsyncRolloutClient(endpoint) as client:
-            ways = {"zmq": zmq_streamer(client, 1), "http": http_streamer(port)}
-            for beside in (0, args.rows - 1):
-                found: dict[str, list[float]] = {"zmq": [], "http": []}
+    for beside in (0, args.rows - 1):
+        with (
+            paced_worker(args, beside + 1) as (endpoint, commits),
+            serving(endpoint, 1) as (one, _),
+            serving(endpoint, 16) as (many, _),
+        ):
+            arrivals: list[tuple[str, np.ndarray]] = []
+            async with AsyncRolloutClient(endpoint) as client:
+                watched = {"zmq": zmq_streamer(client, 1), "http": http_streamer(one)}
+                others = {"zmq": zmq_streamer(client, 16), "http": http_streamer(many)}
                 for turn in range(args.turns):
-                    for name in sorted(ways, reverse=turn % 2 == 0):
-                        others = [asyncio.create_task(count(ways[name](args.tokens * 3))) for _ in range(beside)]
+                    for name in sorted(watched, reverse=turn % 2 == 0):
+                        tasks = [asyncio.create_task(count(others[name](args.tokens * 3))) for _ in range(beside)]
                         while (await client.status())["rows"]["running"] < beside:
                             await asyncio.sleep(0.05)
-                        arrivals = [
-                            at for at, tokens in [item async for item in ways[name](args.tokens)] if tokens == 1
-                        ]
-                        (trace,) = await client.control("trace", steps=min(_MOST_TRACED, args.tokens * 4))
-                        found[name].append(1e3 * latency(np.array(arrivals), trace))
-                        for other in others:
-                            other.cancel()
-                        await asyncio.gather(*others, return_exceptions=True)
+                        items = [item async for item in watched[name](args.tokens)]
+                        arrivals.append((name, np.array([at for at, tokens in items for _ in range(tokens)])))
+                        for task in tasks:
+                            task.cancel()
+                        await asyncio.gather(*tasks, return_exceptions=True)
                         while (await client.status())["rows"]["running"]:
                             await asyncio.sleep(0.05)
-                zmq, http = (statistics.median(found[name]) for name in ("zmq", "http"))
-                rows.append({"beside": beside, "zmq_ms": zmq, "http_ms": http, "added_ms": http - zmq})
+            times = commits()
+        found: dict[str, list[float]] = {"zmq": [], "http": []}
+        for name, at in arrivals:
+            found[name].append(1e3 * latency(at, times))
+        zmq, http = (statistics.median(found[name]) for name in ("zmq", "http"))
+        row = {"beside": beside, "step_ms": args.step_ms, "zmq_ms": zmq, "http_ms": http, "added_ms": http - zmq}
+        rows.append(row)
     return rows
 
 
-def latency(arrivals: np.ndarray, trace: dict[str, Any]) -> float:
-    """Median seconds from the commit of a token's step to its arrival; `arrivals` are Unix times [tokens]."""
-    steps = trace["steps"]
-    commits = trace["origin_s"] + steps["committed_at_s"][steps["kind"] == 0]
+def latency(arrivals: np.ndarray, commits: np.ndarray) -> float:
+    """Median seconds from the commit of a token's step to its arrival; both are times of `perf_counter`.
+
+    The first token is left out: a prefill step drew it.
+    """
+    arrivals = arrivals[1:]
     for first in range(len(commits) - len(arrivals), -1, -1):
         delays = arrivals - commits[first : first + len(arrivals)]
         if delays.min() >= 0:
             return float(np.median(delays))
-    raise ValueError("the trace does not have the steps of this stream; lower --tokens")
+    raise ValueError("the commits do not have the steps of this stream")
+
+
+class CommitTimes(Meter):
+    """A meter that keeps when each decode step was committed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def step(self, record: StepTiming) -> None:
+        """Keep the time of a step."""
+        super().step(record)
+        if record.kind == "decode" and record.committed_at_s is not None:
+            self.times.append(record.committed_at_s)
+
+
+@contextlib.contextmanager
+def paced_worker(args: argparse.Namespace, rows: int) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    """A process with a service and a paced engine: its endpoint, and a function that ends it and returns its commits.
+
+    Commits are times of `perf_counter`, float64 [decode steps].
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "scripts.bench.gateway", "--paced-worker", folder, "--rows", str(rows)]
+        more = ["--tokens", str(args.tokens), "--step-ms", str(args.step_ms)]
+        process = subprocess.Popen([*command, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdin is not None and process.stdout is not None
+
+        def commits() -> np.ndarray:
+            assert process.stdin is not None
+            process.stdin.close()
+            if process.wait(_START_S) != 0:
+                raise RuntimeError("the paced worker failed")
+            return np.array(json.loads((Path(folder) / "commits.json").read_text()))
+
+        try:
+            yield process.stdout.readline().strip(), commits
+        finally:
+            process.kill()
+            process.wait()
+
+
+def serve_paced(folder: Path, rows: int, tokens: int, step_s: float) -> None:
+    """Be a paced worker until stdin is closed; then write the times of the commits to a file."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    write_text_folder(folder)
+    context = 4 * tokens + 64
+    engine_settings = EngineSettings(
+        max_rows=rows, kv_pages=rows * (pages_for(context, 16) + 1) + 1, max_context_tokens=context, prefix_cache=False
+    )
+    settings = Settings(engine=engine_settings, service=ServiceSettings(bind="tcp://127.0.0.1:0"))
+    outbox = Outbox()
+    links = local_links(settings, outbox.put)
+    engine, _ = make_engine(settings, links, step_s)
+    engine.meter = meter = CommitTimes()
+    inspector = Inspector(engine)
+    status = [inspector.status()]
+    model = ServedModel(str(folder), TINY_SHAPE["vocab_size"], context)
+    server = Server(settings.service, model, ServedEngine(links.inbox, lambda: status[0], outbox))
+    server.start()
+    print(server.endpoint, flush=True)
+    ended = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    looked_s = 0.0
+    while not ended.is_set():
+        if not engine.busy:
+            engine.wait(0.01)
+        engine.tick()
+        if time.perf_counter() - looked_s > _STATUS_S:
+            status[0], looked_s = inspector.status(), time.perf_counter()
+    (folder / "commits.json").write_text(json.dumps(meter.times))
+    server.stop()
+    engine.executor.close()
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def count(stream: AsyncIterator[tuple[float, int]]) -> int:
@@ -141,7 +263,7 @@ def zmq_streamer(client: AsyncRolloutClient, every: int) -> Streamer:
         fields: Any = {"max_tokens": tokens, "stop": {"ignore_eos": True}, "stream_every": every}
         async with await client.generate(PROMPT, stream="tokens", **fields) as chunks:
             async for chunk in chunks:
-                yield time.time(), len(chunk.token_ids)
+                yield time.perf_counter(), len(chunk.token_ids)
 
     return stream
 
@@ -161,7 +283,7 @@ def http_streamer(port: int) -> Streamer:
             async for line in reader:
                 if line.startswith(b"data: {"):
                     (choice,) = json.loads(line[6:])["choices"]
-                    yield time.time(), len(choice["token_ids"])
+                    yield time.perf_counter(), len(choice["token_ids"])
                 elif line.startswith(b"data: [DONE]"):
                     return
             raise ConnectionError("the stream ended without [DONE]")
@@ -174,8 +296,8 @@ def http_streamer(port: int) -> Streamer:
 
 
 @contextlib.contextmanager
-def serving(endpoint: str, every: int) -> Iterator[int]:
-    """The port of a gateway process."""
+def serving(endpoint: str, every: int) -> Iterator[tuple[int, int]]:
+    """The port and the process id of a gateway."""
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready.json"
         command = [
@@ -196,7 +318,7 @@ def serving(endpoint: str, every: int) -> Iterator[int]:
                 if process.poll() is not None or time.monotonic() > end:
                     raise RuntimeError("the gateway did not start")
                 time.sleep(0.05)
-            yield int(json.loads(ready.read_text())["url"].rpartition(":")[2])
+            yield int(json.loads(ready.read_text())["url"].rpartition(":")[2]), process.pid
         finally:
             process.terminate()
             process.wait()

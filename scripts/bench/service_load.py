@@ -117,7 +117,7 @@ class Bench:
             ServedEngine(links.inbox, lambda: self.status, outbox),
             ServedText(TextCodec(folder), self.prompts),
         )
-        self.engine, self.commits = _make_engine(settings, links, step_s)
+        self.engine, self.commits = make_engine(settings, links, step_s)
         self._inspector = Inspector(self.engine)
         self.status, self._status_s = self._inspector.status(), 0.0
         self.server.start()
@@ -162,7 +162,7 @@ class Bench:
             self.status, self._status_s = self._inspector.status(), time.perf_counter()
 
 
-def _write_text_folder(folder: Path) -> None:
+def write_text_folder(folder: Path) -> None:
     """A tokenizer with one token per character, and a chat template."""
     from rollout.demo.run import CHECKPOINTS
 
@@ -183,7 +183,8 @@ def _settings(load: Load, context: int) -> Settings:
     return Settings(engine=engine, service=ServiceSettings(bind="tcp://127.0.0.1:0", max_results_bytes=64 << 20))
 
 
-def _make_engine(settings: Settings, links: Links, step_s: float) -> tuple[Engine, Commits]:
+def make_engine(settings: Settings, links: Links, step_s: float) -> tuple[Engine, Commits]:
+    """An engine on a paced device, whose steps take `step_s` seconds, and its meter."""
     from transformers import Qwen3Config
 
     device = PacedDevice()
@@ -237,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = Load(args.streams, args.stream_every, results=args.results, spacing=args.spacing)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        _write_text_folder(Path(folder))
+        write_text_folder(Path(folder))
         bench = Bench(load, args.step_ms * 1e-3, Path(folder))
         collect_and_freeze()
         try:

@@ -1,4 +1,4 @@
-"""What trainers order over HTTP: pauses, sleep, adapters, weights from folders; and what a gateway tells of itself."""
+"""Orders of trainers over HTTP: pauses, sleep, adapters, weights from folders; and a gateway's own state."""
 
 from __future__ import annotations
 

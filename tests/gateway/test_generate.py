@@ -1,4 +1,4 @@
-"""vLLM's `/inference/v1/generate` and SGLang's `/generate`, beside the worker's own client."""
+"""vLLM's `/inference/v1/generate` and SGLang's `/generate`; the worker's own client says what is right."""
 
 from __future__ import annotations
 

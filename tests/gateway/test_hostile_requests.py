@@ -1,4 +1,4 @@
-"""Requests that no client sends do not disturb those of others, whatever they hold."""
+"""Hostile requests do not disturb the requests of others."""
 
 from __future__ import annotations
 
