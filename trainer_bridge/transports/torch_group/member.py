@@ -89,7 +89,7 @@ class Meeting:
             return cls(name, kind, rank, size, backend, nccl_id=bytes.fromhex(digits))
         host, port = fields["host"], fields["port"]
         if type(host) is not str or not 1 <= len(host) <= 255 or type(port) is not int or not 1 <= port <= 65535:
-            raise BadRequest("host and port must be those of the trainer's store", field="meeting.host")
+            raise BadRequest("host and port must name the trainer's store", field="meeting.host")
         return cls(name, kind, rank, size, backend, host, port)
 
 

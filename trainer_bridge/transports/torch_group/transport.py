@@ -110,7 +110,7 @@ class TorchGroupReceiver(TransportReceiver):
         self._tasks.append(member.receive(tensors, packed_bytes, received))
 
     def leave(self, group: str) -> bool:
-        """Leave a group; false if there is none of this name."""
+        """Leave a group; false if this worker is not in it."""
         member = self._members.get(group)
         if member is not None:
             self._drop(member)
@@ -129,7 +129,7 @@ class TorchGroupReceiver(TransportReceiver):
             raise BadRequest("transport torch_group takes no options", field="options")
         wanted = [(entry.name, entry.dtype, entry.shape) for entry in incoming.manifest.tensors]
         if wanted != [(entry.name, entry.dtype, entry.shape) for entry in self._entries] or self._gathering:
-            raise WeightsRejected("the manifest is not that of the gathered tensors; gather them again")
+            raise WeightsRejected("the manifest differs from the gathered tensors; gather them again")
         self._at = (0, 0)
         return {}
 
