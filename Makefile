@@ -18,17 +18,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
+INTEGRATIONS := .venv-integrations
+INTEGRATIONS_READY := $(INTEGRATIONS)/.ready
 # On a terminal pip shows how far its downloads are; in a log it would only be long.
-PIP := $(BIN)/python -m pip install $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
+INSTALL := -m pip install $$(test -t 2 || echo --quiet) $(PIP_FLAGS)
+PIP := $(BIN)/python $(INSTALL)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start some hundred processes. Without caches of compiled code each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-nightly test-gpu fuzz lint format bench docs clean
+.PHONY: help demo test test-nightly test-integrations test-gpu fuzz lint format bench docs clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 demo: $(DEMO_READY) ## a worker and a trainer that checks 16K-token completions across a weight swap
 	$(BIN)/rollout demo $(ARGS)
@@ -40,6 +43,10 @@ test: $(DEV_READY) ## unit, engine, service and robustness tests; those that nee
 
 test-nightly: $(DEV_READY) ## soak, benchmark scripts, full grids of kernel shapes, full counts of hostile messages
 	$(BIN)/python -m pytest -m 'nightly and not gpu' --timeout 3000 $(ARGS)
+
+# In an environment of its own, as trainers ask for older packages than ours. A test that cannot run is an error there.
+test-integrations: $(INTEGRATIONS_READY) ## the packages of trainers, Ray and routers, on a CPU, against real workers
+	TEST_INTEGRATIONS=1 $(INTEGRATIONS)/bin/python -m pytest -m 'not gpu' tests/integrations $(ARGS)
 
 # Needs no network and leaves the machine's own torch as it is: only what WHEELS holds beside torch is added, in a
 # temporary folder, and the sources are used where they lie.
@@ -78,13 +85,13 @@ bench: $(DEMO_READY) ## measure bookkeeping, pipeline, memory and service load; 
 docs: $(DEV_READY) ## write docs/reference from the code
 	$(BIN)/python -m scripts.reference_docs --write
 
-clean: ## remove .venv and caches
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
+clean: ## remove the environments and caches
+	rm -rf $(VENV) $(INTEGRATIONS) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
 
-$(VENV)/.ready-venv:
+%/.ready-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "make: $(PYTHON) is missing or older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $*
 	@touch $@
 
 $(DEMO_READY): pyproject.toml $(VENV)/.ready-venv
@@ -97,3 +104,10 @@ $(DEV_READY): pyproject.toml $(VENV)/.ready-venv
 	@echo "installing torch and what else it needs into $(VENV): minutes, the first time"
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(DEMO_READY)
+
+# SkyRL pins an older transformers than ours; its client of remote servers needs none of it.
+$(INTEGRATIONS_READY): pyproject.toml $(INTEGRATIONS)/.ready-venv
+	@echo "installing the packages of trainers into $(INTEGRATIONS): minutes, the first time"
+	@$(INTEGRATIONS)/bin/python $(INSTALL) -e '.[integrations]'
+	@$(INTEGRATIONS)/bin/python $(INSTALL) --no-deps 'skyrl==0.3.0'
+	@touch $@

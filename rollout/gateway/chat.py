@@ -26,6 +26,9 @@ from trainer_bridge.client.results import Completion
 class ChatBody(OpenAiBody):
     """The body of `/v1/chat/completions`."""
 
+    ignored: ClassVar = OpenAiBody.ignored | dict.fromkeys(
+        ("separate_reasoning", "stream_reasoning"), "reasoning is always apart from the answer; routers add the field"
+    )
     switched_off: ClassVar = OpenAiBody.switched_off | {
         "audio": (None,),
         "include_reasoning": (None, True),

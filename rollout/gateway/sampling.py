@@ -217,6 +217,8 @@ class OpenAiBody(SamplingBody):
         "guided_grammar": (None,),
         "suffix": (None, ""),
         "prompt_embeds": (None,),
+        "no_stop_trim": (None, False),  # vllm-router and sglang-router add this field and the next one
+        "return_hidden_states": (None, False),
     }
 
     model: str | None = None

@@ -71,9 +71,9 @@ class SglangParams(SamplingBody):
 class GenerateBody(Body):
     """The body of `/generate`."""
 
+    ignored: ClassVar = {"log_metrics": "metrics are always counted; routers add the field"}
     switched_off: ClassVar = {
         "return_text_in_logprobs": (None, False),
-        "log_metrics": (None, True),
         "return_bytes": (None, False),
         "bootstrap_host": (None,),
         "bootstrap_port": (None,),
@@ -86,6 +86,10 @@ class GenerateBody(Body):
         "token_ids_logprob": (None,),
         "session_params": (None,),
         "custom_logit_processor": (None,),
+        "model": (None,),  # sglang-router adds these
+        "background": (None, False),
+        "no_logs": (None, False),
+        "return_entropy": (None, False),
     }
 
     text: str | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)] | None = None

@@ -3,13 +3,13 @@
 The worker, the gateway and the client (this process) are three processes on one machine. Each turn runs the same
 requests with both clients, one after the other.
 
-    tokens/s     `--rows` streams at once from a worker on the CPU; both clients get events of `stream_every` tokens
+    tokens/s     `--rows` streams at once; both clients get events of `stream_every` tokens
     latency      from the commit of a token's step to the token's arrival in the client
 
-For the latency the worker's engine runs on a paced device: a step takes a given time, as on a GPU. One stream is
-watched, with an event for each token, alone and next to others that get 16 tokens an event. Its tokens are found among
-the commits by their order: the commits are shifted so that no token arrives before its step, by as few steps as
-possible.
+On a paced device a step takes a given time and no core, as on a GPU; tokens/s are also measured for a worker that
+computes on the CPU. For the latency, on a paced device, one stream is watched, with an event for each token, alone and
+next to others that get 16 tokens an event. Its tokens are found among the commits by their order: the commits are
+shifted so that no token arrives before its step, by as few steps as possible.
 
 On few cores the worker, the gateway and the client compete: then the gateway's work slows the worker, too. So the CPU
 time of a token is reported as well: of the client (`zmq`, `http`), and of the gateway.
@@ -84,7 +84,9 @@ def main() -> None:
         "kv_memory_max_gib": 2.0,
     }
     with start_worker(args.model, progress=False, **flags) as worker:
-        rows = asyncio.run(compare_throughput(worker.endpoint, args))
+        rows = [{"engine": "cpu", **row} for row in asyncio.run(compare_throughput(worker.endpoint, args))]
+    with paced_worker(args, args.rows) as (endpoint, _):
+        rows += [{"engine": "paced", **row} for row in asyncio.run(compare_throughput(endpoint, args))]
     print_table(f"{args.rows} streams", rows)
     delays = asyncio.run(compare_latency(args))
     print_table("latency of a token, median, ms", delays)

@@ -248,7 +248,7 @@ class AsyncRolloutClient:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """All endpoints, except those that are being removed."""
+        """All endpoints except the ones that are being removed."""
         return tuple(self._core.endpoints)
 
     def add(self, endpoint: str) -> None:

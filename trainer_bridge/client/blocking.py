@@ -301,11 +301,11 @@ class RolloutClient:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """All endpoints, except those that are being removed."""
+        """All endpoints except the ones that are being removed."""
         return tuple(self._core.endpoints)
 
     def add(self, endpoint: str) -> None:
-        """Add a worker. It gets requests once its weights are as new as those of the other workers.
+        """Add a worker. It gets requests once its weights are as new as the weights of the other workers.
 
         An endpoint that is being removed stays instead. Raises ValueError for one that is there already.
         """

@@ -49,6 +49,11 @@ class BackgroundClient:
         """As `RolloutClient.generate_many`, but a future of its results."""
         return self._run(self._client.generate_many(requests, max_in_flight=max_in_flight, **common))
 
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """As `RolloutClient.endpoints`."""
+        return self._client.endpoints
+
     def add(self, endpoint: str) -> None:
         """As `RolloutClient.add`."""
         self._run(self._change(self._client.add, endpoint)).result()

@@ -365,7 +365,7 @@ class WeightPublisher:
                 lambda recipient: {
                     "action": "commit",
                     "token": recipient.token.hex(),
-                    "options": finished[recipient.transport],
+                    "options": finished[recipient.route],
                 },
                 "commit",
                 self._apply_s,
@@ -382,7 +382,7 @@ class WeightPublisher:
     def _deliver(
         self, payload: Payload, handle: PublishHandle, recipients: list[Recipient]
     ) -> dict[str, dict[str, Any]]:
-        """Begin the update and transfer it to all recipients that accept it; the options of `commit` by transport."""
+        """Begin the update and transfer it to all recipients that accept it; the options of `commit` by route."""
         self._begin(payload, handle, recipients)
         handle.phase = "transfer"
         self._check_open(handle)
@@ -417,7 +417,7 @@ class WeightPublisher:
             handle.phase = "begin"
             self._ask(
                 [recipient for recipient in left if not recipient.error],
-                lambda recipient: {**begin, "transport": recipient.transport, "options": options[recipient.transport]},  # noqa: B023
+                lambda recipient: {**begin, "transport": recipient.transport, "options": options[recipient.route]},  # noqa: B023
                 "begin",
                 self._begin_s,
                 note=_note_grant,

@@ -12,6 +12,10 @@ others rank 0 fetches them.
 
 The choice is made by trying: a worker refuses in `begin`, before anything is sent, and the reason is kept. The next
 update starts from this result.
+
+The first workers of a publisher form one group of `nccl`. One that joins later forms a group of its own with the
+publisher, so the others keep theirs. Once there are many such groups, or a worker leaves the group of others, which
+breaks it, all workers meet in one new group. Each group has its own sender, named by a route: `nccl`, `nccl/1`, ...
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from trainer_bridge.wire.keys import ClientCurve
 
 _log = logging.getLogger(__name__)
 
+_MOST_LATE_GROUPS = 4  # the trainer sends each tensor once to each group
+
 #: A sender, and the workers that it serves.
 Served = tuple[TransportSender, Sequence[Recipient]]
 
@@ -41,19 +47,39 @@ class TransportChoice:
         self._folder, self._curve = folder, curve
         self._endpoints = list(endpoints)  # the senders see it change
         self._asked = transport
-        self.senders: dict[str, TransportSender] = {}
+        self._late: dict[str, int] = {}  # numbers of the groups of workers that joined, by endpoint
+        self.senders: dict[str, TransportSender] = {}  # by route
         self.refusals: dict[str, dict[str, str]] = {}  # by endpoint and transport: why not
         if transport != "auto":
             self._sender(transport)
 
     def add(self, endpoint: str) -> None:
-        """A worker joins."""
+        """A worker joins, in a group of its own."""
         self._endpoints.append(endpoint)
+        self._late[endpoint] = 1 + max(self._late.values(), default=0)
+        if len(set(self._late.values())) > _MOST_LATE_GROUPS:
+            self._meet_again()
 
     def remove(self, endpoint: str) -> None:
         """A worker has left."""
         self._endpoints.remove(endpoint)
         self.refusals.pop(endpoint, None)
+        group = self._late.pop(endpoint, 0)
+        if any(self._late.get(other, 0) == group for other in self._endpoints):
+            self._meet_again()
+        else:
+            self._close_group(group)
+
+    def _meet_again(self) -> None:
+        """Have all workers form one group at the next update."""
+        for group in set(self._late.values()):
+            self._close_group(group)
+        self._late.clear()
+
+    def _close_group(self, group: int) -> None:
+        for name, transport in TRANSPORTS.items():
+            if transport.in_group and (sender := self.senders.pop(_route(name, group), None)) is not None:
+                sender.close()
 
     @property
     def for_gpus(self) -> bool:
@@ -61,17 +87,19 @@ class TransportChoice:
         return self._asked == "auto" or TRANSPORTS[self._asked].gpu_to_gpu
 
     def next_options(self, payload: Payload, recipients: Iterable[Recipient]) -> dict[str, dict[str, Any]]:
-        """Give each recipient the next transport to try; the options of `begin` for each of these."""
+        """Give each recipient the next transport to try; the options of `begin` by route."""
         options: dict[str, dict[str, Any]] = {}
         for recipient in recipients:
             refusals = self.refusals.setdefault(recipient.endpoint, {})
             for name in self.candidates(payload):
-                if name in refusals or name in options:
-                    if name not in refusals:
-                        break
+                if name in refusals:
                     continue
+                in_group = TRANSPORTS[name].in_group and not payload.spread  # other ranks join one group
+                recipient.route = _route(name, self._late.get(recipient.endpoint, 0) if in_group else 0)
+                if recipient.route in options:
+                    break
                 try:
-                    options[name] = self._sender(name).prepare(payload)
+                    options[recipient.route] = self._sender(recipient.route).prepare(payload)
                     break
                 except RolloutError as error:
                     if not self._free(payload):
@@ -108,11 +136,11 @@ class TransportChoice:
         return other
 
     def by_transport(self, recipients: Iterable[Recipient]) -> dict[str, Served]:
-        """The senders in use, each with its workers."""
+        """The senders in use by route, each with its workers."""
         groups: dict[str, list[Recipient]] = {}
         for recipient in recipients:
-            groups.setdefault(recipient.transport, []).append(recipient)
-        return {name: (self._sender(name), group) for name, group in groups.items()}
+            groups.setdefault(recipient.route, []).append(recipient)
+        return {route: (self._sender(route), group) for route, group in groups.items()}
 
     def release(self, payload: Payload, applied: bool) -> None:
         """Release the update in all senders."""
@@ -137,18 +165,23 @@ class TransportChoice:
         names = registry.AUTO_ORDER_OF_PARTS if payload.spread else registry.AUTO_ORDER
         return tuple(name for name in names if TRANSPORTS[name].can_send())
 
-    def _sender(self, name: str) -> TransportSender:
-        if name not in self.senders:
-            self.senders[name] = make_sender(name, self._folder, self._curve, self._endpoints)
-        return self.senders[name]
+    def _sender(self, route: str) -> TransportSender:
+        if route not in self.senders:
+            name = route.partition("/")[0]
+            self.senders[route] = make_sender(name, self._folder, self._curve, self._endpoints)
+        return self.senders[route]
 
     def _reasons(self, name: str, refusals: Mapping[str, str]) -> str:
         reasons = [self._sender(name).why, *(f"not {other}: {why}" for other, why in refusals.items())]
         return "; ".join(filter(None, reasons))
 
 
+def _route(name: str, group: int) -> str:
+    return f"{name}/{group}" if group else name
+
+
 def transfer_all(payload: Payload, senders: Mapping[str, Served], rules: TransferRules) -> dict[str, dict[str, Any]]:
-    """Run the senders side by side, so that slow workers don't hold up others; the options of `commit` by transport.
+    """Run the senders side by side, so that slow workers don't hold up others; the options of `commit` by route.
 
     An error of one sender fails its own workers only.
     """

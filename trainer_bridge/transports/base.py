@@ -135,6 +135,7 @@ class Recipient:
     grant: dict[str, Any] = field(default_factory=dict)
     error: RolloutError | None = None
     transport: str = ""  # the transport that it granted
+    route: str = ""  # the sender of that transport that serves it
     why: str = ""  # why it is this transport and not a faster one
 
     def fail(self, error: RolloutError) -> None:

@@ -48,6 +48,7 @@ class Transport:
     receiver: Callable[[WorkerSetup], TransportReceiver | None]
     sender: Callable[[PublisherSetup], TransportSender]
     gpu_to_gpu: bool = False  # `auto` takes it for tensors on a GPU only
+    in_group: bool = False  # the workers of a sender form a group, which takes time; one that joins gets its own
     can_send: Callable[[], bool] = lambda: True  # whether `auto` may try it in this trainer's process
 
 
@@ -113,7 +114,7 @@ TRANSPORTS: dict[str, Transport] = {
     "shm": Transport(lambda worker: ShmReceiver(worker.buckets), lambda publisher: ShmSender(publisher.curve)),
     "disk": Transport(lambda worker: DiskReceiver(), _disk_sender),
     "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender, gpu_to_gpu=True),
-    "nccl": Transport(_nccl_receiver, _nccl_sender, gpu_to_gpu=True, can_send=_has_nccl),
+    "nccl": Transport(_nccl_receiver, _nccl_sender, gpu_to_gpu=True, in_group=True, can_send=_has_nccl),
     "torch_group": Transport(_torch_group_receiver, _torch_group_sender),
 }
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import Any
+
 import pytest
 
 from tests.support.bridge.harness import Worker, new_tensors, serves, wait_for
 from trainer_bridge.publish import publisher as publisher_module
 from trainer_bridge.publish.publisher import WeightPublisher
+from trainer_bridge.transports.nccl.group import BroadcastGroup
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +35,54 @@ def test_a_worker_that_joins_gets_the_kept_update_and_one_that_left_gets_no_more
             assert set(reports_of(reports)) == {stays.endpoint, joins.endpoint}
             assert serves(stays.model, second) and serves(joins.model, second) and serves(leaves.model, first)
             assert len(stays.updates) == 2, "each update once"
+
+
+def test_a_worker_that_joins_leaves_the_group_of_the_others_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []  # of the group that each member joined
+    plain = BroadcastGroup.__init__
+
+    def count(self: BroadcastGroup, store: Any, name: str, rank: int, size: int, *more: Any, **options: Any) -> None:
+        sizes.append(size)
+        plain(self, store, name, rank, size, *more, **options)
+
+    def joined() -> list[int]:
+        found, sizes[:] = sorted(sizes), []
+        return found
+
+    monkeypatch.setattr(BroadcastGroup, "__init__", count)
+    with Worker() as first, Worker() as second, Worker() as late:
+        with WeightPublisher([first.endpoint, second.endpoint], transport="nccl", bucket_bytes=192) as publisher:
+
+            def publish(version: int, *workers: Worker) -> None:
+                tensors = new_tensors(first.model, version)
+                assert len(publisher.publish(tensors, version).applied(20)) == len(workers)
+                assert all(serves(worker.model, tensors) for worker in workers)
+
+            publish(1, first, second)
+            assert joined() == [3, 3, 3]
+            publisher.add(late.endpoint)
+            publish(2, first, second, late)
+            assert joined() == [2, 2], "only the publisher and the worker that joined"
+            publish(3, first, second, late)
+            publisher.remove(late.endpoint)
+            publish(4, first, second)
+            assert joined() == []
+            publisher.add(late.endpoint)
+            publisher.remove(second.endpoint)
+            publish(5, first, late)
+            assert joined() == [3, 3, 3], "the group lost a member: all meet again"
+
+
+def test_after_many_joins_all_workers_meet_in_one_group() -> None:
+    with ExitStack() as stack:
+        workers = [stack.enter_context(Worker()) for _ in range(6)]
+        publisher = stack.enter_context(WeightPublisher(workers[0].endpoint, transport="nccl", bucket_bytes=192))
+        for version, worker in enumerate(workers, 1):
+            if version > 1:
+                publisher.add(worker.endpoint)
+            tensors = new_tensors(worker.model, version)
+            assert len(publisher.publish(tensors, version).applied(30)) == version
+            assert all(serves(other.model, tensors) for other in workers[:version])
 
 
 def test_an_update_goes_to_the_workers_of_its_time() -> None:

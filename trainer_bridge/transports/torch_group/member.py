@@ -32,12 +32,20 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.transports.nccl.group import BroadcastGroup, GroupError, Pending, local_address
+from trainer_bridge.transports.nccl.group import (
+    REACH_S,
+    BroadcastGroup,
+    GroupError,
+    Pending,
+    local_address,
+    reach,
+)
 from trainer_bridge.wire.errors import BadRequest, InternalError, RolloutError, WeightsRejected
 from trainer_bridge.wire.manifest import TensorEntry
 from trainer_bridge.wire.nccl_id import ID_BYTES, read_nccl_id
 
 _IN_FLIGHT = 2  # broadcasts
+_AGAIN_S = 0.1  # between two attempts to reach the trainer's store
 _MAX_NAME = 128
 _MAX_MEMBERS = 4096
 _ID_KEY = "broadcast_from/0/0"  # where vLLM's trainer side puts the id
@@ -191,7 +199,17 @@ class GroupMember:
 
     def _connect(self) -> dist.TCPStore:
         """The trainer's store, once all members are connected to it."""
-        meeting = self.meeting
+        meeting, until_s = self.meeting, time.monotonic() + self._timeout_s
+        while not self._stop.is_set():  # torch's own attempts cannot be stopped when the worker ends
+            try:
+                reach([meeting.host], meeting.port, REACH_S)
+                break
+            except GroupError as error:
+                if time.monotonic() > until_s:
+                    raise GroupError(f"{error}, within {self._timeout_s:g} s") from error
+                self._stop.wait(_AGAIN_S)
+        if self._stop.is_set():
+            raise GroupError("it was left")
         try:
             return dist.TCPStore(
                 meeting.host,
