@@ -291,7 +291,7 @@ def gateway_page() -> str:
 
 def _ignored_fields() -> list[tuple[str, ...]]:
     """Fields that the gateway accepts with any value: name, places, reason."""
-    from rollout.gateway import admin, chat, completions, generate, sampling, sglang
+    from rollout.gateway import admin, chat, completions, generate, groups, sampling, sglang
 
     places = {
         "/v1/completions": completions.CompletionBody,
@@ -303,6 +303,8 @@ def _ignored_fields() -> list[tuple[str, ...]]:
         "stream_options": sampling.StreamOptions,
         "json_schema": sampling.JsonSchema,
         "/update_weights": admin.UpdateBody,
+        "/update_weights_from_distributed": groups.TensorsBody,
+        "/init_weight_transfer_engine": groups.InitInfo,
         "/v1/load_lora_adapter": admin.AdapterBody,
         "/collective_rpc": admin.RpcBody,
         "/abort_request": sglang.AbortBody,

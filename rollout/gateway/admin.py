@@ -14,6 +14,7 @@ from rollout.gateway.bodies import Body
 from rollout.gateway.control import Control, PauseMode, no_group
 from rollout.gateway.errors import HttpError, bad_request
 from rollout.gateway.gateway import Gateway
+from rollout.gateway.groups import Groups
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
@@ -32,7 +33,7 @@ class AdapterBody(Body):
 class UpdateBody(Body):
     """The body of `/update_weights`: a folder of prime-rl (`weight_dir`) or AReaL (`model_path`).
 
-    A body with vLLM's `update_info` asks for a process group.
+    A body with vLLM's `update_info` means its weight transfer engine.
     """
 
     ignored: ClassVar = {
@@ -50,8 +51,6 @@ class UpdateBody(Body):
 
     def folder(self) -> tuple[str, str]:
         """The folder, and the name of its field. Raises `HttpError` unless there is exactly one."""
-        if self.update_info is not None:
-            raise no_group("update_info")
         given = {name: path for name in ("weight_dir", "model_path") if (path := getattr(self, name)) is not None}
         if len(given) != 1:
             raise bad_request("name the folder of the new weights in 'weight_dir' or 'model_path'", "weight_dir")
@@ -78,9 +77,10 @@ class RpcBody(Body):
 class Admin:
     """Answers admin requests."""
 
-    def __init__(self, gateway: Gateway, control: Control) -> None:
+    def __init__(self, gateway: Gateway, control: Control, groups: Groups) -> None:
         self._gateway = gateway
         self._control = control
+        self._groups = groups
 
     async def pause(self, request: Request) -> Response:
         """`/pause?mode=abort|wait|keep`."""
@@ -166,8 +166,10 @@ class Admin:
         return AdapterBody.take(await self._gateway.body(request))
 
     async def update_weights(self, request: Request) -> Response:
-        """`/update_weights` and `/areal_update_weights`: from a folder."""
+        """`/update_weights` and `/areal_update_weights`: from a folder, or by vLLM's weight transfer engine."""
         body = UpdateBody.take(await self._gateway.body(request))
+        if body.update_info is not None:
+            return await self._groups.update_engine(body.update_info)
         folder, field = body.folder()
         version = await self._control.update_from_folder(folder, body.weight_version, field)
         return json_answer({"status": "ok", "success": True, "message": "Weights updated", "weight_version": version})

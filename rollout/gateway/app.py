@@ -27,6 +27,8 @@ from rollout.gateway.errors import HttpError, answer_error
 from rollout.gateway.folder_updates import FolderUpdates
 from rollout.gateway.gateway import Gateway
 from rollout.gateway.generate import Generate, skyrl_experts, vllm_experts
+from rollout.gateway.group_updates import GroupUpdates
+from rollout.gateway.groups import Groups
 from rollout.gateway.health import Health
 from rollout.gateway.reasoning import REASONING_PARSERS
 from rollout.gateway.settings import GatewaySettings
@@ -101,7 +103,9 @@ async def _start(settings: GatewaySettings, client: RolloutPool, curve: ClientCu
 def _routes(gateway: Gateway) -> list[Route]:
     control = Control(gateway)
     health, chat = Health(gateway), Chat(gateway)
-    admin, sglang = Admin(gateway, control), SglangAdmin(gateway, control)
+    updates = GroupUpdates(gateway, control)
+    groups = Groups(gateway, updates)
+    admin, sglang = Admin(gateway, control, groups), SglangAdmin(gateway, control, updates)
     generate = Generate(gateway, vllm_experts(gateway))
     skyrl = Generate(gateway, skyrl_experts)
     gets: dict[str, Handler] = {
@@ -148,7 +152,7 @@ def _routes(gateway: Gateway) -> list[Route]:
         "/update_weights": admin.update_weights,
         "/areal_update_weights": admin.update_weights,
         "/areal_pause_generation": admin.areal_pause,
-        "/areal_continue_generation": admin.resume,
+        "/areal_continue_generation": sglang.resume,
         "/collective_rpc": admin.collective_rpc,
         "/finish_session": admin.finish_session,
         "/pause_generation": sglang.pause,
@@ -158,20 +162,18 @@ def _routes(gateway: Gateway) -> list[Route]:
         "/release_memory_occupation": sglang.release_memory,
         "/resume_memory_occupation": sglang.resume_memory,
         "/update_weights_from_disk": sglang.update_from_disk,
+        "/init_weights_update_group": groups.join,
+        "/update_weights_from_distributed": groups.update,
+        "/destroy_weights_update_group": groups.leave,
+        "/areal_init_weights_update_group": groups.join,
+        "/areal_set_update_weight_meta": groups.announce,
+        "/areal_update_weights_xccl": groups.update_announced,
+        "/init_weight_transfer_engine": groups.init_engine,
+        "/shutdown_weight_transfer_engine": groups.shut_engine_down,
+        "/start_weight_update": groups.start,
+        "/finish_weight_update": groups.finish,
     }
-    for name in (
-        "/init_weight_transfer_engine",
-        "/start_weight_update",
-        "/finish_weight_update",
-        "/init_broadcaster",
-        "/init_weights_update_group",
-        "/destroy_weights_update_group",
-        "/update_weights_from_distributed",
-        "/update_weights_from_tensor",
-        "/areal_init_weights_update_group",
-        "/areal_set_update_weight_meta",
-        "/areal_update_weights_xccl",
-    ):
+    for name in ("/init_broadcaster", "/update_weights_from_tensor"):
         posts[name] = admin.process_group
     return [Route(path, _plain(handler), methods=["GET"]) for path, handler in gets.items()] + [
         Route(path, _plain(handler), methods=["POST"]) for path, handler in posts.items()

@@ -5,6 +5,7 @@ The endpoints of `admin.py` (vLLM, prime-rl, SkyRL, AReaL) and of `sglang.py` ar
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from rollout.gateway.errors import HttpError, bad_request
@@ -100,9 +101,14 @@ class Control:
 
         The requests that run go on, with the new weights from some token on.
         """
+        updates, endpoints = self._gateway.updates, self._workers.pool.endpoints
+        return await self.publish_as(version, lambda number: updates.publish(endpoints, folder, number, field))
+
+    async def publish_as(self, version: Any, publish: Callable[[int], Awaitable[object]]) -> int:
+        """Let `publish` bring weights to all workers as `version` or the next one; returns that version."""
         newest = max(status["weights_version"] for status in await self._workers.known(fresh=True))
         wanted = max(newest, self._workers.published) + 1 if version is None else _version(version)
-        await self._gateway.updates.publish(self._workers.pool.endpoints, folder, wanted, field)
+        await publish(wanted)
         self._workers.published = max(self._workers.published, wanted)
         return wanted
 

@@ -99,7 +99,7 @@ class Health:
                         "data_parallel_size": len(gateway.workers.pool.endpoints),
                     },
                     "lora_config": {} if adapters else None,
-                    "weight_transfer_config": None,
+                    "weight_transfer_config": {"backend": "nccl"},
                 },
                 "model_path": gateway.names[0],
                 "served_model_name": gateway.names[0],

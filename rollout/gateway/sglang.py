@@ -21,6 +21,7 @@ from rollout.gateway.bodies import Body
 from rollout.gateway.control import Control
 from rollout.gateway.errors import bad_request
 from rollout.gateway.gateway import Gateway, finish_reason, new_id
+from rollout.gateway.group_updates import GroupUpdates
 from rollout.gateway.sampling import MAX_TOKEN_ID, MAX_TOP, Int32, SamplingBody, TokenId
 from rollout.gateway.text import TextPieces
 from rollout.gateway.workers import TokenRequest
@@ -298,9 +299,10 @@ class MemoryBody(Body):
 class SglangAdmin:
     """Answers SGLang's admin requests."""
 
-    def __init__(self, gateway: Gateway, control: Control) -> None:
+    def __init__(self, gateway: Gateway, control: Control, updates: GroupUpdates) -> None:
         self._gateway = gateway
         self._control = control
+        self._updates = updates
 
     async def pause(self, request: Request) -> Response:
         """`/pause_generation`: mode `abort` (default), `retract` or `in_place`, which both keep running requests."""
@@ -312,7 +314,8 @@ class SglangAdmin:
         return json_answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: Request) -> Response:
-        """`/continue_generation`."""
+        """`/continue_generation` and AReaL's; an error while an update lacks tensors: no other call ends updates."""
+        self._updates.check_whole()
         await self._control.resume()
         return json_answer({"message": "Generation continued successfully.", "status": "ok"})
 

@@ -80,7 +80,12 @@ class ParameterMap:
         Raises `WeightsRejected`, listing names, when a name is unknown, a shape differs, elements would stay
         unwritten, or elements would be written twice.
         """
+        self.check_tensors(manifest)
         unused = tuple(entry.name for entry in manifest.tensors if self._is_unused(entry.name))
+        return self._check_cover(self._used(manifest), unused, frozenset() if whole else self.names.kept_if_absent)
+
+    def check_tensors(self, manifest: Manifest) -> None:
+        """Raise `WeightsRejected`, listing names, when a name is unknown or a shape differs."""
         entries = [entry for entry in manifest.tensors if not self._is_unused(entry.name)]
         names = [entry.name for entry in entries]
         unknown = [name for name in names if name not in self.views]
@@ -93,10 +98,31 @@ class ParameterMap:
         ]
         if misshaped:
             raise _rejected("wrong shapes", misshaped, "send each tensor whole, in the checkpoint's shape")
-        return self._check_cover(names, unused, frozenset() if whole else self.names.kept_if_absent)
+
+    def missing(self, manifest: Manifest) -> list[str]:
+        """Some of the tensors that would complete the manifest, which passes `check_tensors`; empty if it is whole.
+
+        Tensors that an update may leave out do not count.
+        """
+        copied, _ = self._split_aliases(self._used(manifest))
+        intervals, _ = _stack([(name, self._runs[name]) for name in copied])
+        written, _ = self._with_kept(_merge(intervals), self.names.kept_if_absent)
+        return [] if np.array_equal(written, self._whole) else self._missing(written)
 
     def _is_unused(self, name: str) -> bool:
         return name not in self.views and name.startswith(self.names.unused)
+
+    def _used(self, manifest: Manifest) -> list[str]:
+        return [entry.name for entry in manifest.tensors if not self._is_unused(entry.name)]
+
+    def _with_kept(self, written: np.ndarray, may_lack: frozenset[str]) -> tuple[np.ndarray, list[str]]:
+        """What is written, and what keeps its value: its bytes together, and the names of the latter."""
+        kept = []
+        for name in (name for name in self.views if name in may_lack):
+            if not _overlaps(written, self._runs[name]):  # under this name and under others
+                kept.append(name)
+                written = _union([written, self._runs[name]])
+        return written, kept
 
     def _check_cover(self, names: list[str], unused: tuple[str, ...], may_lack: frozenset[str]) -> Fit:
         copied, aliases = self._split_aliases(names)
@@ -105,12 +131,7 @@ class ParameterMap:
         if len(clash):
             pairs = sorted({f"{owners[i]} and {owners[i + 1]}" for i in clash.tolist()})
             raise _rejected("tensors that write the same parameters", pairs, "send one layout of each parameter")
-        written = _merge(intervals)
-        kept = []
-        for name in (name for name in self.views if name in may_lack):
-            if not _overlaps(written, self._runs[name]):  # under this name and under others
-                kept.append(name)
-                written = _union([written, self._runs[name]])
+        written, kept = self._with_kept(_merge(intervals), may_lack)
         if not np.array_equal(written, self._whole):
             missing = self._missing(written)
             raise _rejected("missing tensors", missing, "an update must carry every parameter")

@@ -35,6 +35,7 @@ from rollout.engine.gate import Gate, UpdateWait
 from rollout.weights.adapter_updates import IncomingAdapter, read_adapter
 from rollout.weights.apply_mode import ApplyMode, Update, UpdateDestination
 from rollout.weights.destination import StagedDestination
+from rollout.weights.group_orders import GroupOrders
 from rollout.weights.parameter_map import Fit, ParameterMap
 from trainer_bridge.transports.base import IncomingUpdate, TransportReceiver
 from trainer_bridge.wire.errors import (
@@ -166,6 +167,7 @@ class UpdateIntake:
         self._endpoint = endpoint
         self._post = post
         self._said_unused = self._said_kept = False
+        self._groups = GroupOrders(parameters, receivers)
 
     # --- one round of the thread -------------------------------------------------------------------------------------
 
@@ -238,6 +240,7 @@ class UpdateIntake:
     def close(self) -> None:
         """Answer all unanswered messages."""
         self.reject(ended())
+        self._groups.close(ended())
         for _, reply in self.waiting.values():
             reply(error_reply(ended()))
         if self.committed is not None:
@@ -251,9 +254,10 @@ class UpdateIntake:
             if self.closing:
                 raise ended()
             action = check_fields(header)
-            {"begin": self._begin, "commit": self._commit, "abort": self._abort, "status": self._status}[action](
-                header, reply
-            )
+            {
+                **{"begin": self._begin, "commit": self._commit, "abort": self._abort, "status": self._status},
+                **{"join": self._groups.join, "gather": self._groups.gather, "leave": self._groups.leave},
+            }[action](header, reply)
         except RolloutError as error:
             reply(error_reply(error))
         except Exception as error:

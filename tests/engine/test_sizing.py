@@ -183,7 +183,7 @@ def test_long_contexts_that_are_rehearsed_are_ones_that_the_scheduler_can_plan(r
 
 
 def test_a_rehearsal_gathers_as_much_as_prefill_attention_may(model):
-    """Four spans of a chunk, each over a quarter of what is set aside for gathered keys and values; and five, too many."""
+    """Four spans, each over a quarter of what is set aside for gathered keys and values; five are too many."""
     bench = Bench(model, max_rows=6)
     longest = MOST_GATHERED // 4
     steps = steps_to_rehearse(bench.engine.executor, 6, 16384, longest, None)

@@ -110,8 +110,7 @@ def test_folders_that_are_no_weights(client: httpx.Client, worker: WorkerProcess
     assert refused(client, path, {"weight_dir": f"{root}/ones/../../.."}, 403) == "weight_dir"
     assert refused(client, path, {"model_path": str(root / "none")}) == "model_path"
     assert refused(client, path, {"weight_dir": None}) == "weight_dir"
-    assert refused(client, path, {"update_info": {"names": []}}, 501) is None
-    refused(client, "/init_weight_transfer_engine", {}, 501)
+    refused(client, "/init_broadcaster", {}, 501)
     refused(client, "/collective_rpc", {"method": "skyrl_start_weight_update"}, 501)
     assert refused(client, "/collective_rpc", {"method": "rm"}) == "method"
     (tmp_path / "broken").mkdir()

@@ -26,7 +26,7 @@ class WorkerSetup:
     device: torch.device  # of the model
     idle_s: float  # bounds waits in a group
     wake: Callable[[], object]  # makes the receiver's thread look
-    groups: bool  # allows `nccl`, whose connections have no keys
+    groups: bool  # allows `nccl` and `torch_group`, whose connections have no keys
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class PublisherSetup:
 
 @dataclass(frozen=True)
 class Transport:
-    """How to make the two halves of a transport. `receiver` returns None where the worker cannot use the transport."""
+    """How to make the two halves of a transport. `receiver` returns None where the worker cannot use the transport.
+
+    `sender` raises ValueError where a publisher cannot send by it.
+    """
 
     receiver: Callable[[WorkerSetup], TransportReceiver | None]
     sender: Callable[[PublisherSetup], TransportSender]
@@ -89,6 +92,18 @@ def _nccl_sender(publisher: PublisherSetup) -> TransportSender:
     return NcclSender(publisher.endpoints)
 
 
+def _torch_group_receiver(worker: WorkerSetup) -> TransportReceiver | None:
+    if not worker.groups or not torch.distributed.is_available():
+        return None
+    from trainer_bridge.transports.torch_group.transport import TorchGroupReceiver
+
+    return TorchGroupReceiver(worker.device, worker.idle_s, worker.wake)
+
+
+def _torch_group_sender(publisher: PublisherSetup) -> TransportSender:
+    raise ValueError("transport 'torch_group' is for trainers that update weights over HTTP; use auto or nccl")
+
+
 def _has_nccl() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
@@ -100,6 +115,7 @@ TRANSPORTS: dict[str, Transport] = {
     "disk": Transport(lambda worker: DiskReceiver(), _disk_sender),
     "cuda_ipc": Transport(_cuda_ipc_receiver, _cuda_ipc_sender, gpu_to_gpu=True),
     "nccl": Transport(_nccl_receiver, _nccl_sender, gpu_to_gpu=True, in_group=True, can_send=_has_nccl),
+    "torch_group": Transport(_torch_group_receiver, _torch_group_sender),
 }
 
 #: What `auto` tries, in this order; the last one works between any two hosts. `transport_choice` has the reasons.

@@ -5,8 +5,15 @@
     {op: weights, action: abort,  token [, newer]}                        -> {op: ok}
     {op: weights, action: status}                                         -> {op: ok, version, state, ...}
 
-`commit` is answered once the update is applied. The messages go to the worker's weight socket (`weights_endpoint` in
-its status); the request socket passes them on.
+For the transport `torch_group`, before the `begin`:
+
+    {op: weights, action: join,   group, meeting}                         -> {op: ok}
+    {op: weights, action: gather, group, part, tensors, packed_bytes}     -> {op: ok, gathered, missing}
+    {op: weights, action: leave,  group}                                  -> {op: ok, left}
+
+`commit` is answered once the update is applied, `join` once all members have met, `gather` once all its tensors have
+come; `missing` lists some of the tensors that the update still lacks. The messages go to the worker's weight socket
+(`weights_endpoint` in its status); the request socket passes them on.
 """
 
 from __future__ import annotations
@@ -22,6 +29,9 @@ _FIELDS: dict[str, set[str]] = {
     "commit": {"token", "options"},
     "abort": {"token"},
     "status": set(),
+    "join": {"group", "meeting"},
+    "gather": {"group", "part", "tensors", "packed_bytes"},
+    "leave": {"group"},
 }
 _OPTIONAL: dict[str, set[str]] = {"begin": {"adapter"}, "abort": {"newer"}}
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -39,6 +39,11 @@ _LOOPBACK = "127.0.0.1"
 #: Read by the nccl backend when it is made. Without them a group that has lost a member ends the whole process.
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _environment_lock = threading.Lock()
+
+
+#: When members on GPUs connect: `together`, once all of them are present, which `BroadcastGroup`s note in the store;
+#: `now`; or `late`, with the first broadcast, as members do that torch.distributed has made.
+Connect = Literal["together", "now", "late"]
 
 
 class GroupError(RuntimeError):
@@ -161,10 +166,12 @@ class BroadcastGroup:
         device: torch.device,
         timeout_s: float,
         op_timeout_s: float | None = None,
+        connect: Connect = "together",
     ) -> None:
         """Meet the other members. Raises `GroupError` if not all of them join within `timeout_s`.
 
-        `op_timeout_s` bounds each later operation; default: `timeout_s`.
+        `name` is the prefix of the group's keys in the store. `op_timeout_s` bounds each later operation; default:
+        `timeout_s`.
         """
         self.device = device
         self._join_timeout = timedelta(seconds=timeout_s)
@@ -175,7 +182,9 @@ class BroadcastGroup:
         members = dist.PrefixStore(name, store)
         try:
             self._backend = (
-                self._gloo(members, rank, size, address) if self._stream is None else self._nccl(members, rank, size)
+                self._gloo(members, rank, size, address)
+                if self._stream is None
+                else self._nccl(members, rank, size, connect)
             )
         except RuntimeError as error:  # torch's own errors of stores and sockets are kinds of it
             raise GroupError(f"not all members met within {timeout_s:g} s: {_first_line(error)}") from error
@@ -200,6 +209,15 @@ class BroadcastGroup:
         poll_s = _LANDED_POLL_S if self._stream is None else _LANDED_POLL_GPU_S
         try:
             return Pending(self._backend.broadcast([data], options), self._arrivals, self._timeout, poll_s)
+        except RuntimeError as error:
+            raise GroupError(_first_line(error)) from error
+
+    def warm_up(self) -> None:
+        """Add up one number of each member. On a GPU it runs on the current stream. Raises `GroupError`."""
+        options = dist.AllreduceOptions()
+        options.timeout = self._timeout
+        try:
+            self._backend.allreduce([torch.zeros(1, device=self.device)], options).wait()
         except RuntimeError as error:
             raise GroupError(_first_line(error)) from error
 
@@ -250,18 +268,19 @@ class BroadcastGroup:
         options._threads = 2
         return ProcessGroupGloo(store, rank, size, options)
 
-    def _nccl(self, store: dist.Store, rank: int, size: int) -> Any:
+    def _nccl(self, store: dist.Store, rank: int, size: int, connect: Connect = "together") -> Any:
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        # Joining has no deadline inside NCCL, so it begins when all members are present.
-        store.set(f"here/{rank}", "")
-        store.wait([f"here/{other}" for other in range(size)], self._join_timeout)
+        if connect == "together":  # joining has no deadline inside NCCL, so it begins when all members are present
+            store.set(f"here/{rank}", "")
+            store.wait([f"here/{other}" for other in range(size)], self._join_timeout)
         with torch.cuda.device(self.device):
             with _environment_lock, _environment(_NCCL_ENVIRONMENT):
                 backend = ProcessGroupNCCL(store, rank, size, options)
-            backend.eager_connect_single_device(self.device)  # not under the lock: it may hang
+            if connect != "late":
+                backend.eager_connect_single_device(self.device)  # not under the lock: it may hang
         return backend
 
 

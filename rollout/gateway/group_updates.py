@@ -1,0 +1,138 @@
+"""Weight updates that a trainer broadcasts in a process group of its own: the gateway tells the workers about them.
+
+    trainer            gateway                             every worker, all at once
+    init        -->    join                           -->  meets the trainer: rank_offset + its place
+    update      -->    gather  part 0, 1, ...         -->  receives what the trainer broadcasts now
+    (finish)    -->    begin and commit               -->  swaps the gathered tensors in, between two steps
+
+Dialects without a `finish` (SGLang, AReaL) finish with the part that makes the update whole. Requests go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.gateway.control import Control
+from rollout.gateway.errors import HttpError, bad_request
+from rollout.gateway.gateway import Gateway
+from trainer_bridge.wire.errors import RolloutError
+
+#: Tensors of an update: name, dtype, shape.
+Rows = list[list[Any]]
+
+_LISTED = 4  # names in one message
+
+
+class GroupUpdates:
+    """Updates by the transport `torch_group`; one at a time. Every method raises `HttpError` and `RolloutError`."""
+
+    def __init__(self, gateway: Gateway, control: Control) -> None:
+        self._pool = gateway.workers.pool
+        self._update_s = gateway.settings.update_s
+        self._control = control
+        self._one_at_a_time = asyncio.Lock()
+        self._rows: Rows = []  # of the update that is being gathered
+        self._parts = 0
+        self._missing: list[str] = []  # some of the tensors that it lacks
+
+    async def join(self, group: str, meeting: dict[str, Any], rank_offset: int, world_size: int) -> None:
+        """Let all workers meet a trainer's group; returns when they have. Drops an unfinished update."""
+        endpoints = self._pool.endpoints
+        if rank_offset < 1 or rank_offset + len(endpoints) > world_size:
+            raise bad_request(
+                f"ranks {rank_offset} to {rank_offset + len(endpoints) - 1} of this gateway's {len(endpoints)} workers "
+                f"do not fit into a group of {world_size}, whose rank 0 is the trainer",
+                "world_size",
+            )
+        self._start()
+        meetings = [{**meeting, "rank": rank_offset + place, "size": world_size} for place in range(len(endpoints))]
+        await self._ask([{"action": "join", "group": group, "meeting": each} for each in meetings])
+
+    async def leave(self, group: str) -> bool:
+        """Let all workers leave a group; false if none was in it. Drops an unfinished update."""
+        self._start()
+        replies = await self._ask([{"action": "leave", "group": group}] * len(self._pool.endpoints))
+        return any(reply["left"] for reply in replies)
+
+    async def start(self) -> None:
+        """Begin a new update; an unfinished one is dropped."""
+        async with self._one_at_a_time:
+            self._start()
+
+    async def gather(self, group: str, rows: Rows, packed_bytes: int | None) -> list[str]:
+        """Receive a part of an update from all workers' trainer; some of the tensors that the update still lacks."""
+        async with self._one_at_a_time:
+            part = {"action": "gather", "group": group, "part": self._parts, "tensors": rows}
+            try:
+                replies = await self._ask([{**part, "packed_bytes": packed_bytes}] * len(self._pool.endpoints))
+            except BaseException:  # also a gateway that ends: the workers do not know which part comes next
+                self._start()
+                raise
+            self._parts += 1
+            self._rows = self._rows + rows
+            self._missing = list(replies[0]["missing"])
+            return self._missing
+
+    async def finish(self, version: Any) -> int:
+        """Put the gathered update in use as `version` or the next one; returns its version."""
+        async with self._one_at_a_time:
+            if not self._parts:
+                raise HttpError(409, "no update was received that could be finished; send its tensors first")
+            self.check_whole()
+            rows = self._rows
+            self._start()
+            return await self._control.publish_as(version, lambda number: self._publish(rows, number))
+
+    def check_whole(self) -> None:
+        """Raise `HttpError` if an update was begun and lacks tensors."""
+        if self._parts and self._missing:
+            raise HttpError(
+                409, f"the update is not whole, and not in use: it lacks {', '.join(self._missing[:_LISTED])}"
+            )
+
+    def _start(self) -> None:
+        self._rows, self._parts, self._missing = [], 0, []
+
+    async def _publish(self, rows: Rows, version: int) -> None:
+        try:
+            from trainer_bridge.wire.manifest import MAX_BUCKET_BYTES, pack
+        except ModuleNotFoundError as error:
+            raise HttpError(
+                501, f"updates need {error.name}: install the gateway with 'rollout-engine[http,publish]'"
+            ) from error
+        count = len(self._pool.endpoints)
+        manifest = pack(version, [tuple(row) for row in rows], MAX_BUCKET_BYTES).to_wire()
+        begin = {"action": "begin", "version": version, "manifest": manifest, "transport": "torch_group", "options": {}}
+        replies = await self._replies([begin] * count)
+        tokens = [None if isinstance(reply, BaseException) else reply["token"] for reply in replies]
+        refusal = next((reply for reply in replies if isinstance(reply, BaseException)), None)
+        if refusal is not None:
+            begun = [(place, token) for place, token in enumerate(tokens) if token is not None]
+            await asyncio.gather(
+                *(self._one(place, {"action": "abort", "token": token}) for place, token in begun),
+                return_exceptions=True,  # a worker that is gone drops the update, too
+            )
+            raise refusal
+        await self._ask([{"action": "commit", "token": token, "options": {}} for token in tokens])
+
+    async def _ask(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The replies of all workers to a message each. Raises the first error, once all have answered."""
+        replies = await self._replies(messages)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return [reply for reply in replies if not isinstance(reply, BaseException)]
+
+    async def _replies(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any] | RolloutError]:
+        asked = (self._one(place, message) for place, message in enumerate(messages))
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException) and not isinstance(reply, RolloutError):
+                raise reply
+        return [reply for reply in replies if not isinstance(reply, BaseException) or isinstance(reply, RolloutError)]
+
+    async def _one(self, place: int, message: dict[str, Any]) -> dict[str, Any]:
+        endpoint = self._pool.endpoints[place]
+        return (await self._pool.control("weights", endpoint=endpoint, timeout_s=self._update_s, **message))[0]

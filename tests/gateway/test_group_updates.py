@@ -1,0 +1,294 @@
+"""Weights over a trainer's own process group, ordered over HTTP: a real worker, a gateway, and a trainer's process.
+
+The trainer makes its group and broadcasts as SGLang's and AReaL's trainers do, with torch.distributed and gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollout.demo.counting import check_completion
+from tests.support.bridge.group_trainer import Trainer, trainer
+from tests.support.gateway.harness import gateway, post, refused
+from tests.support.worker.harness import ONES, TEXTS, TWOS, launch, tensors, until
+from trainer_bridge.client.asynchronous import AsyncRolloutClient
+from trainer_bridge.client.blocking import RolloutClient
+
+FILES = {1: ONES / "model.safetensors", 2: TWOS / "model.safetensors"}
+TEXT = {1: " 18 19", 2: " 19 21"}
+UPDATE, JOIN, LEAVE = "/update_weights_from_distributed", "/init_weights_update_group", "/destroy_weights_update_group"
+
+
+@pytest.fixture(scope="module")
+def sender() -> Iterator[Trainer]:
+    with trainer() as process:
+        yield process
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def counted(client: httpx.Client) -> str:
+    text: str = post(client, "/v1/completions", {"prompt": "17:", "max_tokens": 6})["choices"][0]["text"]
+    return text
+
+
+def join(client: httpx.Client, sender: Trainer, name: str, path: str = JOIN, **more: Any) -> None:
+    """Make a group of the trainer and the worker."""
+    port = free_port()
+    sender.join(port, 2, name)
+    where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    assert post(client, path, where | {"group_name": name} | more | _port(path, port))["success"]
+    assert sender.done() == {"ok": True}
+
+
+def _port(path: str, port: int) -> dict[str, Any]:
+    return {"master_port": str(port)} if "areal" in path else {}
+
+
+def leave(client: httpx.Client, sender: Trainer, name: str) -> None:
+    assert post(client, LEAVE, {"group_name": name})["success"]
+    sender.start("leave", name=name)
+    assert sender.done() == {"ok": True}
+
+
+def told(step: int, names: list[str], group: str) -> dict[str, Any]:
+    """What an update's request says of its tensors."""
+    found = tensors(step)
+    dtypes = [str(found[name].dtype).removeprefix("torch.") for name in names]
+    return {
+        "names": names,
+        "dtypes": dtypes,
+        "shapes": [list(found[name].shape) for name in names],
+        "group_name": group,
+    }
+
+
+def test_ten_updates_in_parts_while_requests_run(client: httpx.Client, direct: RolloutClient, sender: Trainer) -> None:
+    names = sorted(tensors(1))
+    first = direct.status()["weights_version"]
+    steps = {first: 1}
+    answers, over = [], threading.Event()
+
+    def generate() -> None:
+        body = {"prompt": "17:", "ignore_eos": True, "max_tokens": 300}
+        asked = {"return_token_ids": True, "return_weight_versions": True}
+        while not over.is_set() or len(answers) < 2:
+            answers.append(post(client, "/v1/completions", body | asked)["choices"][0])
+
+    join(client, sender, "ten")
+    with ThreadPoolExecutor(1) as threads:
+        generating = threads.submit(generate)
+        for number in range(1, 11):
+            steps[first + number] = step = 1 + number % 2
+            parts = [names] if number < 4 else [names[::2], names[1::2]]
+            for part, some in enumerate(parts):
+                more: dict[str, Any] = {"load_format": "flattened_bucket"} if number % 3 == 0 else {}
+                more |= {"weight_version": str(first + number)} if number % 4 == 0 else {}
+                sender.broadcast("ten", FILES[step], some, flat=number % 3 == 0)
+                assert direct.status()["weights_version"] == first + number - 1
+                body = told(step, some, "ten") | {"flush_cache": True, "abort_all_requests": True} | more
+                assert post(client, UPDATE, body)["success"] and sender.done() == {"ok": True}
+                if part + 1 < len(parts):
+                    refused(client, "/continue_generation", {}, 409)
+            assert direct.status()["weights_version"] == first + number
+            assert client.get("/get_weight_version").json() == {"weight_version": str(first + number)}
+            assert counted(client) == TEXT[step]
+        over.set()
+        generating.result()
+    leave(client, sender, "ten")
+    assert {choice["finish_reason"] for choice in answers} == {"length"}  # no request was aborted
+    seen = set()
+    for choice in answers:
+        runs = [(run["version"], run["end"] - run["start"]) for run in choice["weight_versions"]]
+        check_completion("17:", choice["token_ids"], runs, steps, TEXTS.__getitem__)
+        seen |= {version for version, _ in runs}
+    assert len(seen) > 1
+
+
+def test_areals_names_and_a_paused_worker(client: httpx.Client, direct: RolloutClient, sender: Trainer) -> None:
+    names, before = sorted(tensors(1)), direct.status()["weights_version"]
+    refused(client, "/areal_update_weights_xccl", {}, 409)
+    join(client, sender, "areal", "/areal_init_weights_update_group")
+    for number, step in ((1, 2), (2, 1)):
+        post(client, "/areal_pause_generation", {})
+        for some in (names[:3], names[3:]):
+            assert post(client, "/areal_set_update_weight_meta", told(step, some, "areal"))["success"]
+            sender.broadcast("areal", FILES[step], some)
+            assert post(client, "/areal_update_weights_xccl", {})["success"] and sender.done() == {"ok": True}
+        post(client, "/areal_continue_generation", {})
+        assert direct.status()["weights_version"] == before + number and counted(client) == TEXT[step]
+    leave(client, sender, "areal")
+
+
+def test_wrong_tensors_and_wrong_groups_leave_the_old_weights(
+    client: httpx.Client, direct: RolloutClient, sender: Trainer, tmp_path: Path
+) -> None:
+    names, before, text = sorted(tensors(1)), direct.status()["weights_version"], counted(client)
+    join(client, sender, "wrong")
+    save_file({**tensors(2), "extra.weight": torch.ones(3)}, tmp_path / "more.safetensors")
+    body = told(2, names, "wrong")
+    sender.broadcast("wrong", tmp_path / "more.safetensors", [*names, "extra.weight"])
+    extra = {"names": "extra.weight", "dtypes": "float32", "shapes": [3]}
+    assert refused(client, UPDATE, body | {key: [*body[key], extra[key]] for key in extra}, 409) == "manifest"
+    assert sender.done() == {"ok": True}
+    save_file({**tensors(2), names[0]: tensors(2)[names[0]][1:].clone()}, tmp_path / "other.safetensors")
+    shapes = [list(tensors(2)[names[0]][1:].shape), *body["shapes"][1:]]
+    sender.broadcast("wrong", tmp_path / "other.safetensors", names)
+    assert refused(client, UPDATE, body | {"shapes": shapes}, 409) == "manifest"
+    assert sender.done() == {"ok": True}
+    sender.broadcast("wrong", FILES[2], names)
+    refused(client, UPDATE, body | {"weight_version": before}, 409)  # it is not newer
+    assert sender.done() == {"ok": True}
+    assert direct.status()["weights_version"] == before and counted(client) == text
+    sender.broadcast("wrong", FILES[2], names)  # the group has stayed in step
+    assert post(client, UPDATE, body)["success"] and sender.done() == {"ok": True}
+    assert direct.status()["weights_version"] == before + 1 and counted(client) == TEXT[2]
+    sender.broadcast("wrong", FILES[1], names)
+    assert post(client, UPDATE, told(1, names, "wrong"))["success"] and sender.done() == {"ok": True}
+    leave(client, sender, "wrong")
+    refused(client, UPDATE, body, 404)
+    refused(client, LEAVE, {"group_name": "wrong"}, 404)
+    assert refused(client, UPDATE, body | {"dtypes": body["dtypes"][1:]}) == "dtypes"
+    assert refused(client, UPDATE, body | {"load_format": "other"}) == "load_format"
+    where = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    assert refused(client, JOIN, where | {"master_port": "x"}) == "master_port"
+    assert refused(client, JOIN, where | {"rank_offset": 2}) == "world_size"
+    assert refused(client, JOIN, where | {"backend": "nccl"}) == "meeting.backend"  # the worker runs on a CPU
+    assert refused(client, JOIN, where | {"master_adress": ""}) == "master_adress"
+
+
+def test_a_trainer_that_dies_in_the_middle(client: httpx.Client, direct: RolloutClient, sender: Trainer) -> None:
+    names, before, text = sorted(tensors(1)), direct.status()["weights_version"], counted(client)
+    with trainer() as doomed, ThreadPoolExecutor(1) as threads:
+        join(client, doomed, "doomed")
+        doomed.broadcast("doomed", FILES[1], names[:2])
+        assert post(client, UPDATE, told(1, names[:2], "doomed"))["success"] and doomed.done() == {"ok": True}
+        doomed.broadcast("doomed", FILES[1], names[2:4])  # of six that it says
+        waiting = threads.submit(refused, client, UPDATE, told(1, names[2:], "doomed"), 409)
+        assert doomed.done() == {"ok": True}
+        doomed.process.kill()
+        waiting.result()
+    assert direct.status()["weights_version"] == before and counted(client) == text
+    refused(client, UPDATE, told(1, names, "doomed"), 404)
+    join(client, sender, "doomed")  # a trainer that was started again
+    sender.broadcast("doomed", FILES[1], names)
+    assert post(client, UPDATE, told(1, names, "doomed"))["success"] and sender.done() == {"ok": True}
+    until(lambda: counted(client) == TEXT[1], "the new weights")
+    leave(client, sender, "doomed")
+
+
+def test_vllms_engine_needs_gpus_and_keeps_its_order(client: httpx.Client) -> None:
+    """NCCL connects no CPU; `tests/bridge/transports/test_cuda_torch_group.py` has the engine."""
+    assert client.get("/server_info").json()["vllm_config"]["weight_transfer_config"]["backend"] == "nccl"
+    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "packed": True}
+    init = "/init_weight_transfer_engine"
+    assert refused(client, init, {"init_info": info}) == "meeting.backend"
+    assert refused(client, init, {"init_info": info | {"nccl_unique_id_b64": "AA=="}}) == "init_info.master_address"
+    alone = {"rank_offset": 1, "world_size": 2, "nccl_unique_id_b64": "AA=="}
+    assert refused(client, init, {"init_info": alone}) == "init_info.nccl_unique_id_b64"
+    assert refused(client, init, {"init_info": info | {"rank": 1}}) == "init_info.rank"
+    assert refused(client, init, {}) == "init_info"
+    refused(client, "/start_weight_update", None, 409)
+    refused(client, "/update_weights", {"update_info": {"names": [], "dtype_names": [], "shapes": []}}, 409)
+    refused(client, "/finish_weight_update", {"weight_version": "7"}, 409)
+    assert "down" in post(client, "/shutdown_weight_transfer_engine")["message"]
+
+
+def test_vllms_calls_with_gloo_in_the_place_of_nccl(
+    client: httpx.Client, direct: RolloutClient, sender: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the meeting is another one: it is changed on its way from the gateway to the worker."""
+    control = AsyncRolloutClient.control
+
+    async def by_gloo(pool: AsyncRolloutClient, op: str, **fields: Any) -> list[dict[str, Any]]:
+        if fields.get("action") == "join":
+            fields["meeting"] |= {"kind": "torch", "backend": "gloo"}
+        return await control(pool, op, **fields)
+
+    monkeypatch.setattr(AsyncRolloutClient, "control", by_gloo)
+    names, before = sorted(tensors(1)), direct.status()["weights_version"]
+    group, port = "vllm weight transfer", free_port()
+    sender.join(port, 2, group)
+    info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
+    post(client, "/init_weight_transfer_engine", {"init_info": info | {"packed_num_buffers": 2}})
+    assert sender.done() == {"ok": True}
+
+    def update(step: int, some: list[str], flat: bool = True, **more: Any) -> None:
+        body = told(step, some, group)
+        given = {"names": body["names"], "dtype_names": body["dtypes"], "shapes": body["shapes"]} | more
+        sender.broadcast(group, FILES[step], some, flat=flat)
+        post(client, "/update_weights", {"update_info": given})
+        assert sender.done() == {"ok": True}
+
+    refused(client, "/update_weights", {"update_info": {}}, 409)
+    post(client, "/start_weight_update", {})
+    assert refused(client, "/update_weights", {"update_info": {}}) == "names"
+    update(2, names)
+    assert direct.status()["weights_version"] == before  # until the update is finished
+    assert post(client, "/finish_weight_update")["weight_version"] == str(before + 1) and counted(client) == TEXT[2]
+    post(client, "/start_weight_update", {"is_checkpoint_format": True})
+    update(1, names, names=[], dtype_names=[], shapes=[])  # the same tensors as before
+    post(client, "/finish_weight_update", {"weight_version": str(before + 5)})
+    assert client.get("/weight_info").json() == {"weight_version": before + 5} and counted(client) == TEXT[1]
+    post(client, "/start_weight_update", {})
+    for name in names[1:]:  # one tensor a call, as TRL has it
+        update(2, [name], flat=False, packed=False)
+    refused(client, "/finish_weight_update", {}, 409)
+    refused(client, "/finish_weight_update", {}, 409)
+    assert direct.status()["weights_version"] == before + 5 and counted(client) == TEXT[1]
+    post(client, "/start_weight_update", {})
+    update(2, names[:2])
+    update(2, names[2:])
+    post(client, "/finish_weight_update", {})
+    post(client, "/start_weight_update", {})
+    update(1, names)
+    post(client, "/finish_weight_update", {})
+    assert direct.status()["weights_version"] == before + 7 and counted(client) == TEXT[1]
+    post(client, "/shutdown_weight_transfer_engine")
+    refused(client, "/start_weight_update", {}, 409)
+    sender.start("leave", name=group)
+    assert sender.done() == {"ok": True}
+
+
+@pytest.mark.nightly
+def test_two_workers_take_their_ranks_and_swap_together(sender: Trainer, tmp_path: Path) -> None:
+    names, port = sorted(tensors(1)), free_port()
+    with (
+        launch(log=tmp_path / "one") as one,
+        launch(log=tmp_path / "two") as two,
+        gateway([one.endpoint, two.endpoint], update_s=20) as client,
+    ):
+        sender.join(port, 3, "two")
+        where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 3}
+        assert refused(client, JOIN, where | {"backend": "gloo", "world_size": 2}) == "world_size"
+        assert post(client, JOIN, where | {"backend": "gloo", "group_name": "two"})["success"]
+        assert sender.done() == {"ok": True}
+        for version, step in ((1, 2), (2, 1), (3, 2)):
+            for some in (names[:5], names[5:]):
+                sender.broadcast("two", FILES[step], some)
+                assert post(client, UPDATE, told(step, some, "two"))["success"] and sender.done() == {"ok": True}
+            assert client.get("/weight_info").json() == {"weight_version": version}
+            assert [counted(client) for _ in range(4)] == [TEXT[step]] * 4
+        os.kill(two.pid, signal.SIGKILL)
+        sender.broadcast("two", FILES[1], names)
+        assert client.post(UPDATE, json=told(1, names, "two")).status_code >= 400
+        sender.done()
+        assert counted(client) == TEXT[2]
+        with RolloutClient(one.endpoint) as direct:
+            assert direct.status()["weights_version"] == 3

@@ -1,0 +1,1 @@
+"""The transport `torch_group`: broadcasts in a process group that a trainer has made."""
